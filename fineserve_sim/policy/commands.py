@@ -1,0 +1,22 @@
+"""What the controller tells its driver to do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Dispatch(NamedTuple):
+    """Hand the request to the engine: it may prefill it from the next iteration on."""
+
+    request_id: int
+    engine: int
+
+
+class Drop(NamedTuple):
+    """Refuse the request for good."""
+
+    request_id: int
+    reason: str
+
+
+Command = Dispatch | Drop

@@ -1,0 +1,175 @@
+"""The words that policies and drivers share: requests, what is visible of an engine, and the five policy protocols.
+
+Units: seconds are floats, tokens and bytes are ints; names carry the unit last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a scheduler may know of a request. The output length is not part of it."""
+
+    id: int
+    model: str
+    arrival_s: float
+    prompt_tokens: int
+
+
+class EngineState(NamedTuple):
+    """What a local scheduler sees of one engine at one moment.
+
+    ``running`` counts sequences that hold a slot (decoding or in prefill), ``decoding`` those past their prefill;
+    ``prefill_tokens`` are admitted prompt tokens not yet computed; ``free_kv_tokens`` is what the engine's KV memory could
+    still take now; ``slowdown`` >= 1 is the present contention factor of its GPU.
+    """
+
+    running: int
+    decoding: int
+    prefill_tokens: int
+    free_slots: int
+    free_kv_tokens: int
+    slowdown: float
+
+
+class PrefillLatency(Protocol):
+    """Predicted seconds, without contention, to prefill ``tokens`` prompt tokens by chunked prefill beside ``decoding``
+    running decodes. Non-decreasing in ``tokens``."""
+
+    def __call__(self, tokens: int, decoding: int) -> float: ...
+
+
+@dataclass(slots=True)
+class Admission:
+    """A local scheduler's answer: start ``admitted`` in this order, refuse ``dropped`` for good."""
+
+    admitted: list[Request] = field(default_factory=list)
+    dropped: list[Request] = field(default_factory=list)
+
+
+class LocalScheduler(Protocol):
+    """Decides which waiting request starts next on the engines of its scope (one engine, or all engines of a GPU).
+
+    Requests enter by ``add`` bound to an engine id, and leave by being admitted, dropped or removed. ``schedule`` is
+    idempotent: called again with the same time and states, it admits and drops nothing more.
+    """
+
+    def add(self, request: Request, engine: int) -> None: ...
+
+    def remove(self, request_id: int) -> bool:
+        """Forget a waiting request (its client left). False when it is not waiting here."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission: ...
+
+    def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
+        """A time before which ``schedule`` would answer nothing if no request comes or goes, no engine changes its batch
+        and free memory does not grow. Called just after ``schedule``; infinity when only such events matter. May be
+        early, never late."""
+        ...
+
+
+class KVLedger(NamedTuple):
+    """Bytes of one KV memory. ``used + stranded + free + lost == total`` at every moment.
+
+    ``stranded``: free entries of partly used slabs, which only blocks of the same size can take; ``lost``: bytes that no
+    block can ever take (reserved slabs, grid remainders).
+    """
+
+    total_bytes: int
+    used_bytes: int
+    stranded_bytes: int
+    free_bytes: int
+    lost_bytes: int
+
+
+class KVManager(Protocol):
+    """The KV memory of one GPU, shared by the engines (owners) that are registered with it."""
+
+    def alloc(self, owner: int, blocks: int) -> list[int] | None:
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""
+        ...
+
+    def free(self, owner: int, block_ids: Sequence[int]) -> None:
+        """Give back blocks. Raises ValueError for an id that ``owner`` does not hold; then nothing is given back."""
+        ...
+
+    def free_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get now."""
+        ...
+
+    def capacity_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get if every other owner held none."""
+        ...
+
+    def used_bytes(self, owner: int) -> int: ...
+
+    def ledger(self) -> KVLedger: ...
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself (debug flag, test fixtures)."""
+        ...
+
+
+class OperatingPoint(NamedTuple):
+    """One profiled batch size of a model on its GPUs: requests per second, TTFT, mean activation and KV bytes per GPU."""
+
+    batch: int
+    throughput_per_s: float
+    ttft_s: float
+    activation_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDemand:
+    """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group."""
+
+    id: str
+    rate_per_s: float
+    slo_s: float
+    tp: int
+    weight_bytes: int
+    token_bytes: int
+    profile: tuple[OperatingPoint, ...] = ()
+    mme_tokens_per_byte: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSlot:
+    """One GPU as placement sees it: ``memory_bytes`` is the usable budget for weights, activations and KV."""
+
+    id: int
+    node: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One replica of a model on a TP group. ``footprint_bytes`` (per GPU) is the fixed charge F_M where the policy has one."""
+
+    model: str
+    replica: int
+    gpus: tuple[int, ...]
+    rate_per_s: float
+    footprint_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Instances in the order in which they were decided; ``unplaced`` models fit nowhere; ``infeasible`` ones are placed
+    but no profiled operating point meets their SLO."""
+
+    instances: tuple[Instance, ...]
+    unplaced: tuple[str, ...] = ()
+    infeasible: tuple[str, ...] = ()
+
+
+class PlacementPolicy(Protocol):
+    def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement: ...
