@@ -1,0 +1,124 @@
+"""The contract of one simulation: everything that determines it, and everything that comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from fineserve_traces import Trace
+from numpy.typing import NDArray
+
+from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.policy.interfaces import Placement
+from fineserve_sim.systems import SystemSpec
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot run (a model fits on no GPU, say), in one line for the person who wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model as users see it: geometry, precision, TP degree, expected load and SLO.
+
+    ``id`` names it in traces and results; ``mean_prompt_tokens`` and ``mean_output_tokens`` describe the expected load
+    for profiling (what an operator would take from history), never a single request.
+    """
+
+    id: str
+    model: ModelSpec
+    precision: PrecisionSpec
+    tp: int
+    rate_per_s: float
+    ttft_slo_s: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of the cluster: its place in a node matters for TP groups."""
+
+    id: int
+    node: int
+    spec: GpuSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How every engine batches (systems.md 1.2, 1.3): vLLM's knobs under vLLM's meanings."""
+
+    token_budget: int = 2048
+    max_sequences: int = 256
+    block_tokens: int = 16
+    memory_utilization: float = 0.9
+    context_bytes: int = 512 * 2**20
+    deployment: str = "vllm-cudagraph"
+    contention: Literal["composition", "step"] = "composition"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run. ``trace.models`` must be ids of ``models``. ``sample_s`` spaces the timeline samples (0: none);
+    ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
+    ``drain_s`` is how long after the last arrival the run may go on."""
+
+    system: SystemSpec
+    models: tuple[ServedModel, ...]
+    gpus: tuple[Gpu, ...]
+    trace: Trace
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    sample_s: float = 1.0
+    drain_s: float = 3600.0
+    check: bool = False
+    log: Callable[[dict[str, object]], None] | None = None
+
+
+class Fate(IntEnum):
+    """How a request ended. Everything but FINISHED is an SLO miss (systems.md 1.4)."""
+
+    UNFINISHED = 0
+    FINISHED = 1
+    DROPPED = 2
+    REJECTED = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """Samples in time: ``time_s`` (T,); per engine (T, E): waiting and running requests, KV bytes used; per GPU (T, G): bytes
+    stranded and free. ``engine_models`` names each engine's model."""
+
+    time_s: Floats
+    engine_models: tuple[str, ...]
+    waiting: Ints
+    running: Ints
+    kv_used_bytes: Ints
+    gpu_stranded_bytes: Ints
+    gpu_free_bytes: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunResult:
+    """Per-request arrays in the order of the trace (NaN where a moment never came) and counters of the run.
+
+    ``iterations`` counts engine steps, ``events`` what the event loop processed; ``loop_cpu_s`` is not deterministic and never enters result files.
+    """
+
+    first_token_s: Floats
+    finish_s: Floats
+    fate: NDArray[np.int8]
+    preemptions: Ints
+    engine: NDArray[np.int32]
+    placement: Placement
+    kv_capacity_bytes: tuple[int, ...]
+    timeline: Timeline
+    end_s: float
+    iterations: int
+    events: int
+    loop_cpu_s: float

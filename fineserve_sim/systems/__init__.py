@@ -1,0 +1,20 @@
+"""Every system of the papers: one declarative file each, found by its name."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+import yaml
+
+from fineserve_sim.systems.spec import SystemSpec
+
+__all__ = ["SystemSpec", "load_systems"]
+
+
+@cache
+def load_systems() -> dict[str, SystemSpec]:
+    """All built-in systems by name, in alphabetical order."""
+    entries = sorted((f for f in files(__name__).iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    systems = [SystemSpec.model_validate(yaml.safe_load(f.read_text(encoding="utf-8"))) for f in entries]
+    return {system.name: system for system in systems}
