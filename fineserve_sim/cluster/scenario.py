@@ -66,7 +66,8 @@ class EngineSettings:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One run. ``trace.models`` must be ids of ``models``. ``sample_s`` spaces the timeline samples (0: none);
-    ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
+    ``exact_steps`` plans every engine iteration by itself instead of merging equal ones (same results, slower); ``check``
+    verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
     ``drain_s`` is how long after the last arrival the run may go on."""
 
     system: SystemSpec
@@ -76,6 +77,7 @@ class Scenario:
     engine: EngineSettings = field(default_factory=EngineSettings)
     sample_s: float = 1.0
     drain_s: float = 3600.0
+    exact_steps: bool = False
     check: bool = False
     log: Callable[[dict[str, object]], None] | None = None
 

@@ -13,10 +13,17 @@ class Dispatch(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Refuse the request for good."""
+    """Give the request up: its deadline cannot be met any more."""
 
     request_id: int
     reason: str
 
 
-Command = Dispatch | Drop
+class Reject(NamedTuple):
+    """Refuse the request at the door: no engine could ever serve it."""
+
+    request_id: int
+    reason: str
+
+
+Command = Dispatch | Drop | Reject

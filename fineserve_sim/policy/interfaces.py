@@ -110,6 +110,11 @@ class KVManager(Protocol):
 
     def used_bytes(self, owner: int) -> int: ...
 
+    def fits(self, demands: Mapping[int, int]) -> bool:
+        """Whether all these blocks (owner to number) would be granted, in whatever order they are asked for. Owners that
+        are not registered here are ignored."""
+        ...
+
     def ledger(self) -> KVLedger: ...
 
     def check(self) -> None:

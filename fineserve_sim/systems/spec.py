@@ -24,6 +24,7 @@ class FineServePlacementSpec(Spec):
     policy: Literal["fineserve"] = "fineserve"
     score: Literal["mean", "exact"] = "mean"
     mme: Literal["slope", "token_bytes"] = "slope"
+    colocation: Literal["avoid", "forbid", "allow"] = "avoid"
 
 
 class KvprPlacementSpec(Spec):
@@ -31,14 +32,13 @@ class KvprPlacementSpec(Spec):
 
     policy: Literal["kvpr"] = "kvpr"
     evaluate: Literal["pre", "post"] = "pre"
-    weight: Literal["req_rate", "token_rate"] = "req_rate"
 
 
 class PinnedPlacementSpec(Spec):
-    """A given placement: model id to the GPUs of its (only) instance."""
+    """A given placement: for each model id, the GPUs of each of its replicas."""
 
     policy: Literal["pinned"] = "pinned"
-    gpus: dict[str, tuple[int, ...]] = Field(min_length=1)
+    groups: dict[str, tuple[tuple[int, ...], ...]] = Field(min_length=1)
 
 
 class DedicatedPlacementSpec(Spec):
@@ -65,6 +65,7 @@ class MooreHodgsonSpec(Spec):
 
     policy: Literal["moore_hodgson"] = "moore_hodgson"
     late: Literal["defer", "drop"] = "defer"
+    clock: Literal["dispatched", "now"] = "dispatched"
     reserve: Literal["fraction", "page"] = "fraction"
     reserve_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
 

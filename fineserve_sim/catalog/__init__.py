@@ -1,0 +1,67 @@
+"""What is served on what: GPUs, models, precisions, deployments and measured kernel rates, each with its source."""
+
+from fineserve_sim.catalog.geometry import (
+    Linear,
+    activation_bytes,
+    check_tp,
+    kv_heads_per_gpu,
+    kv_token_bytes,
+    linears,
+    parameters,
+    weight_bytes,
+)
+from fineserve_sim.catalog.hf import model_from_hf_config
+from fineserve_sim.catalog.load import (
+    CatalogError,
+    deployment,
+    deployments,
+    gpu,
+    gpus,
+    kernel_rates,
+    model,
+    models,
+    precision,
+    precisions,
+)
+from fineserve_sim.catalog.specs import (
+    Deployment,
+    GemmKernel,
+    GpuSpec,
+    KernelRates,
+    Kind,
+    ModelSpec,
+    PrecisionSpec,
+    Quantity,
+    StreamKernel,
+)
+
+__all__ = [
+    "CatalogError",
+    "Deployment",
+    "GemmKernel",
+    "GpuSpec",
+    "KernelRates",
+    "Kind",
+    "Linear",
+    "ModelSpec",
+    "PrecisionSpec",
+    "Quantity",
+    "StreamKernel",
+    "activation_bytes",
+    "check_tp",
+    "deployment",
+    "deployments",
+    "gpu",
+    "gpus",
+    "kernel_rates",
+    "kv_heads_per_gpu",
+    "kv_token_bytes",
+    "linears",
+    "model",
+    "model_from_hf_config",
+    "models",
+    "parameters",
+    "precision",
+    "precisions",
+    "weight_bytes",
+]

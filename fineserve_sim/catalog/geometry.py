@@ -1,0 +1,108 @@
+"""Bytes that a model occupies on each GPU of its TP group (systems.md 1.1).
+
+Linear layers and the vocabulary are split over the group; norms are replicated. KV heads are split, and replicated once
+there are fewer of them than GPUs. Embeddings, lm_head, norms and biases keep 16 bits in every precision.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from fineserve_sim.catalog.load import CatalogError
+from fineserve_sim.catalog.specs import ModelSpec, PrecisionSpec
+
+BYTES_16BIT = 2
+LOGIT_BYTES = 6  # a 16-bit logit and its fp32 copy for sampling
+
+
+class Linear(NamedTuple):
+    """One matrix product of a layer on one GPU: (tokens, inputs) x (inputs, outputs)."""
+
+    inputs: int
+    outputs: int
+
+
+def check_tp(model: ModelSpec, tp: int) -> None:
+    """Raise CatalogError unless ``tp`` GPUs can share the model's heads and MLP evenly."""
+    heads_split = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    if tp < 1 or model.q_heads % tp or model.intermediate_size % tp or not heads_split:
+        raise CatalogError(
+            f"model {model.name} cannot run at TP {tp}: {model.q_heads} query heads, {model.kv_heads} KV heads and "
+            f"MLP width {model.intermediate_size} must split evenly"
+        )
+
+
+def kv_heads_per_gpu(model: ModelSpec, tp: int) -> int:
+    """KV heads that each GPU holds: ``max(1, kv_heads / tp)``."""
+    return max(1, model.kv_heads // tp)
+
+
+def linears(model: ModelSpec, tp: int) -> dict[str, Linear]:
+    """The matrix products of one layer as one GPU of the group computes them, in the order they run."""
+    check_tp(model, tp)
+    q_width = model.q_heads // tp * model.head_dim
+    kv_width = kv_heads_per_gpu(model, tp) * model.head_dim
+    mlp_width = model.intermediate_size // tp
+    return {
+        "qkv": Linear(model.hidden_size, q_width + 2 * kv_width),
+        "o": Linear(q_width, model.hidden_size),
+        "gate_up": Linear(model.hidden_size, mlp_width * (2 if model.gated_mlp else 1)),
+        "down": Linear(mlp_width, model.hidden_size),
+    }
+
+
+def _layer_weights(model: ModelSpec, tp: int) -> int:
+    return sum(linear.inputs * linear.outputs for linear in linears(model, tp).values())
+
+
+def _layer_extras(model: ModelSpec, tp: int) -> int:
+    """Norm and bias parameters of one layer."""
+    shapes = linears(model, tp)
+    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    if model.bias == "qkv":
+        return norms + shapes["qkv"].outputs
+    if model.bias == "all":
+        return 2 * norms + sum(linear.outputs for linear in shapes.values())
+    return norms
+
+
+def _outer_parameters(model: ModelSpec, tp: int) -> int:
+    """Parameters outside the layers: embeddings, lm_head, positions, final norm."""
+    tables = 1 if model.tied_embeddings else 2
+    final_norm = model.hidden_size * (2 if model.bias == "all" else 1)
+    vocabulary = tables * math.ceil(model.vocab_size / tp) * model.hidden_size
+    return vocabulary + model.learned_positions * model.hidden_size + final_norm
+
+
+def parameters(model: ModelSpec) -> int:
+    """Number of parameters of the whole model."""
+    return model.layers * (_layer_weights(model, 1) + _layer_extras(model, 1)) + _outer_parameters(model, 1)
+
+
+def weight_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
+    """Weight bytes on each GPU, with the scales and zero points of quantised groups.
+
+    Raises CatalogError when the model does not split over ``tp`` GPUs.
+    """
+    quantised = model.layers * _layer_weights(model, tp) * precision.effective_weight_bits / 8
+    plain = (model.layers * _layer_extras(model, tp) + _outer_parameters(model, tp)) * BYTES_16BIT
+    return math.ceil(quantised) + plain
+
+
+def kv_token_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
+    """KV bytes of one token over all layers on each GPU, quantisation parameters included."""
+    check_tp(model, tp)
+    head_bytes = 2 * (model.head_dim * precision.kv_bits // 8 + precision.kv_quant_bytes)
+    return model.layers * kv_heads_per_gpu(model, tp) * head_bytes
+
+
+def activation_bytes(model: ModelSpec, tp: int, tokens: int, sampled: int) -> int:
+    """Peak activation bytes on each GPU of a step with ``tokens`` batch tokens and ``sampled`` rows of logits.
+
+    Assumed, not measured: per token the residual, its normed copy and the widest output of a layer, in 16 bits; per
+    sampled row the GPU's share of the logits in 16 bits and in fp32.
+    """
+    widest = max(linear.outputs for linear in linears(model, tp).values())
+    layer = tokens * (2 * model.hidden_size + widest) * BYTES_16BIT
+    return layer + sampled * math.ceil(model.vocab_size / tp) * LOGIT_BYTES

@@ -1,0 +1,96 @@
+"""Look up catalog entries by name; the YAML files beside this module are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import yaml
+
+from fineserve_sim.catalog.specs import Deployment, GpuSpec, KernelRates, ModelSpec, PrecisionSpec, Spec
+
+S = TypeVar("S", bound=Spec)
+
+
+class CatalogError(ValueError):
+    """A name that the catalog does not hold, or a model it cannot describe."""
+
+
+def _read(file: str) -> Any:
+    return yaml.safe_load(files("fineserve_sim.catalog").joinpath(file).read_text(encoding="utf-8"))
+
+
+def _entries(file: str, kind: type[S]) -> Mapping[str, S]:
+    return MappingProxyType(
+        {name: kind.model_validate({"name": name, **fields}) for name, fields in _read(file).items()}
+    )
+
+
+@cache
+def gpus() -> Mapping[str, GpuSpec]:
+    """Every GPU type by name."""
+    return _entries("gpus.yaml", GpuSpec)
+
+
+@cache
+def models() -> Mapping[str, ModelSpec]:
+    """Every model by name."""
+    return _entries("models.yaml", ModelSpec)
+
+
+@cache
+def precisions() -> Mapping[str, PrecisionSpec]:
+    """Every precision by its canonical name, such as W8A8KV8."""
+    return _entries("precisions.yaml", PrecisionSpec)
+
+
+@cache
+def deployments() -> Mapping[str, Deployment]:
+    """Every deployment by name."""
+    return _entries("deployments.yaml", Deployment)
+
+
+@cache
+def kernel_rates() -> KernelRates:
+    """The measured kernel rates of the reference GPU."""
+    return KernelRates.model_validate(_read("kernels.yaml"))
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> CatalogError:
+    spellings = {spelled.lower(): spelled for spelled in sorted(known)}
+    near = get_close_matches(name.lower(), spellings, n=3, cutoff=0.4)
+    label = "nearest" if near else "known"
+    return CatalogError(f"unknown {what} {name!r}; {label}: {', '.join(spellings[n] for n in near or spellings)}")
+
+
+def _find(what: str, name: str, entries: Mapping[str, S]) -> S:
+    if name not in entries:
+        raise _unknown(what, name, entries)
+    return entries[name]
+
+
+def gpu(name: str) -> GpuSpec:
+    """The GPU type ``name``. Raises CatalogError, with the nearest names, when there is none."""
+    return _find("GPU", name, gpus())
+
+
+def model(name: str) -> ModelSpec:
+    """The model ``name``. Raises CatalogError, with the nearest names, when there is none."""
+    return _find("model", name, models())
+
+
+def precision(name: str) -> PrecisionSpec:
+    """The precision with this name or alias, in any case. Raises CatalogError, with the nearest names, if none has it."""
+    spellings = {s.lower(): spec for spec in precisions().values() for s in (spec.name, *spec.aliases)}
+    if name.lower() not in spellings:
+        raise _unknown("precision", name, [s for spec in precisions().values() for s in (spec.name, *spec.aliases)])
+    return spellings[name.lower()]
+
+
+def deployment(name: str) -> Deployment:
+    """The deployment ``name``. Raises CatalogError, with the nearest names, when there is none."""
+    return _find("deployment", name, deployments())

@@ -1,0 +1,167 @@
+"""What the catalog's entries are: GPUs, models, precisions, deployments and kernel rates, checked when they are read.
+
+Every entry carries its source. Bytes and tokens are ints, rates are per second, links count one direction.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TensorCore = Literal["bf16", "fp8", "int8"]
+Kind = Literal["measured", "fitted", "roofline", "assumed"]
+
+
+class Spec(BaseModel):
+    """Base of all entries: immutable, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Quantity(Spec):
+    """A number that says where it comes from."""
+
+    value: float = Field(ge=0)
+    kind: Kind
+    source: str
+
+
+class GpuSpec(Spec):
+    """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink)."""
+
+    name: str
+    memory_gib: int = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    bf16_flops_per_s: float = Field(gt=0)
+    fp8_flops_per_s: float | None = None
+    int8_flops_per_s: float | None = None
+    nvlink_bytes_per_s: float = Field(default=0.0, ge=0)
+    pcie_bytes_per_s: float = Field(gt=0)
+    efficiency: Literal["measured", "roofline-scaled"]
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Nominal memory: a card sold as N GB counts as N GiB (systems.md 1.2)."""
+        return self.memory_gib * 2**30
+
+    @property
+    def peer_bytes_per_s(self) -> float:
+        """Link to the other GPUs of the node: NVLink, else PCIe."""
+        return self.nvlink_bytes_per_s or self.pcie_bytes_per_s
+
+    def peak_flops_per_s(self, core: TensorCore) -> float:
+        """Dense peak of one tensor-core type. Raises ValueError when the GPU has none."""
+        peaks = {"bf16": self.bf16_flops_per_s, "fp8": self.fp8_flops_per_s, "int8": self.int8_flops_per_s}
+        peak = peaks[core]
+        if peak is None:
+            raise ValueError(
+                f"GPU {self.name} has no {core} tensor cores; choose a precision that computes in another type"
+            )
+        return peak
+
+
+class ModelSpec(Spec):
+    """Geometry of a dense decoder-only transformer."""
+
+    name: str
+    layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    q_heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    max_context_tokens: int = Field(gt=0)
+    tied_embeddings: bool = False
+    gated_mlp: bool = True
+    bias: Literal["none", "qkv", "all"] = "none"
+    qk_norm: bool = False
+    learned_positions: int = Field(default=0, ge=0)
+    source: str
+
+
+class PrecisionSpec(Spec):
+    """How weights, activations and KV cache are stored, and on which tensor cores the linear layers run."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    weight_bits: int = Field(gt=0)
+    group_size: int = Field(default=0, ge=0)
+    scale_bits: int = Field(default=0, ge=0)
+    zero_bits: int = Field(default=0, ge=0)
+    activation_bits: int = Field(gt=0)
+    kv_bits: int = Field(gt=0)
+    kv_quant_bytes: int = Field(default=0, ge=0)
+    tensor_core: TensorCore
+    source: str
+
+    @property
+    def effective_weight_bits(self) -> float:
+        """Bits per weight of a linear layer with its group's scale and zero point."""
+        if self.group_size == 0:
+            return float(self.weight_bits)
+        return self.weight_bits + (self.scale_bits + self.zero_bits) / self.group_size
+
+
+class Deployment(Spec):
+    """Host side of an engine: a step lasts ``overhead_s + max(device time, floor of its precision)``."""
+
+    name: str
+    overhead_s: Quantity
+    host_floors: dict[str, Quantity] | None = None
+
+    def floor(self, precision: str) -> Quantity | None:
+        """Host floor of a precision; None for a deployment without floors.
+
+        Raises ValueError when the deployment has floors, but none for this precision.
+        """
+        if self.host_floors is None:
+            return None
+        if precision not in self.host_floors:
+            known = ", ".join(self.host_floors)
+            raise ValueError(f"deployment {self.name} has no host floor for precision {precision}; measured: {known}")
+        return self.host_floors[precision]
+
+
+class StreamKernel(Spec):
+    """A kernel bound by data movement: ``launch_s + bytes / bytes_per_s``."""
+
+    launch_s: Quantity
+    bytes_per_s: Quantity
+
+
+class GemmKernel(StreamKernel):
+    """A matrix product: ``launch_s + max(flops / flops_per_s, bytes / bytes_per_s)``."""
+
+    flops_per_s: Quantity
+
+
+class AttentionKernel(Spec):
+    """The attention of one layer; its KV bandwidth depends on the KV format (``KernelRates.kv_bytes_per_s``)."""
+
+    launch_s: Quantity
+    flops_per_s: Quantity
+
+
+class ElementwiseKernels(Spec):
+    """The small kernels around the matrix products."""
+
+    norm: StreamKernel
+    residual_add: StreamKernel
+    rope: StreamKernel
+    activation: StreamKernel
+    embedding: StreamKernel
+
+
+class KernelRates(Spec):
+    """Rates that kernels reach on the reference GPU; ``gemm`` by precision, ``kv_bytes_per_s`` by bits of a KV
+    element, ``all_reduce`` by GPUs of the TP group (bus bandwidth)."""
+
+    reference_gpu: str
+    gemm: dict[str, GemmKernel]
+    attention: AttentionKernel
+    kv_bytes_per_s: dict[int, Quantity]
+    elementwise: ElementwiseKernels
+    all_reduce: dict[int, StreamKernel]

@@ -1,0 +1,25 @@
+"""The SimPy cluster: engines that batch as vLLM does, on GPUs that they share, driven by the policy core."""
+
+from fineserve_sim.cluster.scenario import (
+    EngineSettings,
+    Fate,
+    Gpu,
+    RunResult,
+    Scenario,
+    ScenarioError,
+    ServedModel,
+    Timeline,
+)
+from fineserve_sim.cluster.simulation import simulate
+
+__all__ = [
+    "EngineSettings",
+    "Fate",
+    "Gpu",
+    "RunResult",
+    "Scenario",
+    "ScenarioError",
+    "ServedModel",
+    "Timeline",
+    "simulate",
+]

@@ -1,0 +1,253 @@
+"""The cluster in time: engines, what they share, and the controller that feeds them.
+
+Engines of one GPU share memory through the policy's manager only, and its pace through ``Contention``. This module carries
+news between them: who must be asked, woken or cut when something changes. It takes no decision of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fineserve_sim.cluster.clock import Clock
+from fineserve_sim.cluster.contention import Contention
+from fineserve_sim.cluster.domain import MemoryDomain
+from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
+from fineserve_sim.policy.commands import Command, Dispatch, Reject
+from fineserve_sim.policy.controller import Controller
+from fineserve_sim.policy.events import EngineStepped, Event, RequestArrived
+from fineserve_sim.policy.interfaces import EngineState, Request
+
+Log = Callable[[dict[str, object]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """The engines that one local scheduler serves. It is asked again when ``stale``, or from ``ask_again_s`` on."""
+
+    engines: tuple[int, ...]
+    stale: bool = True
+    ask_again_s: float = float("-inf")
+
+
+class Cluster:
+    """Connects engines, memory domains, contention and the controller. ``exact_steps`` plans every iteration by itself and
+    asks the schedulers at each of them."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        controller: Controller,
+        contention: Contention,
+        outcomes: Outcomes,
+        scopes: Sequence[Scope],
+        *,
+        merging: bool,
+        check: bool,
+        log: Log | None,
+    ) -> None:
+        self.engines: list[Engine] = []
+        self.domains: list[MemoryDomain] = []
+        self.merging = merging
+        self._clock = clock
+        self._controller = controller
+        self._contention = contention
+        self._outcomes = outcomes
+        self._scope_of = {engine: scope for scope in scopes for engine in scope.engines}
+        self._domain_of: list[MemoryDomain] = []
+        self._check = check
+        self._log = log
+        self._order = 0
+        self._sequences: dict[int, SequenceState] = {}
+
+    def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain]) -> None:
+        """Attach the engines, by id, and the memory domains that partition them."""
+        self.engines = list(engines)
+        self.domains = list(domains)
+        by_engine = {engine.index: domain for domain in domains for engine in domain.engines}
+        self._domain_of = [by_engine[engine.index] for engine in engines]
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, output_tokens: int, now: float, order: int) -> None:
+        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
+        self._order = order
+        commands = self._tell(now, RequestArrived(request))
+        self._carry_out(commands, now)
+        engine_id = self._controller.engine_of(request.id)
+        if engine_id is None:
+            return
+        engine = self.engines[engine_id]
+        self._outcomes.engine[request.id] = engine_id
+        output = min(output_tokens, engine.max_tokens - request.prompt_tokens)  # vLLM stops at max_model_len
+        self._sequences[request.id] = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output)
+        self._ask_again(engine, now)
+        if not engine.busy:
+            engine.start(now)
+
+    def queued(self, engine: int) -> int:
+        """Requests that wait in the scheduler for this very engine."""
+        return self._controller.bound_to(engine)
+
+    def emitted(self, sequence: SequenceState, now: float) -> None:
+        self._outcomes.first_token(sequence.index, now)
+
+    def finished(self, sequence: SequenceState, now: float) -> None:
+        self._outcomes.end(sequence.index, now, Fate.FINISHED)
+
+    def preempted(self, engine: Engine, sequence: SequenceState) -> None:
+        self._outcomes.preemptions[sequence.index] += 1
+        self._scope_of[engine.index].stale = True
+
+    # --- scheduling ------------------------------------------------------------------------------------------------
+
+    def consult(self, engine: Engine, now: float) -> None:
+        """The engine stands between two iterations: let its scheduler start requests if the answer could be news."""
+        scope = self._scope_of[engine.index]
+        if not self._controller.waiting(engine.index):
+            return
+        news = scope.stale or engine.composition_changed or now >= scope.ask_again_s
+        if self.merging and not news:
+            return
+        self._carry_out(self._tell(now, EngineStepped(engine.index, self._states(scope, now))), now, asking=engine)
+        scope.stale = False
+        if self.merging and self._controller.waiting(engine.index):
+            scope.ask_again_s = self._controller.unchanged_until(now, engine.index, self._states(scope, now))
+        else:
+            scope.ask_again_s = float("inf")
+
+    def must_ask(self, engine: Engine) -> bool:
+        """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
+        return self._scope_of[engine.index].stale and self._controller.waiting(engine.index) > 0
+
+    def ask_again_s(self, engine: Engine) -> float:
+        """The first time at which the engine's scheduler may have news without any event."""
+        scope = self._scope_of[engine.index]
+        return scope.ask_again_s if self._controller.waiting(engine.index) else float("inf")
+
+    def _states(self, scope: Scope, now: float) -> dict[int, EngineState]:
+        for engine in scope.engines:
+            self._domain_of[engine].settle(now, self._order)
+        return {engine: self.engines[engine].state() for engine in scope.engines}
+
+    def _ask_again(self, engine: Engine, now: float) -> None:
+        """The scheduler's answer may differ now: end every span that waits for it."""
+        scope = self._scope_of[engine.index]
+        scope.stale = True
+        if self._controller.waiting(engine.index):
+            for other in scope.engines:
+                self._cut(self.engines[other], now)
+
+    # --- what engines share ----------------------------------------------------------------------------------------
+
+    def settle(self, engine: Engine, now: float, order: int) -> None:
+        """An event of this engine begins: bring the memory that it sees up to this moment."""
+        self._order = order
+        self._domain_of[engine.index].settle(now, order)
+
+    def settle_all(self, now: float, order: int) -> None:
+        """Somebody looks at everything: bring all memory up to this moment."""
+        for domain in self.domains:
+            domain.settle(now, order)
+
+    def set_shares(self, engine: Engine, now: float, compute: float, bandwidth: float) -> None:
+        """The engine's composition changed: so does the pace of its neighbours, and what schedulers may answer."""
+        changed = self._contention.set_shares(engine.index, compute, bandwidth)
+        slowdown = self._contention.slowdowns[engine.index]
+        if slowdown != engine.slowdown:
+            engine.slowdown = slowdown
+            self._ask_again(engine, now)
+        for other in changed:
+            neighbour = self.engines[other]
+            self._domain_of[other].settle(now, self._order)
+            neighbour.rescale(now, self._contention.slowdowns[other])
+            self._ask_again(neighbour, now)
+
+    def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
+        return self._domain_of[engine.index].steps_that_fit(engine, decodes, most)
+
+    def memory_taken(self, engine: Engine) -> None:
+        """Blocks were taken: if the spans of the others are no longer sure of theirs, they end early."""
+        domain = self._domain_of[engine.index]
+        if not domain.promises_hold():
+            for other in domain.engines:
+                if other is not engine:
+                    other.cut()
+        if self._check:
+            domain.check()
+
+    def memory_freed(self, engine: Engine, now: float) -> None:
+        """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
+        for other in self._domain_of[engine.index].engines:
+            if other is engine:
+                continue
+            self._scope_of[other.index].stale = True
+            if other.waiting or other.prefilling or self._controller.waiting(other.index):
+                if other.busy:
+                    other.cut()
+                else:
+                    other.start(now)
+
+    def stalled(self, engine: Engine, now: float) -> None:
+        """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one
+        that arrived last gives its memory back."""
+        domain = self._domain_of[engine.index]
+        if any(other.busy or other.starting for other in domain.engines):
+            return
+        holders = [other for other in domain.engines if other.prefilling]
+        if not holders:
+            raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
+        victim = max(holders, key=lambda other: other.latest_prefill)
+        victim.preempt_latest_prefill()
+        for other in domain.engines:
+            if other.has_work:
+                other.start(now)
+
+    def _cut(self, engine: Engine, now: float) -> None:
+        if engine.busy:
+            self._domain_of[engine.index].settle(now, self._order)
+            engine.cut()
+
+    # --- the controller --------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float, event: Event) -> list[Command]:
+        commands = self._controller.handle(now, event)
+        if self._log is not None:
+            self._log({"now_s": now, "event": type(event).__name__, **_plain(event._asdict())})
+            for command in commands:
+                self._log({"now_s": now, "command": type(command).__name__, **_plain(command._asdict())})
+        return commands
+
+    def _carry_out(self, commands: Sequence[Command], now: float, asking: Engine | None = None) -> None:
+        for command in commands:
+            if isinstance(command, Dispatch):
+                engine = self.engines[command.engine]
+                engine.accept(self._sequences.pop(command.request_id))
+                if engine is asking:
+                    continue
+                if engine.busy:
+                    self._cut(engine, now)
+                else:
+                    engine.start(now)
+            else:
+                self._sequences.pop(command.request_id, None)
+                fate = Fate.REJECTED if isinstance(command, Reject) else Fate.DROPPED
+                self._outcomes.end(command.request_id, now, fate)
+
+
+def _plain(fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields of an event or command as JSON-able values."""
+    return {name: _plain_value(value) for name, value in fields.items()}
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, Request):
+        return {name: getattr(value, name) for name in Request.__slots__}
+    if isinstance(value, dict):
+        return {str(key): _plain_value(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()
+    return value

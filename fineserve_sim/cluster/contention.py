@@ -1,0 +1,56 @@
+"""Engines that share a GPU slow one another down.
+
+Processor sharing (systems.md 1.3): with compute shares ``uc`` and bandwidth shares ``um`` of the busy engines' solo
+iterations, everybody on the GPU runs ``max(1, sum uc, sum um)`` times slower. A share belongs to a batch composition; it
+changes when a request joins, leaves or changes phase, or when the engine idles. An engine over several GPUs keeps the pace of
+its slowest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Contention:
+    """Shares of every engine, and the slowdowns that follow. ``gpus_of[e]`` are the GPUs of engine ``e``."""
+
+    def __init__(self, gpus_of: Sequence[tuple[int, ...]]) -> None:
+        self._gpus_of = tuple(gpus_of)
+        self._engines_on: dict[int, list[int]] = {}
+        for engine, gpus in enumerate(gpus_of):
+            for gpu in gpus:
+                self._engines_on.setdefault(gpu, []).append(engine)
+        self.neighbours = tuple(self._find_neighbours(engine) for engine in range(len(self._gpus_of)))
+        self._compute = [0.0] * len(self._gpus_of)
+        self._bandwidth = [0.0] * len(self._gpus_of)
+        self.slowdowns = [1.0] * len(self._gpus_of)
+
+    def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
+        """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
+        self._compute[engine] = compute
+        self._bandwidth[engine] = bandwidth
+        if not self.neighbours[engine]:
+            return []  # alone, the shares of one engine never exceed one
+        self.slowdowns[engine] = self._slowdown(engine)
+        changed = []
+        for other in self.neighbours[engine]:
+            slowdown = self._slowdown(other)
+            if slowdown != self.slowdowns[other]:
+                self.slowdowns[other] = slowdown
+                changed.append(other)
+        return changed
+
+    def _slowdown(self, engine: int) -> float:
+        return max(self._gpu_slowdown(gpu) for gpu in self._gpus_of[engine])
+
+    def _gpu_slowdown(self, gpu: int) -> float:
+        # Summed anew in the order of ids: a running sum would drift, and depend on the order of its updates.
+        compute = bandwidth = 0.0
+        for engine in self._engines_on[gpu]:
+            compute += self._compute[engine]
+            bandwidth += self._bandwidth[engine]
+        return max(1.0, compute, bandwidth)
+
+    def _find_neighbours(self, engine: int) -> tuple[int, ...]:
+        gpus = self._gpus_of[engine]
+        return tuple(sorted({other for gpu in gpus for other in self._engines_on[gpu]} - {engine}))

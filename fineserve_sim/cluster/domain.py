@@ -1,0 +1,62 @@
+"""Engines whose KV memory is one: what one takes, the others no longer have.
+
+Inside a span an engine takes blocks at its iteration boundaries without an event. Two facts keep that exact. Boundaries
+are settled in the order of their times over all engines of the domain, before anyone looks at the memory. And a span is
+only as long as its blocks are sure: those of all spans together fit, whatever the order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.sequence import DecodeSet
+from fineserve_sim.policy.interfaces import KVManager
+
+
+class MemoryDomain:
+    """A connected set of engines over shared KV managers; or one engine with pools of its own."""
+
+    def __init__(self, engines: Sequence[Engine], managers: Sequence[KVManager]) -> None:
+        self.engines = tuple(engines)
+        self._managers = tuple(managers)
+        self._alone = self.engines[0] if len(self.engines) == 1 else None
+
+    def settle(self, now: float, order: int) -> None:
+        """Pass every boundary before (``now``, ``order``), in the order of time, then engine."""
+        if self._alone is not None:
+            for _ in self._alone.boundaries(now, order):
+                self._alone.settle_next()
+            return
+        due = [(time_s, engine.index, engine) for engine in self.engines for time_s in engine.boundaries(now, order)]
+        due.sort(key=_time_and_engine)
+        for _, _, engine in due:
+            engine.settle_next()
+
+    def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
+        """The longest span, up to ``most`` iterations, whose blocks are sure beside the spans of the others."""
+        demands = {other.index: other.outstanding_blocks() for other in self.engines}
+
+        def too_long(steps: int) -> bool:
+            demands[engine.index] = decodes.blocks_ahead(steps - 1)
+            return not self._fit(demands)
+
+        if not too_long(most):
+            return most
+        return bisect_left(range(1, most + 1), True, key=too_long)
+
+    def promises_hold(self) -> bool:
+        """The blocks that all present spans will take still fit."""
+        return self._alone is not None or self._fit({e.index: e.outstanding_blocks() for e in self.engines})
+
+    def check(self) -> None:
+        for manager in self._managers:
+            manager.check()
+
+    def _fit(self, demands: dict[int, int]) -> bool:
+        return all(manager.fits(demands) for manager in self._managers)
+
+
+def _time_and_engine(boundary: tuple[float, int, Engine]) -> tuple[float, int]:
+    return boundary[0], boundary[1]

@@ -1,0 +1,324 @@
+"""One engine: continuous batching at iteration granularity, as vLLM does it (systems.md 1.3).
+
+An iteration gives every decode one token, then fills the token budget with prompt chunks, oldest first. Memory is paged;
+when a decode finds no block, the latest-arrived running request is preempted and recomputed later.
+
+**Spans.** While the batch only decodes and nothing else happens, consecutive iterations are alike: they are planned as one
+span with one event at its end. ``_ends`` are the end times of its iterations, summed in the same order as one by one.
+The boundaries inside a span are *settled* when somebody looks (``settle``): tokens counted, KV blocks taken, in the order
+of their times. Whatever could change the next iteration (an arrival, a neighbour's new composition, memory that becomes scarce
+or free) *cuts* the span after the iteration in flight, and planning starts again there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from simpy.events import Event
+
+from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.kv import EngineKV
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.interfaces import EngineState
+
+if TYPE_CHECKING:
+    from fineserve_sim.cluster.cluster import Cluster
+
+MAX_SPAN = 4096
+"""Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
+
+
+class Engine:
+    """The batch of one model instance and its place in time.
+
+    ``max_tokens`` bounds prompt and output of a sequence together; ``slowdown`` is the present contention factor.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        step: StepModel,
+        kv: EngineKV,
+        max_tokens: int,
+        settings: EngineSettings,
+        clock: Clock,
+        cluster: Cluster,
+    ) -> None:
+        self.index = index
+        self.kv = kv
+        self.max_tokens = max_tokens
+        self.slowdown = 1.0
+        self.iterations = 0
+        self.waiting: deque[SequenceState] = deque()
+        self.composition_changed = False
+        self._step = step
+        self._settings = settings
+        self._clock = clock
+        self._cluster = cluster
+        self._decodes = DecodeSet(settings.block_tokens)
+        self.prefilling: list[SequenceState] = []
+        self._backlog_tokens = 0
+        self._chunks: list[tuple[SequenceState, int]] = []
+        self._ends: list[float] = []
+        self._settled = 0
+        self._pending: Event | None = None
+        self.starting = False
+        self._preempting = False
+        self._order = order_of(Kind.STEP_END, index)
+
+    # --- what others see -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """An iteration is in flight."""
+        return self._pending is not None
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a slot."""
+        return self._decodes.size + len(self.prefilling)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._decodes.size or self.prefilling or self.waiting)
+
+    def state(self) -> EngineState:
+        """What a scheduler sees. Requests that were dispatched and have not started yet count as running."""
+        promised = self.running + len(self.waiting)
+        return EngineState(
+            running=promised,
+            decoding=self._decodes.size,
+            prefill_tokens=self._backlog_tokens,
+            free_slots=max(0, self._settings.max_sequences - promised),
+            free_kv_tokens=self.kv.free_tokens(),
+            slowdown=self.slowdown,
+        )
+
+    # --- what others do --------------------------------------------------------------------------------------------
+
+    def accept(self, sequence: SequenceState) -> None:
+        """A dispatched request joins the engine's queue; it starts at the next iteration."""
+        self.waiting.append(sequence)
+        self._backlog_tokens += sequence.target_tokens
+
+    def start(self, now: float) -> None:
+        """If idle, plan an iteration at this moment, after everything else that happens in it."""
+        if self._pending is None and not self.starting:
+            self.starting = True
+            self._clock.at(now, Kind.START, self.index, self._on_start)
+
+    def rescale(self, now: float, slowdown: float) -> None:
+        """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter. Cuts."""
+        if self._pending is not None:
+            self.cut()
+            self._ends[-1] = now + (self._ends[-1] - now) * (slowdown / self.slowdown)
+            self._schedule_end()
+        self.slowdown = slowdown
+
+    def cut(self) -> None:
+        """End the span after the iteration in flight. Its earlier boundaries must be settled."""
+        if len(self._ends) > self._settled + 1:
+            del self._ends[self._settled + 1 :]
+            self._schedule_end()
+
+    def boundaries(self, now: float, order: int) -> list[float]:
+        """Times of the unsettled boundaries inside the span that come before (``now``, ``order``)."""
+        last = len(self._ends) - 1
+        settled = self._settled
+        stop = settled
+        while stop < last and (self._ends[stop] < now or (self._ends[stop] == now and self._order < order)):
+            stop += 1
+        return self._ends[settled:stop]
+
+    def settle_next(self) -> None:
+        """Pass one boundary inside the span: every decode has a token more, and the next iteration's blocks are taken."""
+        self._settled += 1
+        self._decodes.advance()
+        growing = self._decodes.needing_block()
+        if growing and not self.kv.grow_each(growing):
+            raise AssertionError(f"engine {self.index}: no memory inside a span")
+
+    def preempt_latest_prefill(self) -> None:
+        """Give up the partial prefill that arrived last (its memory unblocks others)."""
+        self._preempt(max(self.prefilling, key=_arrival))
+
+    @property
+    def latest_prefill(self) -> SequenceState | None:
+        return max(self.prefilling, key=_arrival) if self.prefilling else None
+
+    def outstanding_blocks(self) -> int:
+        """Blocks that the boundaries still ahead in the present span will take."""
+        return self._decodes.blocks_ahead(len(self._ends) - 1 - self._settled) if self._ends else 0
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def _on_start(self, _: Event) -> None:
+        self.starting = False
+        if self._pending is None:
+            self._cluster.settle(self, self._clock.now, order_of(Kind.START, self.index))
+            self._plan(self._clock.now)
+
+    def _on_step_end(self, event: Event) -> None:
+        if event is not self._pending:
+            return  # rescaled or cut since
+        now = self._clock.now
+        self._cluster.settle(self, now, self._order)
+        self._pending = None
+        self._ends = []
+        self._complete(now)
+        self._plan(now)
+
+    # --- one iteration ---------------------------------------------------------------------------------------------
+
+    def _plan(self, now: float) -> None:
+        """Form the next batch and put it in flight, or fall idle."""
+        self._cluster.consult(self, now)
+        self._preempting = False
+        self._grow_decodes(now)
+        self._chunks = self._fill_budget()
+        if self._decodes.size or self._chunks:
+            self._launch(now)
+        else:
+            self._rest(now)
+
+    def _grow_decodes(self, now: float) -> None:
+        """A KV slot for each decode's next token, preempting the latest-arrived running request while there is none."""
+        growing = self._decodes.needing_block()
+        if not growing or self.kv.grow_each(growing):
+            return
+        for sequence in sorted(growing, key=_arrival):
+            while sequence in self._decodes and not self.kv.grow_each((sequence,)):
+                self._preempt(max((*self._decodes, *self.prefilling), key=_arrival))
+        self._cluster.memory_freed(self, now)
+
+    def _fill_budget(self) -> list[tuple[SequenceState, int]]:
+        """Prompt chunks for this iteration: what the budget leaves beside the decodes, partial prefills first."""
+        left = self._settings.token_budget - self._decodes.size
+        chunks: list[tuple[SequenceState, int]] = []
+        for sequence in self.prefilling:
+            chunk = min(left, sequence.target_tokens - sequence.prefilled_tokens)
+            if chunk <= 0 or not self.kv.grow(sequence, sequence.prefilled_tokens + chunk):
+                return chunks
+            chunks.append((sequence, chunk))
+            left -= chunk
+        while left > 0 and self.waiting and not self._preempting and self.running < self._settings.max_sequences:
+            sequence = self.waiting[0]
+            chunk = min(left, sequence.target_tokens)
+            # A preempted request comes back only when all of it fits; else two of them could evict each other for ever.
+            if sequence.preempted and self.kv.free_tokens() < sequence.target_tokens + self._settings.block_tokens:
+                break
+            if not self.kv.grow(sequence, chunk):
+                break
+            self.prefilling.append(self.waiting.popleft())
+            self.composition_changed = True
+            chunks.append((sequence, chunk))
+            left -= chunk
+        return chunks
+
+    def _launch(self, now: float) -> None:
+        batch = self._batch()
+        if self.composition_changed or self._settings.contention == "step":
+            self.composition_changed = False
+            self._cluster.set_shares(self, now, *self._step.shares(*batch))
+        self._settled = 0
+        steps = 1 if self._chunks else self._span_length()
+        if steps == 1:
+            self._ends = [now + self._step.step_s(*batch) * self.slowdown]
+        else:
+            self._ends = self._span_ends(now, batch[0], batch[1], steps)
+        self._schedule_end()
+        self._cluster.memory_taken(self)
+
+    def _span_ends(self, now: float, decodes: int, context_tokens: int, steps: int) -> list[float]:
+        """End times of ``steps`` decode iterations, up to the first at which the scheduler may have news."""
+        times = np.empty(steps + 1)
+        times[0] = now
+        np.multiply(self._step.decode_steps_s(decodes, context_tokens, steps), self.slowdown, out=times[1:])
+        ends: list[float] = np.cumsum(times)[1:].tolist()  # cumsum adds one by one, in order: the same bits as step by step
+        ask_again_s = self._cluster.ask_again_s(self)
+        if ends[-1] > ask_again_s:
+            del ends[bisect_left(ends, ask_again_s) + 1 :]
+        return ends
+
+    def _batch(self) -> tuple[int, int, int, int, int, int]:
+        """The running sums that the latency model asks for (see ``StepModel.step_s``)."""
+        decodes = self._decodes.size
+        tokens = pairs = context = ending = 0
+        for sequence, chunk in self._chunks:
+            prefix = sequence.prefilled_tokens
+            tokens += chunk
+            pairs += chunk * prefix + chunk * (chunk + 1) // 2
+            context += prefix
+            ending += prefix + chunk == sequence.target_tokens
+        return decodes, self._decodes.context_tokens, tokens, pairs, context, decodes + ending
+
+    def _span_length(self) -> int:
+        """How many iterations may go as one: until a sequence ends, memory runs short, or a scheduler wants to be asked."""
+        if not self._cluster.merging or self._preempting or self._cluster.must_ask(self):
+            return 1
+        most = min(self._decodes.steps_to_finish(), MAX_SPAN)
+        return most if most == 1 else max(1, self._cluster.steps_that_fit(self, self._decodes, most))
+
+    def _schedule_end(self) -> None:
+        self._pending = self._clock.at(self._ends[-1], Kind.STEP_END, self.index, self._on_step_end)
+
+    def _rest(self, now: float) -> None:
+        """Nothing to run: idle, or stalled for memory."""
+        if self.composition_changed:
+            self.composition_changed = False
+            self._cluster.set_shares(self, now, 0.0, 0.0)
+        if self.has_work:
+            self._cluster.stalled(self, now)
+
+    def _complete(self, now: float) -> None:
+        """The iteration ends at ``now``: tokens come out, sequences finish or go on to decode."""
+        self._decodes.advance()
+        self.iterations += self._settled + 1
+        finished = self._decodes.pop_finished()
+        for sequence, chunk in self._chunks:
+            self._backlog_tokens -= chunk
+            sequence.prefilled_tokens += chunk
+            if sequence.prefilled_tokens == sequence.target_tokens:
+                self._emit_first(sequence, now, finished)
+        for sequence in finished:
+            self.kv.release(sequence)
+            self._cluster.finished(sequence, now)
+        if finished:
+            self.composition_changed = True
+            self._cluster.memory_freed(self, now)
+
+    def _emit_first(self, sequence: SequenceState, now: float, finished: list[SequenceState]) -> None:
+        """A prefill is done: it yields a token (the first one, or the next after a recomputation)."""
+        self.prefilling.remove(sequence)
+        self.composition_changed = True
+        sequence.generated_tokens += 1
+        self._cluster.emitted(sequence, now)
+        if sequence.generated_tokens == sequence.output_tokens:
+            finished.append(sequence)
+        else:
+            self._decodes.join(sequence)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Recompute later: free the blocks, go to the front of the queue with the generated tokens as part of the prompt."""
+        if sequence in self._decodes:
+            self._decodes.preempt(sequence)
+            self._backlog_tokens += sequence.target_tokens
+        else:
+            self.prefilling.remove(sequence)
+            self._backlog_tokens += sequence.prefilled_tokens
+        self.kv.release(sequence)
+        sequence.prefilled_tokens = 0
+        sequence.preempted = True
+        self.waiting.appendleft(sequence)
+        self.composition_changed = True
+        self._preempting = True
+        self._cluster.preempted(self, sequence)
+
+
+def _arrival(sequence: SequenceState) -> tuple[float, int]:
+    return sequence.arrival_s, sequence.index

@@ -1,0 +1,77 @@
+"""What became of every request, and samples of the cluster over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from fineserve_traces import Trace
+
+from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.scenario import Fate, Timeline
+from fineserve_sim.policy.interfaces import KVManager
+
+NEVER = float("nan")
+
+
+class Outcomes:
+    """Per-request moments and fates, by index in the trace. A request ends once: ``end`` raises on a second time."""
+
+    def __init__(self, trace: Trace) -> None:
+        requests = len(trace.arrival_s)
+        self.first_token_s = [NEVER] * requests
+        self.finish_s = [NEVER] * requests
+        self.fate = [int(Fate.UNFINISHED)] * requests
+        self.preemptions = [0] * requests
+        self.engine = [-1] * requests
+        self.open = requests
+
+    def first_token(self, index: int, now: float) -> None:
+        """Only the first time counts: a recomputed prefill yields a later token."""
+        if self.first_token_s[index] != self.first_token_s[index]:
+            self.first_token_s[index] = now
+
+    def end(self, index: int, now: float, fate: Fate) -> None:
+        if self.fate[index] != Fate.UNFINISHED:
+            raise AssertionError(f"request {index} ends twice: {Fate(self.fate[index]).name}, then {fate.name}")
+        self.fate[index] = int(fate)
+        self.open -= 1
+        if fate is Fate.FINISHED:
+            self.finish_s[index] = now
+
+
+class Sampler:
+    """Rows of a ``Timeline``, one a call of ``sample``."""
+
+    def __init__(
+        self, engines: Sequence[Engine], managers: Sequence[KVManager], models: Sequence[str], queued: Callable[[int], int]
+    ) -> None:
+        self._engines = engines
+        self._managers = managers
+        self._models = tuple(models)
+        self._queued = queued
+        self._time_s: list[float] = []
+        self._rows: dict[str, list[list[int]]] = {
+            name: [] for name in ("waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes")
+        }
+
+    def sample(self, now: float) -> None:
+        self._time_s.append(now)
+        rows = self._rows
+        rows["waiting"].append([len(e.waiting) + self._queued(e.index) for e in self._engines])
+        rows["running"].append([e.running for e in self._engines])
+        rows["kv_used_bytes"].append([e.kv.used_bytes() for e in self._engines])
+        ledgers = [manager.ledger() for manager in self._managers]
+        rows["gpu_stranded_bytes"].append([ledger.stranded_bytes for ledger in ledgers])
+        rows["gpu_free_bytes"].append([ledger.free_bytes for ledger in ledgers])
+
+    def timeline(self) -> Timeline:
+        columns = {name: len(self._managers if name.startswith("gpu_") else self._engines) for name in self._rows}
+        return Timeline(
+            time_s=np.array(self._time_s, dtype=np.float64),
+            engine_models=self._models,
+            **{
+                name: np.array(rows, dtype=np.int64).reshape(len(self._time_s), columns[name])
+                for name, rows in self._rows.items()
+            },
+        )

@@ -1,0 +1,107 @@
+"""What placement knows of a model, taken offline as FineServe does: profile tables and marginal memory efficiency.
+
+The efficiency is measured, not derived: one engine alone, saturated with requests of mean length, is simulated with KV pools
+of several sizes, and the mean number of resident tokens is fitted against the pool (FineServe Fig. 3). Profiles depend on
+geometry, precision, GPU, settings and mean lengths only, so they are computed once a process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from fineserve_traces import Trace
+
+from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec, deployment
+from fineserve_sim.cluster.memory import geometry, peak_activation_bytes, resident_bytes
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ServedModel
+from fineserve_sim.latency import StepModel, profile
+from fineserve_sim.policy.interfaces import ModelDemand, OperatingPoint
+from fineserve_sim.policy.mme import mme_slope
+from fineserve_sim.systems import load_systems
+
+SWEEP_REQUESTS = (4, 8, 16, 32)
+"""KV pools of the sweep, in requests of mean length that fit at once."""
+
+
+@lru_cache(maxsize=256)
+def _step_model(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment_name: str) -> StepModel:
+    return StepModel(model, precision, tp, gpu, deployment(deployment_name))
+
+
+def step_model(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> StepModel:
+    """The step times of one engine of ``served`` on GPUs of this type."""
+    return _step_model(served.model, served.precision, served.tp, gpu, settings.deployment)
+
+
+def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
+    """The model as placement sees it. ``slope`` measures the marginal memory efficiency by a sweep; else it is left open."""
+    prompt, output = _mean_lengths(served)
+    shape = (served.model, served.precision, served.tp, gpu, settings)
+    return ModelDemand(
+        id=served.id,
+        rate_per_s=served.rate_per_s,
+        slo_s=served.ttft_slo_s,
+        tp=served.tp,
+        weight_bytes=resident_bytes(served, settings),
+        token_bytes=geometry(served, settings).token_bytes,
+        profile=_profile(*shape, prompt, output),
+        mme_tokens_per_byte=_measured_mme(*shape, prompt, output) if slope else None,
+    )
+
+
+def _mean_lengths(served: ServedModel) -> tuple[int, int]:
+    return max(1, math.ceil(served.mean_prompt_tokens)), max(1, math.ceil(served.mean_output_tokens))
+
+
+@lru_cache(maxsize=256)
+def _profile(
+    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, prompt: int, output: int
+) -> tuple[OperatingPoint, ...]:
+    step = _step_model(model, precision, tp, gpu, settings.deployment)
+    return profile(step, prompt, output, settings.token_budget, settings.max_sequences)
+
+
+@lru_cache(maxsize=256)
+def _measured_mme(
+    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, prompt: int, output: int
+) -> float:
+    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone."""
+    served = ServedModel("profiled", model, precision, tp, 1.0, 1.0, prompt, output)
+    blocks = geometry(served, settings).blocks_for_tokens(prompt + output)
+    block_bytes = geometry(served, settings).block_bytes
+    pools = [requests * blocks * block_bytes for requests in SWEEP_REQUESTS]
+    return mme_slope(pools, [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools])
+
+
+def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
+    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory, while requests wait for it."""
+    from fineserve_sim.cluster.simulation import simulate  # a profile is a small run of the same simulator
+
+    fixed = resident_bytes(served, settings) + peak_activation_bytes(served, settings)
+    requests = 4 * max(SWEEP_REQUESTS)
+    trace = Trace(
+        arrival_s=np.zeros(requests),
+        model=np.zeros(requests, dtype=np.int32),
+        prompt_tokens=np.full(requests, int(served.mean_prompt_tokens)),
+        output_tokens=np.full(requests, int(served.mean_output_tokens)),
+        models=(served.id,),
+        source="profile sweep",
+    )
+    # Half a byte more, so that the product with the GPU's memory rounds down to the pool that is meant.
+    utilization = (fixed + pool_bytes + 0.5) / gpu.memory_bytes
+    result = simulate(
+        Scenario(
+            system=load_systems()["dedicated"],
+            models=(served,),
+            gpus=tuple(Gpu(id=rank, node=0, spec=gpu) for rank in range(served.tp)),
+            trace=trace,
+            engine=replace(settings, memory_utilization=utilization),
+            sample_s=0.1,
+        )
+    )
+    waiting = result.timeline.waiting[:, 0] > 0
+    used_bytes = result.timeline.kv_used_bytes[waiting, 0].mean()
+    return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)

@@ -1,0 +1,126 @@
+"""Sequences inside an engine, and the set of those that decode.
+
+An engine with n running decodes must not touch n objects a step. All decodes advance together, so one iteration counter
+says where each of them stands: a sequence that joined at iteration J with c cached tokens holds c + i - J of them before
+iteration i. It finishes at an iteration known on joining (a heap finds the next), and needs a new KV block whenever that
+number is a multiple of the block size (one bucket a residue finds them). A step costs nothing per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import chain, count
+
+
+class SequenceState:
+    """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
+
+    ``target_tokens`` are to be prefilled: the prompt, and after a preemption the generated tokens too; ``prefilled_tokens`` of
+    them are done. ``blocks`` holds the block ids, one list a TP rank.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "blocks",
+        "blocks_held",
+        "bucket",
+        "finish_iteration",
+        "generated_tokens",
+        "index",
+        "output_tokens",
+        "preempted",
+        "prefilled_tokens",
+        "prompt_tokens",
+        "target_tokens",
+    )
+
+    def __init__(self, index: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
+        self.index = index
+        self.arrival_s = arrival_s
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.target_tokens = prompt_tokens
+        self.prefilled_tokens = 0
+        self.generated_tokens = 0
+        self.preempted = False
+        self.blocks: list[list[int]] = []
+        self.blocks_held = 0
+        self.finish_iteration = -1
+        self.bucket = -1
+
+
+class DecodeSet:
+    """The decoding sequences of one engine. ``iteration`` counts steps done; ``context_tokens`` is the sum of cached tokens."""
+
+    __slots__ = ("_block_tokens", "_buckets", "_due", "_joins", "context_tokens", "iteration", "size")
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._buckets: list[dict[SequenceState, None]] = [{} for _ in range(block_tokens)]
+        self._due: list[tuple[int, int, SequenceState]] = []
+        self._joins = count()
+        self.iteration = 0
+        self.context_tokens = 0
+        self.size = 0
+
+    def join(self, sequence: SequenceState) -> None:
+        """A sequence whose prefill is done, with ``generated_tokens`` fewer than its output, decodes from the next step on."""
+        cached = sequence.target_tokens
+        sequence.finish_iteration = self.iteration + sequence.output_tokens - sequence.generated_tokens
+        sequence.bucket = (self.iteration - cached) % self._block_tokens
+        self._buckets[sequence.bucket][sequence] = None
+        heappush(self._due, (sequence.finish_iteration, next(self._joins), sequence))
+        self.context_tokens += cached
+        self.size += 1
+
+    def advance(self) -> None:
+        """One step is done: every sequence has one token more."""
+        self.iteration += 1
+        self.context_tokens += self.size
+
+    def pop_finished(self) -> list[SequenceState]:
+        """Remove and return the sequences whose last token has come, in the order in which they joined."""
+        finished = []
+        while self._due and self._due[0][0] <= self.iteration:
+            due, _, sequence = heappop(self._due)
+            if sequence.finish_iteration == due and sequence.bucket >= 0:
+                self._remove(sequence)
+                finished.append(sequence)
+        return finished
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence out; its generated tokens will have to be prefilled again."""
+        self._remove(sequence)
+        sequence.target_tokens = sequence.prompt_tokens + sequence.generated_tokens
+
+    def needing_block(self) -> dict[SequenceState, None]:
+        """The sequences whose next token opens a new block, in the order in which they joined."""
+        return self._buckets[self.iteration % self._block_tokens]
+
+    def steps_to_finish(self) -> int:
+        """Iterations until the next sequence ends; at least 1. The set must not be empty."""
+        due = self._due
+        while due[0][2].finish_iteration != due[0][0] or due[0][2].bucket < 0:
+            heappop(due)
+        return due[0][0] - self.iteration
+
+    def blocks_ahead(self, boundaries: int) -> int:
+        """Blocks that the next ``boundaries`` boundaries between iterations will take, the present iteration's apart."""
+        cycles, rest = divmod(boundaries, self._block_tokens)
+        first = self.iteration + 1
+        extra = sum(len(self._buckets[i % self._block_tokens]) for i in range(first, first + rest))
+        return cycles * self.size + extra
+
+    def __contains__(self, sequence: SequenceState) -> bool:
+        return sequence.bucket >= 0
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return chain.from_iterable(self._buckets)
+
+    def _remove(self, sequence: SequenceState) -> None:
+        del self._buckets[sequence.bucket][sequence]
+        sequence.bucket = -1
+        sequence.generated_tokens = sequence.output_tokens - (sequence.finish_iteration - self.iteration)
+        self.context_tokens -= sequence.prompt_tokens + sequence.generated_tokens - 1
+        self.size -= 1

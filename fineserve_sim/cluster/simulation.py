@@ -1,0 +1,93 @@
+"""One run: arrivals in, outcomes out."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from simpy.events import Event
+
+from fineserve_sim.cluster.clock import Kind, order_of
+from fineserve_sim.cluster.compose import Parts, compose
+from fineserve_sim.cluster.scenario import RunResult, Scenario
+from fineserve_sim.policy.interfaces import Request
+
+
+def simulate(scenario: Scenario) -> RunResult:
+    """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival.
+
+    Raises ScenarioError when a model fits on no GPU of the cluster.
+    """
+    parts = compose(scenario)
+    run = _Run(scenario, parts)
+    cpu_s = time.process_time()
+    run.to_the_end()
+    return run.result(time.process_time() - cpu_s)
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, parts: Parts) -> None:
+        trace = scenario.trace
+        self._scenario = scenario
+        self._parts = parts
+        self._arrival_s: list[float] = trace.arrival_s.tolist()
+        self._model: list[int] = trace.model.tolist()
+        self._prompt: list[int] = trace.prompt_tokens.tolist()
+        self._output: list[int] = trace.output_tokens.tolist()
+        self._models = trace.models
+        self._next = 0
+        self._events = 0
+        self._samples = 0
+
+    def to_the_end(self) -> None:
+        clock = self._parts.clock
+        clock.at(self._arrival_s[0], Kind.ARRIVAL, 0, self._on_arrival)
+        if self._scenario.sample_s > 0:
+            clock.at(0.0, Kind.TIMER, 0, self._on_sample)
+        horizon_s = self._arrival_s[-1] + self._scenario.drain_s
+        while clock.peek() <= horizon_s:
+            clock.step()
+            self._events += 1
+
+    def _on_arrival(self, _: Event) -> None:
+        """All requests of this very moment come in, and the next arrival is set."""
+        now = self._arrival_s[self._next]
+        cluster = self._parts.cluster
+        while self._next < len(self._arrival_s) and self._arrival_s[self._next] == now:
+            index = self._next
+            self._next += 1
+            output = self._output[index]
+            prompt = self._prompt[index]
+            request = Request(index, self._models[self._model[index]], now, prompt)
+            cluster.arrive(request, output, now, order_of(Kind.ARRIVAL, 0))
+        if self._next < len(self._arrival_s):
+            self._parts.clock.at(self._arrival_s[self._next], Kind.ARRIVAL, 0, self._on_arrival)
+
+    def _on_sample(self, _: Event) -> None:
+        clock = self._parts.clock
+        now: float = clock.now
+        self._parts.cluster.settle_all(now, order_of(Kind.TIMER, 0))
+        self._parts.sampler.sample(now)
+        if self._parts.outcomes.open:
+            self._samples += 1
+            clock.at(self._samples * self._scenario.sample_s, Kind.TIMER, 0, self._on_sample)
+
+    def result(self, loop_cpu_s: float) -> RunResult:
+        parts = self._parts
+        outcomes = parts.outcomes
+        end_s: float = parts.clock.now
+        parts.cluster.settle_all(end_s, order_of(Kind.START, 0))
+        return RunResult(
+            first_token_s=np.array(outcomes.first_token_s, dtype=np.float64),
+            finish_s=np.array(outcomes.finish_s, dtype=np.float64),
+            fate=np.array(outcomes.fate, dtype=np.int8),
+            preemptions=np.array(outcomes.preemptions, dtype=np.int64),
+            engine=np.array(outcomes.engine, dtype=np.int32),
+            placement=parts.placement,
+            kv_capacity_bytes=tuple(manager.ledger().total_bytes for manager in parts.managers),
+            timeline=parts.sampler.timeline(),
+            end_s=end_s,
+            iterations=sum(engine.iterations for engine in parts.cluster.engines),
+            events=self._events,
+            loop_cpu_s=loop_cpu_s,
+        )

@@ -1,0 +1,90 @@
+"""What results are called where people read them: labels and units of metrics and axes, numbers in few digits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A metric as shown: ``label`` and ``unit`` in words, ``scale`` from the stored value to the shown one."""
+
+    label: str
+    unit: str = ""
+    scale: float = 1.0
+
+    @property
+    def text(self) -> str:
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+
+_GIB = 1 / 2**30
+_KNOWN = {
+    "ttft_attainment": Quantity("TTFT SLO attainment", "%", 100),
+    "tpot_attainment": Quantity("TPOT SLO attainment", "%", 100),
+    "goodput_per_s": Quantity("Goodput", "requests/s"),
+    "throughput_per_s": Quantity("Throughput", "requests/s"),
+    "decode_throughput_tokens_per_s": Quantity("Decode throughput", "tokens/s"),
+    "token_throughput_per_s": Quantity("Token throughput", "tokens/s"),
+    "kv_use_mean": Quantity("KV cache in use, mean", "%", 100),
+    "kv_use_peak": Quantity("KV cache in use, peak", "%", 100),
+    "gpu_hours_per_mtoken": Quantity("GPU hours per million tokens", "GPU h"),
+    "kv_used_bytes": Quantity("KV cache in use", "GiB", _GIB),
+    "gpu_stranded_bytes": Quantity("KV cache stranded", "GiB", _GIB),
+    "gpu_free_bytes": Quantity("KV cache free", "GiB", _GIB),
+    "waiting": Quantity("Waiting requests"),
+    "running": Quantity("Running requests"),
+    "rate_scale": Quantity("Rate scale"),
+    "slo_scale": Quantity("SLO scale"),
+    "load": Quantity("Load"),
+}
+_UNITS = (
+    ("_tokens_per_s", "tokens/s", 1.0),
+    ("_per_s", "1/s", 1.0),
+    ("_s", "s", 1.0),
+    ("_bytes", "GiB", _GIB),
+)
+_ABBREVIATIONS = frozenset({"ttft", "tpot", "itl", "e2e", "kv", "slo", "gpu", "tp"})
+
+
+def quantity(name: str) -> Quantity:
+    """The words for a metric or axis; an unknown name is read by the rule that a name carries its unit last."""
+    if name in _KNOWN:
+        return _KNOWN[name]
+    stem = name.rsplit(".", 1)[-1]
+    for suffix, unit, scale in _UNITS:
+        if stem.endswith(suffix):
+            return Quantity(_words(stem.removesuffix(suffix)), unit, scale)
+    return Quantity(_words(stem))
+
+
+def _words(stem: str) -> str:
+    words = [word.upper() if word in _ABBREVIATIONS else word for word in stem.split("_")]
+    return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
+
+
+def number(value: object) -> str:
+    """A value for people: three significant digits or all digits of the integer part, a dash where there is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if not math.isfinite(value):
+        return "–"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    if abs(magnitude) >= 6:
+        return f"{value:.3g}"
+    text = f"{value:,.{max(0, 2 - magnitude)}f}" if isinstance(value, float) else f"{value:,}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def axis_text(axis: str, value: object) -> str:
+    """One value of an axis with its name, such as ``SLO scale 20``."""
+    return f"{quantity(axis).label} {number(value)}"
+
+
+def distinct(values: Iterable[object]) -> list[object]:
+    """The values without repeats: numbers in ascending order, anything else in order of appearance."""
+    unique = list(dict.fromkeys(values))
+    numeric = [value for value in unique if isinstance(value, int | float)]
+    return [*sorted(numeric)] if len(numeric) == len(unique) else unique

@@ -1,0 +1,75 @@
+"""Interval estimates: a mean and the half-width of its 95 % confidence interval.
+
+Two estimators, one for each kind of number:
+
+* a number a run (a throughput, a quantile): Student's t over the runs, which differ by their seed alone.
+* a share of requests (attainment): requests of one run are not independent, since one burst makes its neighbours late
+  together, so the binomial formula would give intervals far too narrow. Batch means (Law, Simulation Modeling and
+  Analysis, ch. 9): cut each run into batches of consecutive requests, take each batch's share as one observation, pool
+  the batches of all seeds, Student's t over them. Batches longer than the memory of the queue are nearly independent,
+  and 20 a run keep them as long as possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t as student_t
+
+BATCHES = 20
+LEVEL = 0.95
+
+
+class Estimate(NamedTuple):
+    """``half_width`` is NaN where fewer than two observations give no interval; ``mean`` is NaN where there is no value."""
+
+    mean: float
+    half_width: float
+
+    @property
+    def relative(self) -> float:
+        """Half-width as a fraction of the mean; 0 for an exact zero, infinite for an uncertain one."""
+        if self.half_width == 0:
+            return 0.0
+        return abs(self.half_width / self.mean) if self.mean else math.inf
+
+
+def over_runs(values: Sequence[float]) -> Estimate:
+    """Mean over runs with Student's interval; runs without a value (NaN) make the whole estimate NaN."""
+    observations = np.asarray(values, dtype=np.float64)
+    return Estimate(float(np.mean(observations)), _half_width(observations))
+
+
+def of_share(runs: Sequence[NDArray[np.bool_]]) -> Estimate:
+    """Share of True over all requests of all runs (shape (n,) each, in arrival order), with its batch-means interval."""
+    total = sum(len(run) for run in runs)
+    if total == 0:
+        return Estimate(math.nan, math.nan)
+    batches = [batch for run in runs for batch in np.array_split(run, min(BATCHES, max(1, len(run)))) if len(batch)]
+    means = np.array([batch.mean() for batch in batches])
+    return Estimate(float(sum(int(run.sum()) for run in runs) / total), _half_width(means))
+
+
+def _half_width(observations: NDArray[np.float64]) -> float:
+    count = len(observations)
+    if count < 2 or not np.isfinite(observations).all():
+        return math.nan
+    spread = float(np.std(observations, ddof=1))
+    return float(student_t.ppf(0.5 + LEVEL / 2, count - 1)) * spread / math.sqrt(count)
+
+
+def difference(of: Estimate, over: Estimate) -> Estimate:
+    """``of - over``. The half-widths add as for independent numbers; common random numbers make the true one smaller."""
+    return Estimate(of.mean - over.mean, math.hypot(of.half_width, over.half_width))
+
+
+def ratio(of: Estimate, over: Estimate) -> Estimate:
+    """``of / over``, half-width by the delta method, independence assumed as in ``difference``. NaN over zero."""
+    if over.mean == 0:
+        return Estimate(math.nan, math.nan)
+    value = of.mean / over.mean
+    return Estimate(value, abs(value) * math.hypot(of.relative, over.relative))

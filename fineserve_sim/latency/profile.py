@@ -1,0 +1,84 @@
+"""Profile tables as global placement reads them, computed from the step model (FineServe's offline profiles).
+
+With b requests always in the batch, p prompt and o output tokens each, every request stays for its own prefill steps
+and o - 1 decode steps. Each of those lasts ``t``, a step of b decodes at mean context, plus what prompt chunks mixed
+into steps add; while one request stays, each of the b slots turns over once, so b prefills are added in all:
+
+    stay = (o - 1 + prefill steps) * t + b * x        x = extra seconds of the steps that carry one request's prompt
+    throughput = b / stay
+"""
+
+from __future__ import annotations
+
+import math
+
+from fineserve_sim.catalog import activation_bytes, kv_token_bytes
+from fineserve_sim.latency.step import StepModel
+from fineserve_sim.policy.interfaces import OperatingPoint
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, ... and ``largest`` itself."""
+    return [*(2**i for i in range((largest - 1).bit_length())), largest]
+
+
+def batch_prefill_s(step: StepModel, prompts: int, prompt_tokens: int, budget: int) -> float:
+    """Seconds to prefill ``prompts`` prompts together on an idle engine, first come first served in steps of ``budget``
+    tokens, attention to cached prefixes included."""
+    seconds, done, total = 0.0, 0, prompts * prompt_tokens
+    while done < total:
+        end = min(done + budget, total)
+        pairs = context = touched = 0
+        for prompt in range(done // prompt_tokens, (end - 1) // prompt_tokens + 1):
+            prefix = max(done - prompt * prompt_tokens, 0)
+            chunk = min(end - prompt * prompt_tokens, prompt_tokens) - prefix
+            pairs += chunk * prefix + chunk * (chunk + 1) // 2
+            context += prefix
+            touched += 1
+        seconds += step.step_s(0, 0, end - done, pairs, context, touched)
+        done = end
+    return seconds
+
+
+def _extra_s(step: StepModel, batch: int, mean_context: int, prompt_tokens: int, budget: int) -> tuple[float, int]:
+    """Seconds that one request's prompt adds to the steps that carry it beside the other decodes, and their number."""
+    decodes = batch - 1
+    context = decodes * mean_context
+    decode_s = step.step_s(decodes, context, 0, 0, 0, decodes) if decodes else 0.0
+    extra_s, done, steps = 0.0, 0, 0
+    while done < prompt_tokens:
+        chunk = min(budget - decodes, prompt_tokens - done)
+        pairs = chunk * done + chunk * (chunk + 1) // 2
+        extra_s += step.step_s(decodes, context, chunk, pairs, done, batch) - decode_s
+        done += chunk
+        steps += 1
+    return extra_s, steps
+
+
+def _point(step: StepModel, batch: int, prompt: int, output: int, budget: int) -> OperatingPoint:
+    mean_context = prompt + output // 2
+    extra_s, prefill_steps = _extra_s(step, batch, mean_context, prompt, budget)
+    decode_s = step.step_s(batch, batch * mean_context, 0, 0, 0, batch)
+    waits = prefill_steps if batch > 1 else 0
+    stay_s = (output - 1 + waits) * decode_s + batch * extra_s
+    return OperatingPoint(
+        batch=batch,
+        throughput_per_s=batch / stay_s,
+        ttft_s=batch_prefill_s(step, batch, prompt, budget),
+        activation_bytes=activation_bytes(step.model, step.tp, budget, batch),
+        kv_bytes=batch * mean_context * kv_token_bytes(step.model, step.precision, step.tp),
+    )
+
+
+def profile(
+    step: StepModel, mean_prompt_tokens: float, mean_output_tokens: float, budget: int, max_sequences: int
+) -> tuple[OperatingPoint, ...]:
+    """Operating points at 1, 2, 4, ... ``max_sequences`` concurrent requests of mean length.
+
+    TTFT is that of a static batch: all prompts prefilled together on an idle engine. KV bytes are those of requests
+    midway through their output; activation bytes are the peak of a full step. Both are per GPU.
+    Batch sizes that leave no token of ``budget`` for prefill are left out.
+    """
+    prompt, output = max(1, math.ceil(mean_prompt_tokens)), max(1, math.ceil(mean_output_tokens))
+    sizes = batch_sizes(min(max_sequences, budget))
+    return tuple(_point(step, batch, prompt, output, budget) for batch in sizes)

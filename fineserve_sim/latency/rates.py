@@ -1,0 +1,130 @@
+"""Kernel rates of one GPU: those measured on the reference GPU, or scaled from them.
+
+A rate on another GPU keeps the fraction of peak that the reference GPU reached: matrix products by the peak of their
+tensor-core type, memory-bound kernels by memory bandwidth, all-reduce by the link between the GPUs of a node. Launch
+times stay as they are. Scaled rates are marked ``roofline`` and carried-over launch times ``assumed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from fineserve_sim.catalog import (
+    GemmKernel,
+    GpuSpec,
+    Kind,
+    PrecisionSpec,
+    Quantity,
+    StreamKernel,
+    gpu,
+    kernel_rates,
+)
+
+Kernel = StreamKernel | GemmKernel
+
+
+class Provenance(NamedTuple):
+    """One number of the latency model and where it comes from."""
+
+    quantity: str
+    value: float
+    unit: str
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The kernels of one engine on its GPU. ``attention.bytes_per_s`` reads the KV cache; TP 1 has no ``all_reduce``."""
+
+    gemm: GemmKernel
+    lm_head: GemmKernel
+    attention: GemmKernel
+    norm: StreamKernel
+    residual_add: StreamKernel
+    rope: StreamKernel
+    activation: StreamKernel
+    embedding: StreamKernel
+    all_reduce: StreamKernel | None
+
+    def provenance(self) -> Iterator[Provenance]:
+        """Every quantity of every kernel."""
+        units = {"launch_s": "s", "bytes_per_s": "B/s", "flops_per_s": "FLOP/s"}
+        for kernel_field in fields(self):
+            kernel: Kernel | None = getattr(self, kernel_field.name)
+            if kernel is None:
+                continue
+            for name in type(kernel).model_fields:
+                quantity: Quantity = getattr(kernel, name)
+                yield Provenance(
+                    f"{kernel_field.name}.{name}", quantity.value, units[name], quantity.kind, quantity.source
+                )
+
+
+def _carried(quantity: Quantity, reference: GpuSpec) -> Quantity:
+    source = f"as on {reference.name}: {quantity.source}"
+    return Quantity(value=quantity.value, kind="assumed", source=source)
+
+
+def _scaled(quantity: Quantity, peak: float, reference_peak: float, reference: GpuSpec) -> Quantity:
+    source = f"same fraction of the data-sheet peak as on {reference.name}: {quantity.source}"
+    return Quantity(value=quantity.value * (peak / reference_peak), kind="roofline", source=source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Carries kernels from the reference GPU to another one."""
+
+    gpu: GpuSpec
+    reference: GpuSpec
+
+    def stream(self, kernel: StreamKernel, link: bool = False) -> StreamKernel:
+        """A kernel bound by memory, or by the peer link."""
+        if self.gpu.efficiency == "measured":
+            return kernel
+        name = "peer_bytes_per_s" if link else "memory_bytes_per_s"
+        rate = _scaled(kernel.bytes_per_s, getattr(self.gpu, name), getattr(self.reference, name), self.reference)
+        return StreamKernel(launch_s=_carried(kernel.launch_s, self.reference), bytes_per_s=rate)
+
+    def gemm(self, kernel: GemmKernel, peak: float, reference_peak: float) -> GemmKernel:
+        """A kernel bound by memory or by a tensor-core type with these peaks."""
+        if self.gpu.efficiency == "measured":
+            return kernel
+        stream = self.stream(kernel)
+        flops = _scaled(kernel.flops_per_s, peak, reference_peak, self.reference)
+        return GemmKernel(launch_s=stream.launch_s, bytes_per_s=stream.bytes_per_s, flops_per_s=flops)
+
+
+def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
+    """Kernel rates of ``gpu_spec`` for one precision and TP degree.
+
+    Raises ValueError when the GPU lacks the precision's tensor cores, or the precision or TP degree has no rate.
+    """
+    table = kernel_rates()
+    if precision.name not in table.gemm or precision.kv_bits not in table.kv_bytes_per_s:
+        raise ValueError(f"precision {precision.name} has no kernel rates; known: {', '.join(table.gemm)}")
+    if tp != 1 and tp not in table.all_reduce:
+        raise ValueError(f"TP {tp} has no all-reduce rate; known: 1, {', '.join(map(str, table.all_reduce))}")
+    reference = gpu(table.reference_gpu)
+    target = _Target(gpu_spec, reference)
+    core = precision.tensor_core
+    bf16 = (gpu_spec.bf16_flops_per_s, reference.bf16_flops_per_s)
+    attention = GemmKernel(
+        launch_s=table.attention.launch_s,
+        flops_per_s=table.attention.flops_per_s,
+        bytes_per_s=table.kv_bytes_per_s[precision.kv_bits],
+    )
+    small = table.elementwise
+    return Rates(
+        gemm=target.gemm(table.gemm[precision.name], gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s(core)),
+        lm_head=target.gemm(table.gemm["W16A16"], *bf16),
+        attention=target.gemm(attention, *bf16),
+        norm=target.stream(small.norm),
+        residual_add=target.stream(small.residual_add),
+        rope=target.stream(small.rope),
+        activation=target.stream(small.activation),
+        embedding=target.stream(small.embedding),
+        all_reduce=target.stream(table.all_reduce[tp], link=True) if tp > 1 else None,
+    )

@@ -1,0 +1,295 @@
+"""SLO-aware adaptive batching: the local scheduler of FineServe (paper section 6.3, Algorithm 2), one per engine.
+
+A batch S that is prefilled in chunks finishes as a whole, at now + TTFT(S). So it is enough that this time lies before
+the earliest deadline in S (the anchor). Starting from all waiting requests that could make it alone, the longest one
+leaves S until the batch is on time. With slots and memory for it, what is left starts, earliest deadline first.
+
+Why this need not walk the queue. Requests leave S in one fixed order: longest first, among equals the latest deadline
+first. So S is always a prefix of the queue in *length order* (tokens, arrival, id). A longer prefix has more tokens and
+no later anchor; hence "on time" holds up to some prefix and for none beyond, and that prefix is found by bisection over
+sums of tokens and minima of arrivals, kept per block of rows. The same blocks tell where a request may have become
+infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
+All requests have the same SLO, so deadline order is arrival order, and a deadline is arrival + SLO.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, chain
+from typing import Literal
+
+from fineserve_sim.policy.interfaces import Admission, EngineState, PrefillLatency, Request
+
+_Row = tuple[int, float, int]
+"""(prompt tokens, arrival_s, request id): sorts by length."""
+
+_BLOCK_ROWS = 128
+"""Rows of a full block: around the square root of the longest queue that we care about (10^4)."""
+
+
+class AdaptiveBatching:
+    """Algorithm 2 for one engine.
+
+    Dropped for good are the requests that would miss their deadline even if they started alone now. Those removed from
+    the batch to save its anchor, or cut by slots and memory, wait for the next call.
+
+    ``slo_s``: TTFT SLO of the model. ``prefill``: its chunked-prefill latency; TTFT of a set is the latency of its
+    total prompt tokens beside the running decodes, times the present slowdown.
+    ``when_prefilling``: while admitted prompts are not yet computed, "skip" admits and drops nothing; "union" counts
+    their tokens into the batch (not into the test of a request alone).
+    ``block_tokens``: KV tokens that every running request is left for its next block.
+    Raises ValueError for an SLO or block size that is not positive, and for an unknown option.
+    """
+
+    def __init__(
+        self,
+        slo_s: float,
+        prefill: PrefillLatency,
+        *,
+        when_prefilling: Literal["skip", "union"] = "skip",
+        block_tokens: int = 16,
+    ) -> None:
+        if slo_s <= 0:
+            raise ValueError(f"slo_s is {slo_s}: a TTFT SLO must be positive")
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens is {block_tokens}: a KV block holds at least one token")
+        if when_prefilling not in ("skip", "union"):
+            raise ValueError(f"when_prefilling is {when_prefilling!r}: use 'skip' or 'union'")
+        self._slo_s = slo_s
+        self._prefill = prefill
+        self._skips_prefill = when_prefilling == "skip"
+        self._block_tokens = block_tokens
+        self._waiting: dict[int, Request] = {}
+        self._by_length = _LengthOrder()
+        self._by_deadline: list[tuple[float, int, int]] = []  # (arrival_s, id, prompt tokens)
+        self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request, engine: int) -> None:
+        """Raises ValueError if the request waits already."""
+        if request.id in self._waiting:
+            raise ValueError(f"request {request.id} is added twice: it waits already")
+        self._answered = None
+        self._waiting[request.id] = request
+        self._by_length.add((request.prompt_tokens, request.arrival_s, request.id))
+        insort(self._by_deadline, (request.arrival_s, request.id, request.prompt_tokens))
+
+    def remove(self, request_id: int) -> bool:
+        if request_id not in self._waiting:
+            return False
+        self._answered = None
+        self._take(request_id)
+        return True
+
+    def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
+        """Raises ValueError unless ``engines`` is the one engine of this scheduler."""
+        state = _only(engines)
+        if self._sleeps(state) or self._answered == (now, state):
+            return Admission()
+        self._answered = (now, state)
+        ttft = self._ttft(state)
+        dropped = [self._take(id) for id in self._infeasible(now, ttft)]
+        admitted = [self._take(id) for id in self._startable(now, state, ttft)]
+        return Admission(admitted, dropped)
+
+    def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
+        """The first of two moments: a request becomes infeasible; the front of the batch, which lacks memory, is
+        removed from it (the batch only shrinks as time passes), so that one behind it may start."""
+        state = _only(engines)
+        if self._sleeps(state):
+            return math.inf
+        soon = math.nextafter(now, math.inf)
+        ttft = self._ttft(state)
+        change_s = self._first_expiry(ttft)
+        last = self._batch_end(now, state, ttft)
+        if last is not None:
+            arrival_s, id, tokens = next(self._in_batch(last))
+            if tokens <= self._max_tokens(state):
+                return soon
+            through = state.prefill_tokens + self._by_length.tokens_through((tokens, arrival_s, id))
+            change_s = min(change_s, _before(arrival_s + self._slo_s, ttft(through)))
+        return max(soon, change_s)
+
+    def _sleeps(self, state: EngineState) -> bool:
+        return not self._waiting or (self._skips_prefill and state.prefill_tokens > 0)
+
+    def _ttft(self, state: EngineState) -> Callable[[int], float]:
+        prefill, decoding, slowdown = self._prefill, state.decoding, state.slowdown
+        return lambda tokens: prefill(tokens, decoding) * slowdown
+
+    def _max_tokens(self, state: EngineState) -> int:
+        return state.free_kv_tokens - self._block_tokens * state.running
+
+    def _take(self, request_id: int) -> Request:
+        """The request, which no longer waits."""
+        request = self._waiting.pop(request_id)
+        self._by_length.discard((request.prompt_tokens, request.arrival_s, request.id))
+        del self._by_deadline[bisect_left(self._by_deadline, (request.arrival_s, request.id))]
+        return request
+
+    def _infeasible(self, now: float, ttft: Callable[[int], float]) -> list[int]:
+        """Ids, in deadline order, of the requests that miss their deadline even alone (D of the listing)."""
+        slo_s = self._slo_s
+        found: list[tuple[float, int]] = []
+        finish_of_longest_s = now + ttft(self._by_length.blocks[-1].longest)
+        for block in self._by_length.blocks:
+            if finish_of_longest_s < block.earliest_s + slo_s:
+                continue
+            finish_s = now + ttft(block.longest)
+            if finish_s < block.earliest_s + slo_s:
+                continue
+            for tokens, arrival_s, id in block.rows:
+                deadline_s = arrival_s + slo_s
+                if deadline_s <= finish_s and now + ttft(tokens) >= deadline_s:
+                    found.append((arrival_s, id))
+        return [id for _, id in sorted(found)]
+
+    def _batch_end(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> _Row | None:
+        """Last row, in length order, of the batch that is on time for its anchor. None when the batch is empty, or when
+        slots or memory let nobody start."""
+        blocks = self._by_length.blocks
+        if not blocks or state.free_slots <= 0 or self._max_tokens(state) < blocks[0].rows[0][0]:
+            return None
+        slo_s = self._slo_s
+        return self._by_length.longest_prefix(
+            lambda tokens, anchor_s: now + ttft(tokens) < anchor_s + slo_s, state.prefill_tokens
+        )
+
+    def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
+        """Rows (arrival_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
+        longest, tie = last[0], last[1:]
+        for row in self._by_deadline:
+            if row[2] < longest or (row[2] == longest and row[:2] <= tie):
+                yield row
+
+    def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
+        """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
+        finds no memory holds back those behind it."""
+        last = self._batch_end(now, state, ttft)
+        ids: list[int] = []
+        if last is None:
+            return ids
+        left = self._max_tokens(state)
+        for _, id, tokens in self._in_batch(last):
+            left -= tokens
+            if left < 0 or len(ids) == state.free_slots:
+                break
+            ids.append(id)
+        return ids
+
+    def _first_expiry(self, ttft: Callable[[int], float]) -> float:
+        """A time before which no waiting request becomes infeasible."""
+        slo_s = self._slo_s
+        first_s = math.inf
+        bounds = [
+            (block.earliest_s + slo_s - duration_s, duration_s, block)
+            for block in self._by_length.blocks
+            for duration_s in (ttft(block.longest),)
+        ]
+        for bound_s, duration_s, block in sorted(bounds, key=lambda bound: bound[0]):
+            if bound_s >= first_s:
+                break
+            for tokens, arrival_s, _ in block.rows:
+                if arrival_s + slo_s - duration_s < first_s:
+                    first_s = min(first_s, _before(arrival_s + slo_s, ttft(tokens)))
+        return first_s
+
+
+class _Block:
+    """Some rows in length order, with the sums that the search needs."""
+
+    __slots__ = ("earliest_s", "rows", "tokens")
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self.rows = rows
+        self.tokens = sum(row[0] for row in rows)
+        self.earliest_s = min(row[1] for row in rows)
+
+    @property
+    def longest(self) -> int:
+        return self.rows[-1][0]
+
+    def add(self, row: _Row) -> None:
+        insort(self.rows, row)
+        self.tokens += row[0]
+        self.earliest_s = min(self.earliest_s, row[1])
+
+    def discard(self, row: _Row) -> None:
+        del self.rows[bisect_left(self.rows, row)]
+        self.tokens -= row[0]
+        if row[1] == self.earliest_s:
+            self.earliest_s = min((other[1] for other in self.rows), default=math.inf)
+
+
+class _LengthOrder:
+    """All waiting rows, sorted, cut into blocks that are never empty."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+    def add(self, row: _Row) -> None:
+        if not self.blocks:
+            self.blocks.append(_Block([row]))
+            return
+        index = min(self._index(row), len(self.blocks) - 1)
+        block = self.blocks[index]
+        block.add(row)
+        if len(block.rows) > _BLOCK_ROWS:
+            half = _BLOCK_ROWS // 2
+            self.blocks[index : index + 1] = [_Block(block.rows[:half]), _Block(block.rows[half:])]
+
+    def discard(self, row: _Row) -> None:
+        index = self._index(row)
+        self.blocks[index].discard(row)
+        if not self.blocks[index].rows:
+            del self.blocks[index]
+
+    def longest_prefix(self, on_time: Callable[[int, float], bool], tokens: int) -> _Row | None:
+        """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest arrival)`` holds; None
+        when it holds for no row. ``on_time`` must turn false once, from shorter to longer prefixes."""
+        parts = [(block.tokens, block.earliest_s) for block in self.blocks]
+        whole, tokens, earliest_s = _accepted(parts, on_time, tokens, math.inf)
+        if whole < len(self.blocks):
+            rows = self.blocks[whole].rows
+            count, _, _ = _accepted([row[:2] for row in rows], on_time, tokens, earliest_s)
+            if count:
+                return rows[count - 1]
+        return self.blocks[whole - 1].rows[-1] if whole else None
+
+    def tokens_through(self, row: _Row) -> int:
+        """Tokens of all rows up to and with ``row``."""
+        index = self._index(row)
+        rows = self.blocks[index].rows
+        head = (other[0] for other in rows[: bisect_left(rows, row) + 1])
+        return sum(chain((block.tokens for block in self.blocks[:index]), head))
+
+    def _index(self, row: _Row) -> int:
+        """The first block whose last row is not before ``row``."""
+        return bisect_left(self.blocks, row, key=lambda block: block.rows[-1])
+
+
+def _accepted(
+    parts: Iterable[tuple[int, float]], on_time: Callable[[int, float], bool], tokens: int, earliest_s: float
+) -> tuple[int, int, float]:
+    """How many leading (tokens, arrival) parts are on time after what came before, and the sums through them."""
+    lengths, arrivals = zip(*parts, strict=True)
+    sums = list(accumulate(lengths, initial=tokens))
+    firsts = list(accumulate(arrivals, min, initial=earliest_s))
+    count = bisect_left(range(1, len(sums)), True, key=lambda i: not on_time(sums[i], firsts[i]))
+    return count, sums[count], firsts[count]
+
+
+def _before(deadline_s: float, duration_s: float) -> float:
+    """Just before the latest start of something that takes ``duration_s``: at any time below, rounding included,
+    the sum of time and duration is below the deadline."""
+    return deadline_s - duration_s - 4 * math.ulp(deadline_s)
+
+
+def _only(engines: Mapping[int, EngineState]) -> EngineState:
+    if len(engines) != 1:
+        raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
+    return next(iter(engines.values()))

@@ -1,0 +1,101 @@
+"""The controller: the one owner of what waits where. It turns events into commands.
+
+A request is routed on arrival to one instance of its model, in proportion to the instances' target rates, and waits in the
+local scheduler of that instance. When an engine stands between two iterations its driver reports ``EngineStepped``, and
+the scheduler says who starts. The engine keeps vLLM's own first-come-first-served queue behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
+from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived
+from fineserve_sim.policy.interfaces import EngineState, LocalScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One instance as the router sees it: its engine, target rate, longest sequence and local scheduler."""
+
+    engine: int
+    rate_per_s: float
+    max_tokens: int
+    scheduler: LocalScheduler
+
+
+class Controller:
+    """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
+
+    ``routes`` maps each model to its instances; a model without instances has an empty sequence.
+    """
+
+    def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
+        self._routes = {model: tuple(instances) for model, instances in routes.items()}
+        self._sent = {route.engine: 0 for instances in self._routes.values() for route in instances}
+        self._schedulers = {route.engine: route.scheduler for instances in self._routes.values() for route in instances}
+        self._bound: dict[int, int] = {}
+        self._bound_to = dict.fromkeys(self._sent, 0)
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out."""
+        if isinstance(event, EngineStepped):
+            return self._schedule(now, event)
+        if isinstance(event, RequestArrived):
+            return self._arrive(event)
+        return self._abort(event)
+
+    def waiting(self, engine: int) -> int:
+        """How many requests wait in the scheduler that serves ``engine``."""
+        return len(self._schedulers[engine])
+
+    def bound_to(self, engine: int) -> int:
+        """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
+        return self._bound_to[engine]
+
+    def engine_of(self, request_id: int) -> int | None:
+        """The engine that a request waits for; None once it was dispatched, dropped or never came."""
+        return self._bound.get(request_id)
+
+    def unchanged_until(self, now: float, engine: int, engines: Mapping[int, EngineState]) -> float:
+        """See ``LocalScheduler.unchanged_until``; infinity when nobody waits."""
+        scheduler = self._schedulers[engine]
+        return scheduler.unchanged_until(now, engines) if len(scheduler) else float("inf")
+
+    def _arrive(self, event: RequestArrived) -> list[Command]:
+        request = event.request
+        instances = self._routes[request.model]
+        if not instances:
+            return [Reject(request.id, f"no instance of {request.model} is placed")]
+        route = min(instances, key=self._turn)
+        if request.prompt_tokens >= route.max_tokens:
+            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {route.max_tokens - 1}")]
+        self._sent[route.engine] += 1
+        self._bound[request.id] = route.engine
+        self._bound_to[route.engine] += 1
+        route.scheduler.add(request, route.engine)
+        return []
+
+    def _turn(self, route: Route) -> tuple[float, int]:
+        """Weighted round robin: next is who would be least ahead of its share; ties go to the lowest engine id."""
+        return (self._sent[route.engine] + 1) / route.rate_per_s, route.engine
+
+    def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
+        admission = self._schedulers[event.engine].schedule(now, event.engines)
+        commands: list[Command] = []
+        for request in admission.dropped:
+            self._unbind(request.id)
+            commands.append(Drop(request.id, "deadline out of reach"))
+        commands.extend(Dispatch(request.id, self._unbind(request.id)) for request in admission.admitted)
+        return commands
+
+    def _unbind(self, request_id: int) -> int:
+        engine = self._bound.pop(request_id)
+        self._bound_to[engine] -= 1
+        return engine
+
+    def _abort(self, event: RequestAborted) -> list[Command]:
+        if event.request_id in self._bound:
+            self._schedulers[self._unbind(event.request_id)].remove(event.request_id)
+        return []

@@ -1,0 +1,145 @@
+"""Model-to-GPU placement of FineServe (paper section 6.2, Algorithm 1), run once, from scratch.
+
+Two phases. First the base footprint F_M of each model: weights, mean activations and mean KV at the smallest profiled
+batch that carries the expected rate; if that batch breaks the TTFT SLO, or none carries the rate, the rate is split
+over one more replica. Then the replicas, largest footprint first, each go to the candidate (a GPU, or a TP group)
+with the best score (module ``mme``) after taking them in.
+
+The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
+the score would prefer models that use memory badly. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
+from fineserve_sim.policy.mme import marginal_efficiency, score_exact, score_mean
+from fineserve_sim.policy.tp_groups import tp_groups
+
+
+class Footprint(NamedTuple):
+    """Fixed memory F_M per GPU and replica, the replicas and the operating point behind it, and whether it meets
+    the SLO."""
+
+    footprint_bytes: int
+    replicas: int
+    point: OperatingPoint
+    feasible: bool
+
+
+def base_footprint(model: ModelDemand, candidates: int) -> Footprint:
+    """F_M with the fewest replicas, at most ``candidates``, that carry the model's rate within its SLO.
+
+    If no number does, F_M is taken at the smallest profiled batch. The replicas are then as many as there are
+    candidates if that batch meets the SLO (only the rate is too high), and one if it does not (more replicas would
+    not help). Raises ValueError if the model has no profile or there is no candidate.
+    """
+    if not model.profile:
+        raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
+    if candidates < 1:
+        raise ValueError(f"model {model.id} has no candidate GPU group of size {model.tp}")
+    for replicas in range(1, candidates + 1):
+        carrying = [point for point in model.profile if point.throughput_per_s >= model.rate_per_s / replicas]
+        point = min(carrying, key=lambda point: point.batch, default=None)
+        if point is not None and point.ttft_s <= model.slo_s:
+            return Footprint(_footprint_bytes(model, point), replicas, point, feasible=True)
+    smallest = min(model.profile, key=lambda point: point.batch)
+    replicas = candidates if smallest.ttft_s <= model.slo_s else 1
+    return Footprint(_footprint_bytes(model, smallest), replicas, smallest, feasible=False)
+
+
+class FineServePlacement:
+    """Algorithm 1.
+
+    ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
+    unless no other candidate has room, "forbid", or "allow". Ties go to the larger weights, then the lower id
+    (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room,
+    they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place``
+    does for a model without profile.
+    """
+
+    def __init__(
+        self,
+        score: Literal["mean", "exact"] = "mean",
+        colocation: Literal["avoid", "forbid", "allow"] = "avoid",
+    ) -> None:
+        if score not in ("mean", "exact"):
+            raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
+        if colocation not in ("avoid", "forbid", "allow"):
+            raise ValueError(f"colocation is {colocation!r}: use 'avoid', 'forbid' or 'allow'")
+        self._score = score_mean if score == "mean" else score_exact
+        self._colocation = colocation
+
+    def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
+        groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
+        footprints = {model.id: base_footprint(model, len(groups[model.tp])) for model in models if groups[model.tp]}
+        placeable = [model for model in models if groups[model.tp]]
+        placeable.sort(key=lambda model: (-footprints[model.id].footprint_bytes, -model.weight_bytes, model.id))
+        cluster = {gpu.id: _Gpu(gpu.memory_bytes, {}) for gpu in gpus}
+        instances: list[Instance] = []
+        for model in placeable:
+            footprint = footprints[model.id]
+            for replica in range(footprint.replicas):
+                best = self._best_group(model, footprint.footprint_bytes, groups[model.tp], cluster)
+                if best is None:
+                    break
+                for gpu in best:
+                    cluster[gpu].take(model, replica, footprint.footprint_bytes)
+                instances.append(Instance(model.id, replica, best, 0.0, footprint.footprint_bytes))
+        return _summary(models, footprints, instances)
+
+    def _best_group(
+        self, model: ModelDemand, footprint_bytes: int, groups: Sequence[tuple[int, ...]], cluster: dict[int, _Gpu]
+    ) -> tuple[int, ...] | None:
+        """The candidate with the highest score after taking in one replica of ``model``; None if it fits nowhere."""
+        roomy = [group for group in groups if all(cluster[gpu].remaining_bytes >= footprint_bytes for gpu in group)]
+        apart = [group for group in roomy if not any(cluster[gpu].hosts(model.id) for gpu in group)]
+        candidates = roomy if self._colocation == "allow" or (self._colocation == "avoid" and not apart) else apart
+
+        def rank(group: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+            residents: dict[tuple[str, int], float] = {}
+            for gpu in group:
+                residents |= cluster[gpu].residents
+            remaining_bytes = min(cluster[gpu].remaining_bytes for gpu in group) - footprint_bytes
+            score = self._score(remaining_bytes, [*residents.values(), marginal_efficiency(model)])
+            return -score, len(residents), group
+
+        return min(candidates, key=rank, default=None)
+
+
+@dataclass(slots=True)
+class _Gpu:
+    """What is left of a GPU, and the efficiency of each (model, replica) on it."""
+
+    remaining_bytes: int
+    residents: dict[tuple[str, int], float]
+
+    def hosts(self, model: str) -> bool:
+        return any(resident == model for resident, _ in self.residents)
+
+    def take(self, model: ModelDemand, replica: int, footprint_bytes: int) -> None:
+        self.remaining_bytes -= footprint_bytes
+        self.residents[model.id, replica] = marginal_efficiency(model)
+
+
+def _footprint_bytes(model: ModelDemand, point: OperatingPoint) -> int:
+    return model.weight_bytes + point.activation_bytes + point.kv_bytes
+
+
+def _summary(
+    models: Sequence[ModelDemand], footprints: dict[str, Footprint], instances: Sequence[Instance]
+) -> Placement:
+    """The placement, with each model's rate split evenly over the replicas that found room."""
+    placed = Counter(instance.model for instance in instances)
+    rate_per_s = {model.id: model.rate_per_s / placed[model.id] for model in models if placed[model.id]}
+    return Placement(
+        instances=tuple(replace(instance, rate_per_s=rate_per_s[instance.model]) for instance in instances),
+        unplaced=tuple(model.id for model in models if not placed[model.id]),
+        infeasible=tuple(
+            id for id in rate_per_s if not footprints[id].feasible or placed[id] < footprints[id].replicas
+        ),
+    )

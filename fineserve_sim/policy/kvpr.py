@@ -1,0 +1,145 @@
+"""KVPR greedy placement (Prism, Algorithm 1; Prism* of FineServe runs it once).
+
+KV pressure ratio of a GPU = SLO-weighted request rate of its models / memory left for their KV caches. Models, by
+falling weight, go where the ratio is lowest, so that the largest ratio stays small. Memory is charged with weights
+only. A GPU must keep some memory for KV after taking a model, else it is skipped.
+
+A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. Parts go to distinct GPUs of
+one node: if the lowest ratio is on a GPU that hosts a sibling, the next lowest one takes the part. For equal parts this
+amounts to the n lowest ratios of the node with the lowest one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
+
+
+class TokenLoad(NamedTuple):
+    """Load of one model in tokens, for ``weight="token_rate"``: tokens per second and the SLO of the time per token."""
+
+    tokens_per_s: float
+    tpot_slo_s: float
+
+
+class KvprPlacement:
+    """Greedy placement by KVPR.
+
+    ``evaluate``: the ratio "pre": before the model is added (listing and proof of Prism), or "post": with it.
+    ``weight``: "req_rate" is rate / TTFT SLO; "token_rate" (later version of Prism) is token rate x KV bytes per
+    token / TPOT SLO, with ``token_loads`` by model id.
+    ``tau`` and ``threshold`` matter to models that have a place already: they move only if the best ratio is below
+    tau x the ratio of their place ("relative"), or lower by more than tau ("absolute"). Ties: lower model id, lower
+    GPU id. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options, a negative tau, and
+    missing token loads.
+    """
+
+    def __init__(
+        self,
+        evaluate: Literal["pre", "post"] = "pre",
+        weight: Literal["req_rate", "token_rate"] = "req_rate",
+        *,
+        tau: float = 0.8,
+        threshold: Literal["relative", "absolute"] = "relative",
+        token_loads: Mapping[str, TokenLoad] | None = None,
+    ) -> None:
+        if evaluate not in ("pre", "post"):
+            raise ValueError(f"evaluate is {evaluate!r}: use 'pre' or 'post'")
+        if weight not in ("req_rate", "token_rate"):
+            raise ValueError(f"weight is {weight!r}: use 'req_rate' or 'token_rate'")
+        if threshold not in ("relative", "absolute"):
+            raise ValueError(f"threshold is {threshold!r}: use 'relative' or 'absolute'")
+        if tau < 0:
+            raise ValueError(f"tau is {tau}: a migration threshold cannot be negative")
+        self._adds_first = evaluate == "post"
+        self._by_tokens = weight == "token_rate"
+        self._tau = tau
+        self._relative = threshold == "relative"
+        self._token_loads = dict(token_loads or {})
+
+    def place(
+        self,
+        models: Sequence[ModelDemand],
+        gpus: Sequence[GpuSlot],
+        current: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> Placement:
+        """Place all models from scratch. ``current`` names the GPUs of models that run already; see ``tau``. All
+        parts of a model stay or all move. Raises ValueError if ``current`` names a GPU that is not there."""
+        current = current or {}
+        loads = {gpu.id: _Load(gpu.node, gpu.memory_bytes) for gpu in gpus}
+        for id, place in current.items():
+            if not loads.keys() >= set(place):
+                raise ValueError(f"model {id} is said to run on GPUs {place}, but the cluster has {sorted(loads)}")
+        weights = {model.id: self._part_weight(model) for model in models}
+        instances = []
+        for model in sorted(models, key=lambda model: (-weights[model.id], model.id)):
+            weight = weights[model.id]
+            group = self._target(model, weight, loads, current.get(model.id))
+            if group is None:
+                continue
+            for gpu in group:
+                loads[gpu].weight += weight
+                loads[gpu].shared_kv_bytes -= model.weight_bytes
+            instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
+        placed = {instance.model for instance in instances}
+        return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
+
+    def _part_weight(self, model: ModelDemand) -> float:
+        """Weight of one TP part. Bytes per token are per GPU, so the token weight is that of a part as it stands."""
+        if not self._by_tokens:
+            return model.rate_per_s / model.slo_s / model.tp
+        load = self._token_loads.get(model.id)
+        if load is None:
+            raise ValueError(f"model {model.id} has no token load, which weight='token_rate' needs")
+        return load.tokens_per_s * model.token_bytes / load.tpot_slo_s
+
+    def _target(
+        self, model: ModelDemand, weight: float, loads: Mapping[int, _Load], current: tuple[int, ...] | None
+    ) -> tuple[int, ...] | None:
+        """GPUs for the model: the best ones, or the present ones while the best are not better enough."""
+
+        def ratio(gpu: int) -> float:
+            return loads[gpu].ratio(weight, model.weight_bytes) if self._adds_first else loads[gpu].ratio(0.0, 0)
+
+        best = _best_group(model, loads, ratio_of={gpu: ratio(gpu) for gpu in _roomy(model, loads)})
+        if best is None or current is None or not _roomy(model, loads) >= set(current):
+            return best
+        best_ratio, current_ratio = max(map(ratio, best)), max(map(ratio, current))
+        moves = best_ratio < self._tau * current_ratio if self._relative else current_ratio - best_ratio > self._tau
+        return best if moves else current
+
+
+@dataclass(slots=True)
+class _Load:
+    """One GPU during a pass: the memory that its models leave for KV, and the sum of their weights."""
+
+    node: int
+    shared_kv_bytes: int
+    weight: float = 0.0
+
+    def ratio(self, added_weight: float, added_bytes: int) -> float:
+        return (self.weight + added_weight) / (self.shared_kv_bytes - added_bytes)
+
+
+def _roomy(model: ModelDemand, loads: Mapping[int, _Load]) -> set[int]:
+    """GPUs that would keep memory for KV after taking a part."""
+    return {gpu for gpu, load in loads.items() if load.shared_kv_bytes > model.weight_bytes}
+
+
+def _best_group(
+    model: ModelDemand, loads: Mapping[int, _Load], ratio_of: Mapping[int, float]
+) -> tuple[int, ...] | None:
+    """The GPUs, in id order, with the lowest ratios of one node: the node of the lowest ratio that has room for all
+    parts. None when no node has."""
+    nodes: defaultdict[int, list[int]] = defaultdict(list)
+    for gpu in sorted(ratio_of, key=lambda gpu: (ratio_of[gpu], gpu)):
+        nodes[loads[gpu].node].append(gpu)
+    complete = [ranked[: model.tp] for ranked in nodes.values() if len(ranked) >= model.tp]
+    if not complete:
+        return None
+    best = min(complete, key=lambda ranked: (ratio_of[ranked[0]], ranked[0]))
+    return tuple(sorted(best))

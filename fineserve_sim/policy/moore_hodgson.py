@@ -1,0 +1,293 @@
+"""Moore-Hodgson scheduling of one shared queue per GPU (Prism, Algorithm 2).
+
+The GPU is seen as one machine that prefills request after request; each takes prompt tokens / prefill speed of its
+model. Moore and Hodgson (1968) keep the largest number of jobs on time: take jobs by deadline; whenever the one
+just taken would end late, put aside the longest taken so far. One removal is enough, because all jobs before were
+on time and the removed one is no shorter than the new one. Batching is not part of this model (FineServe's
+criticism of it).
+
+Admission control: a request is dispatched only if its engine can start it now, so that queues inside engines stay empty
+and the order can still change. What may start is decided in deadline order. An engine that cannot take its next
+request is blocked for the rest of the call, so that short requests do not keep overtaking a long one; other engines
+go on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple
+
+from fineserve_sim.policy.interfaces import Admission, EngineState, Request
+
+
+class Plan(NamedTuple):
+    """Indices of the jobs on time and late, each in deadline order; the start may move by up to ``slack_s`` before any
+    comparison of the algorithm turns out differently."""
+
+    on_time: list[int]
+    late: list[int]
+    slack_s: float
+
+
+def moore_hodgson(jobs: Iterable[tuple[float, float]], start_s: float) -> Plan:
+    """The largest set of (deadline_s, duration_s) jobs that one machine, free from ``start_s`` on, ends on time.
+
+    Jobs must come sorted by deadline. To end at the deadline is on time. Among equally long jobs the one with the
+    latest deadline is put aside.
+    """
+    kept: list[tuple[float, int]] = []  # heap of (-duration, -index)
+    work_s = 0.0
+    slack_s = math.inf
+    late = []
+    index = -1
+    for index, (deadline_s, duration_s) in enumerate(jobs):
+        work_s += duration_s
+        heappush(kept, (-duration_s, -index))
+        end_s = start_s + work_s
+        if end_s > deadline_s:
+            negative_duration_s, removed = heappop(kept)
+            work_s += negative_duration_s
+            late.append(-removed)
+        elif deadline_s - end_s < slack_s:
+            slack_s = deadline_s - end_s
+    late.sort()
+    aside = set(late)
+    return Plan([i for i in range(index + 1) if i not in aside], late, slack_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change of an engine: its model's prefill speed measured alone, its model's TTFT SLO, the KV
+    tokens it could hold if nobody else held any, and the tokens of one KV page (for ``reserve="page"``)."""
+
+    prefill_tokens_per_s: float
+    slo_s: float
+    kv_capacity_tokens: int
+    page_tokens: int = 16
+
+
+class _Job(NamedTuple):
+    """A waiting request; sorts by (deadline, arrival, id)."""
+
+    deadline_s: float
+    arrival_s: float
+    id: int
+    duration_s: float
+    engine: int
+    request: Request
+
+
+class MooreHodgson:
+    """Prism's local scheduler: one queue for all engines of a GPU.
+
+    ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, in calls that
+    find no request waiting that can still be on time. "drop": as that, but who would be late even if started alone
+    now is refused.
+    ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or
+    "now".
+    ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for
+    each of its running requests. ``shared_kv``: the engines draw from one KV memory, so what one is promised the
+    others lose. A prompt that even an idle engine could not take is dropped.
+
+    Engines missing from ``schedule``'s mapping are not ready and start nothing. When no engine can start even the
+    shortest of its requests, ``schedule`` answers nothing at once (drops wait too). Raises ValueError for unknown
+    options, and for facts or fractions out of range.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[int, EngineFacts],
+        *,
+        late: Literal["defer", "drop"] = "defer",
+        clock: Literal["dispatched", "now"] = "dispatched",
+        reserve: Literal["fraction", "page"] = "fraction",
+        reserve_fraction: float = 0.02,
+        shared_kv: bool = True,
+    ) -> None:
+        _check_options(late=(late, ("defer", "drop")), clock=(clock, ("dispatched", "now")))
+        _check_options(reserve=(reserve, ("fraction", "page")))
+        if not 0 <= reserve_fraction < 1:
+            raise ValueError(f"reserve_fraction is {reserve_fraction}: it must be at least 0 and below 1")
+        for id, facts in engines.items():
+            if facts.prefill_tokens_per_s <= 0 or facts.slo_s <= 0 or facts.kv_capacity_tokens <= 0:
+                raise ValueError(f"engine {id}: prefill speed, SLO and KV capacity must be positive, not {facts}")
+        self._facts = dict(engines)
+        self._drops_late = late == "drop"
+        self._counts_dispatched = clock == "dispatched"
+        self._shared_kv = shared_kv
+        self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
+        self._queue: list[_Job] = []
+        self._jobs: dict[int, _Job] = {}
+        self._lengths: dict[int, list[int]] = {
+            id: [] for id in engines
+        }  # sorted prompt tokens of each engine's requests
+        self._refused: dict[int, Request] = {}  # prompts that never fit, until the next call says so
+        self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._refused)
+
+    def add(self, request: Request, engine: int) -> None:
+        """Raises ValueError for an engine outside the scope and for a request that waits already."""
+        facts = self._facts.get(engine)
+        if facts is None:
+            raise ValueError(
+                f"request {request.id} is bound to engine {engine}; this queue serves {sorted(self._facts)}"
+            )
+        if request.id in self._jobs or request.id in self._refused:
+            raise ValueError(f"request {request.id} is added twice: it waits already")
+        self._answered = None
+        if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens(facts, running=0):
+            self._refused[request.id] = request
+            return
+        duration_s = request.prompt_tokens / facts.prefill_tokens_per_s
+        job = _Job(request.arrival_s + facts.slo_s, request.arrival_s, request.id, duration_s, engine, request)
+        self._jobs[request.id] = job
+        insort(self._queue, job, key=_order)
+        insort(self._lengths[engine], request.prompt_tokens)
+
+    def remove(self, request_id: int) -> bool:
+        if self._refused.pop(request_id, None) is not None:
+            return True
+        job = self._jobs.get(request_id)
+        if job is None:
+            return False
+        self._answered = None
+        self._take(job)
+        return True
+
+    def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
+        """Raises ValueError if ``engines`` shows an engine outside the scope."""
+        dropped = list(self._refused.values())
+        self._refused.clear()
+        if self._answered == (now, engines) or not self._can_start(engines):
+            return Admission(dropped=dropped)
+        if self._drops_late:
+            dropped += [self._take(job) for job in self._hopeless(now)]
+        plan = self._plan(now, engines)
+        admitted = [self._take(job) for job in self._startable(plan, engines)]
+        self._answered = (now, dict(engines))
+        return Admission(admitted, dropped)
+
+    def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
+        """The first moment at which the plan, and with it who blocks an engine, may differ, or a request becomes
+        hopeless. Costs as much as ``schedule``."""
+        soon = math.nextafter(now, math.inf)
+        if self._refused:
+            return soon
+        if not self._can_start(engines):
+            return math.inf
+        plan = self._plan(now, engines)
+        if self._startable(plan, engines):
+            return soon
+        change_s = now + plan.slack_s
+        if self._drops_late:
+            change_s = min([change_s, *(job.deadline_s - job.duration_s for job in self._queue)])
+        return max(soon, change_s - 8 * math.ulp(self._queue[-1].deadline_s))
+
+    def _plan(self, now: float, engines: Mapping[int, EngineState]) -> Plan:
+        start_s = now
+        if self._counts_dispatched:
+            start_s += sum(state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items())
+        return moore_hodgson(((job.deadline_s, job.duration_s) for job in self._queue), start_s)
+
+    def _hopeless(self, now: float) -> list[_Job]:
+        return [job for job in self._queue if now + job.duration_s > job.deadline_s]
+
+    def _startable(self, plan: Plan, engines: Mapping[int, EngineState]) -> list[_Job]:
+        """The requests that their engines can start now, in the order of the plan."""
+        room = self._room(engines)
+        blocked = self._facts.keys() - engines.keys()
+        started = []
+        for index in plan.on_time or plan.late:
+            job = self._queue[index]
+            if job.engine in blocked:
+                continue
+            if room.fits(job.engine, job.request.prompt_tokens):
+                room.take(job.engine, job.request.prompt_tokens)
+                started.append(job)
+            else:
+                blocked.add(job.engine)
+                if len(blocked) == len(self._facts):
+                    break
+        return started
+
+    def _can_start(self, engines: Mapping[int, EngineState]) -> bool:
+        """Whether some engine has a slot and memory for the shortest of its requests."""
+        if not engines.keys() <= self._facts.keys():
+            raise ValueError(f"shown engines {sorted(engines)}, but this queue serves {sorted(self._facts)}")
+        room = self._room(engines)
+        return any(self._lengths[id] and room.fits(id, self._lengths[id][0]) for id in engines)
+
+    def _room(self, engines: Mapping[int, EngineState]) -> _Room:
+        reserve = {id: self._reserve_tokens(self._facts[id], state.running) for id, state in engines.items()}
+        page = {id: 0 if self._reserve_fraction is not None else self._facts[id].page_tokens for id in engines}
+        capacity = {id: self._facts[id].kv_capacity_tokens for id in engines}
+        return _Room(engines, capacity, reserve, page, self._shared_kv)
+
+    def _reserve_tokens(self, facts: EngineFacts, running: int) -> int:
+        if self._reserve_fraction is None:
+            return facts.page_tokens * running
+        return math.ceil(self._reserve_fraction * facts.kv_capacity_tokens)
+
+    def _take(self, job: _Job) -> Request:
+        """The request of ``job``, which no longer waits."""
+        del self._jobs[job.id]
+        del self._queue[bisect_left(self._queue, _order(job), key=_order)]
+        lengths = self._lengths[job.engine]
+        del lengths[bisect_left(lengths, job.request.prompt_tokens)]
+        return job.request
+
+
+class _Room:
+    """Slots and KV tokens of the engines during one call, less what this call has given away.
+
+    Prompts that were dispatched and are not yet computed hold no KV memory yet but will: they count as promised. In a
+    shared memory a promise to one engine costs the others the same bytes; the capacities tell the exchange rate.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[int, EngineState],
+        capacity_tokens: Mapping[int, int],
+        reserve_tokens: dict[int, int],
+        page_tokens: Mapping[int, int],
+        shared: bool,
+    ) -> None:
+        self._slots = {id: state.free_slots for id, state in engines.items()}
+        self._free = {id: state.free_kv_tokens for id, state in engines.items()}
+        self._promised = {id: state.prefill_tokens for id, state in engines.items()}
+        self._capacity = capacity_tokens
+        self._reserve = reserve_tokens
+        self._page = page_tokens
+        self._shared = shared
+
+    def fits(self, engine: int, tokens: int) -> bool:
+        needed = tokens + self._reserve[engine] + self._promised_to_all(engine)
+        return self._slots[engine] > 0 and needed <= self._free[engine]
+
+    def take(self, engine: int, tokens: int) -> None:
+        self._slots[engine] -= 1
+        self._promised[engine] += tokens
+        self._reserve[engine] += self._page[engine]
+
+    def _promised_to_all(self, engine: int) -> int:
+        """Promised tokens that ``engine`` cannot count on, in its own tokens, rounded up."""
+        if not self._shared:
+            return self._promised[engine]
+        capacity = self._capacity[engine]
+        return sum(-(-tokens * capacity // self._capacity[id]) for id, tokens in self._promised.items() if tokens)
+
+
+def _order(job: _Job) -> tuple[float, float, int]:
+    return job[:3]
+
+
+def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, allowed) in options.items():
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}: use one of {', '.join(allowed)}")

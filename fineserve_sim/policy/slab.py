@@ -1,0 +1,404 @@
+"""KV slab manager: one pre-allocated KV tensor of a GPU, shared by engines with different KV block sizes.
+
+The tensor is cut into slabs of equal size (FineServe, section 5.2). A free slab can be formatted to any block size
+(its *key*), stores only blocks of that size, and returns to the free slabs when its last block is freed. An engine sees
+the whole tensor as an array of its own blocks: block ``id`` lies at byte ``id * block_bytes``, so no id is translated
+and no driver is called at run time. Which ids a slab owns is arithmetic: see geometry.py.
+
+Choice of a slab: the most used PARTIAL one, then the lowest id, so that little used slabs can drain; then the free slab
+with the lowest id. Each key keeps its PARTIAL slabs in a heap whose ranks are refreshed lazily: freeing a block leaves
+the entry of its slab too optimistic, which shows when it reaches the top. Each free causes at most one refresh, so alloc
+and free cost O(log slabs), amortised, for each slab touched, and a few bit operations for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
+
+from fineserve_sim.policy.geometry import SlabPlan, plan_slabs
+from fineserve_sim.policy.interfaces import KVLedger
+
+__all__ = ["KVSlabManager", "SlabEntry", "SlabPlan", "SlabState", "plan_slabs"]
+
+
+class SlabState(Enum):
+    """State of a slab table entry; RESERVED slabs are held back from every owner."""
+
+    FREE = "free"
+    PARTIAL = "partial"
+    FULL = "full"
+    RESERVED = "reserved"
+
+
+class SlabEntry(NamedTuple):
+    """One row of the slab table: ``key`` is the block size in bytes, None while unformatted; ``used`` counts blocks."""
+
+    state: SlabState
+    key: int | None
+    used: int
+
+
+class _Pool:
+    """The slabs formatted to one key. ``partial`` is a min-heap of (-used, slab id): each PARTIAL slab has exactly one
+    entry, whose ``used`` may be out of date, upwards only; entries of slabs that left the pool are dropped at the top.
+    """
+
+    __slots__ = (
+        "block_bytes",
+        "blocks_per_slab",
+        "partial",
+        "slab_blocks",
+        "slabs",
+        "unformatted_blocks",
+        "used_blocks",
+    )
+
+    def __init__(self, block_bytes: int, blocks_per_slab: int, unformatted_blocks: int) -> None:
+        self.block_bytes = block_bytes
+        self.blocks_per_slab = blocks_per_slab  # 0 for a grid key: there it differs by slab
+        self.unformatted_blocks = unformatted_blocks  # blocks that the free slabs would hold; kept for grid keys only
+        self.partial: list[tuple[int, int]] = []
+        self.slabs = 0
+        self.slab_blocks = 0
+        self.used_blocks = 0
+
+
+class _Slab:
+    """One slab; ``pool`` is None while it is unformatted. Bit i of ``free_bits`` is set when its i-th block is free."""
+
+    __slots__ = ("blocks", "first", "free_bits", "id", "pool", "used")
+
+    def __init__(self, slab_id: int) -> None:
+        self.id = slab_id
+        self.pool: _Pool | None = None
+        self.first = self.blocks = self.free_bits = self.used = 0
+
+
+class _Holder:
+    """One owner. ``held`` maps slab ids to bitmaps of the blocks in them that this owner holds (never 0)."""
+
+    __slots__ = ("held", "pool", "used_blocks")
+
+    def __init__(self, pool: _Pool) -> None:
+        self.pool = pool
+        self.held: dict[int, int] = {}
+        self.used_blocks = 0
+
+
+class _Holders(dict[int, _Holder]):
+    def __missing__(self, owner: int) -> _Holder:
+        raise ValueError(f"KV slab manager: owner {owner} is not registered; the owners are {sorted(self)}")
+
+
+def _take_lowest(bits: int, limit: int, first: int, ids: list[int]) -> int:
+    """Append ``first + i`` for the lowest set bits i of ``bits``, ``limit`` at most; returns these bits."""
+    if limit == 1:  # the common case: a sequence grows by one block
+        lowest = bits & -bits
+        ids.append(first + lowest.bit_length() - 1)
+        return lowest
+    taken = 0
+    while limit and bits:
+        start = (bits & -bits).bit_length() - 1
+        rest = bits >> start
+        run = min((rest & ~(rest + 1)).bit_count(), limit)  # consecutive ones from the lowest on
+        ids.extend(range(first + start, first + start + run))
+        mask = ((1 << run) - 1) << start
+        taken |= mask
+        bits ^= mask
+        limit -= run
+    return taken
+
+
+class KVSlabManager:
+    """The KV tensor of one GPU, cut into slabs; a `KVManager` (see interfaces.py).
+
+    Args:
+        total_bytes: size of the KV tensor. What is left after whole slabs is lost; without a slab, capacities are 0.
+        owners: block size in bytes by owner (engine id). Owners with the same block size share a key and its slabs.
+        plan: slab size and keys; by default planned for the block sizes of ``owners``.
+        reserved_slabs: so many slabs, the lowest, are held back from every owner and count as lost. With at least one,
+            block id 0 of every engine stays unowned: the runtime's engines use it as their null block.
+
+    Raises:
+        ValueError: a plan that lacks a block size, a negative ``total_bytes``, or more reserved slabs than slabs.
+    """
+
+    def __init__(
+        self, total_bytes: int, owners: Mapping[int, int], *, plan: SlabPlan | None = None, reserved_slabs: int = 0
+    ) -> None:
+        self.plan = plan or plan_slabs(owners.values())
+        self.slab_count = total_bytes // self.plan.slab_bytes
+        if missing := set(owners.values()) - set(self.plan.block_bytes):
+            raise ValueError(
+                f"KV slab manager: the plan has no block size {sorted(missing)}; it has {self.plan.block_bytes}"
+            )
+        if total_bytes < 0 or not 0 <= reserved_slabs <= self.slab_count:
+            raise ValueError(
+                f"KV slab manager: {reserved_slabs} reserved slabs of {self.plan.slab_bytes} bytes; "
+                f"{total_bytes} bytes hold {max(0, self.slab_count)}"
+            )
+        self._total_bytes = total_bytes
+        self._reserved = reserved_slabs
+        self._slabs = [_Slab(slab_id) for slab_id in range(self.slab_count)]
+        self._free_slabs = list(range(reserved_slabs, self.slab_count))  # a min-heap
+        self._pools = {key: self._new_pool(key) for key in sorted(set(owners.values()))}
+        self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
+        self._owners = _Holders({owner: _Holder(self._pools[key]) for owner, key in owners.items()})
+
+    def _new_pool(self, key: int) -> _Pool:
+        plan = self.plan
+        return _Pool(key, 0 if plan.is_grid(key) else plan.slab_bytes // key, self._capacity(key))
+
+    def _capacity(self, key: int) -> int:
+        return self.plan.blocks_in_slabs(key, self.slab_count) - self.plan.blocks_in_slabs(key, self._reserved)
+
+    def alloc(self, owner: int, blocks: int) -> list[int] | None:
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken.
+
+        Raises ValueError for an unknown owner or a negative number.
+        """
+        holder = self._owners[owner]
+        pool = holder.pool
+        if blocks < 0:
+            raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
+        if blocks > self._available_blocks(pool):
+            return None
+        ids: list[int] = []
+        held = holder.held
+        left = blocks
+        while left:
+            slab = self._fullest_partial(pool) or self._format(pool)
+            mask = _take_lowest(slab.free_bits, left, slab.first, ids)
+            slab.free_bits ^= mask
+            held[slab.id] = held.get(slab.id, 0) | mask
+            left = blocks - len(ids)
+            slab.used = slab.blocks - slab.free_bits.bit_count()
+            if slab.free_bits:
+                pool.partial[0] = (-slab.used, slab.id)  # lower than before, so it stays the top
+            else:
+                heappop(pool.partial)
+        pool.used_blocks += blocks
+        holder.used_blocks += blocks
+        return ids
+
+    def free(self, owner: int, block_ids: Sequence[int]) -> None:
+        """Give back blocks. Raises ValueError for an unknown owner, or an id that it does not hold or that is given
+        twice; then nothing is given back."""
+        holder = self._owners[owner]
+        masks = self._masks(owner, holder, block_ids)
+        held = holder.held
+        for slab_id, mask in masks.items():
+            if left := held[slab_id] ^ mask:
+                held[slab_id] = left
+            else:
+                del held[slab_id]
+            self._give_back(holder.pool, self._slabs[slab_id], mask)
+        holder.used_blocks -= len(block_ids)
+        holder.pool.used_blocks -= len(block_ids)
+
+    def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
+        """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
+        masks: dict[int, int] = {}
+        block_bytes, slab_bytes = holder.pool.block_bytes, self.plan.slab_bytes
+        slab_id = first = end = 0
+        for block in block_ids:
+            if not first <= block < end:
+                slab_id = block * block_bytes // slab_bytes
+                if slab_id not in holder.held:
+                    raise self._not_held(owner, block)
+                slab = self._slabs[slab_id]
+                first, end = slab.first, slab.first + slab.blocks
+                if not first <= block < end:
+                    raise self._not_held(owner, block)
+                masks.setdefault(slab_id, 0)
+            masks[slab_id] |= 1 << (block - first)
+        distinct = 0
+        for slab_id, mask in masks.items():
+            if stray := mask & ~holder.held[slab_id]:
+                raise self._not_held(owner, self._slabs[slab_id].first + stray.bit_length() - 1)
+            distinct += mask.bit_count()
+        if distinct != len(block_ids):
+            twice = next(block for block in block_ids if block_ids.count(block) > 1)
+            raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
+        return masks
+
+    @staticmethod
+    def _not_held(owner: int, block: int) -> ValueError:
+        return ValueError(f"KV slab manager: owner {owner} does not hold block {block} and cannot free it")
+
+    def _fullest_partial(self, pool: _Pool) -> _Slab | None:
+        """The most used PARTIAL slab of the pool, lowest id first, at the top of its heap; None when it has none."""
+        heap = pool.partial
+        while heap:
+            rank, slab_id = heap[0]
+            slab = self._slabs[slab_id]
+            if slab.pool is not pool:
+                heappop(heap)
+            elif -rank != slab.used:
+                heapreplace(heap, (-slab.used, slab_id))
+            else:
+                return slab
+        return None
+
+    def _format(self, pool: _Pool) -> _Slab:
+        """Format the lowest free slab to the key of the pool. Only called when the heap of the pool is empty; this is
+        why no slab ever has two entries in a heap."""
+        slab = self._slabs[heappop(self._free_slabs)]
+        first, end = self.plan.span(pool.block_bytes, slab.id)
+        slab.pool, slab.first, slab.blocks = pool, first, end - first
+        slab.free_bits = (1 << slab.blocks) - 1
+        pool.slabs += 1
+        pool.slab_blocks += slab.blocks
+        pool.partial.append((0, slab.id))
+        self._shift_unformatted(slab.id, -1)
+        return slab
+
+    def _give_back(self, pool: _Pool, slab: _Slab, mask: int) -> None:
+        was_full = not slab.free_bits
+        slab.free_bits |= mask
+        slab.used -= mask.bit_count()
+        if not slab.used:
+            pool.slabs -= 1
+            pool.slab_blocks -= slab.blocks
+            slab.pool = None
+            slab.first = slab.blocks = slab.free_bits = 0
+            heappush(self._free_slabs, slab.id)
+            self._shift_unformatted(slab.id, 1)
+        elif was_full:
+            heappush(pool.partial, (-slab.used, slab.id))
+
+    def _shift_unformatted(self, slab_id: int, sign: int) -> None:
+        for pool in self._grid_pools:
+            first, end = self.plan.span(pool.block_bytes, slab_id)
+            pool.unformatted_blocks += sign * (end - first)
+
+    def _available_blocks(self, pool: _Pool) -> int:
+        per_slab = pool.blocks_per_slab
+        unformatted = len(self._free_slabs) * per_slab if per_slab else pool.unformatted_blocks
+        return pool.slab_blocks - pool.used_blocks + unformatted
+
+    def free_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get now. Exact: ``alloc`` succeeds up to this number and fails above. O(1)."""
+        return self._available_blocks(self._owners[owner].pool)
+
+    def capacity_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get if every other owner held none."""
+        return self._capacity(self._owners[owner].pool.block_bytes)
+
+    def used_bytes(self, owner: int) -> int:
+        """Bytes of the blocks that ``owner`` holds."""
+        holder = self._owners[owner]
+        return holder.used_blocks * holder.pool.block_bytes
+
+    def fits(self, demands: Mapping[int, int]) -> bool:
+        """Whether all these blocks (owner to number) would be granted in whatever order; owners not registered here are
+        ignored. Exact for aligned keys; for grid keys, whose slabs differ by a block, on the safe side."""
+        needed: dict[int, int] = {}
+        for owner, blocks in demands.items():
+            if owner in self._owners:
+                key = self._owners[owner].pool.block_bytes
+                needed[key] = needed.get(key, 0) + blocks
+        slabs = 0
+        for key, blocks in needed.items():
+            pool = self._pools[key]
+            beyond = blocks - (pool.slab_blocks - pool.used_blocks)
+            if beyond > 0:
+                slabs += -(-beyond // (pool.blocks_per_slab or self.plan.slab_bytes // key - 1))
+        return slabs <= len(self._free_slabs)
+
+    def stranded_by_key(self) -> dict[int, int]:
+        """Bytes of free blocks in PARTIAL slabs, by block size: only owners of that block size can take them."""
+        return {key: (pool.slab_blocks - pool.used_blocks) * key for key, pool in self._pools.items()}
+
+    def ledger(self) -> KVLedger:
+        """All bytes of the tensor. Lost are the reserved slabs, the tail behind the last slab, and the remainders of
+        slabs while they are formatted to a grid key (they come back when the slab drains)."""
+        pools, slab_bytes = self._pools, self.plan.slab_bytes
+        used = sum(pool.used_blocks * key for key, pool in pools.items())
+        remainders = sum(pool.slabs * slab_bytes - pool.slab_blocks * key for key, pool in pools.items())
+        return KVLedger(
+            total_bytes=self._total_bytes,
+            used_bytes=used,
+            stranded_bytes=sum(self.stranded_by_key().values()),
+            free_bytes=len(self._free_slabs) * slab_bytes,
+            lost_bytes=self._total_bytes % slab_bytes + self._reserved * slab_bytes + remainders,
+        )
+
+    def slab_table(self) -> list[SlabEntry]:
+        """One row per slab, by slab id."""
+        return [self._entry(slab) for slab in self._slabs]
+
+    def _entry(self, slab: _Slab) -> SlabEntry:
+        if slab.pool is None:
+            return SlabEntry(SlabState.RESERVED if slab.id < self._reserved else SlabState.FREE, None, 0)
+        return SlabEntry(SlabState.PARTIAL if slab.free_bits else SlabState.FULL, slab.pool.block_bytes, slab.used)
+
+    def locate(self, owner: int, block_id: int) -> tuple[int, int]:
+        """(slab id, local block id) of a block in the view of ``owner``, whether held or not. Raises ValueError for an
+        id outside the tensor or, for a grid key, across a slab boundary."""
+        key = self._owners[owner].pool.block_bytes
+        slab_id = block_id * key // self.plan.slab_bytes
+        first, end = self.plan.span(key, slab_id)
+        if not (0 <= slab_id < self.slab_count and first <= block_id < end):
+            raise ValueError(
+                f"KV slab manager: block {block_id} of owner {owner} lies in none of {self.slab_count} slabs"
+            )
+        return slab_id, block_id - first
+
+    def byte_offset(self, owner: int, block_id: int) -> int:
+        """Where the block starts in the shared tensor, in bytes. Raises ValueError as `locate` does."""
+        self.locate(owner, block_id)
+        return block_id * self._owners[owner].pool.block_bytes
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself: recomputes every counter from the slabs. O(slabs)."""
+        free = [slab.id for slab in self._slabs if slab.pool is None and slab.id >= self._reserved]
+        assert sorted(self._free_slabs) == free, "the free list is not the unformatted slabs"
+        for slab in self._slabs:
+            self._check_slab(slab)
+        for pool in self._pools.values():
+            self._check_pool(pool, free)
+        for owner, holder in self._owners.items():
+            assert holder.used_blocks == sum(bits.bit_count() for bits in holder.held.values()), (
+                f"blocks of owner {owner}"
+            )
+        total, *parts = self.ledger()
+        assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"
+
+    def _check_slab(self, slab: _Slab) -> None:
+        held = 0
+        for owner, holder in self._owners.items():
+            bits = holder.held.get(slab.id)
+            assert bits is None or (bits and holder.pool is slab.pool), (
+                f"slab {slab.id} is not formatted for owner {owner}"
+            )
+            assert not held & (bits or 0), f"two owners hold one block of slab {slab.id}"
+            held |= bits or 0
+        assert held & slab.free_bits == 0, f"a held block of slab {slab.id} is free"
+        assert held | slab.free_bits == (1 << slab.blocks) - 1, f"a block of slab {slab.id} is neither held nor free"
+        assert slab.used == held.bit_count(), f"slab {slab.id} miscounts its blocks"
+        if slab.pool is not None:
+            assert slab.id >= self._reserved and slab.used, f"slab {slab.id} should not be formatted"
+            first, end = self.plan.span(slab.pool.block_bytes, slab.id)
+            assert (slab.first, slab.first + slab.blocks) == (first, end), f"slab {slab.id} has the wrong blocks"
+
+    def _check_pool(self, pool: _Pool, free: Sequence[int]) -> None:
+        key = pool.block_bytes
+        slabs = [slab for slab in self._slabs if slab.pool is pool]
+        counters = (len(slabs), sum(slab.blocks for slab in slabs), sum(slab.used for slab in slabs))
+        assert (pool.slabs, pool.slab_blocks, pool.used_blocks) == counters, f"counters of key {key}"
+        spans = [self.plan.span(key, slab_id) for slab_id in free]
+        available = sum(end - first for first, end in spans) + pool.slab_blocks - pool.used_blocks
+        assert self._available_blocks(pool) == available, f"free blocks of key {key}"
+        ranks = {slab_id: -rank for rank, slab_id in pool.partial}
+        assert len(ranks) == len(pool.partial), f"a slab is twice in the heap of key {key}"
+        for slab in slabs:
+            if slab.free_bits:
+                assert ranks.get(slab.id, -1) >= slab.used, (
+                    f"PARTIAL slab {slab.id} is missing in the heap of key {key}"
+                )
+            else:
+                assert slab.id not in ranks, f"FULL slab {slab.id} is in the heap of key {key}"

@@ -1,0 +1,162 @@
+"""Figures are drawn from a results folder alone: which files, the same bytes again, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+import yaml
+
+from fineserve_sim.experiment.figures import default_figures, draw
+from fineserve_sim.experiment.labels import distinct, number, quantity
+from fineserve_sim.experiment.plot_style import SystemStyles, house_style
+from fineserve_sim.experiment.sweep_figure import sweep_figure
+
+SYSTEMS = {"fineserve": "FineServe", "prism*": "Prism*", "static*": "Static*"}
+
+
+def cell(sweep: str, system: str, axes: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell as summary.json holds it; later systems do worse, and a larger SLO scale does better."""
+    worse = list(SYSTEMS).index(system)
+    attainment = 1 - math.exp(-axes["slo_scale"] / (6 + 5 * worse)) - 0.05 * (axes["load"] == "B")
+    return {
+        "sweep": sweep,
+        "system": system,
+        "title": SYSTEMS[system],
+        "axes": dict(axes),
+        "seeds": 3,
+        "requests": 2400,
+        "metrics": {
+            "ttft_attainment": {"mean": attainment, "half_width": 0.02 + 0.01 * worse},
+            "decode_throughput_tokens_per_s": {"mean": 2000.0 * attainment, "half_width": None},
+        },
+        "flags": [],
+    }
+
+
+def sweep_cells(sweep: str, slo_scales: list[float], loads: list[str]) -> list[dict[str, Any]]:
+    points = product(SYSTEMS, slo_scales, loads)
+    return [cell(sweep, s, {"slo_scale": scale, "rate_scale": 8, "load": load}) for s, scale, load in points]
+
+
+def results(folder: Path, cells: list[dict[str, Any]], figures: list[dict[str, Any]] | None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = {"schema": 1, "title": "End to end on one node", "cells": cells, "claims": []}
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"fineserve": 1, "figures": figures}), encoding="utf-8")
+    return folder
+
+
+SLO_FIGURE = {
+    "name": "slo_scale",
+    "sweep": "slo",
+    "x": "slo_scale",
+    "panels": ["ttft_attainment", "decode_throughput_tokens_per_s"],
+    "columns": "load",
+}
+
+
+def test_each_figure_of_the_file_becomes_a_png_and_an_svg(tmp_path: Path) -> None:
+    folder = results(tmp_path, sweep_cells("slo", [5, 10, 20, 30], ["A", "B"]), [SLO_FIGURE])
+    written = draw(folder)
+    assert [path.relative_to(folder).as_posix() for path in written] == [
+        "figures/slo_scale.png",
+        "figures/slo_scale.svg",
+    ]
+    assert written[0].read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in written[1].read_bytes()
+
+
+def test_the_same_results_give_the_same_bytes_whatever_the_users_settings(tmp_path: Path) -> None:
+    cells = sweep_cells("slo", [5, 10], ["A", "B"])
+    first = [path.read_bytes() for path in draw(results(tmp_path / "first", cells, [SLO_FIGURE]))]
+    with matplotlib.rc_context({"font.size": 20, "svg.hashsalt": "mine", "axes.grid": False}):
+        second = [path.read_bytes() for path in draw(results(tmp_path / "second", cells, [SLO_FIGURE]))]
+    assert first == second
+
+
+def test_the_default_set_is_every_sweep_over_its_first_varying_axis(tmp_path: Path) -> None:
+    cells = (
+        sweep_cells("slo", [5, 10], ["A", "B"])
+        + sweep_cells("loads", [20], ["A", "B"])
+        + sweep_cells("point", [20], ["A"])
+    )
+    assert [(entry["sweep"], entry["x"]) for entry in default_figures(cells)] == [
+        ("slo", "slo_scale"),
+        ("loads", "load"),
+        ("point", None),
+    ]
+    names = {path.name for path in draw(results(tmp_path, cells, None))}
+    assert names == {f"{sweep}.{kind}" for sweep in ("slo", "loads", "point") for kind in ("png", "svg")}
+
+
+def test_panels_columns_labels_and_legend_say_what_is_drawn() -> None:
+    with house_style():
+        figure = sweep_figure(
+            sweep_cells("slo", [5, 10, 20, 30], ["A", "B"]),
+            x="slo_scale",
+            panels=["ttft_attainment", "decode_throughput_tokens_per_s"],
+            columns="load",
+            title="End to end",
+            styles=SystemStyles(SYSTEMS),
+        )
+    top, bottom = figure.axes[:2], figure.axes[2:]
+    assert [axes.get_title() for axes in top] == ["Load A", "Load B"]
+    assert top[0].get_ylabel() == "TTFT SLO attainment (%)"
+    assert bottom[0].get_ylabel() == "Decode throughput (tokens/s)"
+    assert {axes.get_xlabel() for axes in bottom} == {"SLO scale"}
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == list(SYSTEMS.values())
+    line = top[0].containers[0].lines[0]
+    assert line.get_ydata() == pytest.approx([100 * (1 - math.exp(-scale / 6)) for scale in (5, 10, 20, 30)])
+
+
+def test_a_system_keeps_its_style_when_others_leave() -> None:
+    both, alone = SystemStyles(["mine", "fineserve", "prism*"]), SystemStyles(["prism*"])
+    assert (both.colour("prism*"), both.marker("prism*")) == (alone.colour("prism*"), alone.marker("prism*"))
+    assert len({both.colour(name) for name in ("mine", "fineserve", "prism*")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"panels": ["ttft_atainment"]}, "no metric 'ttft_atainment'; did you mean 'ttft_attainment'?"),
+        ({"x": "slo_scal"}, "no axis 'slo_scal'; did you mean 'slo_scale'?"),
+        ({"sweep": "rate"}, "no results of sweep 'rate'"),
+        ({"systems": ["nobody"]}, "for the systems it asks for"),
+    ],
+)
+def test_a_figure_that_asks_for_what_is_not_there_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = results(tmp_path, sweep_cells("slo", [5, 10], ["A"]), [SLO_FIGURE | change])
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        draw(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no summary\.json here"):
+        draw(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(20, "20"), (0.5, "0.5"), (91.2345, "91.2"), (1234.5, "1,234"), (0.00012345, "0.000123"), (None, "–"), ("A", "A")],
+)
+def test_numbers_are_short(value: object, text: str) -> None:
+    assert number(value) == text
+
+
+def test_unknown_names_are_read_by_their_unit() -> None:
+    assert quantity("ttft_p95_s").text == "TTFT p95 (s)"
+    assert quantity("engine.token_budget").text == "Token budget"
+    assert quantity("link_bytes").scale == 2**-30
+    assert distinct([20, 5, 20]) == [5, 20]
+    assert distinct(["B", "A", "B"]) == ["B", "A"]

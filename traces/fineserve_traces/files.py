@@ -1,0 +1,163 @@
+"""From a file to raw columns: bytes (plain or gzip), CSV columns as numbers or text, JSON. Every problem is one TraceError line."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fineserve_traces.schema import FloatArray, TraceError, cell_error
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_UTF8_BOM = b"\xef\xbb\xbf"
+
+
+def read_text(path: Path) -> bytes:
+    """The whole file as UTF-8 bytes, unpacked when it is gzip (told by its first bytes, whatever its name).
+
+    Raises TraceError when the file is missing, empty, cut short or not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+        if data.startswith(_GZIP_MAGIC):
+            data = gzip.decompress(data)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file") from None
+    except EOFError:
+        raise TraceError(f"{path}: the gzip file is cut short; fetch it again") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path}: the gzip file is damaged ({error}); fetch it again") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
+    data = data.removeprefix(_UTF8_BOM)
+    _check_utf8(data, path)
+    if not data.strip():
+        raise TraceError(f"{path}: the file is empty")
+    return data
+
+
+def _check_utf8(data: bytes, path: Path) -> None:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TraceError(f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
+
+
+def csv_header(data: bytes) -> list[str]:
+    """The column names of the first line."""
+    first = data.split(b"\n", 1)[0].decode("utf-8")
+    return [name.strip().strip('"') for name in first.split(",")]
+
+
+class CsvTable:
+    """A CSV file with a header; columns are converted when asked for."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.where = str(path)
+        self.names = csv_header(data)
+        repeated = [name for name in self.names if self.names.count(name) > 1]
+        if repeated:
+            raise TraceError(f"{self.where}: column {repeated[0]!r} is in the header twice")
+        self._columns = self._parse(data)
+        self.rows = self._columns.num_rows
+        if self.rows == 0:
+            raise TraceError(f"{self.where}: a header but no rows; give at least one request")
+
+    def _parse(self, data: bytes) -> Any:
+        import pyarrow
+        from pyarrow import csv
+
+        malformed: list[Any] = []
+
+        def on_invalid(row: Any) -> str:
+            malformed.append(row)
+            return "error"
+
+        text = pyarrow.string()
+        try:
+            return csv.read_csv(
+                pyarrow.py_buffer(data),
+                # One thread: only then does the parser know the number of a malformed row.
+                read_options=csv.ReadOptions(use_threads=False, column_names=self.names, skip_rows=1),
+                parse_options=csv.ParseOptions(invalid_row_handler=on_invalid),
+                convert_options=csv.ConvertOptions(column_types=dict.fromkeys(self.names, text)),
+            )
+        except pyarrow.ArrowInvalid as error:
+            if not malformed:
+                raise TraceError(f"{self.where}: not a CSV file ({str(error).splitlines()[0]})") from None
+            row = malformed[0]
+            counts = f"{row.actual_columns} values, but the header has {row.expected_columns} columns"
+            raise TraceError(f"{self.where}, line {row.number}: {counts}") from None
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise TraceError, with the nearest name that is there, when a column is missing."""
+        for name in names:
+            if name not in self.names:
+                raise TraceError(f"{self.where}: no column {name!r}{_nearest(name, self.names)}; it has {self.names}")
+
+    def text(self, name: str) -> list[str]:
+        """One column as text."""
+        self.require([name])
+        values: list[str] = self._columns.column(name).to_pylist()
+        return values
+
+    def numbers(self, name: str) -> FloatArray:
+        """One column as float64, shape (rows,). Raises TraceError at the first cell that is no number."""
+        import pyarrow
+
+        self.require([name])
+        column = self._columns.column(name)
+        try:
+            parsed: FloatArray = column.cast(pyarrow.float64()).to_numpy()
+            return parsed
+        except pyarrow.ArrowInvalid:
+            return self._numbers_one_by_one(column.to_pylist(), name)
+
+    def _numbers_one_by_one(self, cells: Sequence[str], name: str) -> FloatArray:
+        parsed = np.empty(len(cells))
+        for row, cell in enumerate(cells):
+            try:
+                parsed[row] = float(cell)
+            except ValueError:
+                raise cell_error(self.where, row, name, f"{cell!r} is not a number") from None
+        return parsed
+
+
+def _nearest(name: str, present: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, present, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def parse_json(data: bytes, path: Path) -> Any:
+    """The document of a JSON file. Raises TraceError naming the line of the first mistake."""
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
+
+
+def json_lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, blank lines skipped. Raises TraceError naming the row that is no JSON object."""
+    lines = (line for line in data.splitlines() if line.strip())
+    for row, line in enumerate(lines):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{path}, row {row + 1}: not JSON ({error.msg})") from None
+        if not isinstance(value, dict):
+            raise TraceError(f"{path}, row {row + 1}: not a JSON object")
+        yield value
+
+
+def json_field(record: dict[str, Any], name: str, where: str) -> Any:
+    """``record[name]``. Raises TraceError, with the nearest name that is there, when it is missing."""
+    if name not in record:
+        raise TraceError(f"{where}: no field {name!r}{_nearest(name, list(record))}")
+    return record[name]
