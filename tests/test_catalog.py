@@ -111,8 +111,9 @@ def test_activation_bytes_by_hand() -> None:
 
 
 def test_every_entry_names_its_source() -> None:
-    entries = [*gpus().values(), *models().values(), *precisions().values()]
-    assert all(entry.source for entry in entries)
+    assert all(entry.source for entry in gpus().values())
+    assert all(entry.source for entry in models().values())
+    assert all(entry.source for entry in precisions().values())
     assert all(entry.overhead_s.source for entry in deployments().values())
 
 
@@ -154,7 +155,7 @@ def test_unknown_names_list_the_nearest(look_up: Any, name: str, message: str) -
 
 def test_specs_are_immutable_and_refuse_unknown_keys() -> None:
     with pytest.raises(ValidationError):
-        model("yi-6b").layers = 3  # type: ignore[misc]
+        model("yi-6b").layers = 3
     with pytest.raises(ValidationError, match="n_layers"):
         ModelSpec.model_validate({**model("yi-6b").model_dump(), "n_layers": 3})
 

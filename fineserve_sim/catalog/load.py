@@ -84,7 +84,7 @@ def model(name: str) -> ModelSpec:
 
 
 def precision(name: str) -> PrecisionSpec:
-    """The precision with this name or alias, in any case. Raises CatalogError, with the nearest names, if none has it."""
+    """The precision with this name or alias, in any case. Raises CatalogError, with the nearest names, otherwise."""
     spellings = {s.lower(): spec for spec in precisions().values() for s in (spec.name, *spec.aliases)}
     if name.lower() not in spellings:
         raise _unknown("precision", name, [s for spec in precisions().values() for s in (spec.name, *spec.aliases)])

@@ -5,10 +5,11 @@ happens inside it, whoever it belongs to, so that a queue carried over from the 
 the same. Latencies and attainment are those of the measured requests, however late they finish.
 
 * TTFT: first token - arrival. TPOT: (finish - first token) / (output tokens - 1), for two tokens and more.
-* attainment: share of measured arrivals that finished and met the limit; dropped, rejected, unfinished and late ones are misses.
+* attainment: share of measured arrivals that finished and met the limit; all others (dropped, rejected, unfinished, late)
+  are misses.
 * throughput: completions in the window a second; goodput: those that met their TTFT limit.
-* decode throughput: output tokens after the first, each request's spread evenly from its first token to its finish, those
-  inside the window a second; token throughput: with the first tokens.
+* decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those inside
+  the window a second; token throughput: with the first tokens.
 * percentiles of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
   system that drops is judged by its attainment, not by these.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
@@ -110,7 +111,7 @@ def counts(run: RunData) -> dict[str, int]:
 
 
 def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: float | None) -> Measures:
-    """Evaluate one run under TTFT limits by model and, if given, one TPOT limit. Raises AssertionError as ``counts`` does."""
+    """Evaluate one run under TTFT limits by model and, if given, one TPOT limit. AssertionError as in ``counts``."""
     limit_s = np.array([ttft_slo_s[name] for name in run.models])[run.model]
     finished = run.fate == Fate.FINISHED
     met = {"ttft_attainment": finished & (run.ttft_s <= limit_s)}

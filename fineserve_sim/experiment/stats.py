@@ -25,7 +25,7 @@ LEVEL = 0.95
 
 
 class Estimate(NamedTuple):
-    """``half_width`` is NaN where fewer than two observations give no interval; ``mean`` is NaN where there is no value."""
+    """``half_width`` is NaN where fewer than two observations give no interval, ``mean`` where there is no value."""
 
     mean: float
     half_width: float
@@ -45,7 +45,7 @@ def over_runs(values: Sequence[float]) -> Estimate:
 
 
 def of_share(runs: Sequence[NDArray[np.bool_]]) -> Estimate:
-    """Share of True over all requests of all runs (shape (n,) each, in arrival order), with its batch-means interval."""
+    """Share of True over all requests of all runs, (n,) each in arrival order, with its batch-means interval."""
     total = sum(len(run) for run in runs)
     if total == 0:
         return Estimate(math.nan, math.nan)
@@ -63,7 +63,7 @@ def _half_width(observations: NDArray[np.float64]) -> float:
 
 
 def difference(of: Estimate, over: Estimate) -> Estimate:
-    """``of - over``. The half-widths add as for independent numbers; common random numbers make the true one smaller."""
+    """``of - over``. The half-widths add as for independent numbers; common random numbers make it smaller in truth."""
     return Estimate(of.mean - over.mean, math.hypot(of.half_width, over.half_width))
 
 

@@ -123,7 +123,7 @@ class Operators:
         return costs
 
     def _all_reduce(self, kernel: StreamKernel, tokens: Floats) -> Cost:
-        """One ring all-reduce of the hidden states: the link is busy, compute units and memory bandwidth count as idle."""
+        """One ring all-reduce of the hidden states: the link is busy, compute units and memory count as idle."""
         message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
         link_s = message_bytes * (2 * (self.tp - 1) / self.tp) / kernel.bytes_per_s.value
         idle = np.zeros_like(tokens)

@@ -37,7 +37,7 @@ class Provenance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The kernels of one engine on its GPU. ``attention.bytes_per_s`` reads the KV cache; TP 1 has no ``all_reduce``."""
+    """The kernels of an engine on its GPU. ``attention.bytes_per_s`` reads the KV cache; TP 1 has no ``all_reduce``."""
 
     gemm: GemmKernel
     lm_head: GemmKernel

@@ -126,7 +126,7 @@ class StepModel:
         return compute_s / step_s, memory_s / step_s
 
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
-        """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of what ``decoding`` decodes leave of the budget.
+        """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.
 
         Non-decreasing in ``tokens``; infinite when the decodes leave nothing. A scheduler's estimate from counts alone:
         each chunk attends to itself only, and the decodes' own contexts are not charged.

@@ -10,7 +10,7 @@ tensor-parallel group, each GPU keeps a replica of one. An engine stores all lay
 accounted over the layers that the GPU holds; the per-layer sizes are for kernels.
 
 Models with different block sizes share a KV tensor in slabs of one size (section 5.2). Every engine sees the tensor as
-an array of its own blocks (the *grid* of its block size, or *key*), so block ``id`` always starts at byte ``id * block``.
+an array of its own blocks (the *grid* of its block size, or *key*): block ``id`` always starts at byte ``id * block``.
 Slab ``s`` owns the grid blocks that lie wholly in it:
 
     first(s) = ceil(s * slab / block)      end(s) = floor((s + 1) * slab / block)      id = first(s) + local

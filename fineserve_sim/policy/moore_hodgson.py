@@ -71,7 +71,7 @@ class EngineFacts:
 
 
 class _Job(NamedTuple):
-    """A waiting request; sorts by (deadline, arrival, id)."""
+    """A waiting request; sorts by (deadline, arrival, id), and ids are unique."""
 
     deadline_s: float
     arrival_s: float
@@ -147,7 +147,7 @@ class MooreHodgson:
         duration_s = request.prompt_tokens / facts.prefill_tokens_per_s
         job = _Job(request.arrival_s + facts.slo_s, request.arrival_s, request.id, duration_s, engine, request)
         self._jobs[request.id] = job
-        insort(self._queue, job, key=_order)
+        insort(self._queue, job)
         insort(self._lengths[engine], request.prompt_tokens)
 
     def remove(self, request_id: int) -> bool:
@@ -237,7 +237,7 @@ class MooreHodgson:
     def _take(self, job: _Job) -> Request:
         """The request of ``job``, which no longer waits."""
         del self._jobs[job.id]
-        del self._queue[bisect_left(self._queue, _order(job), key=_order)]
+        del self._queue[bisect_left(self._queue, job)]
         lengths = self._lengths[job.engine]
         del lengths[bisect_left(lengths, job.request.prompt_tokens)]
         return job.request
@@ -281,10 +281,6 @@ class _Room:
             return self._promised[engine]
         capacity = self._capacity[engine]
         return sum(-(-tokens * capacity // self._capacity[id]) for id, tokens in self._promised.items() if tokens)
-
-
-def _order(job: _Job) -> tuple[float, float, int]:
-    return job[:3]
 
 
 def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:

@@ -7,8 +7,8 @@ and no driver is called at run time. Which ids a slab owns is arithmetic: see ge
 
 Choice of a slab: the most used PARTIAL one, then the lowest id, so that little used slabs can drain; then the free slab
 with the lowest id. Each key keeps its PARTIAL slabs in a heap whose ranks are refreshed lazily: freeing a block leaves
-the entry of its slab too optimistic, which shows when it reaches the top. Each free causes at most one refresh, so alloc
-and free cost O(log slabs), amortised, for each slab touched, and a few bit operations for each block.
+the entry of its slab too optimistic, which shows when it reaches the top. Each free causes at most one refresh, so
+alloc and free cost O(log slabs), amortised, for each slab touched, and a few bit operations for each block.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class KVSlabManager:
         return pool.slab_blocks - pool.used_blocks + unformatted
 
     def free_blocks(self, owner: int) -> int:
-        """How many blocks ``owner`` could get now. Exact: ``alloc`` succeeds up to this number and fails above. O(1)."""
+        """How many blocks ``owner`` could get now. Exact: ``alloc`` succeeds up to it and fails above. O(1)."""
         return self._available_blocks(self._owners[owner].pool)
 
     def capacity_blocks(self, owner: int) -> int:

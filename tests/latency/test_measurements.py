@@ -7,6 +7,7 @@ the same profile: the host floors (batch 1) and the AWQ and QoQ compute rates (b
 from __future__ import annotations
 
 import csv
+import gzip
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -18,11 +19,14 @@ from fineserve_sim.latency import StepModel, batch_prefill_s, profile
 
 SHARED = Path(__file__).parents[3] / "shared"
 AUTHORS = SHARED / "data" / "e2e" / "fineserve_authors_h100_8b.csv"
+HOPPER = SHARED / "data" / "e2e" / "aic_silicon_hopper.csv.gz"
 AUTHORS_BUDGET = 16384  # assumed: vLLM 0.9.1's default for offline batches on an H100; the profile does not state it
 
 needs_profile = pytest.mark.skipif(
     not AUTHORS.exists(), reason="the shared/ folder with the authors' profile is absent"
 )
+
+needs_hopper = pytest.mark.skipif(not HOPPER.exists(), reason="the shared/ folder with the H100 measurements is absent")
 
 
 @cache
@@ -73,3 +77,39 @@ def test_mean_tpot_of_the_speed_workload() -> None:
     print(f"decode step at 20: {pure_s * 1e3:.2f} ms; mean TPOT at 8.2 req/s: {tpot_s * 1e3:.2f} ms, batch {batch:.1f}")
     assert pure_s < tpot_s
     assert 0.0081 * 0.9 < tpot_s < 0.0085 * 1.1
+
+
+def hopper_rows() -> list[dict[str, str]]:
+    """vLLM, Llama-3.1-70B FP8 on H100 SXM, TP 2, 4 and 8, concurrency 4-64 (InferenceMAX, 2025-10)."""
+    with gzip.open(HOPPER, "rt", encoding="utf-8", newline="") as file:
+        found = list(csv.DictReader(file))
+    wanted = {"backend": "vllm", "system": "h100_sxm", "model_path": "meta-llama/Llama-3.1-70B", "precision": "fp8"}
+    return [row for row in found if all(row[column] == value for column, value in wanted.items())]
+
+
+def hopper_errors(isl: int) -> dict[int, list[float]]:
+    """Relative TPOT errors by TP at one prompt length; no constant of the model was taken from these rows."""
+    found: dict[int, list[float]] = {2: [], 4: [], 8: []}
+    for row in hopper_rows():
+        tp, batch, output = int(float(row["tp_size"])), int(float(row["concurrency"])), int(row["osl"])
+        if int(row["isl"]) != isl or float(row["silicon_ttft_ms"]) > 5000:  # those wait for KV memory
+            continue
+        deployed = deployment("vllm-cudagraph")
+        step = StepModel(model("llama-3.1-70b"), precision("fp8"), tp, gpu("h100-sxm"), deployed)
+        point = profile(step, isl, output, 8192, batch)[-1]  # budget assumed: vLLM's default
+        tpot_s = batch / point.throughput_per_s / output
+        found[tp].append(tpot_s / (float(row["silicon_tpot_ms"]) / 1000) - 1)
+    return found
+
+
+@needs_hopper
+@pytest.mark.parametrize("isl", [1024, 8192])
+def test_tpot_of_tensor_parallel_fp8(isl: int) -> None:
+    found = hopper_errors(isl)
+    for tp, values in found.items():
+        print(
+            f"70B fp8 TP{tp} isl {isl}: median |error| {median(map(abs, values)):.1%}, {[round(v, 2) for v in values]}"
+        )
+    every = [error for values in found.values() for error in values]
+    assert len(every) >= 12
+    assert median(map(abs, every)) < 0.15

@@ -53,7 +53,7 @@ def test_block_bytes_include_quantisation_parameters() -> None:
 
 
 def test_tokens_per_gib_are_the_slopes_of_figure_3() -> None:
-    """Claim FS-eq-ctx-bytes (the analytic bounds): tokens that fit 1 GiB; QoQ without and with parameters."""
+    """Claim FS-3-slope-values: tokens that fit 1 GiB; QoQ without and with parameters."""
     plain_int4 = KVGeometry(32, 8, 128, INT4)
     geometries = (LLAMA3_8B_FP16, LLAMA3_8B_FP8, plain_int4, LLAMA3_8B_QOQ)
     assert [2**30 // g.token_bytes for g in geometries] == [8192, 16384, 32768, 30840]
@@ -136,11 +136,16 @@ def test_grid_spans_by_hand() -> None:
     assert [plan.span(10, slab) for slab in range(2)] == [(0, 1), (1, 2)]
 
 
-def test_ties_drop_the_smallest_key_and_the_rule_repeats() -> None:
-    """{6, 10, 15} has LCM 30, and so has each pair: 6 goes; then 15 goes, which leaves 10."""
-    plan = plan_slabs([6, 10, 15], cap_bytes=12)
-    assert [key for key in plan.block_bytes if plan.is_grid(key)] == [6, 15]
-    assert plan.slab_bytes == 30 or plan.slab_bytes % 10 == 0
+def test_the_rule_repeats_until_the_lcm_is_below_the_cap() -> None:
+    """{2, 7, 11, 13}: without 13 the LCM is 154, above 30; without 11 as well it is 14. Two blocks of 13 need 2 x 14."""
+    plan = plan_slabs([7, 2, 13, 11], cap_bytes=30)
+    assert plan.slab_bytes == 28
+    assert [key for key in plan.block_bytes if plan.is_grid(key)] == [11, 13]
+
+
+def test_slabs_grow_beyond_the_cap_when_a_dropped_block_would_not_fit() -> None:
+    """{6, 10, 15} is cut down to 10, but a slab must hold two blocks of 15."""
+    assert plan_slabs([6, 10, 15], cap_bytes=12).slab_bytes == 30
 
 
 def test_a_lone_key_above_the_cap_keeps_its_slab() -> None:

@@ -28,7 +28,9 @@ def test_shares_are_private() -> None:
     assert pools.ledger() == (66, 40, 0, 21, 5)
 
 
-@pytest.mark.parametrize(("ids", "message"), [([3], "block 3 is not held"), ([-1], "-1"), ([0, 0], "twice"), ([0, 9], "9")])
+@pytest.mark.parametrize(
+    ("ids", "message"), [([3], "block 3 is not held"), ([-1], "-1"), ([0, 0], "twice"), ([0, 9], "9")]
+)
 def test_bad_free_changes_nothing(ids: list[int], message: str) -> None:
     pool = PagedPool(10, 100)
     pool.alloc(2)

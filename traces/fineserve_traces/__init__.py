@@ -1,5 +1,56 @@
-"""Request traces: one columnar schema, readers, generators, statistics."""
+"""Traces of LLM requests: one columnar schema, readers of the public formats, generators, scaling, statistics.
 
-from fineserve_traces.schema import Trace, TraceError
+trace = read_trace("azure2023_conv.csv.gz")
+trace = generate(gamma(rng, rate_per_s=8, cv=2, n=10_000), length_source("sharegpt_v3_first_turn"), rng)
+"""
 
-__all__ = ["Trace", "TraceError"]
+from fineserve_traces.arrivals import gamma, piecewise, poisson, replay, scale_rate, weibull, weibull_shape
+from fineserve_traces.lengths import (
+    DATASETS,
+    ConstantLengths,
+    LengthPairs,
+    LengthSource,
+    Lognormal,
+    LognormalLengths,
+    generate,
+    length_source,
+    read_lengths,
+)
+from fineserve_traces.readers import read_trace
+from fineserve_traces.scaling import upscale
+from fineserve_traces.schema import Trace, TraceError, merge
+from fineserve_traces.sketch import LengthSketch, sharegpt_sketch
+from fineserve_traces.stats import TokenStats, TraceStats, describe, prefix_hit_ratio
+from fineserve_traces.vllm_bench import BenchResult, read_vllm_bench
+
+__all__ = [
+    "DATASETS",
+    "BenchResult",
+    "ConstantLengths",
+    "LengthPairs",
+    "LengthSketch",
+    "LengthSource",
+    "Lognormal",
+    "LognormalLengths",
+    "TokenStats",
+    "Trace",
+    "TraceError",
+    "TraceStats",
+    "describe",
+    "gamma",
+    "generate",
+    "length_source",
+    "merge",
+    "piecewise",
+    "poisson",
+    "prefix_hit_ratio",
+    "read_lengths",
+    "read_trace",
+    "read_vllm_bench",
+    "replay",
+    "scale_rate",
+    "sharegpt_sketch",
+    "upscale",
+    "weibull",
+    "weibull_shape",
+]

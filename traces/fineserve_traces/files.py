@@ -47,7 +47,9 @@ def _check_utf8(data: bytes, path: Path) -> None:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise TraceError(f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
+        raise TraceError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        ) from None
 
 
 def csv_header(data: bytes) -> list[str]:

@@ -45,7 +45,9 @@ def arrival_column(values: npt.ArrayLike, where: str, column: str = "arrival_s",
         if backwards.size:
             row = int(backwards[0]) + 1
             before = f"{seconds[row]:.12g} is earlier than the row before it ({seconds[row - 1]:.12g})"
-            raise cell_error(where, row, column, f"{before}; sort the rows by arrival, or read the file with strict=False")
+            raise cell_error(
+                where, row, column, f"{before}; sort the rows by arrival, or read the file with strict=False"
+            )
     return seconds
 
 
@@ -118,7 +120,9 @@ class Trace:
             raise TraceError(f"{self.source}: the trace is empty; give at least one request")
         for name in ("model", "prompt_tokens", "output_tokens"):
             if len(getattr(self, name)) != rows:
-                raise TraceError(f"{self.source}, column {name}: {len(getattr(self, name))} rows, but arrival_s has {rows}")
+                raise TraceError(
+                    f"{self.source}, column {name}: {len(getattr(self, name))} rows, but arrival_s has {rows}"
+                )
         if len(set(self.models)) != len(self.models):
             raise TraceError(f"{self.source}: a model is named twice in {self.models}")
         outside = np.flatnonzero((self.model < 0) | (self.model >= len(self.models)))
@@ -131,7 +135,9 @@ class Trace:
         if self.prefix_hashes is None:
             return
         if self.prefix_block_tokens is None or self.prefix_block_tokens < 1:
-            raise TraceError(f"{self.source}: prefix_hashes need prefix_block_tokens >= 1, not {self.prefix_block_tokens}")
+            raise TraceError(
+                f"{self.source}: prefix_hashes need prefix_block_tokens >= 1, not {self.prefix_block_tokens}"
+            )
         if len(self.prefix_hashes) != len(self):
             raise TraceError(f"{self.source}, column prefix_hashes: {len(self.prefix_hashes)} rows, not {len(self)}")
         blocks = np.fromiter(map(len, self.prefix_hashes), np.int64, len(self))
@@ -139,7 +145,9 @@ class Trace:
         wrong = np.flatnonzero(blocks > most)
         if wrong.size:
             row = int(wrong[0])
-            problem = f"{blocks[row]} blocks of {self.prefix_block_tokens} tokens, but the prompt fills only {most[row]}"
+            problem = (
+                f"{blocks[row]} blocks of {self.prefix_block_tokens} tokens, but the prompt fills only {most[row]}"
+            )
             raise cell_error(self.source, row, "prefix_hashes", problem)
 
     def __len__(self) -> int:

@@ -1,0 +1,218 @@
+"""Whether the pieces of a file fit together. Each check raises ConfigError at the line that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fineserve_sim.experiment import schema
+from fineserve_sim.experiment.errors import ConfigError, nearest
+from fineserve_sim.experiment.metrics import CLUSTER_WIDE, METRICS
+from fineserve_sim.experiment.plan import LOAD_AXES, check_axis
+from fineserve_sim.experiment.resolve import Setup
+from fineserve_sim.experiment.yaml_file import Document, KeyPath
+from fineserve_sim.systems import SystemSpec
+from fineserve_sim.systems.spec import FcfsSpec, KvprPlacementSpec
+
+TIMELINE_PANELS = ("waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes")
+
+
+def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """All checks, in the order of the file."""
+    _unique(document, "models", [model.id for model in file.models])
+    _unique(document, "sweeps", [sweep.name for sweep in file.sweeps])
+    _unique(document, "claims", [claim.id for claim in file.claims])
+    _unique(document, "figures", [figure.name for figure in file.figures])
+    _check_workload(document, file)
+    _check_loads(document, file)
+    _check_lengths(document, file, setup)
+    _check_slo(document, file, setup)
+    for index, figure in enumerate(file.figures):
+        _check_figure(document, ("figures", index), figure, file, setup)
+    for index, claim in enumerate(file.claims):
+        _check_claim(document, ("claims", index), claim, file, setup)
+
+
+def _unique(document: Document, part: str, names: list[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise document.error((part, index), f'"{name}" is here a second time; give it another name')
+
+
+def _check_workload(document: Document, file: schema.ExperimentFile) -> None:
+    """Requests come from a trace, from phases, or from a length source and a number of requests."""
+    work, path = file.workload, ("workload",)
+    phases = any(model.phases for model in file.models)
+    if work.trace is not None:
+        for key in ("lengths", "data_dir"):
+            if getattr(work, key) is not None:
+                raise document.error((*path, key), "not with a trace, which has its own lengths")
+        if not isinstance(work.arrivals, schema.Replay | None):
+            raise document.error((*path, "arrivals"), "not with a trace, which is replayed; leave it out")
+        return
+    if work.lengths is None:
+        raise document.error((*path, "lengths"), "missing; give lengths, or a trace")
+    if isinstance(work.arrivals, schema.Replay):
+        raise document.error((*path, "arrivals"), "replay needs workload.trace")
+    if work.assign is not None:
+        raise document.error((*path, "assign"), "only with a trace")
+    if work.data_dir is not None and not isinstance(work.lengths, str):
+        raise document.error((*path, "data_dir"), "only with a named length source")
+    if phases:
+        _check_phased(document, file)
+    elif work.requests is None:
+        raise document.error((*path, "requests"), "missing; say how many requests a run measures")
+
+
+def _check_phased(document: Document, file: schema.ExperimentFile) -> None:
+    if file.workload.requests is not None or file.workload.warmup_requests:
+        raise document.error(
+            ("workload", "requests"), "not with phases, whose durations and rates set the number of requests"
+        )
+    if not isinstance(file.workload.arrivals, schema.Poisson | None):
+        raise document.error(
+            ("workload", "arrivals"), "phases are Poisson arrivals with a rate for each stretch of time"
+        )
+
+
+def _check_loads(document: Document, file: schema.ExperimentFile) -> None:
+    """Every model has exactly one kind of load, and a load is given where models share one."""
+    replayed = file.workload.trace is not None
+    by_share = file.workload.assign == "share"
+    for index, model in enumerate(file.models):
+        given = [key for key in ("share", "rate_per_s", "phases") if getattr(model, key) is not None]
+        allowed = (["share"] if by_share else []) if replayed else ["share", "rate_per_s", "phases"]
+        for key in given:
+            if key not in allowed:
+                raise document.error(("models", index, key), "not with a trace, whose arrivals say it all")
+        if allowed and len(given) != 1:
+            problem = f"needs exactly one of {', '.join(allowed)}; it has {' and '.join(given) or 'none'}"
+            raise document.error(("models", index), f"model {model.id} {problem}")
+    shares = any(model.share is not None for model in file.models)
+    if shares and not file.loads and not replayed:
+        raise document.error(
+            (), "missing loads: models with a share need at least one, such as loads: {A: {rate_per_s: 1}}"
+        )
+    if file.loads and not shares and not replayed:
+        raise document.error(("loads",), "no model has a share of these loads")
+
+
+def _check_lengths(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    lengths = file.workload.lengths
+    if not isinstance(lengths, schema.FixedLengths):
+        return
+    for model in setup.models:
+        tokens, most = lengths.prompt_tokens + lengths.output_tokens, model.spec.max_context_tokens
+        if tokens > most:
+            raise document.error(
+                ("workload", "lengths"),
+                f"{tokens} tokens a request; model {model.id} ({model.spec.name}) takes at most {most}",
+            )
+
+
+def _check_slo(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    slo = file.slo
+    own = all(model.ttft_slo_s is not None for model in file.models)
+    if slo.ttft_s is not None and slo.ttft is not None:
+        raise document.error(("slo",), "ttft_s and ttft are both given; choose one")
+    if slo.ttft_s is None and slo.ttft is None and not own:
+        raise document.error(("slo",), "needs ttft_s, or ttft with a reference, or a ttft_slo_s for every model")
+    if slo.ttft is None:
+        return
+    path: KeyPath = ("slo", "ttft", "reference", "system")
+    for name in slo.ttft.reference.system:
+        if name not in setup.systems:
+            raise document.error(path, f'unknown system "{name}"; {nearest(name, setup.systems)}')
+        if not _slo_free(setup.systems[name]):
+            raise document.error(
+                path, f"{name} itself decides by SLOs; a reference needs the fcfs scheduler, not kvpr placement"
+            )
+
+
+def _slo_free(system: SystemSpec) -> bool:
+    """Whether the system runs meaningfully before any SLO is known."""
+    return isinstance(system.scheduler, FcfsSpec) and not isinstance(system.placement, KvprPlacementSpec)
+
+
+def _check_figure(
+    document: Document, path: KeyPath, figure: schema.Figure, file: schema.ExperimentFile, setup: Setup
+) -> None:
+    _check_systems(document, (*path, "systems"), figure.systems or [], file)
+    if (figure.timeline is None) == (figure.sweep is None):
+        raise document.error(path, "needs exactly one of sweep and timeline")
+    known = METRICS if figure.timeline is None else TIMELINE_PANELS
+    for index, panel in enumerate(figure.panels):
+        if panel not in known:
+            raise document.error((*path, "panels", index), f'unknown panel "{panel}"; {nearest(panel, known)}')
+    if figure.timeline is not None:
+        _check_place(document, (*path, "timeline"), figure.timeline, file, setup)
+        return
+    sweep = _sweep(document, (*path, "sweep"), figure.sweep, file)
+    for key in ("x", "columns"):
+        axis = getattr(figure, key)
+        if axis is not None and axis not in sweep.axes:
+            raise document.error((*path, key), f'sweep {sweep.name} has no axis "{axis}"; {nearest(axis, sweep.axes)}')
+
+
+def _sweep(document: Document, path: KeyPath, name: object, file: schema.ExperimentFile) -> schema.Sweep:
+    sweeps = {sweep.name: sweep for sweep in file.sweeps or [schema.Sweep(name="run")]}
+    if name not in sweeps:
+        raise document.error(path, f"unknown sweep {name!r}; {nearest(name, sweeps)}")
+    return sweeps[str(name)]
+
+
+def _check_systems(document: Document, path: KeyPath, names: Iterable[str], file: schema.ExperimentFile) -> None:
+    known = [item if isinstance(item, str) else item.name for item in file.systems]
+    for name in names:
+        if name not in known:
+            raise document.error(path, f'unknown system "{name}"; {nearest(name, known)}')
+
+
+def _check_place(
+    document: Document, path: KeyPath, at: dict[str, Any], file: schema.ExperimentFile, setup: Setup
+) -> schema.Sweep | None:
+    """``at`` names a sweep (or there is only one) and values that its axes take."""
+    sweep = _sweep(document, (*path, "sweep"), at["sweep"], file) if "sweep" in at else None
+    for axis, value in at.items():
+        if axis == "sweep":
+            continue
+        check_axis(document, (*path, axis), axis, [value], setup)
+        values = sweep.axes.get(axis) if sweep else None
+        if values is not None and value not in values:
+            raise document.error(
+                (*path, axis), f"sweep {at['sweep']} has no point at {value!r}; expected one of {values}"
+            )
+    return sweep
+
+
+_COMPARED = ("ratio", "difference", "max_difference", "order")
+
+
+def _check_claim(
+    document: Document, path: KeyPath, claim: schema.Claim, file: schema.ExperimentFile, setup: Setup
+) -> None:
+    """A claim names existing things and has the keys that its measure needs."""
+    _check_systems(document, (*path, "of"), [claim.of], file)
+    _check_systems(document, (*path, "over"), [claim.over] if claim.over else [], file)
+    for key in ("at", "over_at"):
+        _check_place(document, (*path, key), getattr(claim, key), file, setup)
+    for error in _claim_problems(document, path, claim, [model.id for model in file.models]):
+        raise error
+
+
+def _claim_problems(document: Document, path: KeyPath, claim: schema.Claim, models: list[str]) -> Iterable[ConfigError]:
+    is_list = isinstance(claim.paper, list)
+    if is_list != (claim.measure == "placement"):
+        yield document.error(
+            (*path, "paper"), 'a list such as ["A:0", "B:1"] is for the measure placement, and needed there'
+        )
+    if claim.measure != "placement" and claim.metric not in METRICS:
+        yield document.error((*path, "metric"), f"unknown metric {claim.metric!r}; {nearest(claim.metric, METRICS)}")
+    if claim.measure in _COMPARED and claim.over is None:
+        yield document.error((*path, "over"), f"missing; the measure {claim.measure} compares two systems")
+    if claim.model is not None and claim.model not in models:
+        yield document.error((*path, "model"), f'unknown model "{claim.model}"; {nearest(claim.model, models)}')
+    if claim.model is not None and claim.metric in CLUSTER_WIDE:
+        yield document.error((*path, "model"), f"{claim.metric} is a number of the whole cluster")
+    if not any(axis == "sweep" or axis in LOAD_AXES or "." in axis for axis in claim.at):
+        yield document.error((*path, "at"), "names no place; give at least the sweep")
