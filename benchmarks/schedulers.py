@@ -94,7 +94,7 @@ class SteadyQueue:
             self._next_id += 1
 
     def settle(self, answer: Admission) -> None:
-        """After a call: let the oldest leave, or more arrive, until the next 10 arrivals make 10,000; move the clock."""
+        """After a call: let the oldest leave, or more arrive, so that 10 arrivals make 10,000; move the clock."""
         for request in answer.admitted + answer.dropped:
             del self._waiting[request.id]
         surplus = len(self.scheduler) - (QUEUE - ARRIVALS)

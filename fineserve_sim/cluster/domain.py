@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import chain, groupby
 
-from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.engine import Engine, Growth
 from fineserve_sim.cluster.sequence import DecodeSet
 from fineserve_sim.policy.interfaces import KVManager
 
@@ -20,19 +21,23 @@ class MemoryDomain:
 
     def __init__(self, engines: Sequence[Engine], managers: Sequence[KVManager]) -> None:
         self.engines = tuple(engines)
+        self._kv = {engine.index: engine.kv for engine in self.engines}
         self._managers = tuple(managers)
         self._alone = self.engines[0] if len(self.engines) == 1 else None
 
     def settle(self, now: float, order: int) -> None:
-        """Pass every boundary before (``now``, ``order``), in the order of time, then engine."""
-        if self._alone is not None:
-            for _ in self._alone.boundaries(now, order):
-                self._alone.settle_next()
+        """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
+        growths: list[Growth] = []
+        for engine in self.engines:
+            growths += engine.pass_boundaries(now, order)
+        if not growths:
             return
-        due = [(time_s, engine.index, engine) for engine in self.engines for time_s in engine.boundaries(now, order)]
-        due.sort(key=_time_and_engine)
-        for _, _, engine in due:
-            engine.settle_next()
+        if self._alone is None:
+            growths.sort(key=_moment)
+        for index, run in groupby(growths, key=_engine):
+            sequences = list(chain.from_iterable(growth[2] for growth in run))
+            if not self._kv[index].grow_each(sequences):
+                raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
         """The longest span, up to ``most`` iterations, whose blocks are sure beside the spans of the others."""
@@ -58,5 +63,9 @@ class MemoryDomain:
         return all(manager.fits(demands) for manager in self._managers)
 
 
-def _time_and_engine(boundary: tuple[float, int, Engine]) -> tuple[float, int]:
-    return boundary[0], boundary[1]
+def _moment(growth: Growth) -> tuple[float, int]:
+    return growth[0], growth[1]
+
+
+def _engine(growth: Growth) -> int:
+    return growth[1]

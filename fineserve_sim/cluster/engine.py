@@ -12,11 +12,11 @@ or free) *cuts* the span after the iteration in flight, and planning starts agai
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-import numpy as np
 from simpy.events import Event
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
+
+SHARED_SPAN = 8
+"""Longest span whose end times are worth computing again when a neighbour changes the pace: it will soon do so again."""
+
+
+Growth = tuple[float, int, Collection[SequenceState]]
+"""At this time, sequences of the engine with this id take a block each."""
 
 
 class Engine:
@@ -113,10 +120,17 @@ class Engine:
             self._clock.at(now, Kind.START, self.index, self._on_start)
 
     def rescale(self, now: float, slowdown: float) -> None:
-        """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter. Cuts."""
+        """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter, and so do
+        those behind it. The span's earlier boundaries must be settled."""
         if self._pending is not None:
-            self.cut()
-            self._ends[-1] = now + (self._ends[-1] - now) * (slowdown / self.slowdown)
+            end_s = self._ends[self._settled]
+            end_s = now + (end_s - now) * (slowdown / self.slowdown)
+            behind = min(len(self._ends) - 1 - self._settled, SHARED_SPAN)
+            self._ends[self._settled :] = [end_s]
+            if behind:
+                decodes = self._decodes.size
+                context_tokens = self._decodes.context_tokens + decodes
+                self._ends += self._step.decode_ends_s(end_s, decodes, context_tokens, behind, slowdown)
             self._schedule_end()
         self.slowdown = slowdown
 
@@ -126,22 +140,18 @@ class Engine:
             del self._ends[self._settled + 1 :]
             self._schedule_end()
 
-    def boundaries(self, now: float, order: int) -> list[float]:
-        """Times of the unsettled boundaries inside the span that come before (``now``, ``order``)."""
-        last = len(self._ends) - 1
+    def pass_boundaries(self, now: float, order: int) -> list[Growth]:
+        """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
+        Returns where new blocks are due; the domain takes them."""
+        ends = self._ends
         settled = self._settled
-        stop = settled
-        while stop < last and (self._ends[stop] < now or (self._ends[stop] == now and self._order < order)):
-            stop += 1
-        return self._ends[settled:stop]
-
-    def settle_next(self) -> None:
-        """Pass one boundary inside the span: every decode has a token more, and the next iteration's blocks are taken."""
-        self._settled += 1
-        self._decodes.advance()
-        growing = self._decodes.needing_block()
-        if growing and not self.kv.grow_each(growing):
-            raise AssertionError(f"engine {self.index}: no memory inside a span")
+        last = len(ends) - 1
+        if settled >= last or ends[settled] > now:
+            return []
+        find = bisect_right if self._order < order else bisect_left
+        self._settled = find(ends, now, settled, last)
+        growing = self._decodes.pass_boundaries(self._settled - settled)
+        return [(ends[settled + offset], self.index, sequences) for offset, sequences in growing]
 
     def preempt_latest_prefill(self) -> None:
         """Give up the partial prefill that arrived last (its memory unblocks others)."""
@@ -153,7 +163,8 @@ class Engine:
 
     def outstanding_blocks(self) -> int:
         """Blocks that the boundaries still ahead in the present span will take."""
-        return self._decodes.blocks_ahead(len(self._ends) - 1 - self._settled) if self._ends else 0
+        ahead = len(self._ends) - 1 - self._settled
+        return self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -236,10 +247,7 @@ class Engine:
 
     def _span_ends(self, now: float, decodes: int, context_tokens: int, steps: int) -> list[float]:
         """End times of ``steps`` decode iterations, up to the first at which the scheduler may have news."""
-        times = np.empty(steps + 1)
-        times[0] = now
-        np.multiply(self._step.decode_steps_s(decodes, context_tokens, steps), self.slowdown, out=times[1:])
-        ends: list[float] = np.cumsum(times)[1:].tolist()  # cumsum adds one by one, in order: the same bits as step by step
+        ends = self._step.decode_ends_s(now, decodes, context_tokens, steps, self.slowdown)
         ask_again_s = self._cluster.ask_again_s(self)
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]
@@ -261,7 +269,7 @@ class Engine:
         """How many iterations may go as one: until a sequence ends, memory runs short, or a scheduler wants to be asked."""
         if not self._cluster.merging or self._preempting or self._cluster.must_ask(self):
             return 1
-        most = min(self._decodes.steps_to_finish(), MAX_SPAN)
+        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._cluster.has_neighbours(self) else MAX_SPAN)
         return most if most == 1 else max(1, self._cluster.steps_that_fit(self, self._decodes, most))
 
     def _schedule_end(self) -> None:

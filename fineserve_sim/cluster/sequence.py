@@ -53,11 +53,12 @@ class SequenceState:
 class DecodeSet:
     """The decoding sequences of one engine. ``iteration`` counts steps done; ``context_tokens`` is the sum of cached tokens."""
 
-    __slots__ = ("_block_tokens", "_buckets", "_due", "_joins", "context_tokens", "iteration", "size")
+    __slots__ = ("_block_tokens", "_buckets", "_due", "_joins", "_sizes", "context_tokens", "iteration", "size")
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._buckets: list[dict[SequenceState, None]] = [{} for _ in range(block_tokens)]
+        self._sizes = [0] * block_tokens
         self._due: list[tuple[int, int, SequenceState]] = []
         self._joins = count()
         self.iteration = 0
@@ -70,14 +71,15 @@ class DecodeSet:
         sequence.finish_iteration = self.iteration + sequence.output_tokens - sequence.generated_tokens
         sequence.bucket = (self.iteration - cached) % self._block_tokens
         self._buckets[sequence.bucket][sequence] = None
+        self._sizes[sequence.bucket] += 1
         heappush(self._due, (sequence.finish_iteration, next(self._joins), sequence))
         self.context_tokens += cached
         self.size += 1
 
-    def advance(self) -> None:
-        """One step is done: every sequence has one token more."""
-        self.iteration += 1
-        self.context_tokens += self.size
+    def advance(self, steps: int = 1) -> None:
+        """So many steps are done: every sequence has as many tokens more."""
+        self.iteration += steps
+        self.context_tokens += steps * self.size
 
     def pop_finished(self) -> list[SequenceState]:
         """Remove and return the sequences whose last token has come, in the order in which they joined."""
@@ -108,9 +110,22 @@ class DecodeSet:
     def blocks_ahead(self, boundaries: int) -> int:
         """Blocks that the next ``boundaries`` boundaries between iterations will take, the present iteration's apart."""
         cycles, rest = divmod(boundaries, self._block_tokens)
-        first = self.iteration + 1
-        extra = sum(len(self._buckets[i % self._block_tokens]) for i in range(first, first + rest))
+        first = (self.iteration + 1) % self._block_tokens
+        last = first + rest
+        extra = sum(self._sizes[first:last])
+        if last > self._block_tokens:
+            extra += sum(self._sizes[: last - self._block_tokens])
         return cycles * self.size + extra
+
+    def pass_boundaries(self, boundaries: int) -> list[tuple[int, dict[SequenceState, None]]]:
+        """Advance over so many boundaries between iterations. Returns which of them (0, 1, ...) open new blocks, and for whom."""
+        first = self.iteration + 1
+        buckets, block_tokens = self._buckets, self._block_tokens
+        growing = [
+            (offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])
+        ]
+        self.advance(boundaries)
+        return growing
 
     def __contains__(self, sequence: SequenceState) -> bool:
         return sequence.bucket >= 0
@@ -120,6 +135,7 @@ class DecodeSet:
 
     def _remove(self, sequence: SequenceState) -> None:
         del self._buckets[sequence.bucket][sequence]
+        self._sizes[sequence.bucket] -= 1
         sequence.bucket = -1
         sequence.generated_tokens = sequence.output_tokens - (sequence.finish_iteration - self.iteration)
         self.context_tokens -= sequence.prompt_tokens + sequence.generated_tokens - 1

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from fineserve_sim.experiment import schema
+from fineserve_sim.experiment.axes import LOAD_AXES, check_axis
 from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.metrics import CLUSTER_WIDE, METRICS
-from fineserve_sim.experiment.plan import LOAD_AXES, check_axis
 from fineserve_sim.experiment.resolve import Setup
 from fineserve_sim.experiment.yaml_file import Document, KeyPath
 from fineserve_sim.systems import SystemSpec

@@ -5,11 +5,11 @@ happens inside it, whoever it belongs to, so that a queue carried over from the 
 the same. Latencies and attainment are those of the measured requests, however late they finish.
 
 * TTFT: first token - arrival. TPOT: (finish - first token) / (output tokens - 1), for two tokens and more.
-* attainment: share of measured arrivals that finished and met the limit; all others (dropped, rejected, unfinished, late)
-  are misses.
+* attainment: share of measured arrivals that finished and met the limit; all others (dropped, rejected, unfinished,
+  late) are misses.
 * throughput: completions in the window a second; goodput: those that met their TTFT limit.
-* decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those inside
-  the window a second; token throughput: with the first tokens.
+* decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those
+  inside the window a second; token throughput: with the first tokens.
 * percentiles of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
   system that drops is judged by its attainment, not by these.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.

@@ -7,7 +7,6 @@ A point is one place of a sweep for one system; with a seed it is one simulation
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -15,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment import schema
+from fineserve_sim.experiment.axes import LOAD_AXES, check_axis
+from fineserve_sim.experiment.checks import check
+from fineserve_sim.experiment.claims import SINGLE, matching
 from fineserve_sim.experiment.errors import nearest
-from fineserve_sim.experiment.resolve import Setup, resolve
+from fineserve_sim.experiment.resolve import Overrides, Setup, resolve
 from fineserve_sim.experiment.validation import validate
+from fineserve_sim.experiment.workload import check_sources
 from fineserve_sim.experiment.yaml_file import Document, KeyPath
-
-LOAD_AXES = ("load", "rate_scale", "slo_scale")
-SWEEPABLE = ("cluster", "engine", "models", "workload", "slo", "systems")
-"""The parts of the file whose keys can be axes: those that a run is made of."""
-
-Overrides = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A validated experiment. ``setups`` holds one setup for each combination of overridden keys, ``()`` the file's own."""
+    """A validated experiment. ``setups`` has one setup for each combination of overridden keys; ``()`` is the file's."""
 
     name: str
     document: Document
@@ -78,11 +75,10 @@ class Experiment:
 
 def build(document: Document, name: str, folder: Path) -> Experiment:
     """Validate and resolve everything. Raises ConfigError for the first mistake."""
-    from fineserve_sim.experiment.checks import check
-
     file = validate(document)
     setups: dict[Overrides, Setup] = {(): resolve(document, file, folder)}
     check(document, file, setups[()])
+    check_sources(document, setups[()])
     sweeps: dict[str, tuple[Point, ...]] = {}
     for index, sweep in enumerate(file.sweeps or [schema.Sweep(name="run")]):
         path: KeyPath = ("sweeps", index)
@@ -90,7 +86,28 @@ def build(document: Document, name: str, folder: Path) -> Experiment:
         for point in sweeps[sweep.name]:
             if point.overrides not in setups:
                 setups[point.overrides] = _varied(document, path, point.overrides, folder)
-    return Experiment(name, document, file, setups, sweeps)
+    experiment = Experiment(name, document, file, setups, sweeps)
+    _check_claimed_cells(experiment)
+    return experiment
+
+
+def _check_claimed_cells(experiment: Experiment) -> None:
+    """Each claim finds its cells: one a side, or at least one where it looks at a whole sweep."""
+    cells = [
+        {"sweep": sweep, "system": point.system, "axes": point.axes}
+        for sweep, points in experiment.sweeps.items()
+        for point in points
+    ]
+    for index, claim in enumerate(experiment.file.claims):
+        sides = {"of": matching(cells, claim.of, claim.at)}
+        if claim.over is not None:
+            sides["over"] = matching(cells, claim.over, {**claim.at, **claim.over_at})
+        for side, found in sides.items():
+            if not found:
+                raise experiment.document.error(("claims", index, "at"), f"no cell of {getattr(claim, side)} is there")
+            if len(found) > 1 and claim.measure in SINGLE:
+                problem = f"{len(found)} cells of {getattr(claim, side)} are there; name more axes to choose one"
+                raise experiment.document.error(("claims", index, "at"), problem)
 
 
 def _points(
@@ -123,34 +140,13 @@ def _point(system: str, place: Mapping[str, Any]) -> Point:
     return Point(system, place["load"], float(place["rate_scale"]), float(place["slo_scale"]), overrides)
 
 
-def check_axis(document: Document, path: KeyPath, axis: str, values: list[Any], setup: Setup) -> None:
-    """Raise ConfigError unless ``axis`` can be varied and ``values`` suit it."""
-    head = axis.split(".")[0]
-    if axis not in LOAD_AXES and ("." not in axis or head not in SWEEPABLE):
-        expected = f"{', '.join(LOAD_AXES)}, or a dotted key such as engine.token_budget"
-        close = nearest(axis, LOAD_AXES)
-        raise document.error(path, f"unknown axis; {close if close.startswith('did') else 'expected ' + expected}")
-    if len(set(values)) < len(values):
-        raise document.error(path, "a value is given twice")
-    for value in values:
-        if axis == "load" and value not in setup.loads:
-            raise document.error(path, f"unknown load {value!r}; {nearest(value, setup.loads)}")
-        if axis in ("rate_scale", "slo_scale") and not _positive(value):
-            raise document.error(path, f"must be a number greater than 0, not {value!r}")
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _varied(document: Document, path: KeyPath, overrides: Overrides, folder: Path) -> Setup:
     """The setup of the file with some keys replaced; mistakes are reported where the sweep is written."""
-    from fineserve_sim.experiment.checks import check
-
     varied = Document(copy.deepcopy(document.data), dict(document.places))
     for key, value in overrides:
         varied.set(key, value, document.place((*path, "axes", key)))
     file = validate(varied)
     setup = resolve(varied, file, folder)
     check(varied, file, setup)
+    check_sources(varied, setup)
     return setup

@@ -24,6 +24,8 @@ from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
 T = TypeVar("T")
+Overrides = tuple[tuple[str, Any], ...]
+"""Dotted keys of a file and the values that replace its own, sorted by key."""
 _AXES = ("placement", "scheduler", "memory")
 
 

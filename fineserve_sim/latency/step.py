@@ -22,6 +22,7 @@ from fineserve_sim.latency.operators import Cost, Floats, Operators, total
 from fineserve_sim.latency.rates import Provenance, resolve
 
 INITIAL_ENTRIES = 512
+SCALAR_STEPS = 24  # below, a loop is faster than numpy's fixed cost
 
 
 class _Table:
@@ -105,6 +106,23 @@ class StepModel:
         device = (self._tokens_s[decodes] + self._sampled_s[decodes]) + context * self._kv_s
         seconds: Floats = self._overhead_s + np.maximum(device, self._floor_s)
         return seconds
+
+    def decode_ends_s(
+        self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
+    ) -> list[float]:
+        """End times of consecutive decode-only steps from ``start_s``, each ``slowdown`` times as long as alone: the same
+        bits as adding ``step_s(...) * slowdown`` one by one."""
+        if steps <= SCALAR_STEPS:
+            now, ends = start_s, []
+            for context in range(decode_context, decode_context + steps * decodes, decodes):
+                now += self.step_s(decodes, context, 0, 0, 0, decodes) * slowdown
+                ends.append(now)
+            return ends
+        times = np.empty(steps + 1)
+        times[0] = start_s
+        np.multiply(self.decode_steps_s(decodes, decode_context, steps), slowdown, out=times[1:])
+        result: list[float] = np.cumsum(times)[1:].tolist()  # cumsum adds one by one, in order
+        return result
 
     def shares(  # noqa: PLR0917
         self,

@@ -19,6 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import Admission, EngineState, Request
@@ -193,7 +194,7 @@ class MooreHodgson:
         start_s = now
         if self._counts_dispatched:
             start_s += sum(state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items())
-        return moore_hodgson(((job.deadline_s, job.duration_s) for job in self._queue), start_s)
+        return moore_hodgson(map(_deadline_and_duration, self._queue), start_s)
 
     def _hopeless(self, now: float) -> list[_Job]:
         return [job for job in self._queue if now + job.duration_s > job.deadline_s]
@@ -281,6 +282,9 @@ class _Room:
             return self._promised[engine]
         capacity = self._capacity[engine]
         return sum(-(-tokens * capacity // self._capacity[id]) for id, tokens in self._promised.items() if tokens)
+
+
+_deadline_and_duration = attrgetter("deadline_s", "duration_s")
 
 
 def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:

@@ -56,9 +56,9 @@ class _Pool:
         "used_blocks",
     )
 
-    def __init__(self, block_bytes: int, blocks_per_slab: int, unformatted_blocks: int) -> None:
+    def __init__(self, block_bytes: int, plan: SlabPlan, unformatted_blocks: int) -> None:
         self.block_bytes = block_bytes
-        self.blocks_per_slab = blocks_per_slab  # 0 for a grid key: there it differs by slab
+        self.blocks_per_slab = 0 if plan.is_grid(block_bytes) else plan.slab_bytes // block_bytes  # 0: differs by slab
         self.unformatted_blocks = unformatted_blocks  # blocks that the free slabs would hold; kept for grid keys only
         self.partial: list[tuple[int, int]] = []
         self.slabs = 0
@@ -144,13 +144,9 @@ class KVSlabManager:
         self._reserved = reserved_slabs
         self._slabs = [_Slab(slab_id) for slab_id in range(self.slab_count)]
         self._free_slabs = list(range(reserved_slabs, self.slab_count))  # a min-heap
-        self._pools = {key: self._new_pool(key) for key in sorted(set(owners.values()))}
+        self._pools = {key: _Pool(key, self.plan, self._capacity(key)) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = _Holders({owner: _Holder(self._pools[key]) for owner, key in owners.items()})
-
-    def _new_pool(self, key: int) -> _Pool:
-        plan = self.plan
-        return _Pool(key, 0 if plan.is_grid(key) else plan.slab_bytes // key, self._capacity(key))
 
     def _capacity(self, key: int) -> int:
         return self.plan.blocks_in_slabs(key, self.slab_count) - self.plan.blocks_in_slabs(key, self._reserved)
@@ -202,22 +198,19 @@ class KVSlabManager:
     def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
         """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
         masks: dict[int, int] = {}
-        block_bytes, slab_bytes = holder.pool.block_bytes, self.plan.slab_bytes
-        slab_id = first = end = 0
+        held, block_bytes, slab_bytes = holder.held, holder.pool.block_bytes, self.plan.slab_bytes
+        slab_id = first = end = distinct = 0
         for block in block_ids:
             if not first <= block < end:
                 slab_id = block * block_bytes // slab_bytes
-                if slab_id not in holder.held:
+                if slab_id not in held:
                     raise self._not_held(owner, block)
                 slab = self._slabs[slab_id]
-                first, end = slab.first, slab.first + slab.blocks
-                if not first <= block < end:
-                    raise self._not_held(owner, block)
+                first, end = slab.first, slab.first + slab.blocks  # a straddling block is at ``end``: nobody's bit
                 masks.setdefault(slab_id, 0)
             masks[slab_id] |= 1 << (block - first)
-        distinct = 0
         for slab_id, mask in masks.items():
-            if stray := mask & ~holder.held[slab_id]:
+            if stray := mask & ~held[slab_id]:
                 raise self._not_held(owner, self._slabs[slab_id].first + stray.bit_length() - 1)
             distinct += mask.bit_count()
         if distinct != len(block_ids):

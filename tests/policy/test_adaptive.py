@@ -147,30 +147,27 @@ def test_equals_the_listing_on_queues_of_many_blocks(seed: int) -> None:
     assert history > 100
 
 
+@st.composite
+def waiting_queues(draw: st.DrawFn) -> tuple[AdaptiveBatching, float]:
+    """A scheduler with requests, and the time of its first call."""
+    now, requests = 0.0, []
+    for id, gap_s in enumerate(draw(st.lists(st.sampled_from([0.0, 0.1, 0.5]), min_size=1, max_size=30))):
+        now += gap_s
+        requests.append(Request(id, "m", now, draw(lengths)))
+    scheduler = scheduler_with(requests, draw(st.sampled_from([chunked, linear])), union=draw(st.booleans()))
+    return scheduler, now + draw(st.sampled_from([0.0, 0.5, 2.0]))
+
+
 @given(
-    arrivals=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5]), lengths), min_size=1, max_size=30),
+    queue=waiting_queues(),
     state=states,
-    prefill=st.sampled_from([chunked, linear]),
-    union=st.booleans(),
-    wait_s=st.sampled_from([0.0, 0.5, 2.0]),
     fractions=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=6),
     lost_tokens=st.integers(0, 200),
 )
 def test_nothing_happens_before_unchanged_until(
-    arrivals: list[tuple[float, int]],
-    state: EngineState,
-    prefill: PrefillLatency,
-    union: bool,
-    wait_s: float,
-    fractions: list[float],
-    lost_tokens: int,
+    queue: tuple[AdaptiveBatching, float], state: EngineState, fractions: list[float], lost_tokens: int
 ) -> None:
-    now, requests = 0.0, []
-    for id, (gap_s, tokens) in enumerate(arrivals):
-        now += gap_s
-        requests.append(Request(id, "m", now, tokens))
-    now += wait_s
-    scheduler = scheduler_with(requests, prefill, union)
+    scheduler, now = queue
     scheduler.schedule(now, {0: state})
     until = scheduler.unchanged_until(now, {0: state})
     assert until > now

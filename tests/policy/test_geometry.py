@@ -137,7 +137,7 @@ def test_grid_spans_by_hand() -> None:
 
 
 def test_the_rule_repeats_until_the_lcm_is_below_the_cap() -> None:
-    """{2, 7, 11, 13}: without 13 the LCM is 154, above 30; without 11 as well it is 14. Two blocks of 13 need 2 x 14."""
+    """{2, 7, 11, 13}: without 13 the LCM is 154, above 30; then without 11 it is 14. Two blocks of 13 need 2 x 14."""
     plan = plan_slabs([7, 2, 13, 11], cap_bytes=30)
     assert plan.slab_bytes == 28
     assert [key for key in plan.block_bytes if plan.is_grid(key)] == [11, 13]
@@ -178,7 +178,7 @@ def test_plan_laws(sizes: list[int], cap: int, multiple: int) -> None:
     if (lcm := math.lcm(*sizes)) <= cap:
         assert plan.slab_bytes == lcm * multiple  # claim FS-eq-slab: no byte is lost under the LCM rule
     for key in plan.block_bytes:
-        counts = []
+        counts: list[int] = []
         for slab in range(70):
             low, high = slab * plan.slab_bytes, (slab + 1) * plan.slab_bytes
             inside = [b for b in range(low // key, high // key + 1) if low <= b * key and (b + 1) * key <= high]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,8 @@ def take(manager: KVManager, owner: int, blocks: int) -> list[int]:
 
 
 def test_figure_8() -> None:
-    """Claim FS-8-blkid. A slab is two FP16 or four FP8 blocks: (slab 1, local 0) is FP16 block 2, (slab 0, local 3) FP8
-    block 3."""
+    """Claim FS-8-blkid. A slab is two FP16 or four FP8 blocks: (slab 1, local 0) is FP16 block 2, and
+    (slab 0, local 3) is FP8 block 3."""
     manager = KVSlabManager(4 * 4, {FP16_OWNER: 2, FP8_OWNER: 1}, plan=plan_slabs([2, 1], multiple=2))
     assert take(manager, FP8_OWNER, 4) == [0, 1, 2, 3]
     assert take(manager, FP16_OWNER, 1) == [2]
@@ -37,7 +38,7 @@ def test_figure_8() -> None:
 
 
 def test_life_of_a_slab() -> None:
-    """Slabs of 4 bytes. The ledger reads total = used + stranded + free + lost; 2 bytes behind the last slab are lost."""
+    """Slabs of 4 bytes. The ledger is (total, used, stranded, free, lost); 2 bytes behind the last slab are lost."""
     manager = KVSlabManager(14, {FP16_OWNER: 4, FP8_OWNER: 1})
     assert manager.ledger() == (14, 0, 0, 12, 2)
     first = take(manager, FP8_OWNER, 3)
@@ -153,7 +154,7 @@ class FirstFitArena:
 
 
 def test_slabs_remove_the_external_fragmentation_of_a_mixed_arena() -> None:
-    """Claim FS-5a: FP8 (1 byte) and FP16 (2 bytes) blocks alternate until 12 bytes are full, then all FP8 blocks leave."""
+    """Claim FS-5a: FP8 (1 byte) and FP16 (2 bytes) blocks alternate up to 12 bytes, then all FP8 blocks leave."""
     arena = FirstFitArena(12)
     small = [block for block in (arena.alloc(size) for size in [1, 2] * 4) if block is not None][::2]
     for block in small:
@@ -306,7 +307,7 @@ class KVSlabManagerMachine(RuleBasedStateMachine):
         reserved=st.integers(0, 1),
         tail=st.integers(0, 3),
     )
-    def start(self, sizes: list[int], cap: int, multiple: int, slabs: int, reserved: int, tail: int) -> None:
+    def start(self, *, sizes: list[int], cap: int, multiple: int, slabs: int, reserved: int, tail: int) -> None:
         plan = plan_slabs(sizes, cap_bytes=cap, multiple=multiple)
         self.sizes = dict(enumerate(sizes))
         self.total = plan.slab_bytes * slabs + min(tail, plan.slab_bytes - 1)
@@ -369,7 +370,7 @@ class KVSlabManagerMachine(RuleBasedStateMachine):
             for owner, held in self.held.items()
             for block in held
         )
-        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
         assert not ranges or (ranges[0][0] >= self.reserved_bytes and ranges[-1][1] <= self.slab_end)
 
     @invariant()

@@ -1,10 +1,10 @@
-"""Arrival times of requests: renewal processes (Poisson, Gamma, Weibull), piecewise-constant Poisson rates, replay, rescaling.
+"""Arrival times: renewal processes (Poisson, Gamma, Weibull), piecewise-constant Poisson rates, replay, rescaling.
 
 All return float64 seconds, shape (n,), non-decreasing, and draw from the generator that they are given. Gaps are never
 clipped: a clipped tail would raise the mean rate (Poisson gaps cut at three times their mean: by 5 %).
 
-For a renewal process the coefficient of variation (cv) of the gaps sets its burstiness: 1 is Poisson, above 1 is bursty. Gamma
-and Weibull are the two families that fit production clients (ServeGen, arXiv 2505.09999).
+For a renewal process the coefficient of variation (cv) of the gaps sets its burstiness: 1 is Poisson, above 1 is
+bursty. Gamma and Weibull are the two families that fit production clients in ServeGen.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def weibull_shape(cv: float) -> float:
 
 
 def piecewise(rng: Generator, segments: Sequence[tuple[float, float]]) -> FloatArray:
-    """A Poisson process whose rate is constant in each (duration_s, rate_per_s) segment, one after the other from time 0.
+    """A Poisson process whose rate is constant in each (duration_s, rate_per_s) segment, one after the other from time
+    0.
 
-    Exact: the count of a segment is Poisson, and given the count its arrivals are uniform. A rate may be 0; the number of
-    arrivals is random and may be 0.
+    Exact: the count of a segment is Poisson, and given the count its arrivals are uniform. A rate may be 0; the number
+    of arrivals is random and may be 0.
     """
     start_s = 0.0
     parts = []
@@ -80,7 +81,8 @@ def replay(arrival_s: npt.ArrayLike) -> FloatArray:
 
 
 def scale_rate(arrival_s: npt.ArrayLike, factor: float) -> FloatArray:
-    """The same arrivals on a clock that runs ``factor`` times as fast: every rate times ``factor``, the span divided by it.
+    """The same arrivals on a clock that runs ``factor`` times as fast: every rate times ``factor``, the span divided by
+    it.
 
     The temporal pattern (order, ratios of gaps, cv) stays. To raise the rate within the same span, see `upscale`.
     """

@@ -1,4 +1,4 @@
-"""From a file to raw columns: bytes (plain or gzip), CSV columns as numbers or text, JSON. Every problem is one TraceError line."""
+"""From a file to raw columns: plain or gzip bytes, CSV, JSON. Every problem is one TraceError of one line."""
 
 from __future__ import annotations
 

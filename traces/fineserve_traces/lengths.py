@@ -31,7 +31,8 @@ class LengthSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthPairs:
-    """Real pairs: int64 (n,) each, >= 1, n >= 1. Sampling is with replacement. Raises TraceError when a column is wrong."""
+    """Real pairs: int64 (n,) each, >= 1, n >= 1. Sampling is with replacement. Raises TraceError when a column is
+    wrong."""
 
     prompt_tokens: IntArray
     output_tokens: IntArray
@@ -81,7 +82,8 @@ class ConstantLengths:
 
 
 class Lognormal(NamedTuple):
-    """A lognormal length by what papers print: mean and median of the untruncated law; draws above ``max_tokens`` become it."""
+    """A lognormal length by what papers print: mean and median of the untruncated law; draws above ``max_tokens``
+    become it."""
 
     mean: float
     median: float
@@ -116,17 +118,18 @@ def _draw(law: Lognormal, rng: Generator, n: int) -> IntArray:
 
 
 def characters_over_four(text: str) -> int:
-    """About how many tokens ``text`` has: one per four characters, rounded up, a rule of thumb for English. Code and other
-    scripts have more tokens; give `read_lengths` a real tokenizer where this matters."""
+    """About how many tokens ``text`` has: one per four characters, rounded up, a rule of thumb for English. Code and
+    other scripts have more tokens; give `read_lengths` a real tokenizer where this matters."""
     return -(-len(text) // 4)
 
 
 def read_lengths(path: str | Path, count_tokens: Callable[[str], int] = characters_over_four) -> LengthPairs:
-    """Read length pairs: a CSV with prompt_tokens and output_tokens, ShareGPT's own JSON, or a ``vllm bench serve`` result.
+    """Read length pairs: a CSV with prompt_tokens and output_tokens, ShareGPT's own JSON, or a ``vllm bench serve``
+    result.
 
     Of a ShareGPT conversation the first human message and the reply to it are taken; ``count_tokens`` counts them, and
-    ``source`` says so. Conversations without such a pair, and failed benchmark requests, are dropped and counted. Raises
-    TraceError as `read_trace` does.
+    ``source`` says so. Conversations without such a pair, and failed benchmark requests, are dropped and counted.
+    Raises TraceError as `read_trace` does.
     """
     path = Path(path)
     data = read_text(path)
@@ -136,8 +139,11 @@ def read_lengths(path: str | Path, count_tokens: Callable[[str], int] = characte
     if start == b"{":
         return _served_pairs(*vllm_bench_lengths(data, path), f"{path.name} (vllm-bench)")
     table = CsvTable(data, path)
-    columns = (token_column(table.numbers(name), table.where, name) for name in ("prompt_tokens", "output_tokens"))
-    return LengthPairs(*columns, source=f"real pairs of {path.name} ({table.rows:,} rows)")
+    return LengthPairs(
+        token_column(table.numbers("prompt_tokens"), table.where, "prompt_tokens"),
+        token_column(table.numbers("output_tokens"), table.where, "output_tokens"),
+        source=f"real pairs of {path.name} ({table.rows:,} rows)",
+    )
 
 
 def _served_pairs(prompt_tokens: IntArray, output_tokens: IntArray, source: str) -> LengthPairs:
@@ -173,7 +179,8 @@ def _first_turn(turns: list[Any], where: str) -> tuple[str, str]:
 
 
 class Dataset(NamedTuple):
-    """A public set of length pairs: its file under ``lengths/``, the cut on prompts, where it comes from, its licence."""
+    """A public set of length pairs: its file under ``lengths/``, the cut on prompts, where it comes from, its
+    licence."""
 
     file: str
     max_prompt_tokens: int | None
@@ -223,7 +230,8 @@ def length_source(name: str, data_dir: str | Path | None = None) -> LengthSource
 
 
 def read_dataset(name: str, data_dir: Path) -> LengthPairs:
-    """The real pairs of data set ``name`` under ``data_dir``, cut as the data set says. Raises TraceError when not there."""
+    """The real pairs of data set ``name`` under ``data_dir``, cut as the data set says. Raises TraceError when not
+    there."""
     dataset = DATASETS[name]
     places = [data_dir / "lengths" / dataset.file, data_dir / dataset.file]
     found = next((place for place in places if place.is_file()), None)
@@ -234,7 +242,8 @@ def read_dataset(name: str, data_dir: Path) -> LengthPairs:
 
 
 def generate(arrival_s: FloatArray, lengths: LengthSource, rng: Generator, model: str = "default") -> Trace:
-    """A trace of one ``model`` with these arrivals and lengths drawn from ``lengths``; its source is that of the lengths."""
+    """A trace of one ``model`` with these arrivals and lengths drawn from ``lengths``; its source is that of the
+    lengths."""
     prompt_tokens, output_tokens = lengths.sample(rng, len(arrival_s))
     return Trace(
         arrival_s=arrival_s,

@@ -10,9 +10,9 @@ vllm-bench     the JSON result of ``vllm bench serve --save-result --save-detail
 =============  ======================================================================================================
 
 Files without arrivals (length pairs, ShareGPT's own JSON) are read by `fineserve_traces.lengths.read_lengths`.
-In recorded formats (all but csv and arena) a row with zero prompt or output tokens is a failed request: it is dropped and
-counted in ``Trace.dropped_rows``, and arrivals count from the earliest row. In csv and arena a zero is an error, and arrivals
-stay as they are.
+In recorded formats (all but csv and arena) a row with zero prompt or output tokens is a failed request: it is dropped
+and counted in ``Trace.dropped_rows``, and arrivals count from the earliest row. In csv and arena a zero is an error,
+and arrivals stay as they are.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def read_trace(path: str | Path, format: str | None = None, *, model: str = "def
     """Read a trace file, plain or gzip; ``Trace.source`` says as which ``format`` (told by the content unless given).
 
     ``model`` names the model of formats without a model column. With ``strict`` arrivals out of order are an error,
-    otherwise rows are sorted (stable). Raises TraceError: missing, empty or damaged file, unknown format, missing column, or
-    a cell that is no number, negative, or zero tokens (csv, arena).
+    otherwise rows are sorted (stable). Raises TraceError: missing, empty or damaged file, unknown format, missing
+    column, or a cell that is no number, negative, or zero tokens (csv, arena).
     """
     path = Path(path)
     data = read_text(path)
@@ -128,7 +128,8 @@ def _timestamps_s(table: CsvTable, name: str) -> FloatArray:
         row = int(wrong[0])
         raise cell_error(table.where, row, name, f"{cells[row]!r} is not a time such as 2023-11-16 18:15:46.68")
     nanoseconds = np.asarray(times.as_unit("ns").asi8)
-    return (nanoseconds - nanoseconds.min()) / 1e9
+    seconds: FloatArray = (nanoseconds - nanoseconds.min()) / 1e9
+    return seconds
 
 
 def _read_burstgpt(data: bytes, path: Path) -> Rows:

@@ -1,4 +1,4 @@
-"""Between a reader and a trace: the columns of one file as they are recorded, and the common way from them to a `Trace`."""
+"""Between a reader and a trace: the columns of one file as recorded, and the way from them to a `Trace`."""
 
 from __future__ import annotations
 

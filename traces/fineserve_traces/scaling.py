@@ -1,11 +1,12 @@
 """More (or fewer) requests in the same time, with the temporal pattern kept.
 
-Compressing the clock (`arrivals.scale_rate`) also compresses the waves of a day. `upscale` keeps the clock and copies requests,
-after the idea of TraceUpscaler (EuroSys 2024). Request i gets k_i copies, where the sums of k_i follow ``factor`` times the
-count (systematic rounding), so any run of m requests becomes ``factor * m`` requests within one. The first copy keeps its time;
-the others fall uniformly within half the shorter of the two gaps beside it. The shorter gap, so that the edge of a burst does not
-bleed into the silence next to it: on/off traces stay on/off. Below the scale of a gap, copies cluster: the cv of
-inter-arrival times grows (a Poisson trace upscaled is no longer Poisson at that scale).
+Compressing the clock (`arrivals.scale_rate`) also compresses the waves of a day. `upscale` keeps the clock and copies
+requests, after the idea of TraceUpscaler (EuroSys 2024). Request i gets k_i copies, where the sums of k_i follow
+``factor`` times the count (systematic rounding), so any run of m requests becomes ``factor * m`` requests within one.
+The first copy keeps its time; the others fall uniformly within half the shorter of the two gaps beside it. The shorter
+gap, so that the edge of a burst does not bleed into the silence next to it: on/off traces stay on/off. Below the scale
+of a gap, copies cluster: the cv of inter-arrival times grows (a Poisson trace upscaled is no longer Poisson at that
+scale).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from fineserve_traces.schema import FloatArray, IntArray, Trace, TraceError, has
 
 
 def upscale(trace: Trace, factor: float, rng: Generator) -> Trace:
-    """``factor`` times the requests (within one; factor may be a fraction) in the same span, each copy with the model and the
-    lengths of its original.
+    """``factor`` times the requests (within one; factor may be a fraction) in the same span, each copy with the model
+    and the lengths of its original.
 
     Copy c of every request lives in its own space of prefix hashes, so copies share prefixes among themselves as the
-    originals do, and never hit the cache of their original. Raises TraceError when nothing is left, ValueError for a factor
-    that is not positive.
+    originals do, and never hit the cache of their original. Raises TraceError when nothing is left, ValueError for a
+    factor that is not positive.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"factor is {factor}; give a finite number > 0")
@@ -53,7 +54,8 @@ def upscale(trace: Trace, factor: float, rng: Generator) -> Trace:
 def _copies(requests: int, factor: float, rng: Generator) -> IntArray:
     """Copies of each request; all partial sums are within one of ``factor`` times the count."""
     steps = np.floor(np.arange(requests + 1) * factor + rng.uniform())
-    return np.diff(steps).astype(np.int64)
+    copies: IntArray = np.diff(steps).astype(np.int64)
+    return copies
 
 
 def _neighbourhood(arrival_s: FloatArray) -> tuple[FloatArray, FloatArray]:

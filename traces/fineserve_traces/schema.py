@@ -1,7 +1,7 @@
 """The one trace schema: every format is read into these columns, every generator produces them.
 
-A trace is columnar: row i is request i, rows are in arrival order. Checks name the file, the row (1 = first data row) and the
-column, so that a wrong value in a million-row file is found by its message.
+A trace is columnar: row i is request i, rows are in arrival order. Checks name the file, the row (1 = first data row)
+and the column, so that a wrong value in a million-row file is found by its message.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class Trace:
     """Requests in arrival order, as read-only columns of equal length n >= 1.
 
     arrival_s: float64 (n,), seconds, >= 0, non-decreasing. model: int32 (n,), index into ``models``.
-    prompt_tokens, output_tokens: int64 (n,), >= 1. prefix_hashes, where known: one id per block of ``prefix_block_tokens``
-    prompt tokens (the last block may be partial); equal ids mean equal prompts from the first token up to the end of the block.
-    source: where the rows come from, for people. dropped_rows: rows of the source that are no requests (zero tokens).
+    prompt_tokens, output_tokens: int64 (n,), >= 1. prefix_hashes, where known: one id per block of
+    ``prefix_block_tokens`` prompt tokens (the last block may be partial); equal ids mean equal prompts from the first
+    token up to the end of the block. source: where the rows come from, for people. dropped_rows: rows of the source
+    that are no requests (zero tokens).
 
     Raises TraceError on construction when a column is wrong.
     """
@@ -102,7 +103,7 @@ class Trace:
     dropped_rows: int = 0
 
     def __post_init__(self) -> None:
-        columns = {
+        columns: dict[str, npt.NDArray[Any]] = {
             "arrival_s": arrival_column(self.arrival_s, self.source),
             "prompt_tokens": token_column(self.prompt_tokens, self.source, "prompt_tokens"),
             "output_tokens": token_column(self.output_tokens, self.source, "output_tokens"),
@@ -154,7 +155,8 @@ class Trace:
         return len(self.arrival_s)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Trace:
-        """The requests at these 0-based ``rows``, whose arrivals must be in order. Raises TraceError when there are none."""
+        """The requests at these 0-based ``rows``, whose arrivals must be in order. Raises TraceError when there are
+        none."""
         hashes = self.prefix_hashes
         return replace(
             self,
@@ -170,7 +172,8 @@ class Trace:
         return self.take(np.arange(min(requests, len(self))))
 
     def window(self, start_s: float, end_s: float) -> Trace:
-        """The requests with start_s <= arrival < end_s, arrivals counted from ``start_s``. TraceError when there are none."""
+        """The requests with start_s <= arrival < end_s, arrivals counted from ``start_s``. TraceError when there are
+        none."""
         first, last = np.searchsorted(self.arrival_s, [start_s, end_s])
         if first >= last:
             raise TraceError(f"{self.source}: no request arrives in [{start_s:g}, {end_s:g}) s")
@@ -186,7 +189,8 @@ class Trace:
         return replace(self, models=tuple(models), model=np.asarray(model))
 
     def to_csv(self, path: str | Path) -> None:
-        """Write arrival_s, model, prompt_tokens, output_tokens; `read_trace` gives the same columns back. No prefix hashes."""
+        """Write arrival_s, model, prompt_tokens, output_tokens; `read_trace` gives the same columns back. No prefix
+        hashes."""
         names = [self.models[index] for index in self.model]
         rows = zip(
             self.arrival_s.tolist(), names, self.prompt_tokens.tolist(), self.output_tokens.tolist(), strict=True
@@ -200,7 +204,8 @@ class Trace:
 def merge(traces: Sequence[Trace]) -> Trace:
     """All requests of ``traces`` on one clock, in arrival order (ties: in the order of the arguments); models by name.
 
-    Prefix hashes are kept when every trace has them with one block size; equal ids of two traces stay different prefixes.
+    Prefix hashes are kept when every trace has them with one block size; equal ids of two traces stay different
+    prefixes.
     """
     if not traces:
         raise TraceError("merge: give at least one trace")

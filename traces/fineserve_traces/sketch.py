@@ -1,10 +1,10 @@
 """A compact statistical sketch of (prompt, output) length pairs: a joint distribution of quantiles.
 
-Pairs sorted by prompt length are cut into B bins of equal probability. Stored are the quantiles of the prompt length, over all
-pairs, and within each bin the quantiles of the output length. A draw takes two independent uniforms (u, v): u goes through the
-inverse CDF of the prompt, and picks bin floor(u * B); v goes through the inverse CDF of the output in that bin. Between levels
-the inverse CDF is linear; lengths are rounded and at least 1. So marginals and the dependence of output on prompt
-(down to 1/B of the pairs) survive, the pairs themselves do not.
+Pairs sorted by prompt length are cut into B bins of equal probability. Stored are the quantiles of the prompt length,
+over all pairs, and within each bin the quantiles of the output length. A draw takes two independent uniforms (u, v): u
+goes through the inverse CDF of the prompt, and picks bin floor(u * B); v goes through the inverse CDF of the output in
+that bin. Between levels the inverse CDF is linear; lengths are rounded and at least 1. So marginals and the dependence
+of output on prompt (down to 1/B of the pairs) survive, the pairs themselves do not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fineserve_traces.schema import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthSketch:
-    """prompt_levels (P,) and prompt_quantiles (P,); output_levels (Q,) and output_quantiles (B, Q), tokens; levels rise from
-    0 to 1. ``source`` says what was sketched and how well."""
+    """prompt_levels (P,) and prompt_quantiles (P,); output_levels (Q,) and output_quantiles (B, Q), tokens; levels rise
+    from 0 to 1. ``source`` says what was sketched and how well."""
 
     prompt_levels: FloatArray
     prompt_quantiles: FloatArray
@@ -64,13 +64,15 @@ def load_sketch(name: str) -> LengthSketch:
 
 def sketch_from_document(document: dict[str, Any]) -> LengthSketch:
     """The sketch in a document as `sketch_document` gives it."""
-    arrays = (
-        np.array(document[key], dtype=np.float64)
-        for key in ("prompt_levels", "prompt_quantiles", "output_levels", "output_quantiles")
-    )
     errors = document["errors"]
     quality = f"KS distance {errors['prompt_ks']:.3f} (prompt), {errors['output_ks']:.3f} (output)"
-    return LengthSketch(*arrays, f"{document['name']}: embedded sketch of {document['rows']:,} real pairs, {quality}")
+    return LengthSketch(
+        prompt_levels=np.array(document["prompt_levels"], dtype=np.float64),
+        prompt_quantiles=np.array(document["prompt_quantiles"], dtype=np.float64),
+        output_levels=np.array(document["output_levels"], dtype=np.float64),
+        output_quantiles=np.array(document["output_quantiles"], dtype=np.float64),
+        source=f"{document['name']}: embedded sketch of {document['rows']:,} real pairs, {quality}",
+    )
 
 
 def sharegpt_sketch() -> LengthSketch:

@@ -23,9 +23,9 @@ class TokenStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TraceStats:
-    """``span_s`` runs from the first to the last arrival; per-minute figures count whole minutes from time 0 and leave out the
-    last, partial one. Cv: population standard deviation over mean. None where a figure does not exist (too short a trace,
-    no prefix hashes). ``prefix_hit_ratio``: see `prefix_hit_ratio`."""
+    """``span_s`` runs from the first to the last arrival; per-minute figures count whole minutes from time 0 and leave
+    out the last, partial one. Cv: population standard deviation over mean. None where a figure does not exist (too
+    short a trace, no prefix hashes). ``prefix_hit_ratio``: see `prefix_hit_ratio`."""
 
     requests: int
     dropped_rows: int
@@ -67,8 +67,8 @@ def describe(trace: Trace) -> TraceStats:
 
 
 def prefix_hit_ratio(trace: Trace) -> float | None:
-    """The share of prompt tokens that an infinite prefix cache, filled in arrival order, would not compute again: the leading
-    blocks whose id came before (all models share it, as the ids do). None without prefix hashes."""
+    """The share of prompt tokens that an infinite prefix cache, filled in arrival order, would not compute again: the
+    leading blocks whose id came before (all models share it, as the ids do). None without prefix hashes."""
     if trace.prefix_hashes is None or trace.prefix_block_tokens is None:
         return None
     seen: set[int] = set()

@@ -1,7 +1,7 @@
 """Results of ``vllm bench serve``: the requests it sent, and what it measured of each.
 
-The per-request lists (start_times, input_lens, output_lens, ttfts, itls) are in the file only when the benchmark ran with
-``--save-result --save-detailed``; a failed request has output length 0. Field names: vllm/benchmarks/serve.py.
+The per-request lists (start_times, input_lens, output_lens, ttfts, itls) are in the file only when the benchmark ran
+with ``--save-result --save-detailed``; a failed request has output length 0. Field names: vllm/benchmarks/serve.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fineserve_traces.files import parse_json, read_text
 from fineserve_traces.rows import Rows, json_numbers, since_first
@@ -48,8 +46,8 @@ def read_vllm_bench(path: str | Path) -> BenchResult:
 
 
 def vllm_bench_rows(data: bytes, path: Path) -> Rows:
-    """The requests of a result file, arrivals from the first one sent. Rows are in the order of the data set, which under a
-    concurrency limit is not that of sending."""
+    """The requests of a result file, arrivals from the first one sent. Rows are in the order of the data set, which
+    under a concurrency limit is not that of sending."""
     return _rows(_document(data, path), path)
 
 

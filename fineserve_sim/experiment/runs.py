@@ -1,0 +1,79 @@
+"""One simulation as a small description that travels to a worker: what is run, not the requests themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fineserve_sim.cluster.scenario import Scenario, ServedModel
+from fineserve_sim.experiment.resolve import Overrides, Setup
+from fineserve_sim.experiment.workload import (
+    ISOLATED_GAP_S,
+    build_trace,
+    expected_rates,
+    isolated_trace,
+    mean_lengths,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulation of ``system`` in one variant of the file (``setup``, named by the overridden keys ``variant``).
+
+    ``slo_s`` are the TTFT limits of the models in their order; ``isolated`` names the one model of a reference run in
+    which each request is alone.
+    """
+
+    setup: Setup = field(compare=False, repr=False)
+    variant: Overrides
+    system: str
+    load: str | None
+    rate_scale: float
+    seed: int
+    slo_s: tuple[float, ...]
+    isolated: str | None = None
+
+    @property
+    def warmup(self) -> int:
+        """Requests at the start that are not measured."""
+        return 0 if self.isolated else self.setup.workload.warmup_requests
+
+    def __str__(self) -> str:
+        variant = "".join(f", {key} {value}" for key, value in self.variant)
+        if self.isolated:
+            return f"{self.system}, model {self.isolated} isolated{variant}"
+        load = "" if self.load is None else f", load {self.load}"
+        return f"{self.system}{load}, rate scale {self.rate_scale:g}{variant}, seed {self.seed}"
+
+
+def scenario(run: Run) -> Scenario:
+    """The simulation that ``run`` describes. Raises ValueError when it has no request to measure."""
+    setup = run.setup
+    common = {"system": setup.systems[run.system], "gpus": setup.gpus, "engine": setup.engine}
+    if run.isolated:
+        rates = {run.isolated: 1 / ISOLATED_GAP_S}
+        trace = isolated_trace(setup, run.isolated)
+        return Scenario(models=_served(run, rates), trace=trace, sample_s=0.0, **common)  # type: ignore[arg-type]
+    rates = dict(expected_rates(setup, run.load, run.rate_scale))
+    trace = build_trace(setup, run.load, run.rate_scale, run.seed)
+    return Scenario(models=_served(run, rates), trace=trace, **common)  # type: ignore[arg-type]
+
+
+def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
+    served = []
+    for model, slo_s in zip(run.setup.models, run.slo_s, strict=True):
+        if model.id in rates:
+            prompt, output = mean_lengths(run.setup, model.id)
+            served.append(
+                ServedModel(
+                    id=model.id,
+                    model=model.spec,
+                    precision=model.precision,
+                    tp=model.entry.tp,
+                    rate_per_s=rates[model.id],
+                    ttft_slo_s=slo_s,
+                    mean_prompt_tokens=prompt,
+                    mean_output_tokens=output,
+                )
+            )
+    return tuple(served)
