@@ -9,9 +9,9 @@ A claim names a measure of cells and what the paper says of it:
 
 Verdicts on a number: *reproduced* within the tolerance (relative to the paper's number); *direction only* outside of it
 but on the paper's side of no effect (1 for a ratio, 0 for a difference); otherwise *not reproduced*. On a comparison
-such as "> 1": reproduced or not. On an order: reproduced when no point contradicts it beyond its interval and some point
-confirms it beyond its interval; direction only when it holds on average. A claim that served to set the load is an
-*input*, whatever it shows, and evidence of nothing.
+such as "> 1": reproduced or not. On an order: reproduced when no point contradicts it beyond its interval and some
+point confirms it beyond its interval; direction only when it holds on average. A claim that served to set the load is
+an *input*, whatever it shows, and evidence of nothing.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A validated experiment. ``setups`` has one setup for each combination of overridden keys; ``()`` is the file's."""
+    """A validated experiment. ``setups`` has one setup for each combination of overridden keys, ``()`` the file's."""
 
     name: str
     document: Document

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 BATCHES = 20
 LEVEL = 0.95
@@ -59,7 +59,7 @@ def _half_width(observations: NDArray[np.float64]) -> float:
     if count < 2 or not np.isfinite(observations).all():
         return math.nan
     spread = float(np.std(observations, ddof=1))
-    return float(student_t.ppf(0.5 + LEVEL / 2, count - 1)) * spread / math.sqrt(count)
+    return float(stdtrit(count - 1, 0.5 + LEVEL / 2)) * spread / math.sqrt(count)
 
 
 def difference(of: Estimate, over: Estimate) -> Estimate:

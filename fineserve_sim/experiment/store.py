@@ -29,33 +29,37 @@ from fineserve_sim.experiment.metrics import RunData
 from fineserve_sim.experiment.resolve import plain
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
+FORMAT = 1
+"""Raised whenever the files of a run change their columns or meaning."""
+
 _REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
 _TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 
 def key_of(scenario: Scenario, warmup: int) -> str:
-    """The name of a run: a hash of all that determines it, code and data files of both packages included."""
+    """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
     trace = scenario.trace
     fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log"))
     described = {name: plain(getattr(scenario, name)) for name in fields} | {
         "trace": [hashlib.sha256(getattr(trace, column).tobytes()).hexdigest() for column in _TRACE_COLUMNS],
         "trace_models": trace.models,
         "warmup": warmup,
-        "code": [__version__, code_digest()],
+        "code": [__version__, code_digest(), FORMAT],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
 
 
 @cache
 def code_digest() -> str:
-    """Hash of all sources and data files of both packages: a change of code is a change of results until proven not."""
+    """Hash of all sources and data files that a simulation is made of. This package is none of them: what it makes of a
+    file, the scenario, is hashed itself; what it makes of a run does not change the run."""
     digest = hashlib.sha256()
     for package in ("fineserve_sim", "fineserve_traces"):
         root = Path(str(files(package)))
         for path in sorted(root.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                name = f"{package}/{path.relative_to(root).as_posix()}"
-                digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+            relative = path.relative_to(root)
+            if path.is_file() and not {"__pycache__", "experiment", "cli.py"} & set(relative.parts):
+                digest.update(f"{package}/{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

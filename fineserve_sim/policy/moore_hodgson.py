@@ -18,7 +18,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappush, heapreplace
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -46,15 +46,17 @@ def moore_hodgson(jobs: Iterable[tuple[float, float]], start_s: float) -> Plan:
     late = []
     index = -1
     for index, (deadline_s, duration_s) in enumerate(jobs):
-        work_s += duration_s
-        heappush(kept, (-duration_s, -index))
-        end_s = start_s + work_s
-        if end_s > deadline_s:
-            negative_duration_s, removed = heappop(kept)
-            work_s += negative_duration_s
+        end_s = start_s + (work_s + duration_s)
+        if end_s <= deadline_s:
+            heappush(kept, (-duration_s, -index))
+            work_s += duration_s
+            slack_s = min(slack_s, deadline_s - end_s)
+        elif kept and duration_s < -kept[0][0]:
+            minus_longest_s, removed = heapreplace(kept, (-duration_s, -index))
+            work_s += duration_s + minus_longest_s
             late.append(-removed)
-        elif deadline_s - end_s < slack_s:
-            slack_s = deadline_s - end_s
+        else:
+            late.append(index)
     late.sort()
     aside = set(late)
     return Plan([i for i in range(index + 1) if i not in aside], late, slack_s)

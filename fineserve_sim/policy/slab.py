@@ -166,7 +166,12 @@ class KVSlabManager:
         held = holder.held
         left = blocks
         while left:
-            slab = self._fullest_partial(pool) or self._format(pool)
+            slab = self._fullest_partial(pool)
+            if slab is None:
+                if left >= pool.blocks_per_slab > 0:
+                    left -= self._take_whole_slabs(pool, left, held, ids)
+                    continue
+                slab = self._format(pool)
             mask = _take_lowest(slab.free_bits, left, slab.first, ids)
             slab.free_bits ^= mask
             held[slab.id] = held.get(slab.id, 0) | mask
@@ -197,26 +202,33 @@ class KVSlabManager:
 
     def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
         """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
+        held, per_slab = holder.held, holder.pool.blocks_per_slab
         masks: dict[int, int] = {}
-        held, block_bytes, slab_bytes = holder.held, holder.pool.block_bytes, self.plan.slab_bytes
-        slab_id = first = end = distinct = 0
-        for block in block_ids:
-            if not first <= block < end:
-                slab_id = block * block_bytes // slab_bytes
-                if slab_id not in held:
-                    raise self._not_held(owner, block)
-                slab = self._slabs[slab_id]
-                first, end = slab.first, slab.first + slab.blocks  # a straddling block is at ``end``: nobody's bit
-                masks.setdefault(slab_id, 0)
-            masks[slab_id] |= 1 << (block - first)
+        if per_slab:
+            for block in block_ids:
+                slab_id = block // per_slab
+                masks[slab_id] = masks.get(slab_id, 0) | 1 << block % per_slab
+        else:
+            self._grid_masks(holder.pool.block_bytes, block_ids, masks)
+        distinct = 0
         for slab_id, mask in masks.items():
-            if stray := mask & ~held[slab_id]:
-                raise self._not_held(owner, self._slabs[slab_id].first + stray.bit_length() - 1)
+            if stray := mask & ~held.get(slab_id, 0):
+                lowest = (stray & -stray).bit_length() - 1
+                raise self._not_held(owner, self.plan.span(holder.pool.block_bytes, slab_id)[0] + lowest)
             distinct += mask.bit_count()
         if distinct != len(block_ids):
             twice = next(block for block in block_ids if block_ids.count(block) > 1)
             raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
         return masks
+
+    def _grid_masks(self, block_bytes: int, block_ids: Sequence[int], masks: dict[int, int]) -> None:
+        """Fill ``masks`` for blocks whose slabs own unequal spans of the grid."""
+        slab_id = first = end = 0
+        for block in block_ids:
+            if not first <= block < end:
+                slab_id = block * block_bytes // self.plan.slab_bytes
+                first, end = self.plan.span(block_bytes, slab_id)  # a straddling block is at ``end``: nobody's bit
+            masks[slab_id] = masks.get(slab_id, 0) | 1 << (block - first)
 
     @staticmethod
     def _not_held(owner: int, block: int) -> ValueError:
@@ -246,7 +258,8 @@ class KVSlabManager:
         pool.slabs += 1
         pool.slab_blocks += slab.blocks
         pool.partial.append((0, slab.id))
-        self._shift_unformatted(slab.id, -1)
+        if self._grid_pools:
+            self._shift_unformatted(slab.id, -1)
         return slab
 
     def _give_back(self, pool: _Pool, slab: _Slab, mask: int) -> None:
@@ -259,9 +272,29 @@ class KVSlabManager:
             slab.pool = None
             slab.first = slab.blocks = slab.free_bits = 0
             heappush(self._free_slabs, slab.id)
-            self._shift_unformatted(slab.id, 1)
+            if self._grid_pools:
+                self._shift_unformatted(slab.id, 1)
         elif was_full:
             heappush(pool.partial, (-slab.used, slab.id))
+
+    def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
+        """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking them
+        one by one comes to. Only for aligned keys without PARTIAL slabs. Returns the number of blocks taken."""
+        per_slab = pool.blocks_per_slab
+        full = (1 << per_slab) - 1
+        count = blocks // per_slab
+        for _ in range(count):
+            slab_id = heappop(self._free_slabs)
+            slab = self._slabs[slab_id]
+            first = slab_id * per_slab
+            slab.pool, slab.first, slab.blocks, slab.used = pool, first, per_slab, per_slab
+            held[slab_id] = full
+            ids.extend(range(first, first + per_slab))
+            if self._grid_pools:
+                self._shift_unformatted(slab_id, -1)
+        pool.slabs += count
+        pool.slab_blocks += count * per_slab
+        return count * per_slab
 
     def _shift_unformatted(self, slab_id: int, sign: int) -> None:
         for pool in self._grid_pools:

@@ -4,7 +4,7 @@ import math
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
@@ -14,8 +14,10 @@ SPEED = 1024.0  # tokens/s, a power of two: durations are exact
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)
 FACTS = EngineFacts(prefill_tokens_per_s=SPEED, slo_s=4.0, kv_capacity_tokens=10_000, page_tokens=16)
 
-quarters = st.integers(0, 40).map(lambda n: n / 4)
-jobs_by_deadline = st.lists(st.tuples(quarters, quarters.filter(bool)), max_size=8).map(sorted)
+starts = st.integers(0, 8).map(lambda n: n / 4)
+deadlines = st.integers(0, 48).map(lambda n: n / 4)
+durations = st.integers(1, 16).map(lambda n: n / 4)
+jobs_by_deadline = st.lists(st.tuples(deadlines, durations), max_size=8).map(sorted)
 
 
 def ends_on_time(jobs: list[tuple[float, float]], start_s: float) -> bool:
@@ -27,7 +29,8 @@ def ends_on_time(jobs: list[tuple[float, float]], start_s: float) -> bool:
     return True
 
 
-@given(jobs=jobs_by_deadline, start_s=quarters)
+@settings(max_examples=400)
+@given(jobs=jobs_by_deadline, start_s=starts)
 def test_keeps_as_many_jobs_on_time_as_any_choice_does(jobs: list[tuple[float, float]], start_s: float) -> None:
     plan = moore_hodgson(jobs, start_s)
     assert sorted(plan.on_time + plan.late) == list(range(len(jobs)))
@@ -38,13 +41,13 @@ def test_keeps_as_many_jobs_on_time_as_any_choice_does(jobs: list[tuple[float, f
     assert not any(ends_on_time(list(choice), start_s) for choice in combinations(jobs, larger))
 
 
-@given(jobs=jobs_by_deadline, start_s=quarters)
+@given(jobs=jobs_by_deadline, start_s=starts)
 def test_each_job_puts_aside_at_most_one(jobs: list[tuple[float, float]], start_s: float) -> None:
     late = [len(moore_hodgson(jobs[:count], start_s).late) for count in range(len(jobs) + 1)]
     assert all(after - before in (0, 1) for before, after in pairwise(late))
 
 
-@given(jobs=jobs_by_deadline, start_s=quarters, share=st.floats(0, 1))
+@given(jobs=jobs_by_deadline, start_s=starts, share=st.floats(0, 1))
 def test_the_plan_holds_while_the_start_moves_within_its_slack(
     jobs: list[tuple[float, float]], start_s: float, share: float
 ) -> None:
@@ -59,6 +62,11 @@ def test_worked_example() -> None:
     plan = moore_hodgson([(6, 4), (7, 3), (8, 2), (9, 5), (11, 6)], 0)
     assert (plan.on_time, plan.late) == ([1, 2, 4], [0, 3])
     assert plan.slack_s == 0.0
+
+
+def test_a_job_that_took_the_place_of_a_longer_one_may_be_put_aside_for_a_shorter_one() -> None:
+    plan = moore_hodgson([(4, 4), (5, 3), (6, 2), (6, 1.5)], 0)
+    assert (plan.on_time, plan.late) == ([2, 3], [0, 1])
 
 
 def test_among_equally_long_jobs_the_latest_deadline_is_put_aside() -> None:

@@ -83,8 +83,8 @@ def test_replay_and_scale_rate(rng):
     assert replay(arrivals).tolist() == arrivals.tolist()
     fast = scale_rate(arrivals, 2.5)
     assert fast[-1] == pytest.approx(arrivals[-1] / 2.5)
-    assert gaps_of(fast).std() / gaps_of(fast).mean() == pytest.approx(gaps_of(arrivals).std() /
-    gaps_of(arrivals).mean()) with pytest.raises(TraceError, match="row 2"):
+    assert gaps_of(fast) == pytest.approx(gaps_of(arrivals) / 2.5)
+    with pytest.raises(TraceError, match="row 2"):
         replay([3.0, 2.0])
 
 
@@ -102,7 +102,7 @@ def test_replay_and_scale_rate(rng):
     ],
 )
 def test_impossible_processes_are_refused(rng, call):
-    with pytest.raises(ValueError, match="give|needs"):
+    with pytest.raises(ValueError, match=r"give|needs"):
         call(rng)
 
 
@@ -121,7 +121,8 @@ def test_upscale_multiplies_the_counts_of_every_window(rng, factor):
     before, after = (np.histogram(each.arrival_s, edges)[0] for each in (trace, scaled))
     # Within one by systematic rounding, and a copy of the first and the last request of a burst may cross the edge.
     assert np.all(np.abs(after - factor * before) <= 1 + 2 * factor)
-    assert np.all(after[before == 0] == 0)
+    phase_s = scaled.arrival_s % 120
+    assert not np.any((phase_s > 61) & (phase_s < 119))  # the silences stay silent
     assert scaled.arrival_s[0] >= trace.arrival_s[0]
     assert scaled.arrival_s[-1] <= trace.arrival_s[-1]
 

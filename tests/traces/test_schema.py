@@ -39,6 +39,7 @@ def trace_of(arrival_s, name="t", model="m", hashes=None):
         ("output_tokens", [5, 6, 7], "small, column output_tokens: 3 rows, but arrival_s has 4"),
         ("output_tokens", ["5", "6", "7", "8"], "small, column output_tokens: give one row of numbers"),
         ("model", [0, 1, 2, 0], "small, row 3, column model: 2 is no index into the 2 models"),
+        ("model", [0, 0.5, 1, 0], "small, column model: give integer indices into models, not float64"),
         ("models", ("a", "a"), "small: a model is named twice"),
         ("prefix_hashes", ((1,), (2, 3, 4), (2,), ()), "small, row 2, column prefix_hashes: 3 blocks of 10 tokens"),
         ("prefix_hashes", ((1,),), "small, column prefix_hashes: 1 rows, not 4"),

@@ -5,8 +5,8 @@ requests, after the idea of TraceUpscaler (EuroSys 2024). Request i gets k_i cop
 ``factor`` times the count (systematic rounding), so any run of m requests becomes ``factor * m`` requests within one.
 The first copy keeps its time; the others fall uniformly within half the shorter of the two gaps beside it. The shorter
 gap, so that the edge of a burst does not bleed into the silence next to it: on/off traces stay on/off. Below the scale
-of a gap, copies cluster: the cv of inter-arrival times grows (a Poisson trace upscaled is no longer Poisson at that
-scale).
+of a gap copies cluster, so the cv of inter-arrival times grows: measured at factor 2, Poisson arrivals (cv 1.00) get
+1.56, azure2023_conv (1.09) gets 1.67, while the cv of its per-minute counts stays 0.220.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def upscale(trace: Trace, factor: float, rng: Generator) -> Trace:
     and the lengths of its original.
 
     Copy c of every request lives in its own space of prefix hashes, so copies share prefixes among themselves as the
-    originals do, and never hit the cache of their original. Raises TraceError when nothing is left, ValueError for a
+    originals do, and never hit the cache of their original (the last copies of a fractional factor are a sample of the
+    requests, and share less). Raises TraceError when nothing is left, ValueError for a
     factor that is not positive.
     """
     if not 0 < factor < math.inf:

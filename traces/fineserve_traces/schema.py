@@ -73,6 +73,13 @@ def _numeric(values: npt.ArrayLike, where: str, column: str) -> npt.NDArray[Any]
     return array
 
 
+def _index_column(values: npt.ArrayLike, where: str) -> IndexArray:
+    index = _numeric(values, where, "model")
+    if index.dtype.kind == "f":
+        raise TraceError(f"{where}, column model: give integer indices into models, not {index.dtype}")
+    return index.astype(np.int32)
+
+
 def _reject(bad: npt.NDArray[np.bool_], values: npt.NDArray[Any], where: str, column: str, problem: str) -> None:
     if bad.any():
         row = int(np.argmax(bad))
@@ -107,7 +114,7 @@ class Trace:
             "arrival_s": arrival_column(self.arrival_s, self.source),
             "prompt_tokens": token_column(self.prompt_tokens, self.source, "prompt_tokens"),
             "output_tokens": token_column(self.output_tokens, self.source, "output_tokens"),
-            "model": _numeric(self.model, self.source, "model").astype(np.int32),
+            "model": _index_column(self.model, self.source),
         }
         for name, column in columns.items():
             column.setflags(write=False)
