@@ -17,7 +17,7 @@ _DEFAULT_PANELS = ("ttft_attainment", "decode_throughput_tokens_per_s")
 
 
 def draw(results_dir: Path) -> list[Path]:
-    """Draw what resolved.yaml names under ``figures``, or a default set when it names none, into the folder ``figures/``.
+    """Draw the ``figures`` of resolved.yaml, or a default set when it names none, into the folder ``figures/``.
 
     Returns the files written. Raises ValueError when the folder holds no results or a figure names what they lack.
     """

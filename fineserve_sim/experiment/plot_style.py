@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -79,13 +79,17 @@ def panel_grid(rows: int, columns: int, *, row_height_in: float = 2.2) -> tuple[
 
 
 def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]) -> None:
-    """Title, one line of small print below the panels, and one legend for all of them."""
-    figure.suptitle(title, fontsize=11, fontweight="bold")
-    if note:
-        figure.supxlabel(note, fontsize=7.5, color="#666666")
-    if legend:
-        columns = min(len(legend), max(2, int(figure.get_figwidth() // 1.5)))
-        figure.legend(list(legend.values()), list(legend), loc="outside upper center", ncols=columns)
+    """Title with one legend for all panels above them, and one line of small print below."""
+    per_row = min(len(legend), max(2, int(figure.get_figwidth() // 1.5)))
+    figure.legend(
+        cast("list[Artist]", list(legend.values())),  # containers serve as handles; only the annotation is narrower
+        list(legend),
+        loc="outside upper center",
+        ncols=per_row,
+        title=title,
+        title_fontproperties={"size": 11, "weight": "bold"},
+    )
+    figure.supxlabel(note, fontsize=7.5, color="#666666")
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:

@@ -21,6 +21,9 @@ from fineserve_sim.experiment.plot_style import Handle, SystemStyles, panel_grid
 Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
 
+_MOST_TICKS = 8
+"""A tick at every point up to this many; beyond it the labels would touch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -128,7 +131,8 @@ def _line(axes: Axes, xs: Sequence[float], series: Series, styles: SystemStyles)
         capsize=2.5,
         elinewidth=1.0,
     )
-    axes.set_xticks(xs, [number(value) for value in xs])
+    if len(xs) <= _MOST_TICKS:
+        axes.set_xticks(xs, [number(value) for value in xs])
     return line
 
 

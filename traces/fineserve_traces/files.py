@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -68,35 +70,23 @@ class CsvTable:
         if repeated:
             raise TraceError(f"{self.where}: column {repeated[0]!r} is in the header twice")
         self._columns = self._parse(data)
-        self.rows = self._columns.num_rows
+        self.rows = len(self._columns[0]) if self._columns else 0
         if self.rows == 0:
             raise TraceError(f"{self.where}: a header but no rows; give at least one request")
 
-    def _parse(self, data: bytes) -> Any:
-        import pyarrow
-        from pyarrow import csv
-
-        malformed: list[Any] = []
-
-        def on_invalid(row: Any) -> str:
-            malformed.append(row)
-            return "error"
-
-        text = pyarrow.string()
-        try:
-            return csv.read_csv(
-                pyarrow.py_buffer(data),
-                # One thread: only then does the parser know the number of a malformed row.
-                read_options=csv.ReadOptions(use_threads=False, column_names=self.names, skip_rows=1),
-                parse_options=csv.ParseOptions(invalid_row_handler=on_invalid),
-                convert_options=csv.ConvertOptions(column_types=dict.fromkeys(self.names, text)),
-            )
-        except pyarrow.ArrowInvalid as error:
-            if not malformed:
-                raise TraceError(f"{self.where}: not a CSV file ({str(error).splitlines()[0]})") from None
-            row = malformed[0]
-            counts = f"{row.actual_columns} values, but the header has {row.expected_columns} columns"
-            raise TraceError(f"{self.where}, line {row.number}: {counts}") from None
+    def _parse(self, data: bytes) -> list[tuple[str, ...]]:
+        """The cells of each column; no columns when there are no rows. Empty lines are skipped."""
+        lines = csv.reader(io.StringIO(data.decode("utf-8"), newline=""))
+        next(lines)
+        rows = []
+        for row in lines:
+            if len(row) != len(self.names):
+                if not row:
+                    continue
+                counts = f"{len(row)} values, but the header has {len(self.names)} columns"
+                raise TraceError(f"{self.where}, line {lines.line_num}: {counts}")
+            rows.append(row)
+        return list(zip(*rows, strict=True))
 
     def require(self, names: Sequence[str]) -> None:
         """Raise TraceError, with the nearest name that is there, when a column is missing."""
@@ -107,20 +97,15 @@ class CsvTable:
     def text(self, name: str) -> list[str]:
         """One column as text."""
         self.require([name])
-        values: list[str] = self._columns.column(name).to_pylist()
-        return values
+        return list(self._columns[self.names.index(name)])
 
     def numbers(self, name: str) -> FloatArray:
         """One column as float64, shape (rows,). Raises TraceError at the first cell that is no number."""
-        import pyarrow
-
-        self.require([name])
-        column = self._columns.column(name)
+        cells = self.text(name)
         try:
-            parsed: FloatArray = column.cast(pyarrow.float64()).to_numpy()
-            return parsed
-        except pyarrow.ArrowInvalid:
-            return self._numbers_one_by_one(column.to_pylist(), name)
+            return np.array(list(map(float, cells)))
+        except ValueError:
+            return self._numbers_one_by_one(cells, name)
 
     def _numbers_one_by_one(self, cells: Sequence[str], name: str) -> FloatArray:
         parsed = np.empty(len(cells))
