@@ -102,6 +102,10 @@ class Cluster:
         self._outcomes.preemptions[sequence.index] += 1
         self._scope_of[engine.index].stale = True
 
+    def progressed(self, engine: Engine) -> None:
+        """Prompt tokens were computed: a scheduler that counts them may answer differently."""
+        self._scope_of[engine.index].stale = True
+
     # --- scheduling ------------------------------------------------------------------------------------------------
 
     def consult(self, engine: Engine, now: float) -> None:
@@ -172,10 +176,10 @@ class Cluster:
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
         return self._domain_of[engine.index].steps_that_fit(engine, decodes, most)
 
-    def memory_taken(self, engine: Engine) -> None:
-        """Blocks were taken: if the spans of the others are no longer sure of theirs, they end early."""
+    def launched(self, engine: Engine) -> None:
+        """The engine took blocks for an iteration: if the spans of the others are no longer sure of theirs, they end early."""
         domain = self._domain_of[engine.index]
-        if not domain.promises_hold():
+        if not domain.promises_hold(engine):
             for other in domain.engines:
                 if other is not engine:
                     other.cut()

@@ -40,26 +40,41 @@ class MemoryDomain:
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
-        """The longest span, up to ``most`` iterations, whose blocks are sure beside the spans of the others."""
-        demands = {other.index: other.outstanding_blocks() for other in self.engines}
+        """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
+        promised them."""
+        engine.promised_blocks = decodes.blocks_ahead(most - 1)
+        if self._promises_fit():
+            return most
 
         def too_long(steps: int) -> bool:
-            demands[engine.index] = decodes.blocks_ahead(steps - 1)
-            return not self._fit(demands)
+            engine.promised_blocks = decodes.blocks_ahead(steps - 1)
+            return not self._promises_fit()
 
-        if not too_long(most):
-            return most
-        return bisect_left(range(1, most + 1), True, key=too_long)
+        self._recount(engine)
+        steps = max(1, bisect_left(range(1, most + 1), True, key=too_long))
+        engine.promised_blocks = decodes.blocks_ahead(steps - 1)
+        return steps
 
-    def promises_hold(self) -> bool:
-        """The blocks that all present spans will take still fit."""
-        return self._alone is not None or self._fit({e.index: e.outstanding_blocks() for e in self.engines})
+    def promises_hold(self, taker: Engine) -> bool:
+        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
+        if self._alone is not None or not any(engine.promised_blocks for engine in self.engines):
+            return True
+        if self._promises_fit():
+            return True
+        self._recount(taker)
+        return self._promises_fit()
 
     def check(self) -> None:
         for manager in self._managers:
             manager.check()
 
-    def _fit(self, demands: dict[int, int]) -> bool:
+    def _recount(self, engine: Engine) -> None:
+        for other in self.engines:
+            if other is not engine:
+                other.recount_promise()
+
+    def _promises_fit(self) -> bool:
+        demands = {engine.index: engine.promised_blocks for engine in self.engines}
         return all(manager.fits(demands) for manager in self._managers)
 
 

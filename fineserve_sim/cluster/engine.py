@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
-SHARED_SPAN = 8
+SHARED_SPAN = 16
 """Longest span whose end times are worth computing again when a neighbour changes the pace: it will soon do so again."""
 
 
@@ -43,7 +43,8 @@ Growth = tuple[float, int, Collection[SequenceState]]
 class Engine:
     """The batch of one model instance and its place in time.
 
-    ``max_tokens`` bounds prompt and output of a sequence together; ``slowdown`` is the present contention factor.
+    ``max_tokens`` bounds prompt and output of a sequence together; ``slowdown`` is the present contention factor;
+    ``promised_blocks`` is at least what the boundaries ahead in the present span will take.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         self.iterations = 0
         self.waiting: deque[SequenceState] = deque()
         self.composition_changed = False
+        self.promised_blocks = 0
         self._step = step
         self._settings = settings
         self._clock = clock
@@ -138,6 +140,7 @@ class Engine:
         """End the span after the iteration in flight. Its earlier boundaries must be settled."""
         if len(self._ends) > self._settled + 1:
             del self._ends[self._settled + 1 :]
+            self.promised_blocks = 0
             self._schedule_end()
 
     def pass_boundaries(self, now: float, order: int) -> list[Growth]:
@@ -161,10 +164,10 @@ class Engine:
     def latest_prefill(self) -> SequenceState | None:
         return max(self.prefilling, key=_arrival) if self.prefilling else None
 
-    def outstanding_blocks(self) -> int:
-        """Blocks that the boundaries still ahead in the present span will take."""
+    def recount_promise(self) -> None:
+        """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""
         ahead = len(self._ends) - 1 - self._settled
-        return self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
+        self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +224,7 @@ class Engine:
             sequence = self.waiting[0]
             chunk = min(left, sequence.target_tokens)
             # A preempted request comes back only when all of it fits; else two of them could evict each other for ever.
-            if sequence.preempted and self.kv.free_tokens() < sequence.target_tokens + self._settings.block_tokens:
+            if sequence.preempted and self.kv.free_tokens() < self._return_tokens(sequence):
                 break
             if not self.kv.grow(sequence, chunk):
                 break
@@ -231,19 +234,24 @@ class Engine:
             left -= chunk
         return chunks
 
+    def _return_tokens(self, sequence: SequenceState) -> int:
+        """Free memory that brings a preempted request back: all that it must recompute, and a block to go on with."""
+        return min(sequence.target_tokens + self._settings.block_tokens, self.kv.capacity_tokens())
+
     def _launch(self, now: float) -> None:
         batch = self._batch()
         if self.composition_changed or self._settings.contention == "step":
             self.composition_changed = False
             self._cluster.set_shares(self, now, *self._step.shares(*batch))
         self._settled = 0
+        self.promised_blocks = 0
         steps = 1 if self._chunks else self._span_length()
         if steps == 1:
             self._ends = [now + self._step.step_s(*batch) * self.slowdown]
         else:
             self._ends = self._span_ends(now, batch[0], batch[1], steps)
         self._schedule_end()
-        self._cluster.memory_taken(self)
+        self._cluster.launched(self)
 
     def _span_ends(self, now: float, decodes: int, context_tokens: int, steps: int) -> list[float]:
         """End times of ``steps`` decode iterations, up to the first at which the scheduler may have news."""
@@ -270,7 +278,7 @@ class Engine:
         if not self._cluster.merging or self._preempting or self._cluster.must_ask(self):
             return 1
         most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._cluster.has_neighbours(self) else MAX_SPAN)
-        return most if most == 1 else max(1, self._cluster.steps_that_fit(self, self._decodes, most))
+        return most if most == 1 else self._cluster.steps_that_fit(self, self._decodes, most)
 
     def _schedule_end(self) -> None:
         self._pending = self._clock.at(self._ends[-1], Kind.STEP_END, self.index, self._on_step_end)
@@ -288,6 +296,8 @@ class Engine:
         self._decodes.advance()
         self.iterations += self._settled + 1
         finished = self._decodes.pop_finished()
+        if self._chunks:
+            self._cluster.progressed(self)
         for sequence, chunk in self._chunks:
             self._backlog_tokens -= chunk
             sequence.prefilled_tokens += chunk

@@ -18,6 +18,7 @@ from fineserve_sim.experiment.results import Outcome, write_results
 from fineserve_sim.experiment.runs import Run
 from fineserve_sim.experiment.slo import BaseSlo, base_slos, reference_runs
 from fineserve_sim.experiment.store import Store
+from fineserve_sim.experiment.validation import validate
 from fineserve_sim.experiment.yaml_file import Document, parse_value, read_yaml
 
 OnProgress = Callable[[int, int, str], None]
@@ -31,16 +32,17 @@ def load_experiment(
     win over ``quick``. Raises ConfigError for every mistake, at the line or option that made it."""
     document = read_yaml(path)
     shortened = _quick(document)
-    if quick:
-        document = shortened
     for key, text in overrides:
         place = f"--set {key}={text}"
-        if key.split(".")[0] == "quick":
+        if key.partition(".")[0] == "quick":
             raise ConfigError(place, key, "set the key itself instead of its quick value")
-        document.set(key, parse_value(text, place), place)
+        for each in (document, shortened):
+            each.set(key, parse_value(text, place), place)
     if seeds is not None:
         document.set("seeds", seeds, f"--seeds {seeds}")
-    return build(document, path.stem, path.resolve().parent)
+        shortened.set("seeds", seeds, f"--seeds {seeds}")
+    validate(shortened)  # a mistake under quick shows before somebody needs it
+    return build(shortened if quick else document, path.stem, path.resolve().parent)
 
 
 def _quick(document: Document) -> Document:

@@ -113,9 +113,12 @@ class StepModel:
         """End times of consecutive decode-only steps from ``start_s``, each ``slowdown`` times as long as alone: the same
         bits as adding ``step_s(...) * slowdown`` one by one."""
         if steps <= SCALAR_STEPS:
+            self._reserve(decodes, decodes)
+            batch_s = self._tokens_s[decodes] + self._sampled_s[decodes]
             now, ends = start_s, []
-            for context in range(decode_context, decode_context + steps * decodes, decodes):
-                now += self.step_s(decodes, context, 0, 0, 0, decodes) * slowdown
+            for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
+                device = batch_s + context * self._kv_s
+                now += (self._overhead_s + (device if device > self._floor_s else self._floor_s)) * slowdown
                 ends.append(now)
             return ends
         times = np.empty(steps + 1)

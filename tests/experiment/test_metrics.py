@@ -1,0 +1,175 @@
+"""Metrics by hand, by their laws, and intervals by their coverage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.experiment.metrics import RunData, counts, estimate, measure
+from fineserve_sim.experiment.stats import Estimate, difference, of_share, over_runs, ratio
+
+
+def run_of(  # noqa: PLR0917 - one column a row
+    arrival_s: list[float],
+    first_token_s: list[float],
+    finish_s: list[float],
+    output_tokens: list[int],
+    fate: list[Fate],
+    model: list[int] | None = None,
+    warmup: int = 0,
+) -> RunData:
+    count = len(arrival_s)
+    return RunData(
+        models=("A", "B"),
+        model=np.array(model or [0] * count, dtype=np.int32),
+        arrival_s=np.array(arrival_s, dtype=np.float64),
+        prompt_tokens=np.ones(count, dtype=np.int64),
+        output_tokens=np.array(output_tokens),
+        first_token_s=np.array(first_token_s, dtype=np.float64),
+        finish_s=np.array(finish_s, dtype=np.float64),
+        fate=np.array(fate, dtype=np.int8),
+        preemptions=np.ones(count, dtype=np.int64),
+        engine=np.zeros(count, dtype=np.int32),
+        warmup=warmup,
+        engine_models=("A", "B"),
+        sample_s=np.array([0.0, 2.0, 4.0, 99.0]),
+        waiting=np.array([[9, 9], [1, 0], [3, 1], [9, 9]]),
+        kv_used_bytes=np.array([[9, 9], [10, 20], [30, 20], [99, 99]]),
+        kv_capacity_bytes=100,
+        gpus=2,
+    )
+
+
+NAN = math.nan
+F, D, U = Fate.FINISHED, Fate.DROPPED, Fate.UNFINISHED
+
+
+def example() -> RunData:
+    """A warm-up request and five measured ones in the window from 1 s to 5 s.
+
+    0 (warm-up): 11 tokens, 10 of them decoded evenly from 0 s to 2 s, so 5 in the window; it finishes inside.
+    1: first token after 0.5 s, one token only.    2: late first token (2 s), 21 tokens from 4 s to 6 s: 10 inside.
+    3: dropped.   4: unfinished, first token at 4.5 s.    5: B's, first token at 5.2 s, outside.
+    """
+    return run_of(
+        arrival_s=[0, 1, 2, 3, 4, 5],
+        first_token_s=[0, 1.5, 4, NAN, 4.5, 5.2],
+        finish_s=[2, 1.5, 6, NAN, NAN, 5.7],
+        output_tokens=[11, 1, 21, 7, 8, 6],
+        fate=[F, F, F, D, U, F],
+        model=[0, 0, 0, 0, 0, 1],
+        warmup=1,
+    )
+
+
+def test_the_example_by_hand() -> None:
+    found = measure(example(), {"A": 1.0, "B": 1.0}, 0.1)
+    assert found.counts == {
+        "arrived": 5, "finished": 3, "dropped": 1, "rejected": 0, "unfinished": 1, "preemptions": 5,
+    }  # fmt: skip
+    assert estimate([found], "ttft_attainment").mean == pytest.approx(2 / 5)
+    assert estimate([found], "ttft_attainment", "A").mean == pytest.approx(1 / 4)
+    assert estimate([found], "tpot_attainment").mean == pytest.approx(3 / 5)  # TPOT of 2 is 0.1 s, of 5 is 0.1 s
+    values = {name: value[""] for name, value in found.values.items()}
+    assert values["throughput_per_s"] == pytest.approx(2 / 4)
+    assert values["goodput_per_s"] == pytest.approx(2 / 4)
+    assert values["decode_throughput_tokens_per_s"] == pytest.approx((5 + 10) / 4)
+    assert values["token_throughput_per_s"] == pytest.approx((5 + 10 + 3) / 4)
+    assert values["ttft_p50_s"] == pytest.approx(0.5)
+    assert values["e2e_p50_s"] == pytest.approx(0.7)
+    assert values["waiting_mean"] == pytest.approx(2.5)
+    assert values["waiting_max"] == 4
+    assert found.values["kv_used_peak_bytes"]["A"] == 30
+    assert values["kv_use_mean"] == pytest.approx(0.4)
+    assert values["kv_use_peak"] == pytest.approx(0.5)
+    assert values["gpu_hours_per_mtoken"] == pytest.approx(2 * 1e6 / (4.5 * 3600))
+
+
+def test_a_lost_request_is_an_error() -> None:
+    run = example()
+    run.fate[2] = 7
+    with pytest.raises(AssertionError, match="5 requests arrived"):
+        counts(run)
+    run.fate[2] = Fate.DROPPED
+    with pytest.raises(AssertionError, match="finish time"):
+        counts(run)
+
+
+requests = st.lists(
+    st.tuples(
+        st.floats(0, 2),
+        st.floats(0, 5),
+        st.floats(0, 5),
+        st.integers(1, 50),
+        st.sampled_from(list(Fate)),
+        st.integers(0, 1),
+    ),
+    min_size=2,
+    max_size=30,
+)
+
+
+@given(requests, st.floats(0.01, 6))
+def test_laws(rows: list[tuple[float, float, float, int, Fate, int]], limit_s: float) -> None:
+    """Fates add up, models add up to the whole, goodput <= throughput, a looser limit is met at least as often."""
+    arrival_s = np.cumsum([row[0] for row in rows]) + np.arange(len(rows))
+    first_s = [at + row[1] if row[4] is F else NAN for at, row in zip(arrival_s, rows, strict=True)]
+    finish_s = [first + row[2] * (row[3] > 1) for first, row in zip(first_s, rows, strict=True)]
+    run = run_of(list(arrival_s), first_s, finish_s, [r[3] for r in rows], [r[4] for r in rows], [r[5] for r in rows])
+    tight, loose = (measure(run, {"A": scale * limit_s, "B": scale * limit_s}, None) for scale in (1, 2))
+    assert tight.counts["arrived"] == sum(tight.counts[fate.name.lower()] for fate in Fate) == len(rows)
+    assert tight.hits["ttft_attainment"][""].sum() <= loose.hits["ttft_attainment"][""].sum()
+    assert tight.values["goodput_per_s"][""] <= tight.values["throughput_per_s"][""]
+    for metric in ("throughput_per_s", "goodput_per_s", "decode_throughput_tokens_per_s", "token_throughput_per_s"):
+        parts = tight.values[metric]
+        assert parts["A"] + parts["B"] == pytest.approx(parts[""])
+    decoded = tight.values["decode_throughput_tokens_per_s"][""] * (arrival_s[-1] - arrival_s[0])
+    assert decoded <= sum(row[3] - 1 for row in rows if row[4] is F) + 1e-6
+
+
+def test_student_interval_over_runs() -> None:
+    found = over_runs([1.0, 2.0, 3.0])
+    assert found.mean == 2
+    assert found.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)  # t table: 97.5 %, 2 degrees of freedom
+    assert math.isnan(over_runs([1.0]).half_width)
+    assert math.isnan(over_runs([1.0, NAN]).mean)
+
+
+def test_share_of_everything_is_certain_and_of_nothing_unknown() -> None:
+    assert of_share([np.ones(100, dtype=np.bool_)]) == (1, 0)
+    assert math.isnan(of_share([np.empty(0, dtype=np.bool_)]).mean)
+
+
+def covered(correlation: float, trials: int = 300) -> float:
+    """How often the interval of three runs of 2,400 requests holds the true share, for a two-state Markov chain with
+    share 0.7 whose neighbours have this correlation."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(trials):
+        runs = []
+        for _ in range(3):
+            fresh = rng.random(2400) >= correlation
+            fresh[0] = True
+            values = rng.random(2400) < 0.7
+            runs.append(values[np.maximum.accumulate(np.where(fresh, np.arange(2400), 0))])
+        found = of_share(runs)
+        hits += abs(found.mean - 0.7) <= found.half_width
+    return hits / trials
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.8, 0.95])
+def test_the_interval_of_a_share_covers_the_truth(correlation: float) -> None:
+    """Requests in a row are alike; the interval must still hold the truth about 95 times in 100 (2 s.e.: 2.5)."""
+    assert 0.91 <= covered(correlation) <= 0.985
+
+
+def test_differences_and_ratios() -> None:
+    one, other = Estimate(0.9, 0.03), Estimate(0.45, 0.04)
+    assert difference(one, other) == pytest.approx((0.45, 0.05))
+    assert ratio(one, other) == pytest.approx((2.0, 2 * math.hypot(0.03 / 0.9, 0.04 / 0.45)))
+    assert math.isnan(ratio(one, Estimate(0.0, 0.0)).mean)
