@@ -170,9 +170,6 @@ class Cluster:
             neighbour.rescale(now, self._contention.slowdowns[other])
             self._ask_again(neighbour, now)
 
-    def has_neighbours(self, engine: Engine) -> bool:
-        return bool(self._contention.neighbours[engine.index])
-
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
         return self._domain_of[engine.index].steps_that_fit(engine, decodes, most)
 

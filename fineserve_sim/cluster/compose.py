@@ -59,10 +59,11 @@ def compose(scenario: Scenario) -> Parts:
         for model in served
     }
     controller = Controller(routes)
+    contention = Contention([instance.gpus for instance in instances])
     cluster = Cluster(
         clock,
         controller,
-        Contention([instance.gpus for instance in instances]),
+        contention,
         outcomes,
         [Scope(scope) for scope in schedulers],
         merging=not scenario.exact_steps and scenario.engine.contention == "composition",
@@ -70,7 +71,7 @@ def compose(scenario: Scenario) -> Parts:
         log=scenario.log,
     )
     engines = [
-        Engine(e, step_model(served[i.model], _gpu_of(scenario, i), scenario.engine), kv, limit, scenario.engine, clock, cluster)
+        Engine(e, step_model(served[i.model], _gpu_of(scenario, i), scenario.engine), kv, limit, bool(contention.neighbours[e]), scenario.engine, clock, cluster)
         for e, (i, kv, limit) in enumerate(zip(instances, kvs, limits, strict=True))
     ]
     cluster.connect(engines, _domains(scenario, engines, instances, managers))

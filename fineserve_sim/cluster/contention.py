@@ -29,8 +29,6 @@ class Contention:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
         self._compute[engine] = compute
         self._bandwidth[engine] = bandwidth
-        if not self.neighbours[engine]:
-            return []  # alone, the shares of one engine never exceed one
         self.slowdowns[engine] = self._slowdown(engine)
         changed = []
         for other in self.neighbours[engine]:

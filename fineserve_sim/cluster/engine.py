@@ -53,6 +53,7 @@ class Engine:
         step: StepModel,
         kv: EngineKV,
         max_tokens: int,
+        shares_gpu: bool,
         settings: EngineSettings,
         clock: Clock,
         cluster: Cluster,
@@ -65,6 +66,7 @@ class Engine:
         self.waiting: deque[SequenceState] = deque()
         self.composition_changed = False
         self.promised_blocks = 0
+        self._shares_gpu = shares_gpu
         self._step = step
         self._settings = settings
         self._clock = clock
@@ -242,7 +244,8 @@ class Engine:
         batch = self._batch()
         if self.composition_changed or self._settings.contention == "step":
             self.composition_changed = False
-            self._cluster.set_shares(self, now, *self._step.shares(*batch))
+            if self._shares_gpu:  # alone, an engine's shares are at most one
+                self._cluster.set_shares(self, now, *self._step.shares(*batch))
         self._settled = 0
         self.promised_blocks = 0
         steps = 1 if self._chunks else self._span_length()
@@ -277,7 +280,7 @@ class Engine:
         """How many iterations may go as one: until a sequence ends, memory runs short, or a scheduler wants to be asked."""
         if not self._cluster.merging or self._preempting or self._cluster.must_ask(self):
             return 1
-        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._cluster.has_neighbours(self) else MAX_SPAN)
+        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._shares_gpu else MAX_SPAN)
         return most if most == 1 else self._cluster.steps_that_fit(self, self._decodes, most)
 
     def _schedule_end(self) -> None:
@@ -287,7 +290,8 @@ class Engine:
         """Nothing to run: idle, or stalled for memory."""
         if self.composition_changed:
             self.composition_changed = False
-            self._cluster.set_shares(self, now, 0.0, 0.0)
+            if self._shares_gpu:
+                self._cluster.set_shares(self, now, 0.0, 0.0)
         if self.has_work:
             self._cluster.stalled(self, now)
 

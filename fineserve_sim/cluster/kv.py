@@ -56,9 +56,10 @@ class EngineKV:
         taken = self._take(len(sequences))
         if taken is None:
             return False
-        for position, sequence in enumerate(sequences):
-            for held, ids in zip(sequence.blocks, taken, strict=True):
-                held.append(ids[position])
+        for rank, ids in enumerate(taken):
+            for sequence, block in zip(sequences, ids, strict=True):
+                sequence.blocks[rank].append(block)
+        for sequence in sequences:
             sequence.blocks_held += 1
         return True
 

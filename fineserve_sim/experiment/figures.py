@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
+from fineserve_sim.experiment.labels import varying_axes
 from fineserve_sim.experiment.plot_style import SystemStyles, house_style, save
-from fineserve_sim.experiment.sweep_figure import sweep_figure, varying_axes
+from fineserve_sim.experiment.sweep_figure import sweep_figure
+from fineserve_sim.experiment.timeline_figure import timeline_figure
 
 _DEFAULT_PANELS = ("ttft_attainment", "decode_throughput_tokens_per_s")
 
@@ -38,7 +40,10 @@ def read_summary(results_dir: Path) -> dict[str, Any]:
     path = results_dir / "summary.json"
     if not path.is_file():
         raise ValueError(f"{results_dir}: no summary.json here; give a folder that `fineserve-sim run` has written")
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path}: damaged ({problem}); run the experiment again to write it anew") from None
     return summary
 
 
@@ -53,21 +58,15 @@ def default_figures(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _figure(entry: Mapping[str, Any], summary: Mapping[str, Any], results_dir: Path, styles: SystemStyles) -> Figure:
-    systems = entry.get("systems")
-    cells = [
-        cell
-        for cell in summary["cells"]
-        if cell["sweep"] == entry["sweep"] and (not systems or cell["system"] in systems)
-    ]
+    title = entry.get("title") or summary["title"]
+    systems = entry.get("systems") or list(dict.fromkeys(cell["system"] for cell in summary["cells"]))
+    cells = [cell for cell in summary["cells"] if cell["system"] in systems]
+    if "timeline" in entry:
+        return timeline_figure(cells, entry["timeline"], panels=entry["panels"], title=title, results_dir=results_dir)
+    cells = [cell for cell in cells if cell["sweep"] == entry["sweep"]]
     if not cells:
         raise ValueError(
             f"figure {entry['name']!r}: no results of sweep {entry['sweep']!r} for the systems it asks for"
         )
-    return sweep_figure(
-        cells,
-        x=entry.get("x"),
-        panels=entry["panels"],
-        columns=entry.get("columns"),
-        title=entry.get("title") or summary["title"],
-        styles=styles,
-    )
+    panels, columns = entry["panels"], entry.get("columns")
+    return sweep_figure(cells, x=entry.get("x"), panels=panels, columns=columns, title=title, styles=styles)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,9 @@ _KNOWN = {
     "kv_used_bytes": Quantity("KV cache in use", "GiB", _GIB),
     "gpu_stranded_bytes": Quantity("KV cache stranded", "GiB", _GIB),
     "gpu_free_bytes": Quantity("KV cache free", "GiB", _GIB),
+    "kv_used_peak_bytes": Quantity("KV cache in use, peak", "GiB", _GIB),
+    "waiting_mean": Quantity("Waiting requests, mean"),
+    "waiting_max": Quantity("Waiting requests, most"),
     "waiting": Quantity("Waiting requests"),
     "running": Quantity("Running requests"),
     "rate_scale": Quantity("Rate scale"),
@@ -88,3 +92,8 @@ def distinct(values: Iterable[object]) -> list[object]:
     unique = list(dict.fromkeys(values))
     numeric = [value for value in unique if isinstance(value, int | float)]
     return [*sorted(numeric)] if len(numeric) == len(unique) else unique
+
+
+def varying_axes(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The axes on which cells of summary.json differ, in the order in which the first cell names them."""
+    return [axis for axis in cells[0]["axes"] if len({cell["axes"].get(axis) for cell in cells}) > 1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import product
 from math import nan
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fineserve_sim.experiment.labels import axis_text, distinct, number, quantity
+from fineserve_sim.experiment.errors import nearest
+from fineserve_sim.experiment.labels import axis_text, distinct, number, quantity, varying_axes
 from fineserve_sim.experiment.plot_style import Handle, SystemStyles, panel_grid, set_heading
 
 Cell = Mapping[str, Any]
@@ -33,11 +33,6 @@ class Series:
     title: str
     means: list[float]
     half_widths: list[float]
-
-
-def varying_axes(cells: Sequence[Cell]) -> list[str]:
-    """The axes on which the cells differ, in the order in which the first cell names them."""
-    return [axis for axis in cells[0]["axes"] if len({cell["axes"].get(axis) for cell in cells}) > 1]
 
 
 def sweep_figure(
@@ -80,9 +75,7 @@ def _require(name: str | None, known: Iterable[str | None], kind: str, title: st
     if name in known:
         return
     names = sorted(str(entry) for entry in known if entry)
-    near = get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    raise ValueError(f"figure {title!r}: the results have no {kind} {name!r}; {hint}")
+    raise ValueError(f"figure {title!r}: the results have no {kind} {name!r}; {nearest(name, names)}")
 
 
 def _at(cell: Cell, axes: Sequence[str], point: Sequence[object]) -> bool:

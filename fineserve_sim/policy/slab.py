@@ -190,15 +190,22 @@ class KVSlabManager:
         twice; then nothing is given back."""
         holder = self._owners[owner]
         masks = self._masks(owner, holder, block_ids)
-        held = holder.held
+        held, pool, slabs = holder.held, holder.pool, self._slabs
         for slab_id, mask in masks.items():
             if left := held[slab_id] ^ mask:
                 held[slab_id] = left
             else:
                 del held[slab_id]
-            self._give_back(holder.pool, self._slabs[slab_id], mask)
+            slab = slabs[slab_id]
+            was_full = not slab.free_bits
+            slab.free_bits |= mask
+            slab.used -= mask.bit_count()
+            if not slab.used:
+                self._unformat(pool, slab)
+            elif was_full:
+                heappush(pool.partial, (-slab.used, slab_id))
         holder.used_blocks -= len(block_ids)
-        holder.pool.used_blocks -= len(block_ids)
+        pool.used_blocks -= len(block_ids)
 
     def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
         """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
@@ -262,20 +269,15 @@ class KVSlabManager:
             self._shift_unformatted(slab.id, -1)
         return slab
 
-    def _give_back(self, pool: _Pool, slab: _Slab, mask: int) -> None:
-        was_full = not slab.free_bits
-        slab.free_bits |= mask
-        slab.used -= mask.bit_count()
-        if not slab.used:
-            pool.slabs -= 1
-            pool.slab_blocks -= slab.blocks
-            slab.pool = None
-            slab.first = slab.blocks = slab.free_bits = 0
-            heappush(self._free_slabs, slab.id)
-            if self._grid_pools:
-                self._shift_unformatted(slab.id, 1)
-        elif was_full:
-            heappush(pool.partial, (-slab.used, slab.id))
+    def _unformat(self, pool: _Pool, slab: _Slab) -> None:
+        """The slab is empty: it goes back to the free list."""
+        pool.slabs -= 1
+        pool.slab_blocks -= slab.blocks
+        slab.pool = None
+        slab.first = slab.blocks = slab.free_bits = 0
+        heappush(self._free_slabs, slab.id)
+        if self._grid_pools:
+            self._shift_unformatted(slab.id, 1)
 
     def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
         """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking them

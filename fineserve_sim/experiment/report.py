@@ -1,0 +1,143 @@
+"""What a run says in the terminal: a table a sweep, the claims with their verdicts, and the cells to be careful with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fineserve_sim.experiment.labels import axis_text, distinct, number, quantity, varying_axes
+
+Cell = Mapping[str, Any]
+"""One entry of ``cells`` in summary.json."""
+
+_SWEEP_METRICS = ("ttft_attainment", "decode_throughput_tokens_per_s")
+_POINT_METRICS = (*_SWEEP_METRICS, "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "kv_use_mean")
+_VERDICT_STYLES = {"reproduced": "green", "direction only": "yellow", "not reproduced": "red", "input": "dim"}
+_MOST_FLAGS = 12
+
+
+def report(summary: Mapping[str, Any]) -> Group:
+    """Everything that the terminal shows of summary.json, in reading order."""
+    parts: list[RenderableType] = []
+    for sweep in dict.fromkeys(cell["sweep"] for cell in summary["cells"]):
+        parts += sweep_tables(sweep, [cell for cell in summary["cells"] if cell["sweep"] == sweep])
+    if summary["claims"]:
+        parts.append(claims_table(summary["claims"]))
+    flagged = list(flag_lines(summary["cells"]))
+    if flagged:
+        parts.append(Text("\n".join(["Handle with care:", *(f"  {line}" for line in flagged), ""])))
+    return Group(*parts)
+
+
+def sweep_tables(sweep: str, cells: Sequence[Cell]) -> list[Table]:
+    """One table a metric with the first varying axis across; a sweep of one point is one table of many metrics."""
+    axes = varying_axes(cells)
+    if not axes:
+        return [_point_table(sweep, cells)]
+    return [_axis_table(sweep, cells, axes[0], axes[1:], metric) for metric in _SWEEP_METRICS]
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+
+
+def _point_table(sweep: str, cells: Sequence[Cell]) -> Table:
+    table = _table(sweep)
+    table.add_column("System")
+    for metric in _POINT_METRICS:
+        table.add_column(quantity(metric).text, justify="right")
+    for cell in cells:
+        table.add_row(cell["title"], *(_estimate(cell, metric) for metric in _POINT_METRICS))
+    return table
+
+
+def _axis_table(sweep: str, cells: Sequence[Cell], x: str, others: Sequence[str], metric: str) -> Table:
+    table = _table(f"{sweep}: {quantity(metric).text}")
+    for axis in others:
+        table.add_column(quantity(axis).label)
+    table.add_column("System")
+    xs = distinct(cell["axes"][x] for cell in cells)
+    for place, value in enumerate(xs):
+        table.add_column(number(value) if place else axis_text(x, value), justify="right")
+    by_place = {(tuple(cell["axes"][axis] for axis in (*others, x)), cell["system"]): cell for cell in cells}
+    systems = list(dict.fromkeys(cell["system"] for cell in cells))
+    for group in product(*(distinct(cell["axes"][axis] for cell in cells) for axis in others)):
+        columns = [[by_place.get(((*group, value), system)) for system in systems] for value in xs]
+        shown = [_estimates(column, metric) for column in columns]
+        for row, system in enumerate(systems):
+            first = [number(value) if row == 0 else "" for value in group]
+            table.add_row(*first, _title(cells, system), *(column[row] for column in shown))
+        table.add_section()
+    return table
+
+
+def _title(cells: Sequence[Cell], system: str) -> str:
+    return next(str(cell["title"]) for cell in cells if cell["system"] == system)
+
+
+def _estimates(column: Sequence[Cell | None], metric: str) -> list[Text]:
+    """One text a system, the best one bold."""
+    means = [cell["metrics"][metric]["mean"] if cell else None for cell in column]
+    best = max((mean for mean in means if mean is not None), default=None)
+    return [
+        Text(_estimate(cell, metric) if cell else "–", style="bold" if mean is not None and mean == best else "")
+        for cell, mean in zip(column, means, strict=True)
+    ]
+
+
+def _estimate(cell: Cell, metric: str) -> str:
+    """Mean and half-width of a 95 % interval, in the shown unit; one decimal for percentages."""
+    found = cell["metrics"].get(metric, {})
+    shown = quantity(metric)
+    mean, half_width = (
+        None if (value := found.get(key)) is None else value * shown.scale for key in ("mean", "half_width")
+    )
+    if mean is None:
+        return "–"
+    if shown.unit == "%":
+        return f"{mean:.1f}" if half_width is None else f"{mean:.1f} ± {half_width:.1f}"
+    return number(mean) if half_width is None else f"{number(mean)} ± {number(half_width)}"
+
+
+def claims_table(claims: Sequence[Mapping[str, Any]]) -> Table:
+    """Each claim with the paper's value, ours and the verdict, and the count of verdicts below."""
+    table = _table("Claims")
+    table.add_column("Claim")
+    table.add_column("Measure")
+    table.add_column("Paper", justify="right")
+    table.add_column("Ours", justify="right")
+    table.add_column("Verdict", no_wrap=True)
+    for claim in claims:
+        half_width = claim["half_width"]
+        ours = _claim_value(claim["ours"]) + ("" if half_width is None else f" ± {number(half_width)}")
+        verdict = Text(claim["verdict"], style=_VERDICT_STYLES.get(claim["verdict"], ""))
+        table.add_row(claim["id"], claim["measure"], _claim_value(claim["paper"]), ours, verdict)
+    verdicts = [claim["verdict"] for claim in claims]
+    counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICT_STYLES if verdict in verdicts)
+    table.caption = ", ".join(counts)
+    table.caption_justify = "left"
+    return table
+
+
+def _claim_value(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else number(value)
+
+
+def flag_lines(cells: Sequence[Cell]) -> Iterator[str]:
+    """One line a flag with the cells that carry it; at most a dozen, then how many more there are."""
+    flagged: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        place = ", ".join([cell["title"], *(axis_text(axis, value) for axis, value in cell["axes"].items())])
+        for flag in cell["flags"]:
+            flagged.setdefault(flag, {})[place] = None
+    for flag, places in list(flagged.items())[:_MOST_FLAGS]:
+        more = f" and {len(places) - 1} more cells" if len(places) > 1 else ""
+        yield f"{flag}: {next(iter(places))}{more}"
+    if len(flagged) > _MOST_FLAGS:
+        yield f"and {len(flagged) - _MOST_FLAGS} more flags (summary.json, cells)"

@@ -1,0 +1,103 @@
+"""The figure of one moment after another: one row a panel, one column a system, one line a model (or a GPU).
+
+Drawn from the timeline samples of the first seed of one cell a system. Engines of the same model are added up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from fineserve_sim.experiment.claims import matching
+from fineserve_sim.experiment.labels import axis_text, quantity
+from fineserve_sim.experiment.plot_style import COLOURS, Handle, panel_grid, set_heading
+
+_ENGINE_PANELS = ("waiting", "running", "kv_used_bytes")
+_COLOURS = COLOURS[3:] + COLOURS[:3]
+"""Models start at other colours than systems, so that nobody takes one for the other."""
+
+
+class Timeline:
+    """The samples of one run: shown series by panel and the name of what each belongs to."""
+
+    def __init__(self, results_dir: Path, key: str) -> None:
+        """Raises ValueError when the run has no samples in the folder."""
+        path = results_dir / "cells" / f"{key}.timeline.parquet"
+        if not path.is_file():
+            raise ValueError(f"{path}: not there; run the experiment again to write it anew")
+        self._table = pq.read_table(path)
+        meta = json.loads((results_dir / "cells" / f"{key}.json").read_text(encoding="utf-8"))
+        self._engine_models: list[str] = meta["engine_models"]
+        self._gpus: int = meta["gpus"]
+        self.kv_capacity_bytes: int = sum(meta["kv_capacity_bytes"])
+
+    @property
+    def time_s(self) -> NDArray[np.float64]:
+        return np.asarray(self._table.column("time_s").to_numpy(), dtype=np.float64)
+
+    def series(self, panel: str) -> dict[str, NDArray[np.float64]]:
+        """One array of shown values (T,) a model for engine panels, a GPU for the others."""
+        if panel in _ENGINE_PANELS:
+            owners = [f"Model {model}" for model in self._engine_models]
+        else:
+            owners = [f"GPU {index}" for index in range(self._gpus)]
+        summed = {owner: np.zeros(len(self._table)) for owner in dict.fromkeys(owners)}
+        for index, owner in enumerate(owners):
+            summed[owner] += self._table.column(f"{panel}.{index}").to_numpy() * quantity(panel).scale
+        return summed
+
+
+def timeline_figure(
+    cells: Sequence[Mapping[str, Any]], at: Mapping[str, Any], *, panels: Sequence[str], title: str, results_dir: Path
+) -> Figure:
+    """Draw the cell ``at`` one place of each system in ``cells``.
+
+    Raises ValueError when no cell is there, or when a run has no samples.
+    """
+    there = {cell["system"]: cell for cell in reversed(_matching_any(cells, at))}
+    shown = [there[system] for system in dict.fromkeys(cell["system"] for cell in cells) if system in there]
+    if not shown:
+        place = ", ".join(axis_text(axis, value) for axis, value in at.items()) or "any place"
+        raise ValueError(f"figure {title!r}: no cell is at {place}")
+    timelines = [Timeline(results_dir, cell["runs"][0]) for cell in shown]
+    figure, grid = panel_grid(len(panels), len(shown), row_height_in=1.9)
+    owners = [owner for timeline in timelines for panel in panels for owner in timeline.series(panel)]
+    colour = {owner: _COLOURS[place % len(_COLOURS)] for place, owner in enumerate(dict.fromkeys(owners))}
+    legend: dict[str, Handle] = {}
+    for panel, row in zip(panels, grid, strict=True):
+        for timeline, axes in zip(timelines, row, strict=True):
+            legend |= _draw_panel(axes, timeline, panel, colour)
+        row[0].set_ylabel(quantity(panel).text)
+        row[0].set_ylim(bottom=0)
+    for axes, cell in zip(grid[0], shown, strict=True):
+        axes.set_title(cell["title"])
+    for axes in grid[-1]:
+        axes.set_xlabel("Time (s)")
+    place = [axis_text(axis, value) for axis, value in shown[0]["axes"].items()]
+    set_heading(figure, title, ", ".join([*place, "first seed"]), legend)
+    return figure
+
+
+def _matching_any(cells: Sequence[Mapping[str, Any]], at: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The cells of every system at a place."""
+    systems = dict.fromkeys(cell["system"] for cell in cells)
+    return [cell for system in systems for cell in matching(cells, system, at)]
+
+
+def _draw_panel(axes: Axes, timeline: Timeline, panel: str, colour: Mapping[str, str]) -> dict[str, Handle]:
+    legend: dict[str, Handle] = {}
+    for owner, values in timeline.series(panel).items():
+        legend[owner] = axes.plot(timeline.time_s, values, color=colour[owner], linewidth=1.4)[0]
+        axes.fill_between(timeline.time_s, values, color=colour[owner], alpha=0.12, linewidth=0)
+    if panel == "kv_used_bytes":
+        capacity = timeline.kv_capacity_bytes * quantity(panel).scale
+        legend["KV capacity of the cluster"] = axes.axhline(capacity, color="#666666", linewidth=1.0, linestyle="--")
+    return legend
