@@ -7,9 +7,11 @@ A claim names a measure of cells and what the paper says of it:
 * order: ``of`` is at least ``over`` at every such cell; our number is the smallest difference.
 * placement: which model went where, in the order of the decisions.
 
-Verdicts on a number: *reproduced* within the tolerance (relative to the paper's number); *direction only* outside of it
-but on the paper's side of no effect (1 for a ratio, 0 for a difference); otherwise *not reproduced*. On a comparison
-such as "> 1": reproduced or not. On an order: reproduced when no point contradicts it beyond its interval and some
+Verdicts on a number: *reproduced* within the tolerance (relative to the paper's number) and, for a ratio or difference,
+clearly beyond no effect (1, 0) on the paper's side; *direction only* when merely on that side; otherwise *not
+reproduced*. On a comparison:
+"> 1" is reproduced when it holds beyond our interval and direction only within it; ">= 1" is reproduced unless the
+contrary holds beyond our interval. On an order: reproduced when no point contradicts it beyond its interval and some
 point confirms it beyond its interval; direction only when it holds on average. A claim that served to set the load is
 an *input*, whatever it shows, and evidence of nothing.
 """
@@ -17,20 +19,13 @@ an *input*, whatever it shows, and evidence of nothing.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fineserve_sim.experiment.schema import COMPARISON, Claim
 from fineserve_sim.experiment.stats import Estimate, difference, ratio
 
 Cell = Mapping[str, Any]
-_OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
 SINGLE = ("value", "ratio", "difference")
 """Measures of one cell, or one against another."""
 
@@ -81,7 +76,7 @@ def _find(claim: Claim, cells: Sequence[Cell], placements: Sequence[Mapping[str,
         value = ratio(value, metric_of(over[0], claim))
     elif claim.measure == "difference":
         value = difference(value, metric_of(over[0], claim))
-    return Finding(*value, _verdict(claim, value.mean))
+    return Finding(*value, _verdict(claim, value))
 
 
 def matching(cells: Sequence[Cell], system: str, at: Mapping[str, Any]) -> list[Cell]:
@@ -108,24 +103,34 @@ def _twin(cell: Cell, others: Sequence[Cell]) -> Cell:
     return next(other for other in others if other["axes"] == cell["axes"])
 
 
-def _verdict(claim: Claim, ours: float) -> str:
-    if not math.isfinite(ours):
+def _verdict(claim: Claim, ours: Estimate) -> str:
+    if not math.isfinite(ours.mean):
         return "not reproduced"
     if isinstance(claim.paper, str):
-        comparison = COMPARISON.fullmatch(claim.paper)
-        assert comparison is not None
-        sign, bound = comparison.groups()
-        return "reproduced" if _OPERATORS[sign](ours, float(bound)) else "not reproduced"
-    if abs(ours - claim.paper) <= claim.tolerance * abs(claim.paper):
-        return "reproduced"
+        return _compared(claim.paper, ours)
+    close = abs(ours.mean - claim.paper) <= claim.tolerance * abs(claim.paper)
     neutral = _NO_EFFECT.get(claim.measure)
-    same_side = neutral is not None and (ours - neutral) * (claim.paper - neutral) > 0
-    return "direction only" if same_side else "not reproduced"
+    if neutral is None:
+        return "reproduced" if close else "not reproduced"
+    effect = (ours.mean - neutral) * (1 if claim.paper >= neutral else -1)
+    if close and effect > _slack(ours):
+        return "reproduced"
+    return "direction only" if effect > 0 else "not reproduced"
+
+
+def _compared(paper: str, ours: Estimate) -> str:
+    comparison = COMPARISON.fullmatch(paper)
+    assert comparison is not None
+    sign, bound = comparison[1], float(comparison[2])
+    beyond = (ours.mean - bound) * (1 if sign[0] == ">" else -1)
+    if beyond > _slack(ours) or ("=" in sign and beyond >= -_slack(ours)):
+        return "reproduced"
+    return "direction only" if beyond > 0 else "not reproduced"
 
 
 def _largest(claim: Claim, pairs: Sequence[tuple[Cell, Estimate]]) -> Finding:
     cell, value = max(pairs, key=lambda pair: -math.inf if math.isnan(pair[1].mean) else pair[1].mean)
-    return Finding(*value, _verdict(claim, value.mean), f"Largest at {_where(cell)}.")
+    return Finding(*value, _verdict(claim, value), f"Largest at {_where(cell)}.")
 
 
 def _order(pairs: Sequence[tuple[Cell, Estimate]]) -> Finding:

@@ -63,7 +63,8 @@ def _figure(entry: Mapping[str, Any], summary: Mapping[str, Any], results_dir: P
     cells = [cell for cell in summary["cells"] if cell["system"] in systems]
     if "timeline" in entry:
         return timeline_figure(cells, entry["timeline"], panels=entry["panels"], title=title, results_dir=results_dir)
-    cells = [cell for cell in cells if cell["sweep"] == entry["sweep"]]
+    sweep = entry["sweep"]
+    cells = [cell for cell in cells if cell["sweep"] == sweep]
     if not cells:
         raise ValueError(
             f"figure {entry['name']!r}: no results of sweep {entry['sweep']!r} for the systems it asks for"

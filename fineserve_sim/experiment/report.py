@@ -1,4 +1,4 @@
-"""What a run says in the terminal: a table a sweep, the claims with their verdicts, and the cells to be careful with."""
+"""What a run says in the terminal: a table a sweep, the claims with their verdicts, the cells to be careful with."""
 
 from __future__ import annotations
 

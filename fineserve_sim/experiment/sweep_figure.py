@@ -75,7 +75,7 @@ def _require(name: str | None, known: Iterable[str | None], kind: str, title: st
     if name in known:
         return
     names = sorted(str(entry) for entry in known if entry)
-    raise ValueError(f"figure {title!r}: the results have no {kind} {name!r}; {nearest(name, names)}")
+    raise ValueError(f'figure "{title}": the results have no {kind} "{name}"; {nearest(name, names)}')
 
 
 def _at(cell: Cell, axes: Sequence[str], point: Sequence[object]) -> bool:

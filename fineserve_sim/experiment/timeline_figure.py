@@ -66,7 +66,7 @@ def timeline_figure(
     shown = [there[system] for system in dict.fromkeys(cell["system"] for cell in cells) if system in there]
     if not shown:
         place = ", ".join(axis_text(axis, value) for axis, value in at.items()) or "any place"
-        raise ValueError(f"figure {title!r}: no cell is at {place}")
+        raise ValueError(f'figure "{title}": no cell is at {place}')
     timelines = [Timeline(results_dir, cell["runs"][0]) for cell in shown]
     figure, grid = panel_grid(len(panels), len(shown), row_height_in=1.9)
     owners = [owner for timeline in timelines for panel in panels for owner in timeline.series(panel)]
@@ -81,8 +81,8 @@ def timeline_figure(
         axes.set_title(cell["title"])
     for axes in grid[-1]:
         axes.set_xlabel("Time (s)")
-    place = [axis_text(axis, value) for axis, value in shown[0]["axes"].items()]
-    set_heading(figure, title, ", ".join([*place, "first seed"]), legend)
+    note = [*(axis_text(axis, value) for axis, value in shown[0]["axes"].items()), "first seed"]
+    set_heading(figure, title, ", ".join(note), legend)
     return figure
 
 

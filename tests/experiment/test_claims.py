@@ -62,12 +62,39 @@ def test_ratio(paper: float | str, verdict: str) -> None:
     assert entry["verdict"] == verdict
 
 
+@pytest.mark.parametrize(
+    ("paper", "verdict"),
+    [
+        ("> 0.94", "reproduced"),
+        ("> 0.955", "direction only"),
+        ("> 0.965", "not reproduced"),
+        (">= 0.965", "reproduced"),
+        (">= 0.98", "not reproduced"),
+        ("<= 0.955", "reproduced"),
+        ("< 0.965", "direction only"),
+    ],
+)
+def test_comparisons_respect_the_interval(paper: str, verdict: str) -> None:
+    """The value is 0.96 with a half-width of 0.01."""
+    assert judged(paper=paper, measure="value")["verdict"] == verdict
+
+
 def test_value_of_a_model_and_difference() -> None:
     assert judged(paper=0.48, measure="value", model="A")["verdict"] == "reproduced"
     assert judged(paper=1, measure="value")["verdict"] == "reproduced"
     assert judged(paper=2, measure="value")["verdict"] == "not reproduced"
     assert judged(paper=0.1, measure="difference")["verdict"] == "direction only"
     assert judged(paper=-0.1, measure="difference")["verdict"] == "not reproduced"
+
+
+def test_no_effect_is_not_a_small_one() -> None:
+    """1.2 is claimed and the tolerance is 0.24, but a ratio of 1 shows nothing and one of 1.01 +- 0.015 next to nothing."""
+    same = [cell("f", 20, 0.96), cell("p", 20, 0.96)]
+    assert judged(same, paper=1.2)["verdict"] == "not reproduced"
+    barely = [cell("f", 20, 0.97), cell("p", 20, 0.96)]
+    assert judged(barely, paper=1.2)["verdict"] == "direction only"
+    clear = [cell("f", 20, 0.96), cell("p", 20, 0.86)]
+    assert judged(clear, paper=1.2)["verdict"] == "reproduced"
 
 
 def test_one_system_at_two_places() -> None:

@@ -126,9 +126,9 @@ def test_a_system_keeps_its_style_when_others_leave() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"panels": ["ttft_atainment"]}, "no metric 'ttft_atainment'; did you mean 'ttft_attainment'?"),
-        ({"x": "slo_scal"}, "no axis 'slo_scal'; did you mean 'slo_scale'?"),
-        ({"sweep": "rate"}, "no results of sweep 'rate'"),
+        ({"panels": ["ttft_atainment"]}, 'no metric "ttft_atainment"; did you mean "ttft_attainment"?'),
+        ({"x": "slo_scal"}, 'no axis "slo_scal"; did you mean "slo_scale"?'),
+        ({"sweep": "rate"}, "no results of sweep rate"),
         ({"systems": ["nobody"]}, "for the systems it asks for"),
     ],
 )

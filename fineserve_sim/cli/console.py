@@ -1,0 +1,59 @@
+"""How commands print: colour only on a terminal, JSON for scripts, one line when interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
+"""The option of every command that prints results."""
+
+_PIPE_WIDTH = 200
+"""Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help, one example a line."""
+    return "Examples:\n\n" + "\n\n".join(lines)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr that breaks lines and uses colour for terminals only."""
+    from rich.console import Console
+
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def print_json(value: Any) -> None:
+    """``value`` on stdout. Raises ValueError for NaN, which JSON does not have."""
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def print_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """A plain table; the columns named in ``right`` hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn Ctrl-C into one line on stderr and exit 130. Between simulations the runner says how many are kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("\nfineserve-sim: interrupted; run the same command again to go on", err=True)
+        raise typer.Exit(130) from None

@@ -1,0 +1,254 @@
+"""Commands that simulate and draw: run, compare, plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fineserve_sim.cli.catalog import complete_gpu, complete_system
+from fineserve_sim.cli.console import JsonOption, console, examples, interruptible, print_json
+
+if TYPE_CHECKING:
+    from fineserve_sim.experiment import Experiment
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
+]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
+]
+DecisionsOption = Annotated[bool, typer.Option("--decisions", help="Log every event and decision, a file a run.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim run experiments/fig10.yaml --quick",
+            "fineserve-sim run experiments/fig10.yaml --seeds 5 --jobs 8 --out results/fig10",
+            "fineserve-sim run experiments/fig10.yaml --set engine.token_budget=4096 --json > summary.json",
+        )
+    )(run)
+    app.command(
+        epilog=examples(
+            "fineserve-sim compare trace.csv --system fineserve --system static* --model A=llama-3.1-8b:fp8 "
+            "--model B=qwen3-32b --gpus 2 --ttft-slo 0.5",
+            "fineserve-sim compare azure2023_conv.csv.gz --system fineserve --system prism* --spread "
+            "--model llama-3.1-8b --model llama-3-8b:W4A8KV4",
+        )
+    )(compare)
+    app.command(epilog=examples("fineserve-sim plot results/fig10"))(plot)
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Experiment in YAML.", show_default=False)],
+    *,
+    out: OutOption = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds a cell, instead of the file's.", show_default=False)
+    ] = None,
+    jobs: JobsOption = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Replace a value of the file; may be repeated.", show_default=False
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
+    decisions: DecisionsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run an experiment: tables here, figures and data in the results folder.
+
+    Finished simulations are kept; the same command goes on where it stopped.
+    Results of NAME.yaml go to results/NAME unless --out names a folder.
+    """
+    with interruptible():
+        from fineserve_sim.experiment import load_experiment
+
+        pairs = [_key_and_value(text) for text in overrides or ()]
+        experiment = load_experiment(file, pairs, quick, seeds)
+        _run(experiment, out or Path("results") / file.stem, jobs, decisions, as_json)
+
+
+def compare(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file, plain or gzip.", show_default=False)],
+    *,
+    systems: Annotated[
+        list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
+    ],
+    models: Annotated[
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME=MODEL:PRECISION:TP",
+            help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
+            "its own name, W16A16, 1 GPU.",
+        ),
+    ],
+    gpu: Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)] = "h100-sxm",
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    ttft_slo: Annotated[
+        float | None,
+        typer.Option(help="TTFT limit in seconds; if not given, SLO scale x isolated P95.", show_default=False),
+    ] = None,
+    slo_scale: Annotated[float, typer.Option(help="SLO scale where no limit is given.")] = 20.0,
+    rate_scale: Annotated[float, typer.Option(help="Replay this many times as fast.")] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)
+    ] = None,
+    spread: Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")] = False,
+    out: OutOption = None,
+    jobs: JobsOption = None,
+    decisions: DecisionsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare systems on a trace file, without writing YAML.
+
+    Models are named as in the trace, or any way with --spread.
+    Results of NAME.csv go to results/compare-NAME unless --out names a folder.
+    """
+    with interruptible():
+        from fineserve_sim.experiment import experiment_for_trace
+
+        parsed = [_model(text) | ({"share": 1.0} if spread else {}) for text in models]
+        with _hint_spread(trace, [model["id"] for model in parsed], spread):
+            experiment = experiment_for_trace(
+                trace,
+                systems,
+                parsed,
+                gpu=gpu,
+                count=gpus,
+                ttft_slo_s=ttft_slo,
+                slo_scale=slo_scale,
+                rate_scale=rate_scale,
+                requests=requests,
+            )
+        _run(experiment, out or Path("results") / f"compare-{experiment.name}", jobs, decisions, as_json)
+
+
+def plot(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results folder of a run.", show_default=False)],
+    as_json: JsonOption = False,
+) -> None:
+    """Draw the figures of a results folder again."""
+    with interruptible():
+        from fineserve_sim.experiment.figures import draw
+
+        written = [str(path) for path in draw(folder)]
+        if as_json:
+            print_json(written)
+        else:
+            typer.echo("\n".join(written))
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
+    return key, value
+
+
+def _model(text: str) -> dict[str, Any]:
+    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog."""
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precision, tp = (*rest, "", "")[:2]
+    if not name or not model or len(rest) > 2 or not (tp or "1").isdigit():
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
+    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
+
+
+@contextmanager
+def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
+    """Where the trace names models that were not given, say how to name them, or that there is --spread."""
+    from fineserve_sim.experiment import ConfigError
+
+    try:
+        yield
+    except ConfigError as problem:
+        if spread or problem.key != "workload.trace":
+            raise
+        from fineserve_traces import read_trace
+
+        if missing := sorted(set(read_trace(trace).models) - set(ids)):
+            names = ", ".join(missing)
+            raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
+        raise
+
+
+def _run(experiment: Experiment, out: Path, jobs: int | None, decisions: bool, as_json: bool) -> None:
+    """Simulate, draw and report."""
+    from fineserve_sim.experiment import Interrupted, run_loaded
+    from fineserve_sim.experiment.figures import draw, read_summary
+
+    _say_what_is_run(experiment, jobs)
+    try:
+        with _progress_bar() as advance:
+            summary_path = run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance)
+    except Interrupted as problem:
+        typer.echo(f"fineserve-sim: {problem}", err=True)
+        raise typer.Exit(130) from None
+    figures = draw(out)
+    if as_json:
+        print_json(json.loads(summary_path.read_text(encoding="utf-8")))
+        return
+    from fineserve_sim.experiment.report import report
+
+    console().print(report(read_summary(out)))
+    typer.echo(
+        f"Results in {out}: summary.json, cells.parquet, requests.parquet, {len(figures)} figure files in figures/"
+    )
+
+
+def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
+    import os
+
+    from fineserve_sim.experiment.workload import describe
+
+    seeds, cells = experiment.file.seeds, len(experiment.points)
+    systems = len({point.system for point in experiment.points})
+    console(stderr=True).print(
+        f"[bold]{_escaped(experiment.file.title)}[/bold]\n"
+        f"{_counted(cells, 'cell')} of {_counted(systems, 'system')}, {_counted(seeds, 'seed')} each, "
+        f"{_counted(jobs or os.cpu_count() or 1, 'job')}; requests from {_escaped(describe(experiment.setup))}"
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr with the time left, on terminals only; yields what the runner calls after each simulation."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    stderr = console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("simulations,"),
+        TimeRemainingColumn(),
+        TextColumn("left [dim]{task.description}"),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def advance(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, description=_escaped(name))
+
+        yield advance
