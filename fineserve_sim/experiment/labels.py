@@ -75,11 +75,23 @@ def number(value: object) -> str:
         return "–" if value is None else str(value)
     if not math.isfinite(value):
         return "–"
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    magnitude = _magnitude(value)
     if abs(magnitude) >= 6:
         return f"{value:.3g}"
     text = f"{value:,.{max(0, 2 - magnitude)}f}" if isinstance(value, float) else f"{value:,}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _magnitude(value: float) -> int:
+    return math.floor(math.log10(abs(value))) if value else 0
+
+
+def interval(mean: float | None, half_width: float | None) -> str:
+    """A mean to three significant digits and its half-width to the same decimals, a dash where there is no mean."""
+    if mean is None or half_width is None or max(abs(_magnitude(mean)), abs(_magnitude(half_width))) >= 6:
+        return number(mean) if half_width is None else f"{number(mean)} ± {number(half_width)}"
+    decimals = max(0, 2 - _magnitude(mean or half_width))
+    return f"{mean:,.{decimals}f} ± {half_width:,.{decimals}f}"
 
 
 def axis_text(axis: str, value: object) -> str:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fineserve_sim.experiment.labels import axis_text, distinct, number, quantity, varying_axes
+from fineserve_sim.experiment.labels import axis_text, distinct, interval, number, quantity, varying_axes
 
 Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
@@ -58,13 +58,13 @@ def _point_table(sweep: str, cells: Sequence[Cell]) -> Table:
 
 
 def _axis_table(sweep: str, cells: Sequence[Cell], x: str, others: Sequence[str], metric: str) -> Table:
-    table = _table(f"{sweep}: {quantity(metric).text}")
+    table = _table(f"{sweep}: {quantity(metric).text} by {quantity(x).label}")
     for axis in others:
         table.add_column(quantity(axis).label)
     table.add_column("System")
     xs = distinct(cell["axes"][x] for cell in cells)
-    for place, value in enumerate(xs):
-        table.add_column(number(value) if place else axis_text(x, value), justify="right")
+    for value in xs:
+        table.add_column(number(value), justify="right")
     by_place = {(tuple(cell["axes"][axis] for axis in (*others, x)), cell["system"]): cell for cell in cells}
     systems = list(dict.fromkeys(cell["system"] for cell in cells))
     for group in product(*(distinct(cell["axes"][axis] for cell in cells) for axis in others)):
@@ -102,7 +102,7 @@ def _estimate(cell: Cell, metric: str) -> str:
         return "–"
     if shown.unit == "%":
         return f"{mean:.1f}" if half_width is None else f"{mean:.1f} ± {half_width:.1f}"
-    return number(mean) if half_width is None else f"{number(mean)} ± {number(half_width)}"
+    return interval(mean, half_width)
 
 
 def claims_table(claims: Sequence[Mapping[str, Any]]) -> Table:
@@ -114,15 +114,18 @@ def claims_table(claims: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("Ours", justify="right")
     table.add_column("Verdict", no_wrap=True)
     for claim in claims:
-        half_width = claim["half_width"]
-        ours = _claim_value(claim["ours"]) + ("" if half_width is None else f" ± {number(half_width)}")
         verdict = Text(claim["verdict"], style=_VERDICT_STYLES.get(claim["verdict"], ""))
-        table.add_row(claim["id"], claim["measure"], _claim_value(claim["paper"]), ours, verdict)
+        table.add_row(claim["id"], claim["measure"], _claim_value(claim["paper"]), _ours(claim), verdict)
     verdicts = [claim["verdict"] for claim in claims]
     counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICT_STYLES if verdict in verdicts)
     table.caption = ", ".join(counts)
     table.caption_justify = "left"
     return table
+
+
+def _ours(claim: Mapping[str, Any]) -> str:
+    ours = claim["ours"]
+    return interval(ours, claim["half_width"]) if isinstance(ours, int | float) else _claim_value(ours)
 
 
 def _claim_value(value: object) -> str:
@@ -137,7 +140,8 @@ def flag_lines(cells: Sequence[Cell]) -> Iterator[str]:
         for flag in cell["flags"]:
             flagged.setdefault(flag, {})[place] = None
     for flag, places in list(flagged.items())[:_MOST_FLAGS]:
-        more = f" and {len(places) - 1} more cells" if len(places) > 1 else ""
+        others = len(places) - 1
+        more = f" and {others} other cell{'s' if others > 1 else ''}" if others else ""
         yield f"{flag}: {next(iter(places))}{more}"
     if len(flagged) > _MOST_FLAGS:
         yield f"and {len(flagged) - _MOST_FLAGS} more flags (summary.json, cells)"

@@ -88,7 +88,7 @@ def test_value_of_a_model_and_difference() -> None:
 
 
 def test_no_effect_is_not_a_small_one() -> None:
-    """1.2 is claimed and the tolerance is 0.24, but a ratio of 1 shows nothing and one of 1.01 +- 0.015 next to nothing."""
+    """1.2 is claimed with a tolerance of 0.24, but a ratio of 1 shows nothing and one of 1.01 +- 0.015 hardly more."""
     same = [cell("f", 20, 0.96), cell("p", 20, 0.96)]
     assert judged(same, paper=1.2)["verdict"] == "not reproduced"
     barely = [cell("f", 20, 0.97), cell("p", 20, 0.96)]

@@ -128,7 +128,7 @@ def test_a_system_keeps_its_style_when_others_leave() -> None:
     [
         ({"panels": ["ttft_atainment"]}, 'no metric "ttft_atainment"; did you mean "ttft_attainment"?'),
         ({"x": "slo_scal"}, 'no axis "slo_scal"; did you mean "slo_scale"?'),
-        ({"sweep": "rate"}, "no results of sweep rate"),
+        ({"sweep": "rate"}, 'no results of sweep "rate"'),
         ({"systems": ["nobody"]}, "for the systems it asks for"),
     ],
 )
