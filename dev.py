@@ -65,7 +65,8 @@ def _run(tools: Path, *command: str) -> int:
 def main() -> int:
     commands = {"sim": simulate, "test": test}
     if sys.version_info < MINIMUM:
-        print(f"dev.py: Python {'.'.join(map(str, MINIMUM))} or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
+        needed, found = ".".join(map(str, MINIMUM)), sys.version.split()[0]
+        print(f"dev.py: Python {needed} or newer is needed, this is {found}", file=sys.stderr)
         return 2
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         print(__doc__, file=sys.stderr)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from fineserve_sim.cli.console import JsonOption, console, examples, print_json, print_rows
-
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    SYSTEMS = "systems"
-    MODELS = "models"
-    GPUS = "gpus"
-    PRECISIONS = "precisions"
-    POLICIES = "policies"
 
 
 def register(app: typer.Typer) -> None:
@@ -40,10 +29,28 @@ def complete_gpu(incomplete: str) -> list[str]:
     return [name for name in catalog.gpus() if name.startswith(incomplete)]
 
 
+def complete_kind(incomplete: str) -> list[str]:
+    """What can be listed, for shell completion."""
+    return [kind for kind in _LISTS if kind.startswith(incomplete)]
+
+
 def list_(
-    kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)], as_json: JsonOption = False
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="systems|models|gpus|precisions|policies",
+            help="What to list.",
+            show_default=False,
+            autocompletion=complete_kind,
+        ),
+    ],
+    as_json: JsonOption = False,
 ) -> None:
     """List the built-in systems, models, GPUs, precisions or policies, one line each."""
+    from fineserve_sim.experiment.errors import nearest
+
+    if kind not in _LISTS:
+        raise ValueError(f'cannot list "{kind}"; {nearest(kind, _LISTS)}')
     entries, shown, right = _LISTS[kind]()
     if as_json:
         print_json(entries)
@@ -121,11 +128,11 @@ def _policies() -> _Listing:
 
 
 _LISTS = {
-    Kind.SYSTEMS: _systems,
-    Kind.MODELS: _models,
-    Kind.GPUS: _gpus,
-    Kind.PRECISIONS: _precisions,
-    Kind.POLICIES: _policies,
+    "systems": _systems,
+    "models": _models,
+    "gpus": _gpus,
+    "precisions": _precisions,
+    "policies": _policies,
 }
 
 

@@ -55,5 +55,5 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("\nfineserve-sim: interrupted; run the same command again to go on", err=True)
+        typer.echo("fineserve-sim: interrupted; run the same command again to go on", err=True)
         raise typer.Exit(130) from None

@@ -218,7 +218,8 @@ def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
     console(stderr=True).print(
         f"[bold]{_escaped(experiment.file.title)}[/bold]\n"
         f"{_counted(cells, 'cell')} of {_counted(systems, 'system')}, {_counted(seeds, 'seed')} each, "
-        f"{_counted(jobs or os.cpu_count() or 1, 'job')}; requests from {_escaped(describe(experiment.setup))}"
+        f"{_counted(jobs or os.cpu_count() or 1, 'job')}; requests from {_escaped(describe(experiment.setup))}",
+        soft_wrap=True,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from heapq import heappush
-from typing import Any
+from typing import Any, cast
 
 from simpy import Environment
 from simpy.events import Event
@@ -33,7 +33,7 @@ def order_of(kind: Kind, entity: int) -> int:
     return kind * _ENTITIES + entity
 
 
-class Clock(Environment):  # type: ignore[misc]  # simpy ships no complete types
+class Clock(Environment):
     """A SimPy environment that also schedules callbacks at absolute times."""
 
     def at(self, time_s: float, kind: Kind, entity: int, callback: Callable[[Event], None]) -> Event:
@@ -43,5 +43,6 @@ class Clock(Environment):  # type: ignore[misc]  # simpy ships no complete types
         event._ok = True
         event._value = None
         event.callbacks.append(callback)
-        heappush(self._queue, (time_s, order_of(kind, entity), next(self._eid), event))
-        return event
+        queue: list[Any] = self._queue
+        heappush(queue, (time_s, order_of(kind, entity), next(self._eid), event))
+        return cast(Event, event)

@@ -204,8 +204,7 @@ class Cluster:
         holders = [other for other in domain.engines if other.prefilling]
         if not holders:
             raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
-        victim = max(holders, key=lambda other: other.latest_prefill)
-        victim.preempt_latest_prefill()
+        max(holders, key=Engine.latest_prefill_arrival).preempt_latest_prefill()
         for other in domain.engines:
             if other.has_work:
                 other.start(now)

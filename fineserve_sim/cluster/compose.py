@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fineserve_sim.cluster.clock import Clock
@@ -16,9 +16,10 @@ from fineserve_sim.cluster.outcomes import Outcomes, Sampler
 from fineserve_sim.cluster.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.profiling import demand_of, step_model
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError, ServedModel
+from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fineserve_placement import base_footprint
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, KVManager, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, KVManager, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.policy.tp_groups import tp_groups
 from fineserve_sim.systems.spec import KvSlabSpec
 
@@ -35,49 +36,60 @@ class Parts:
     placement: Placement
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One engine before it exists: whose instance it is, its step times, its memory, and its longest sequence in tokens."""
+
+    engine: int
+    instance: Instance
+    served: ServedModel
+    step: StepModel
+    kv: EngineKV
+    max_tokens: int
+
+    @property
+    def able(self) -> bool:
+        """Without room for a prompt and a token the engine gets no requests: they are turned away at the door."""
+        return self.max_tokens > 1
+
+
 def compose(scenario: Scenario) -> Parts:
-    """Raises ScenarioError when a model fits on no GPU (group) of the empty cluster, or the system cannot place it there."""
-    served = {model.id: model for model in scenario.models}
+    """Raises ScenarioError when a model fits on no GPU (group) of the empty cluster, or a pinned placement is impossible."""
     placement, demands = place(scenario)
-    instances = placement.instances
-    managers = _managers(scenario, instances, demands)
+    managers = _managers(scenario, placement.instances, demands)
+    seats = _seats(scenario, placement.instances, managers)
+    schedulers = build_schedulers(
+        scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
+    )
     clock, outcomes = Clock(), Outcomes(scenario.trace)
-    kvs = [
-        EngineKV(engine, [managers[gpu] for gpu in instance.gpus], scenario.engine.block_tokens)
-        for engine, instance in enumerate(instances)
-    ]
-    limits = [min(served[i.model].model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
-    # An engine without room for a token gets no requests; they are turned away at the door.
-    able = [engine for engine, limit in enumerate(limits) if limit > 1]
-    sheets = [_factsheet(scenario, engine, instances[engine], kvs[engine]) for engine in able]
-    schedulers = build_schedulers(scenario.system.scheduler, sheets)
-    scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
-    routes = {
-        model: [
-            Route(e, instances[e].rate_per_s, limits[e], scheduler_of[e]) for e in able if instances[e].model == model
-        ]
-        for model in served
-    }
-    controller = Controller(routes)
-    contention = Contention([instance.gpus for instance in instances])
+    contention = Contention([seat.instance.gpus for seat in seats])
     cluster = Cluster(
         clock,
-        controller,
+        Controller(_routes(scenario, seats, schedulers)),
         contention,
         outcomes,
-        [Scope(scope) for scope in schedulers],
+        [Scope(engines) for engines in schedulers],
         merging=not scenario.exact_steps and scenario.engine.contention == "composition",
         check=scenario.check,
         log=scenario.log,
     )
     engines = [
-        Engine(e, step_model(served[i.model], _gpu_of(scenario, i), scenario.engine), kv, limit, bool(contention.neighbours[e]), scenario.engine, clock, cluster)
-        for e, (i, kv, limit) in enumerate(zip(instances, kvs, limits, strict=True))
+        Engine(
+            seat.engine,
+            seat.step,
+            seat.kv,
+            seat.max_tokens,
+            bool(contention.neighbours[seat.engine]),
+            scenario.engine,
+            clock,
+            cluster,
+        )
+        for seat in seats
     ]
-    cluster.connect(engines, _domains(scenario, engines, instances, managers))
-    models = [instance.model for instance in instances]
+    cluster.connect(engines, _domains(scenario, engines, seats, managers))
     by_gpu = tuple(managers[gpu] for gpu in sorted(managers))
-    return Parts(clock, cluster, outcomes, Sampler(engines, by_gpu, models, cluster.queued), by_gpu, placement)
+    sampler = Sampler(engines, by_gpu, [seat.served.id for seat in seats], cluster.queued)
+    return Parts(clock, cluster, outcomes, sampler, by_gpu, placement)
 
 
 def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
@@ -101,7 +113,9 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
     groups = tp_groups(slots, demand.tp)
     budget = {slot.id: slot.memory_bytes for slot in slots}
     if not groups:
-        raise ScenarioError(f"model {demand.id} needs {demand.tp} GPUs of one node (tp); the cluster has {len(slots)} GPUs")
+        raise ScenarioError(
+            f"model {demand.id} needs {demand.tp} GPUs of one node (tp); the cluster has {len(slots)} GPUs"
+        )
     if all(min(budget[gpu] for gpu in group) < demand.weight_bytes for group in groups):
         largest = max(budget.values()) / 2**30
         raise ScenarioError(
@@ -123,33 +137,52 @@ def _managers(
     }
 
 
-def _gpu_of(scenario: Scenario, instance: Instance) -> object:
-    return next(gpu.spec for gpu in scenario.gpus if gpu.id == instance.gpus[0])
+def _seats(scenario: Scenario, instances: Sequence[Instance], managers: Mapping[int, KVManager]) -> list[Seat]:
+    served_by_id = {model.id: model for model in scenario.models}
+    gpus = {gpu.id: gpu.spec for gpu in scenario.gpus}
+    seats = []
+    for engine, instance in enumerate(instances):
+        served = served_by_id[instance.model]
+        kv = EngineKV(engine, [managers[gpu] for gpu in instance.gpus], scenario.engine.block_tokens)
+        step = step_model(served, gpus[instance.gpus[0]], scenario.engine)
+        max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
+        seats.append(Seat(engine, instance, served, step, kv, max_tokens))
+    return seats
 
 
-def _factsheet(scenario: Scenario, engine: int, instance: Instance, kv: EngineKV) -> EngineFactsheet:
-    served: ServedModel = next(model for model in scenario.models if model.id == instance.model)
-    step = step_model(served, _gpu_of(scenario, instance), scenario.engine)
+def _routes(
+    scenario: Scenario, seats: Sequence[Seat], schedulers: Mapping[tuple[int, ...], LocalScheduler]
+) -> dict[str, list[Route]]:
+    scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
+    routes: dict[str, list[Route]] = {model.id: [] for model in scenario.models}
+    for seat in seats:
+        if seat.able:
+            route = Route(seat.engine, seat.instance.rate_per_s, seat.max_tokens, scheduler_of[seat.engine])
+            routes[seat.served.id].append(route)
+    return routes
+
+
+def _factsheet(scenario: Scenario, seat: Seat) -> EngineFactsheet:
     budget = scenario.engine.token_budget
     return EngineFactsheet(
-        engine=engine,
-        gpu=instance.gpus[0],
-        slo_s=served.ttft_slo_s,
-        prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, budget),
-        prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
-        kv_capacity_tokens=kv.capacity_tokens(),
+        engine=seat.engine,
+        gpu=seat.instance.gpus[0],
+        slo_s=seat.served.ttft_slo_s,
+        prefill=lambda tokens, decoding: seat.step.prefill_s(tokens, decoding, budget),
+        prefill_tokens_per_s=budget / seat.step.prefill_s(budget, 0, budget),
+        kv_capacity_tokens=seat.kv.capacity_tokens(),
         block_tokens=scenario.engine.block_tokens,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
     )
 
 
 def _domains(
-    scenario: Scenario, engines: Sequence[Engine], instances: Sequence[Instance], managers: dict[int, KVManager]
+    scenario: Scenario, engines: Sequence[Engine], seats: Sequence[Seat], managers: Mapping[int, KVManager]
 ) -> list[MemoryDomain]:
     """Engines that share a slab memory, directly or through a TP group, form one domain; private pools keep them apart."""
     groups: list[tuple[set[int], list[Engine]]] = []
-    for engine, instance in zip(engines, instances, strict=True):
-        gpus, members = set(instance.gpus), [engine]
+    for engine, seat in zip(engines, seats, strict=True):
+        gpus, members = set(seat.instance.gpus), [engine]
         if isinstance(scenario.system.memory, KvSlabSpec):
             touching = [group for group in groups if group[0] & gpus]
             groups = [group for group in groups if group not in touching]

@@ -158,13 +158,13 @@ class Engine:
         growing = self._decodes.pass_boundaries(self._settled - settled)
         return [(ends[settled + offset], self.index, sequences) for offset, sequences in growing]
 
-    def preempt_latest_prefill(self) -> None:
-        """Give up the partial prefill that arrived last (its memory unblocks others)."""
-        self._preempt(max(self.prefilling, key=_arrival))
+    def latest_prefill_arrival(self) -> tuple[float, int]:
+        """Arrival and index of the partial prefill that arrived last; there must be one."""
+        return max(map(_arrival, self.prefilling))
 
-    @property
-    def latest_prefill(self) -> SequenceState | None:
-        return max(self.prefilling, key=_arrival) if self.prefilling else None
+    def preempt_latest_prefill(self) -> None:
+        """Give up that prefill: its memory unblocks others."""
+        self._preempt(max(self.prefilling, key=_arrival))
 
     def recount_promise(self) -> None:
         """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""

@@ -59,7 +59,10 @@ def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
 
 
 def tenants_by_gpu(
-    instances: Sequence[Instance], served: Mapping[str, ServedModel], footprints: Mapping[str, int], settings: EngineSettings
+    instances: Sequence[Instance],
+    served: Mapping[str, ServedModel],
+    footprints: Mapping[str, int],
+    settings: EngineSettings,
 ) -> dict[int, list[Tenant]]:
     """Who lives on which GPU; engines are numbered in the order of ``instances``."""
     tenants: dict[int, list[Tenant]] = {}

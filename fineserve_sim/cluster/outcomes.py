@@ -44,7 +44,11 @@ class Sampler:
     """Rows of a ``Timeline``, one a call of ``sample``."""
 
     def __init__(
-        self, engines: Sequence[Engine], managers: Sequence[KVManager], models: Sequence[str], queued: Callable[[int], int]
+        self,
+        engines: Sequence[Engine],
+        managers: Sequence[KVManager],
+        models: Sequence[str],
+        queued: Callable[[int], int],
     ) -> None:
         self._engines = engines
         self._managers = managers

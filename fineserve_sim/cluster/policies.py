@@ -44,7 +44,7 @@ class EngineFactsheet:
 
 
 _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
-    FineServePlacementSpec: lambda spec: FineServePlacement(spec.score, spec.colocation),
+    FineServePlacementSpec: lambda spec: FineServePlacement(spec.score, spec.colocation, spec.replicas),
     KvprPlacementSpec: lambda spec: KvprPlacement(spec.evaluate),
     PinnedPlacementSpec: lambda spec: PinnedPlacement(spec.groups),
     DedicatedPlacementSpec: lambda spec: DedicatedPlacement(),
@@ -84,7 +84,9 @@ def _first_gpu(sheet: EngineFactsheet) -> int:
     return sheet.gpu
 
 
-_SCHEDULERS: dict[type, tuple[Callable[[EngineFactsheet], int], Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler]]]
+_SCHEDULERS: dict[
+    type, tuple[Callable[[EngineFactsheet], int], Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler]]
+]
 _SCHEDULERS = {
     FcfsSpec: (_own, lambda spec, engines: FcfsScheduler()),
     AdaptiveSpec: (_own, _adaptive),

@@ -58,7 +58,13 @@ def _mean_lengths(served: ServedModel) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _profile(
-    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, prompt: int, output: int
+    model: ModelSpec,
+    precision: PrecisionSpec,
+    tp: int,
+    gpu: GpuSpec,
+    settings: EngineSettings,
+    prompt: int,
+    output: int,
 ) -> tuple[OperatingPoint, ...]:
     step = _step_model(model, precision, tp, gpu, settings.deployment)
     return profile(step, prompt, output, settings.token_budget, settings.max_sequences)
@@ -66,7 +72,13 @@ def _profile(
 
 @lru_cache(maxsize=256)
 def _measured_mme(
-    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, prompt: int, output: int
+    model: ModelSpec,
+    precision: PrecisionSpec,
+    tp: int,
+    gpu: GpuSpec,
+    settings: EngineSettings,
+    prompt: int,
+    output: int,
 ) -> float:
     """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone."""
     served = ServedModel("profiled", model, precision, tp, 1.0, 1.0, prompt, output)

@@ -109,7 +109,8 @@ class Timeline:
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came) and counters of the run.
 
-    ``iterations`` counts engine steps, ``events`` what the event loop processed; ``loop_cpu_s`` is not deterministic and never enters result files.
+    ``iterations`` counts engine steps, ``events`` what the event loop processed. ``loop_cpu_s`` is not deterministic and
+    never enters result files.
     """
 
     first_token_s: Floats

@@ -118,7 +118,7 @@ class DecodeSet:
         return cycles * self.size + extra
 
     def pass_boundaries(self, boundaries: int) -> list[tuple[int, dict[SequenceState, None]]]:
-        """Advance over so many boundaries between iterations. Returns which of them (0, 1, ...) open new blocks, and for whom."""
+        """Advance over so many boundaries between iterations. Returns which of them (0, 1, ...) open blocks, and for whom."""
         first = self.iteration + 1
         buckets, block_tokens = self._buckets, self._block_tokens
         growing = [

@@ -24,12 +24,14 @@ class ConfigError(ValueError):
 
 
 class Interrupted(Exception):
-    """The user stopped the run; ``done`` of ``total`` simulations are kept and will not be repeated."""
+    """The user stopped the run after ``done`` of ``total`` simulations; no finished one will be repeated."""
 
     def __init__(self, done: int, total: int) -> None:
         self.done = done
         self.total = total
-        super().__init__(f"interrupted: {done} of {total} simulations are kept; run the same command again to go on")
+        super().__init__(
+            f"interrupted after {done} of {total} simulations, which are kept; run the same command again to go on"
+        )
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

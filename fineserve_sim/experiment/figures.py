@@ -66,8 +66,6 @@ def _figure(entry: Mapping[str, Any], summary: Mapping[str, Any], results_dir: P
     sweep = entry["sweep"]
     cells = [cell for cell in cells if cell["sweep"] == sweep]
     if not cells:
-        raise ValueError(
-            f"figure {entry['name']!r}: no results of sweep {entry['sweep']!r} for the systems it asks for"
-        )
+        raise ValueError(f'figure "{title}": no results of sweep "{sweep}" for the systems it asks for')
     panels, columns = entry["panels"], entry.get("columns")
     return sweep_figure(cells, x=entry.get("x"), panels=panels, columns=columns, title=title, styles=styles)

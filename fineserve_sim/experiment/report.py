@@ -28,27 +28,31 @@ def report(summary: Mapping[str, Any]) -> Group:
     for sweep in dict.fromkeys(cell["sweep"] for cell in summary["cells"]):
         parts += sweep_tables(sweep, [cell for cell in summary["cells"] if cell["sweep"] == sweep])
     if summary["claims"]:
-        parts.append(claims_table(summary["claims"]))
+        parts += claims_table(summary["claims"])
     flagged = list(flag_lines(summary["cells"]))
     if flagged:
         parts.append(Text("\n".join(["Handle with care:", *(f"  {line}" for line in flagged), ""])))
     return Group(*parts)
 
 
-def sweep_tables(sweep: str, cells: Sequence[Cell]) -> list[Table]:
+def sweep_tables(sweep: str, cells: Sequence[Cell]) -> Iterator[RenderableType]:
     """One table a metric with the first varying axis across; a sweep of one point is one table of many metrics."""
     axes = varying_axes(cells)
     if not axes:
-        return [_point_table(sweep, cells)]
-    return [_axis_table(sweep, cells, axes[0], axes[1:], metric) for metric in _SWEEP_METRICS]
+        yield _heading(sweep)
+        yield _point_table(cells)
+        return
+    for metric in _SWEEP_METRICS:
+        yield _heading(f"{sweep}: {quantity(metric).text} by {quantity(axes[0]).label}")
+        yield _axis_table(cells, axes[0], axes[1:], metric)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
 
 
-def _point_table(sweep: str, cells: Sequence[Cell]) -> Table:
-    table = _table(sweep)
+def _point_table(cells: Sequence[Cell]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("System")
     for metric in _POINT_METRICS:
         table.add_column(quantity(metric).text, justify="right")
@@ -57,8 +61,8 @@ def _point_table(sweep: str, cells: Sequence[Cell]) -> Table:
     return table
 
 
-def _axis_table(sweep: str, cells: Sequence[Cell], x: str, others: Sequence[str], metric: str) -> Table:
-    table = _table(f"{sweep}: {quantity(metric).text} by {quantity(x).label}")
+def _axis_table(cells: Sequence[Cell], x: str, others: Sequence[str], metric: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
     for axis in others:
         table.add_column(quantity(axis).label)
     table.add_column("System")
@@ -105,9 +109,12 @@ def _estimate(cell: Cell, metric: str) -> str:
     return interval(mean, half_width)
 
 
-def claims_table(claims: Sequence[Mapping[str, Any]]) -> Table:
-    """Each claim with the paper's value, ours and the verdict, and the count of verdicts below."""
-    table = _table("Claims")
+def claims_table(claims: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """How many claims got which verdict; then each claim with the paper's value, ours and the verdict."""
+    verdicts = [claim["verdict"] for claim in claims]
+    counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICT_STYLES if verdict in verdicts)
+    yield _heading(f"Claims: {', '.join(counts)}")
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("Claim")
     table.add_column("Measure")
     table.add_column("Paper", justify="right")
@@ -116,11 +123,7 @@ def claims_table(claims: Sequence[Mapping[str, Any]]) -> Table:
     for claim in claims:
         verdict = Text(claim["verdict"], style=_VERDICT_STYLES.get(claim["verdict"], ""))
         table.add_row(claim["id"], claim["measure"], _claim_value(claim["paper"]), _ours(claim), verdict)
-    verdicts = [claim["verdict"] for claim in claims]
-    counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICT_STYLES if verdict in verdicts)
-    table.caption = ", ".join(counts)
-    table.caption_justify = "left"
-    return table
+    yield table
 
 
 def _ours(claim: Mapping[str, Any]) -> str:

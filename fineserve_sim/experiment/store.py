@@ -58,7 +58,7 @@ def code_digest() -> str:
         root = Path(str(files(package)))
         for path in sorted(root.rglob("*")):
             relative = path.relative_to(root)
-            if path.is_file() and not {"__pycache__", "experiment", "cli.py"} & set(relative.parts):
+            if path.is_file() and not {"__pycache__", "experiment", "cli"} & set(relative.parts):
                 digest.update(f"{package}/{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -21,6 +21,7 @@ from fineserve_sim.experiment.labels import axis_text, quantity
 from fineserve_sim.experiment.plot_style import COLOURS, Handle, panel_grid, set_heading
 
 _ENGINE_PANELS = ("waiting", "running", "kv_used_bytes")
+_CAPACITY = "KV capacity of the cluster"
 _COLOURS = COLOURS[3:] + COLOURS[:3]
 """Models start at other colours than systems, so that nobody takes one for the other."""
 
@@ -35,6 +36,7 @@ class Timeline:
             raise ValueError(f"{path}: not there; run the experiment again to write it anew")
         self._table = pq.read_table(path)
         meta = json.loads((results_dir / "cells" / f"{key}.json").read_text(encoding="utf-8"))
+        self._models: list[str] = meta["models"]
         self._engine_models: list[str] = meta["engine_models"]
         self._gpus: int = meta["gpus"]
         self.kv_capacity_bytes: int = sum(meta["kv_capacity_bytes"])
@@ -45,11 +47,11 @@ class Timeline:
 
     def series(self, panel: str) -> dict[str, NDArray[np.float64]]:
         """One array of shown values (T,) a model for engine panels, a GPU for the others."""
+        names = owners = [f"GPU {index}" for index in range(self._gpus)]
         if panel in _ENGINE_PANELS:
+            names = [f"Model {model}" for model in self._models]
             owners = [f"Model {model}" for model in self._engine_models]
-        else:
-            owners = [f"GPU {index}" for index in range(self._gpus)]
-        summed = {owner: np.zeros(len(self._table)) for owner in dict.fromkeys(owners)}
+        summed = {name: np.zeros(len(self._table)) for name in names}
         for index, owner in enumerate(owners):
             summed[owner] += self._table.column(f"{panel}.{index}").to_numpy() * quantity(panel).scale
         return summed
@@ -82,6 +84,7 @@ def timeline_figure(
     for axes in grid[-1]:
         axes.set_xlabel("Time (s)")
     note = [*(axis_text(axis, value) for axis, value in shown[0]["axes"].items()), "first seed"]
+    legend = dict(sorted(legend.items(), key=lambda entry: entry[0] == _CAPACITY))
     set_heading(figure, title, ", ".join(note), legend)
     return figure
 
@@ -99,5 +102,5 @@ def _draw_panel(axes: Axes, timeline: Timeline, panel: str, colour: Mapping[str,
         axes.fill_between(timeline.time_s, values, color=colour[owner], alpha=0.12, linewidth=0)
     if panel == "kv_used_bytes":
         capacity = timeline.kv_capacity_bytes * quantity(panel).scale
-        legend["KV capacity of the cluster"] = axes.axhline(capacity, color="#666666", linewidth=1.0, linestyle="--")
+        legend[_CAPACITY] = axes.axhline(capacity, color="#666666", linewidth=1.0, linestyle="--")
     return legend

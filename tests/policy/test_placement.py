@@ -246,3 +246,18 @@ class TestDedicatedPlacement:
         placement = DedicatedPlacement().place([model("m", 50), model("x", 90)], cluster(40, 60))
         assert where(placement) == [("m", (1,))]
         assert placement.unplaced == ("x",)
+
+
+def test_replicas_yield_to_a_model_without_a_place() -> None:
+    # "busy" asks for two replicas of 6 bytes; with both on the two GPUs of 10, "late" (5 bytes) fits nowhere.
+    def demand(id: str, rate_per_s: float, weight_bytes: int) -> ModelDemand:
+        return ModelDemand(id, rate_per_s, 1.0, 1, weight_bytes, 1, (OperatingPoint(1, 1.0, 0.5, 0, 0),))
+
+    models = [demand("busy", 2.0, 6), demand("late", 1.0, 5)]
+    gpus = [GpuSlot(0, 0, 10), GpuSlot(1, 0, 10)]
+    literal = FineServePlacement().place(models, gpus)
+    yielding = FineServePlacement(replicas="yield").place(models, gpus)
+    assert [(i.model, i.gpus) for i in literal.instances] == [("busy", (0,)), ("busy", (1,))]
+    assert literal.unplaced == ("late",)
+    assert [(i.model, i.gpus) for i in yielding.instances] == [("busy", (0,)), ("late", (1,))]
+    assert yielding.unplaced == () and yielding.infeasible == ("busy",)

@@ -1,0 +1,170 @@
+"""The commands that only read (list, describe, traces stats, help), and bad input: one line and exit 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fineserve_sim import __version__, catalog
+from fineserve_sim.cli.app import app
+from fineserve_sim.cli.catalog import complete_gpu, complete_kind, complete_system
+from fineserve_sim.systems import SystemSpec, load_systems
+
+KINDS = ("systems", "models", "gpus", "precisions", "policies")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_list_has_a_line_an_entry_and_the_same_entries_as_json(call: Any, kind: str) -> None:
+    listed = call("list", kind)
+    entries = json.loads(call("list", kind, "--json").out)
+    lines = listed.out.splitlines()
+    assert listed.code == 0
+    assert len(lines) == 1 + len(entries)
+    for line, entry in zip(lines[1:], entries, strict=True):
+        assert entry["name"] in line.split()
+
+
+def test_list_tells_sizes(call: Any) -> None:
+    models = {line.split()[0]: line.split() for line in call("list", "models").out.splitlines()}
+    assert models["llama-3.1-8b"][1:] == ["8.03", "B", "32", "128", "KiB"]  # Llama 3 herd: 8 KV heads of 128, 32 layers
+    gpus = {line.split()[0]: line for line in call("list", "gpus").out.splitlines()}
+    assert "80 GiB" in gpus["h100-sxm"] and "measured" in gpus["h100-sxm"]
+    assert "scaled" in gpus["h200-sxm"]
+
+
+def test_list_policies_has_every_policy_of_every_system(call: Any) -> None:
+    listed = {(entry["axis"], entry["name"]) for entry in json.loads(call("list", "policies", "--json").out)}
+    used = {
+        (axis, getattr(system, axis).policy)
+        for system in load_systems().values()
+        for axis in ("placement", "scheduler", "memory")
+    }
+    assert used < listed
+    assert all(entry["doc"] for entry in json.loads(call("list", "policies", "--json").out))
+
+
+@pytest.mark.parametrize("name", list(load_systems()))
+def test_describe_ends_with_a_system_file_that_means_the_same(call: Any, name: str) -> None:
+    shown = call("describe", name)
+    assert shown.code == 0
+    text = shown.out.split("YAML\n")[1]
+    assert SystemSpec.model_validate(yaml.safe_load(text)) == load_systems()[name]
+
+
+def test_describe_shows_policies_with_their_options_and_defaults(call: Any) -> None:
+    shown = call("describe", "fineserve").out
+    assert "scheduler: adaptive" in shown
+    assert "when_prefilling = skip  (skip | union)" in shown
+    axes = json.loads(call("describe", "fineserve", "--json").out)["axes"]
+    scheduler = next(axis for axis in axes if axis["axis"] == "scheduler")
+    assert scheduler["options"] == [{"name": "when_prefilling", "choices": "skip | union", "default": "skip"}]
+    assert scheduler["values"] == {"when_prefilling": "skip"}
+
+
+def test_trace_statistics_as_a_table_and_as_json(call: Any, trace: Path) -> None:
+    shown = call("traces", "stats", str(trace))
+    assert shown.code == 0
+    found = json.loads(call("traces", "stats", str(trace), "--json").out)
+    assert (found["requests"], found["span_s"], found["model_shares"]) == (40, 9.75, {"A": 0.5, "B": 0.5})
+    lines = {tuple(line.split()) for line in shown.out.splitlines()}
+    assert {("requests", "40"), ("span", "(s)", "9.75"), ("share", "of", "model", "A", "(%)", "50")} <= lines
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"fineserve-sim {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["run"], ["compare"], ["plot"], ["list"], ["describe"], ["traces", "stats"]])
+def test_the_help_of_every_command_has_examples(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"])
+    assert shown.exit_code == 0
+    assert "Examples:" in shown.output
+    assert f"fineserve-sim {' '.join(command)} " in shown.output
+    assert "--json" in shown.output
+
+
+def test_help_is_quick_and_imports_nothing_heavy(spawn: Callable[..., subprocess.Popen[str]]) -> None:
+    def seconds() -> float:
+        start_s = time.perf_counter()
+        process = spawn("--help")
+        out, _ = process.communicate()
+        assert process.returncode == 0
+        assert "compare" in out and "\x1b" not in out
+        return time.perf_counter() - start_s
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_no_heavy_module_is_loaded_for_help() -> None:
+    code = (
+        "import sys; sys.argv = ['fineserve-sim', '--help']\n"
+        "heavy = {'numpy', 'pandas', 'pyarrow', 'matplotlib', 'simpy', 'scipy', 'pydantic', 'yaml'}\n"
+        "from fineserve_sim.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+BAD_INPUT = {
+    ("run", "absent.yaml"): "absent.yaml: cannot be read: No such file or directory",
+    ("run", "small.yaml", "--set", "seeds"): "--set seeds: expected KEY=VALUE",
+    ("run", "small.yaml", "--set", "engine.token_budge=1"): 'did you mean "token_budget"?',
+    ("run", "small.yaml", "--set", "systems=[fineserv]"): 'unknown system "fineserv"; did you mean "fineserve"?',
+    ("run", "small.yaml", "--out", "small.yaml"): "results cannot be written",
+    ("plot", "absent"): "absent: no summary.json here",
+    ("list", "model"): 'cannot list "model"; did you mean "models"?',
+    ("describe", "fineserv"): 'unknown system "fineserv"; did you mean "fineserve"?',
+    ("traces", "stats", "absent.csv"): "absent.csv: no such file",
+    ("traces", "stats", "recorded.csv", "--format", "cvs"): "unknown format 'cvs'",
+    ("compare", "recorded.csv", "-s", "static", "-m", "A=llama-3.1-8b", "-m", "B=yi-6b"): 'did you mean "static*"?',
+    ("compare", "recorded.csv", "-s", "static*", "-m", "A=llama-3-1-8b", "-m", "B=yi-6b"): "llama-3.1-8b",
+    ("compare", "recorded.csv", "-s", "static*", "-m", "A=yi-6b:fp8:two"): "expected NAME=MODEL:PRECISION:TP",
+}
+
+
+@pytest.mark.parametrize(("arguments", "problem"), BAD_INPUT.items(), ids=map(" ".join, BAD_INPUT))
+def test_bad_input_ends_with_one_line_on_stderr_and_exit_2(
+    call: Any, experiment: Path, trace: Path, arguments: tuple[str, ...], problem: str
+) -> None:
+    failed = call(*arguments)
+    assert (failed.code, failed.out) == (2, "")
+    line = failed.err.splitlines()[-1]
+    assert line.startswith("fineserve-sim: error: ")
+    assert problem in line
+    assert failed.err.count("error:") == 1
+
+
+def test_no_traceback_reaches_the_user(spawn: Callable[..., subprocess.Popen[str]]) -> None:
+    process = spawn("run", "absent.yaml")
+    assert process.communicate() == (
+        "",
+        "fineserve-sim: error: absent.yaml: cannot be read: No such file or directory\n",
+    )
+    assert process.returncode == 2
+
+
+def test_unknown_commands_and_options_exit_2_with_the_nearest() -> None:
+    runner = CliRunner()
+    for arguments, hint in ((["lst"], "list"), (["run", "--jbos", "3"], "--jobs")):
+        failed = runner.invoke(app, arguments)
+        assert failed.exit_code == 2
+        assert hint in failed.output
+
+
+def test_names_complete() -> None:
+    assert complete_system("fine") == ["fineserve"]
+    assert set(complete_gpu("h100")) == {name for name in catalog.gpus() if name.startswith("h100")}
+    assert tuple(complete_kind("")) == KINDS
+    assert CliRunner().invoke(app, ["--help"]).output.count("--install-completion") == 1

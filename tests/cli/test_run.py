@@ -1,0 +1,121 @@
+"""run, plot and compare on the real simulator: what is printed where, what lies in the folder, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fineserve_sim.experiment import Interrupted
+
+FIGURES = ["memory.png", "memory.svg", "rates.png", "rates.svg"]
+
+
+def test_run_prints_tables_and_fills_the_results_folder(call: Any, experiment: Path, tmp_path: Path) -> None:
+    done = call("run", str(experiment), "--jobs", "1")
+    assert done.code == 0
+    assert "rates: TTFT SLO attainment (%) by Rate scale" in done.out
+    assert "Claims: " in done.out
+    assert "40 measured requests a run < 2000" in done.out
+    assert "Results in results/small" in done.out
+    assert "Two models on one GPU" in done.err
+    assert "4 cells of 2 systems, 2 seeds each, 1 job" in done.err
+    assert "\x1b" not in done.out + done.err
+    folder = tmp_path / "results" / "small"
+    assert sorted(path.name for path in (folder / "figures").iterdir()) == FIGURES
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["experiment"] == "small"
+
+
+def test_run_prints_the_summary_alone_as_json(call: Any, experiment: Path, tmp_path: Path) -> None:
+    done = call("run", str(experiment), "--jobs", "1", "--quick", "--seeds", "2", "--out", "here", "--json")
+    assert done.code == 0
+    assert json.loads(done.out) == json.loads((tmp_path / "here" / "summary.json").read_text(encoding="utf-8"))
+    assert {(cell["seeds"], cell["requests"]) for cell in json.loads(done.out)["cells"]} == {(2, 40)}
+
+
+def test_set_replaces_values_of_the_file_and_decisions_are_logged(call: Any, experiment: Path, tmp_path: Path) -> None:
+    options = ("--set", "seeds=1", "--set", "systems=[fineserve]", "--decisions", "--json")
+    done = call("run", str(experiment), "--jobs", "1", *options)
+    assert done.code == 2  # the figure and the claim still name static*
+    done = call("run", str(experiment), "--jobs", "1", *options, "--set", "claims=[]")
+    assert done.code == 0
+    assert {cell["system"] for cell in json.loads(done.out)["cells"]} == {"fineserve"}
+    assert len(list((tmp_path / "results" / "small" / "decisions").iterdir())) == 2
+
+
+def test_plot_draws_the_same_bytes_again(call: Any, experiment: Path, tmp_path: Path) -> None:
+    call("run", str(experiment), "--jobs", "1", "--quick")
+    folder = tmp_path / "results" / "small" / "figures"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for path in folder.iterdir():
+        path.unlink()
+    done = call("plot", "results/small")
+    assert done.code == 0
+    assert sorted(Path(line).name for line in done.out.splitlines()) == FIGURES
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_plot_says_what_is_wrong_with_a_folder(call: Any, experiment: Path, tmp_path: Path) -> None:
+    call("run", str(experiment), "--jobs", "1", "--quick", "--out", "here")
+    for timeline in (tmp_path / "here" / "cells").glob("*.timeline.parquet"):
+        timeline.unlink()
+    done = call("plot", "here")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "timeline.parquet: not there; run the experiment again" in done.err
+    (tmp_path / "here" / "summary.json").write_text("{", encoding="utf-8")
+    done = call("plot", "here")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "summary.json: damaged" in done.err
+
+
+def test_compare_needs_a_trace_and_a_list_of_systems(call: Any, trace: Path) -> None:
+    models = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b")
+    done = call(
+        "compare", str(trace), "-s", "fineserve", "-s", "static*", *models, "--ttft-slo", "0.5", "-j", "1", "--json"
+    )
+    assert done.code == 0
+    summary = json.loads(done.out)
+    assert [cell["system"] for cell in summary["cells"]] == ["fineserve", "static*"]
+    assert {cell["arrived"] for cell in summary["cells"]} == {40}
+    assert set(summary["slo"]) == {"A", "B"}
+
+
+def test_compare_deals_out_requests_when_asked(call: Any, trace: Path) -> None:
+    models = ("--model", "llama-3.1-8b:fp8", "--model", "big=llama-3.1-8b:W16A16:1")
+    arguments = ("compare", str(trace), "-s", "fineserve", *models, "--ttft-slo", "0.5", "-j", "1")
+    refused = call(*arguments)
+    assert refused.code == 2
+    assert refused.err.endswith("recorded.csv: --model is missing for A, B; name them, or give --spread\n")
+    done = call(*arguments, "--spread")
+    assert done.code == 0
+    assert "Results in results/compare-recorded" in done.out
+
+
+def test_ctrl_c_between_simulations_says_how_many_are_kept(
+    call: Any, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise Interrupted(3, 8)
+
+    monkeypatch.setattr("fineserve_sim.experiment.run_loaded", stop)
+    done = call("run", str(experiment))
+    assert done.code == 130
+    assert done.err.splitlines()[-1] == f"fineserve-sim: {Interrupted(3, 8)}"
+    assert "3 of 8" in done.err
+
+
+def test_ctrl_c_ends_a_process_with_one_line(spawn: Callable[..., subprocess.Popen[str]], experiment: Path) -> None:
+    process = spawn("run", str(experiment), "--jobs", "1", "--set", "workload.requests=200000")
+    assert process.stderr is not None
+    started = [process.stderr.readline(), process.stderr.readline()]
+    assert "4 cells of 2 systems" in started[1]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch(r"fineserve-sim: interrupted.*run the same command again to go on\n", err)
