@@ -103,6 +103,7 @@ def _draw_panel(axes: Axes, xs: Sequence[Any], series: Sequence[Series], styles:
         return {entry.title: _line(axes, xs, entry, styles) for entry in series}
     axes.set_xticks(range(len(xs)), ["" if value is None else number(value) for value in xs])
     axes.grid(visible=False, axis="x")
+    axes.tick_params(axis="x", length=0)
     width = 0.8 / len(series)
     offsets = [width * (place - (len(series) - 1) / 2) for place in range(len(series))]
     return {
@@ -150,7 +151,7 @@ def _label_y(row: Sequence[Axes], metric: str) -> None:
 
 
 def _note(cells: Sequence[Cell], x: str | None, others: Sequence[str]) -> str:
-    """What holds for every panel: the axes that stay fixed, seeds, and what the bars mean."""
+    """What holds for every panel: the axes that stay fixed, seeds, and what the whiskers mean."""
     fixed = [axis_text(axis, value) for axis, value in cells[0]["axes"].items() if axis not in (x, *others)]
     seeds = max(cell["seeds"] for cell in cells)
-    return ", ".join([*fixed, f"{seeds} seed{'s' if seeds > 1 else ''}", "bars: 95 % intervals"])
+    return ", ".join([*fixed, f"{seeds} seed{'s' if seeds > 1 else ''}", "whiskers: 95 % intervals"])

@@ -21,7 +21,7 @@ Row = tuple[float, int, int] | tuple[float, int, int, int]
 """arrival_s, prompt tokens, output tokens, and the index of the model (0 if left out)."""
 
 
-def served(  # noqa: PLR0913
+def served(
     id: str = "m",
     name: str = "llama-3.2-1b",
     fmt: str = "fp16",
@@ -86,7 +86,7 @@ def step_model(m: ServedModel, settings: EngineSettings | None = None) -> StepMo
     return StepModel(m.model, m.precision, m.tp, H100, deployment((settings or EngineSettings()).deployment))
 
 
-def solo(  # noqa: PLR0913
+def solo(
     rows: Sequence[Row],
     settings: EngineSettings | None = None,
     *,

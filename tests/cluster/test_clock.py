@@ -50,7 +50,7 @@ def test_equal_ranks_keep_the_order_of_scheduling() -> None:
     for order in permutations(range(4)):
         clock, seen = Clock(), []
         for name in order:
-            clock.at(1.0, Kind.START, 7, lambda _, name=name: seen.append(name))
+            clock.at(1.0, Kind.START, 7, lambda _, name=name, seen=seen: seen.append(name))
         clock.run()
         assert seen == list(order)
 

@@ -170,9 +170,7 @@ loads = st.lists(
 )
 
 
-@given(
-    loads, st.sampled_from([8, 33, 128]), st.sampled_from([1, 3, 30]), st.integers(10, 24), st.sampled_from([4, 16])
-)
+@given(loads, st.sampled_from([8, 33, 128]), st.sampled_from([1, 3, 30]), st.integers(10, 24), st.sampled_from([4, 16]))
 def test_equals_the_reference_engine_bit_for_bit(
     load: list[tuple[float, int, int]], budget: int, sequences: int, blocks: int, block_tokens: int
 ) -> None:

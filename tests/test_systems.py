@@ -1,0 +1,114 @@
+"""Systems are data: every file loads, and the composed FineServe places the models of the paper's Table 4 as it does."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import yaml
+from fineserve_traces import Trace
+from pydantic import ValidationError
+
+from fineserve_sim.catalog import gpu, model, precision
+from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
+from fineserve_sim.cluster.compose import place
+from fineserve_sim.systems import SystemSpec, load_systems
+
+FILES = sorted((f for f in files("fineserve_sim.systems").iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
+def test_each_file_is_a_system_named_like_it(file: object) -> None:
+    spec = SystemSpec.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))  # type: ignore[attr-defined]
+    assert spec.name.replace("*", "_star") + ".yaml" == file.name  # type: ignore[attr-defined]
+    assert spec.title and spec.summary
+    assert load_systems()[spec.name] == spec
+
+
+def test_names_are_unique_and_the_matrix_is_there() -> None:
+    assert len(load_systems()) == len(FILES)
+    assert set(load_systems()) >= {"fineserve", "prism*", "static*", "dedicated"}
+
+
+def test_systems_combine_the_policies_of_the_matrix() -> None:
+    """systems.md 0: placement, scheduling and memory of each."""
+    axes = {
+        name: (spec.placement.policy, spec.scheduler.policy, spec.memory.policy)
+        for name, spec in load_systems().items()
+    }
+    assert axes["fineserve"] == ("fineserve", "adaptive", "kv_slab")
+    assert axes["prism*"] == ("kvpr", "moore_hodgson", "kv_slab")
+    assert axes["static*"] == ("fineserve", "fcfs", "private")
+    assert axes["dedicated"] == ("dedicated", "fcfs", "private")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"scheduler": {"policy": "fifo"}}, "fifo"),
+        ({"memory": {"policy": "kv_slab", "slab_bytes": 1}}, "slab_bytes"),
+        ({"placement": {"policy": "fineserve", "score": "median"}}, "score"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_wrong_choice_is_refused_by_name(change: dict[str, object], named: str) -> None:
+    fields = load_systems()["fineserve"].model_dump()
+    with pytest.raises(ValidationError, match=named):
+        SystemSpec.model_validate({**fields, **change})
+
+
+def scenario(name: str, rate_per_s: float = 1.0) -> Scenario:
+    """Table 4 of FineServe: A, B and C on two H100s."""
+
+    def served(id: str, geometry: str, fmt: str) -> ServedModel:
+        return ServedModel(id, model(geometry), precision(fmt), 1, rate_per_s, 10.0, 220, 190)
+
+    models = (
+        served("A", "llama-3.1-8b", "W16A16"),
+        served("B", "llama-3.1-8b", "W8A8KV8"),
+        served("C", "llama-3.1-70b", "W4A16"),
+    )
+    trace = Trace(
+        arrival_s=np.array([0.0, 0.0, 0.0]),
+        model=np.arange(3, dtype=np.int32),
+        prompt_tokens=np.full(3, 50),
+        output_tokens=np.full(3, 5),
+        models=("A", "B", "C"),
+        source="test",
+    )
+    spec = gpu("h100-sxm")
+    return Scenario(load_systems()[name], models, (Gpu(0, 0, spec), Gpu(1, 0, spec)), trace)
+
+
+def test_table_4_fineserve_puts_both_small_models_beside_each_other() -> None:
+    """C goes first (the largest footprint) to GPU 0; A is better off alone on GPU 1; B gains most where A is."""
+    placement, demands = place(scenario("fineserve"))
+    assert [(instance.model, instance.gpus) for instance in placement.instances] == [
+        ("C", (0,)),
+        ("A", (1,)),
+        ("B", (1,)),
+    ]
+    assert placement.unplaced == placement.infeasible == ()
+    slope = {id: demand.mme_tokens_per_byte for id, demand in demands.items()}
+    assert slope["B"] > 1.5 * slope["A"] > slope["C"] > 0  # measured: FP8 tokens are half as large
+    per_gib = {id: 2**30 * value for id, value in slope.items()}
+    assert per_gib["A"] == pytest.approx(
+        2**30 / demands["A"].token_bytes, rel=0.25
+    )  # one more token an own size, about
+
+
+def test_table_4_static_places_as_fineserve_does() -> None:
+    assert place(scenario("static*"))[0].instances == place(scenario("fineserve"))[0].instances
+
+
+@pytest.mark.parametrize("name", ["fineserve", "prism*", "static*"])
+def test_every_system_serves_table_4(name: str) -> None:
+    run = simulate(scenario(name))
+    assert (run.fate == Fate.FINISHED).all()
+
+
+def test_dedicated_turns_away_the_model_for_which_no_gpu_is_left() -> None:
+    run = simulate(scenario("dedicated"))
+    assert run.placement.unplaced == ("B",)
+    assert run.fate.tolist() == [Fate.FINISHED, Fate.REJECTED, Fate.FINISHED]
