@@ -52,7 +52,7 @@ class Controller:
 
     def bound_to(self, engine: int) -> int:
         """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
-        return self._bound_to[engine]
+        return self._bound_to.get(engine, 0)  # an engine that no route leads to has none
 
     def engine_of(self, request_id: int) -> int | None:
         """The engine that a request waits for; None once it was dispatched, dropped or never came."""

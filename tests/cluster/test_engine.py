@@ -68,7 +68,7 @@ def test_no_more_than_max_sequences_run() -> None:
 
 
 def test_the_latest_arrival_is_preempted_and_recomputes_its_generated_tokens() -> None:
-    """Four blocks of 16 for two prompts of 31 and outputs of 8: both have 2 blocks and two tokens each when both need a third."""
+    """Four blocks of 16 for two prompts of 31: both hold 2 blocks, and have two tokens, when both need a third block."""
     settings = with_kv_blocks([M], 4)
     run = logged(solo([(0.0, 31, 8), (0.0, 31, 8)], settings, m=M, check=True)).result
     ends = sums(
@@ -165,13 +165,13 @@ seen: Counter[str] = Counter()
 
 loads = st.lists(
     st.tuples(st.integers(0, 30).map(lambda n: n * 0.002), st.integers(1, 90), st.integers(1, 60)),
-    min_size=1,
+    min_size=5,
     max_size=30,
 )
 
 
-@given(loads, st.sampled_from([8, 33, 128]), st.sampled_from([1, 3, 30]), st.integers(10, 24), st.sampled_from([4, 16]))
-def test_equals_the_reference_engine_bit_for_bit(
+@given(loads, st.sampled_from([8, 33, 128]), st.sampled_from([1, 3, 30]), st.integers(10, 18), st.sampled_from([4, 16]))
+def check_against_the_reference(
     load: list[tuple[float, int, int]], budget: int, sequences: int, blocks: int, block_tokens: int
 ) -> None:
     settings = EngineSettings(token_budget=budget, max_sequences=min(sequences, budget - 1), block_tokens=block_tokens)
@@ -192,6 +192,7 @@ def test_equals_the_reference_engine_bit_for_bit(
     seen["queued"] += int((run.result.timeline.waiting > 0).any())
 
 
-def test_the_random_loads_above_do_press_on_memory() -> None:
-    test_equals_the_reference_engine_bit_for_bit()
-    assert seen["preemptions"] > 100 and seen["queued"] > 30
+def test_equals_the_reference_engine_bit_for_bit() -> None:
+    seen.clear()
+    check_against_the_reference()
+    assert seen["preemptions"] > 50 and seen["queued"] > 30

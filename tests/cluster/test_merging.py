@@ -29,6 +29,8 @@ from simkit import (
 )
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.cluster import Cluster
+from fineserve_sim.cluster.engine import Engine
 from fineserve_sim.systems import SystemSpec, load_systems
 
 SYSTEMS = ["fineserve", "prism*", "static*", "dedicated"]
@@ -128,7 +130,7 @@ def both_ways(scenario: Scenario) -> tuple[Logged, Logged]:
     return logged(scenario), logged(scenario, exact_steps=True)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(clusters())
 def check_a_cluster(scenario: Scenario) -> None:
     try:
@@ -148,16 +150,23 @@ def check_a_cluster(scenario: Scenario) -> None:
     seen["merged away"] += plain.result.events - result.events
 
 
-def test_merged_spans_equal_plain_steps_bit_for_bit() -> None:
+def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the examples, which are the same on every run, are under pressure in every way."""
+    stalled = Cluster.stalled
+
+    def counted(self: Cluster, engine: Engine, now: float) -> None:
+        seen["stalls"] += 1
+        stalled(self, engine, now)
+
+    monkeypatch.setattr(Cluster, "stalled", counted)
     seen.clear()
     check_a_cluster()
-    assert seen["runs"] > 120 and seen["misfits"] < 30
-    assert seen["preemptions"] > 500
-    assert seen["DROPPED"] > 100 and seen["REJECTED"] > 100 and seen["FINISHED"] > 2000
+    assert seen["runs"] > 80 and seen["misfits"] < 20
+    assert seen["preemptions"] > 300 and seen["stalls"] > 20
+    assert seen["DROPPED"] > 100 and seen["REJECTED"] > 100 and seen["FINISHED"] > 1000
     assert seen["UNFINISHED"] == 0
-    assert seen["replicas"] > 30 and seen["shared GPUs"] > 50
-    assert seen["merged away"] > 20_000
+    assert seen["replicas"] > 20 and seen["shared GPUs"] > 40
+    assert seen["merged away"] > 15_000
 
 
 def test_a_dispatch_is_news_for_the_other_engines_of_the_scope() -> None:

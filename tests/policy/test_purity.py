@@ -7,7 +7,8 @@ import sys
 
 PROGRAM = """
 import sys
-for name in ("simpy", "numpy", "scipy", "torch", "vllm", "pandas", "pyarrow", "pydantic", "yaml", "matplotlib", "typer", "rich"):
+blocked = "simpy numpy scipy torch vllm pandas pyarrow pydantic yaml matplotlib typer rich"
+for name in blocked.split():
     sys.modules[name] = None
 try:
     import numpy
