@@ -62,6 +62,9 @@ def run(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
     decisions: DecisionsOption = False,
+    exact_steps: Annotated[
+        bool, typer.Option("--exact-steps", help="One event an engine iteration: the same results, slower.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run an experiment: tables here, figures and data in the results folder.
@@ -74,7 +77,7 @@ def run(
 
         pairs = [_key_and_value(text) for text in overrides or ()]
         experiment = load_experiment(file, pairs, quick, seeds)
-        _run(experiment, out or Path("results") / file.stem, jobs, decisions, as_json)
+        _run(experiment, out or Path("results") / file.stem, jobs, decisions, as_json, exact_steps)
 
 
 def compare(
@@ -184,15 +187,25 @@ def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
         raise
 
 
-def _run(experiment: Experiment, out: Path, jobs: int | None, decisions: bool, as_json: bool) -> None:
+def _run(
+    experiment: Experiment, out: Path, jobs: int | None, decisions: bool, as_json: bool, exact_steps: bool = False
+) -> None:
     """Simulate, draw and report."""
+    from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import Interrupted, run_loaded
     from fineserve_sim.experiment.figures import draw, read_summary
 
     _say_what_is_run(experiment, jobs)
     try:
         with _progress_bar() as advance:
-            summary_path = run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance)
+            summary_path = run_loaded(
+                experiment,
+                out,
+                jobs=jobs,
+                decisions=decisions,
+                on_progress=advance,
+                simulate=simulate_step_by_step if exact_steps else simulate,
+            )
     except Interrupted as problem:
         typer.echo(f"fineserve-sim: {problem}", err=True)
         raise typer.Exit(130) from None

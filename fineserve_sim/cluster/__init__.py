@@ -10,7 +10,7 @@ from fineserve_sim.cluster.scenario import (
     ServedModel,
     Timeline,
 )
-from fineserve_sim.cluster.simulation import simulate
+from fineserve_sim.cluster.simulation import simulate, simulate_step_by_step
 
 __all__ = [
     "EngineSettings",
@@ -22,4 +22,5 @@ __all__ = [
     "ServedModel",
     "Timeline",
     "simulate",
+    "simulate_step_by_step",
 ]

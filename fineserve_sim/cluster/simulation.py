@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 from simpy.events import Event
@@ -23,6 +24,11 @@ def simulate(scenario: Scenario) -> RunResult:
     cpu_s = time.process_time()
     run.to_the_end()
     return run.result(time.process_time() - cpu_s)
+
+
+def simulate_step_by_step(scenario: Scenario) -> RunResult:
+    """As ``simulate``, with one event an engine iteration: the same result, bit for bit, and the check of it."""
+    return simulate(replace(scenario, exact_steps=True))
 
 
 class _Run:

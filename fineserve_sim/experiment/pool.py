@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +67,18 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread sets handlers, and only it is interrupted
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Workers:
     """``jobs`` processes, started when first needed; one job runs in this process. A context manager."""
 
@@ -91,10 +105,11 @@ class Workers:
         yield from self._in_parallel(tasks)
 
     def _in_parallel(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._jobs, mp_context=context, initializer=_ignore_interrupts)
-        waiting: dict[Future[None], Task] = {self._pool.submit(execute, task): task for task in tasks}
+        with _interrupts_ignored():  # workers inherit that from their first moment on
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(self._jobs, mp_context=context, initializer=_ignore_interrupts)
+            waiting: dict[Future[None], Task] = {self._pool.submit(execute, task): task for task in tasks}
         try:
             while waiting:
                 done, _ = wait(waiting, return_when=FIRST_COMPLETED)

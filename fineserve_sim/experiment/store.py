@@ -100,7 +100,6 @@ class Store:
             "placement": placement(result),
             "end_s": result.end_s,
             "iterations": result.iterations,
-            "events": result.events,
         }
         write_json(self._cells / f"{key}.json", meta)
 
