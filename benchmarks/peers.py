@@ -56,12 +56,13 @@ def aisimulate(trace: Path, replicas: int, repeat: int) -> dict[str, float]:
     core = TimedCore(importlib.import_module("aisimulate._runtime"), repeat)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        requests = write_mooncake(trace, path)
+        requests, output_tokens = write_mooncake(trace, path)
         prediction = config.CorePredictionConfig.model_validate(prediction_config(path, replicas))
         spec = compiler.prediction_to_replay_spec(prediction)
         runner.EngineReplayRunnerFactory(runtime=core).create(0).run(spec)
-    if core.summary["completed_requests"] != requests:
-        raise SystemExit(f"AISimulate finished {core.summary['completed_requests']} of {requests} requests")
+    done = core.summary["completed_requests"], core.summary["total_output_tokens"]
+    if done != (requests, output_tokens):
+        raise SystemExit(f"AISimulate finished {done} of {(requests, output_tokens)} (requests, output tokens)")
     return {
         "requests_per_cpu_s": requests / core.loop_s,
         "loop_s": core.loop_s,
@@ -94,9 +95,10 @@ class TimedCore:
         return report
 
 
-def write_mooncake(source: Path, target: Path) -> int:
-    """Write the CSV ``source`` as a Mooncake trace in which no two prompts share a block. Returns the number of requests."""
-    requests = blocks = 0
+def write_mooncake(source: Path, target: Path) -> tuple[int, int]:
+    """Write the CSV ``source`` as a Mooncake trace in which no two prompts share a block. Returns its requests and output
+    tokens."""
+    requests = output_tokens = blocks = 0
     with source.open(newline="") as rows, target.open("w") as lines:
         for row in csv.DictReader(rows):
             prompt = int(row["prompt_tokens"])
@@ -110,7 +112,8 @@ def write_mooncake(source: Path, target: Path) -> int:
             lines.write(json.dumps(line) + "\n")
             blocks += own
             requests += 1
-    return requests
+            output_tokens += int(row["output_tokens"])
+    return requests, output_tokens
 
 
 def prediction_config(trace: Path, replicas: int) -> dict[str, object]:

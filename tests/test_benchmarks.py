@@ -163,7 +163,7 @@ def test_wrong_use_is_one_line(trace_csv: Path) -> None:
 
 def test_mooncake_rows_hold_the_same_requests(bench: dict[str, ModuleType], trace_csv: Path, tmp_path: Path) -> None:
     target = tmp_path / "trace.jsonl"
-    assert bench["peers"].write_mooncake(trace_csv, target) == 3
+    assert bench["peers"].write_mooncake(trace_csv, target) == (3, 61)
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     with trace_csv.open(newline="") as file:
         for row, source in zip(rows, csv.DictReader(file), strict=True):

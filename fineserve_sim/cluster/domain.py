@@ -29,7 +29,8 @@ class MemoryDomain:
         """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
         growths: list[Growth] = []
         for engine in self.engines:
-            growths += engine.pass_boundaries(now, order)
+            if engine.next_boundary_s <= now:
+                growths += engine.pass_boundaries(now, order)
         if not growths:
             return
         if self._alone is None:

@@ -36,6 +36,8 @@ SHARED_SPAN = 16
 """Longest span whose end times are worth computing again when a neighbour changes the pace: it will soon do so again."""
 
 
+NEVER = float("inf")
+
 Growth = tuple[float, int, Collection[SequenceState]]
 """At this time, sequences of the engine with this id take a block each."""
 
@@ -44,7 +46,7 @@ class Engine:
     """The batch of one model instance and its place in time.
 
     ``max_tokens`` bounds prompt and output of a sequence together; ``slowdown`` is the present contention factor;
-    ``promised_blocks`` is at least what the boundaries ahead in the present span will take.
+    ``next_boundary_s`` is the next one to settle inside the present span; ``promised_blocks`` is at least what the boundaries ahead in the present span will take.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Engine:
         self.waiting: deque[SequenceState] = deque()
         self.composition_changed = False
         self.promised_blocks = 0
+        self.next_boundary_s = NEVER
         self._shares_gpu = shares_gpu
         self._step = step
         self._settings = settings
@@ -78,6 +81,7 @@ class Engine:
         self._ends: list[float] = []
         self._settled = 0
         self._pending: Event | None = None
+        self._pending_s = NEVER
         self.starting = False
         self._preempting = False
         self._order = order_of(Kind.STEP_END, index)
@@ -147,14 +151,13 @@ class Engine:
 
     def pass_boundaries(self, now: float, order: int) -> list[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
-        Returns where new blocks are due; the domain takes them."""
+        Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
         ends = self._ends
         settled = self._settled
         last = len(ends) - 1
-        if settled >= last or ends[settled] > now:
-            return []
         find = bisect_right if self._order < order else bisect_left
         self._settled = find(ends, now, settled, last)
+        self.next_boundary_s = ends[self._settled] if self._settled < last else NEVER
         growing = self._decodes.pass_boundaries(self._settled - settled)
         return [(ends[settled + offset], self.index, sequences) for offset, sequences in growing]
 
@@ -181,11 +184,16 @@ class Engine:
 
     def _on_step_end(self, event: Event) -> None:
         if event is not self._pending:
-            return  # rescaled or cut since
-        now = self._clock.now
+            return  # the span came to end sooner
+        now = self._pending_s
+        if self._ends[-1] > now:
+            self._pending = None
+            self._schedule_end()  # it came to end later
+            return
         self._cluster.settle(self, now, self._order)
         self._pending = None
         self._ends = []
+        self.next_boundary_s = NEVER
         self._complete(now)
         self._plan(now)
 
@@ -284,7 +292,11 @@ class Engine:
         return most if most == 1 else self._cluster.steps_that_fit(self, self._decodes, most)
 
     def _schedule_end(self) -> None:
-        self._pending = self._clock.at(self._ends[-1], Kind.STEP_END, self.index, self._on_step_end)
+        """See to it that an event comes at the end of the span. One that comes before will set the right one."""
+        self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER
+        if self._pending is None or self._ends[-1] < self._pending_s:
+            self._pending_s = self._ends[-1]
+            self._pending = self._clock.at(self._pending_s, Kind.STEP_END, self.index, self._on_step_end)
 
     def _rest(self, now: float) -> None:
         """Nothing to run: idle, or stalled for memory."""
