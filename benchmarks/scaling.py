@@ -101,6 +101,7 @@ def curves(repeat: int) -> Iterator[Curve]:
 def draw(measured: list[Curve], path: Path) -> None:
     """One log-log panel a size. The same figures give the same bytes."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     from fineserve_sim.experiment.plot_style import COLOURS, house_style
 
@@ -114,7 +115,8 @@ def draw(measured: list[Curve], path: Path) -> None:
                 axes.loglog(one.x, one.y, "o-", color=colour, markersize=4, label=label)
             axes.set(xlabel=x_label, ylabel=shown[0].y_label)
             low, high = axes.get_ylim()
-            axes.set_ylim(low / 2, high * 4)
+            axes.set_ylim(low / 3, high * 6)
+            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.legend(loc="upper left", fontsize=7)
         figure.savefig(path, metadata={"Date": None})
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from heapq import heappush
-from typing import Any, cast
+from typing import Any
 
 from simpy import Environment
 from simpy.events import Event
@@ -33,16 +33,23 @@ def order_of(kind: Kind, entity: int) -> int:
     return kind * _ENTITIES + entity
 
 
+class _Moment(Event):
+    """An event that will happen at its time, with one callback."""
+
+    def __init__(self, clock: Clock, callback: Callable[[Event], None]) -> None:
+        self.env = clock
+        self.callbacks = [callback]
+        self._ok = True
+        self._value = None
+
+
 class Clock(Environment):
     """A SimPy environment that also schedules callbacks at absolute times."""
 
     def at(self, time_s: float, kind: Kind, entity: int, callback: Callable[[Event], None]) -> Event:
         """Call ``callback(event)`` at ``time_s`` (not before now), among simultaneous events in the order of ``Kind``, then
         ``entity``. Returns the event, so that a caller can tell the one it still waits for from one it gave up."""
-        event: Any = Event(self)
-        event._ok = True
-        event._value = None
-        event.callbacks.append(callback)
+        event = _Moment(self, callback)
         queue: list[Any] = self._queue
-        heappush(queue, (time_s, order_of(kind, entity), next(self._eid), event))
-        return cast(Event, event)
+        heappush(queue, (time_s, kind * _ENTITIES + entity, next(self._eid), event))
+        return event

@@ -24,11 +24,14 @@ class Contention:
         self._compute = [0.0] * len(self._gpus_of)
         self._bandwidth = [0.0] * len(self._gpus_of)
         self.slowdowns = [1.0] * len(self._gpus_of)
+        self._of_gpu = dict.fromkeys(self._engines_on, 1.0)
 
     def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
         self._compute[engine] = compute
         self._bandwidth[engine] = bandwidth
+        for gpu in self._gpus_of[engine]:
+            self._of_gpu[gpu] = self._gpu_slowdown(gpu)
         self.slowdowns[engine] = self._slowdown(engine)
         changed = []
         for other in self.neighbours[engine]:
@@ -39,7 +42,8 @@ class Contention:
         return changed
 
     def _slowdown(self, engine: int) -> float:
-        return max(self._gpu_slowdown(gpu) for gpu in self._gpus_of[engine])
+        gpus = self._gpus_of[engine]
+        return self._of_gpu[gpus[0]] if len(gpus) == 1 else max(self._of_gpu[gpu] for gpu in gpus)
 
     def _gpu_slowdown(self, gpu: int) -> float:
         # Summed anew in the order of ids: a running sum would drift, and depend on the order of its updates.

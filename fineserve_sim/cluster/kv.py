@@ -53,6 +53,14 @@ class EngineKV:
 
     def grow_each(self, sequences: Collection[SequenceState]) -> bool:
         """Give each of ``sequences`` one block. False, and nothing taken, when they do not all fit."""
+        if self._only is not None:
+            ids = self._only.alloc(self._owner, len(sequences))
+            if ids is None:
+                return False
+            for sequence, block in zip(sequences, ids, strict=True):
+                sequence.blocks[0].append(block)
+                sequence.blocks_held += 1
+            return True
         taken = self._take(len(sequences))
         if taken is None:
             return False

@@ -280,18 +280,19 @@ class KVSlabManager:
             self._shift_unformatted(slab.id, 1)
 
     def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
-        """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking them
-        one by one comes to. Only for aligned keys without PARTIAL slabs. Returns the number of blocks taken."""
+        """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
+        them one by one comes to. Only for aligned keys without PARTIAL slabs. Returns the number of blocks taken."""
         per_slab = pool.blocks_per_slab
         full = (1 << per_slab) - 1
         count = blocks // per_slab
+        slabs, free_slabs = self._slabs, self._free_slabs
         for _ in range(count):
-            slab_id = heappop(self._free_slabs)
-            slab = self._slabs[slab_id]
-            first = slab_id * per_slab
-            slab.pool, slab.first, slab.blocks, slab.used = pool, first, per_slab, per_slab
+            slab_id = heappop(free_slabs)
+            slab = slabs[slab_id]
+            slab.pool, slab.first = pool, slab_id * per_slab
+            slab.blocks = slab.used = per_slab
             held[slab_id] = full
-            ids.extend(range(first, first + per_slab))
+            ids += range(slab.first, slab.first + per_slab)
             if self._grid_pools:
                 self._shift_unformatted(slab_id, -1)
         pool.slabs += count
