@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.contention import Contention
 from fineserve_sim.cluster.domain import MemoryDomain
-from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.engine import NEVER, Engine
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
@@ -116,12 +116,22 @@ class Cluster:
         news = scope.stale or engine.composition_changed or now >= scope.ask_again_s
         if self.merging and not news:
             return
-        self._carry_out(self._tell(now, EngineStepped(engine.index, self._states(scope, now))), now, asking=engine)
-        scope.stale = False
-        if self.merging and self._controller.waiting(engine.index):
+        commands = self._tell(now, EngineStepped(engine.index, self._states(scope, now)))
+        self._carry_out(commands, now, asking=engine)
+        if self.merging:
+            self._plan_next_question(scope, engine, now, changed=bool(commands))
+
+    def _plan_next_question(self, scope: Scope, engine: Engine, now: float, *, changed: bool) -> None:
+        """When the scheduler is to be asked again. Spans of the scope that were planned to go on beyond that end early."""
+        planned_s = scope.ask_again_s
+        scope.ask_again_s = NEVER
+        if self._controller.waiting(engine.index):
             scope.ask_again_s = self._controller.unchanged_until(now, engine.index, self._states(scope, now))
-        else:
-            scope.ask_again_s = float("inf")
+        scope.stale = changed  # what it just decided may be news to itself
+        if changed or scope.ask_again_s < planned_s:
+            for other in scope.engines:
+                if other != engine.index:
+                    self._cut(self.engines[other], now)
 
     def must_ask(self, engine: Engine) -> bool:
         """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
@@ -130,7 +140,7 @@ class Cluster:
     def ask_again_s(self, engine: Engine) -> float:
         """The first time at which the engine's scheduler may have news without any event."""
         scope = self._scope_of[engine.index]
-        return scope.ask_again_s if self._controller.waiting(engine.index) else float("inf")
+        return scope.ask_again_s if self._controller.waiting(engine.index) else NEVER
 
     def _states(self, scope: Scope, now: float) -> dict[int, EngineState]:
         for engine in scope.engines:

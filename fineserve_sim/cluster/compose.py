@@ -68,7 +68,7 @@ def compose(scenario: Scenario) -> Parts:
         Controller(_routes(scenario, seats, schedulers)),
         contention,
         outcomes,
-        [Scope(engines) for engines in schedulers],
+        [Scope(engines) for engines in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))],
         merging=not scenario.exact_steps and scenario.engine.contention == "composition",
         check=scenario.check,
         log=scenario.log,

@@ -41,6 +41,7 @@ class _Run:
         self._prompt: list[int] = trace.prompt_tokens.tolist()
         self._output: list[int] = trace.output_tokens.tolist()
         self._models = trace.models
+        self._horizon_s = self._arrival_s[-1] + scenario.drain_s
         self._next = 0
         self._events = 0
         self._samples = 0
@@ -50,8 +51,8 @@ class _Run:
         clock.at(self._arrival_s[0], Kind.ARRIVAL, 0, self._on_arrival)
         if self._scenario.sample_s > 0:
             clock.at(0.0, Kind.TIMER, 0, self._on_sample)
-        horizon_s = self._arrival_s[-1] + self._scenario.drain_s
-        while clock.peek() <= horizon_s:
+        outcomes = self._parts.outcomes
+        while outcomes.open and clock.peek() <= self._horizon_s:
             clock.step()
             self._events += 1
 
@@ -81,7 +82,7 @@ class _Run:
     def result(self, loop_cpu_s: float) -> RunResult:
         parts = self._parts
         outcomes = parts.outcomes
-        end_s: float = parts.clock.now
+        end_s: float = self._horizon_s if outcomes.open else parts.clock.now
         parts.cluster.settle_all(end_s, order_of(Kind.START, 0))
         return RunResult(
             first_token_s=np.array(outcomes.first_token_s, dtype=np.float64),

@@ -47,12 +47,12 @@ class Controller:
         return self._abort(event)
 
     def waiting(self, engine: int) -> int:
-        """How many requests wait in the scheduler that serves ``engine``."""
-        return len(self._schedulers[engine])
+        """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
+        return len(self._schedulers.get(engine, ()))
 
     def bound_to(self, engine: int) -> int:
         """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
-        return self._bound_to.get(engine, 0)  # an engine that no route leads to has none
+        return self._bound_to.get(engine, 0)
 
     def engine_of(self, request_id: int) -> int | None:
         """The engine that a request waits for; None once it was dispatched, dropped or never came."""
