@@ -22,8 +22,8 @@ from fineserve_sim.policy.interfaces import ModelDemand, OperatingPoint
 from fineserve_sim.policy.mme import mme_slope
 from fineserve_sim.systems import load_systems
 
-SWEEP_REQUESTS = (4, 8, 16, 32)
-"""KV pools of the sweep, in requests of mean length that fit at once."""
+SWEEP_REQUESTS = 32
+"""Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
 
 
 @lru_cache(maxsize=256)
@@ -79,12 +79,18 @@ def _measured_mme(
     settings: EngineSettings,
     prompt: int,
     output: int,
-) -> float:
-    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone."""
+) -> float | None:
+    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone. None when its
+    batch limit leaves no two pools to compare."""
     served = ServedModel("profiled", model, precision, tp, 1.0, 1.0, prompt, output)
-    blocks = geometry(served, settings).blocks_for_tokens(prompt + output)
-    block_bytes = geometry(served, settings).block_bytes
-    pools = [requests * blocks * block_bytes for requests in SWEEP_REQUESTS]
+    largest = min(SWEEP_REQUESTS, settings.max_sequences)
+    requests = sorted({max(1, largest // part) for part in (8, 4, 2, 1)})
+    if len(requests) < 2:
+        return None
+    request_bytes = (
+        geometry(served, settings).blocks_for_tokens(prompt + output) * geometry(served, settings).block_bytes
+    )
+    pools = [count * request_bytes for count in requests]
     return mme_slope(pools, [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools])
 
 
@@ -93,7 +99,7 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
     from fineserve_sim.cluster.simulation import simulate  # a profile is a small run of the same simulator
 
     fixed = resident_bytes(served, settings) + peak_activation_bytes(served, settings)
-    requests = 4 * max(SWEEP_REQUESTS)
+    requests = 4 * SWEEP_REQUESTS
     trace = Trace(
         arrival_s=np.zeros(requests),
         model=np.zeros(requests, dtype=np.int32),

@@ -68,18 +68,28 @@ class Controller:
         instances = self._routes[request.model]
         if not instances:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
-        route = min(instances, key=self._turn)
-        if request.prompt_tokens >= route.max_tokens:
-            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {route.max_tokens - 1}")]
+        able = [route for route in instances if request.prompt_tokens < route.max_tokens]
+        if not able:
+            limit = max(route.max_tokens for route in instances) - 1
+            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit}")]
+        route = able[0] if len(able) == 1 else self._next_turn(able)
         self._sent[route.engine] += 1
         self._bound[request.id] = route.engine
         self._bound_to[route.engine] += 1
         route.scheduler.add(request, route.engine)
         return []
 
-    def _turn(self, route: Route) -> tuple[float, int]:
-        """Weighted round robin: next is who would be least ahead of its share; ties go to the lowest engine id."""
-        return (self._sent[route.engine] + 1) / route.rate_per_s, route.engine
+    def _next_turn(self, routes: Sequence[Route]) -> Route:
+        """Weighted round robin by the quota method: whoever falls behind its share first, among those not ahead of it. No
+        instance is ever a whole request off its share (Balinski and Young 1975); ties go to the lowest engine id."""
+        sent = [self._sent[route.engine] for route in routes]
+        quota_per_rate = (sum(sent) + 1) / sum(route.rate_per_s for route in routes)
+        _, _, route = min(
+            ((count + 1) / route.rate_per_s, route.engine, route)
+            for count, route in zip(sent, routes, strict=True)
+            if count < quota_per_rate * route.rate_per_s
+        )
+        return route
 
     def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
         admission = self._schedulers[event.engine].schedule(now, event.engines)

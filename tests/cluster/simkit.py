@@ -146,12 +146,17 @@ def _shortest_step_s(scenario: Scenario) -> float:
     return min(step_model(m, scenario.engine).step_s(0, 0, 1, 1, 0, 1) for m in scenario.models) * (1 - 1e-12)
 
 
-def assert_memory_returned(result: RunResult) -> None:
-    """After the last request ended nobody holds KV memory; before, nobody held more than there is."""
+def assert_memory_returned(scenario: Scenario, result: RunResult) -> None:
+    """Nobody holds KV memory while no request is in an engine, and nobody ever more than there is. The last arrival must be so
+    late that the cluster stands empty before it."""
     timeline = result.timeline
-    assert (timeline.kv_used_bytes[-1] == 0).all()
-    assert (timeline.gpu_stranded_bytes[-1] == 0).all()
-    assert np.array_equal(timeline.gpu_free_bytes[-1], timeline.gpu_free_bytes[0])
+    in_flight = np.zeros(len(timeline.time_s), dtype=bool)
+    for arrival_s, finish_s in zip(scenario.trace.arrival_s, result.finish_s, strict=True):
+        in_flight |= (arrival_s <= timeline.time_s) & (timeline.time_s <= finish_s)
+    empty = ~in_flight & (timeline.time_s > scenario.trace.arrival_s[0])
+    assert empty.any() and not empty.all()
+    assert (timeline.kv_used_bytes[empty] == 0).all() and (timeline.gpu_stranded_bytes[empty] == 0).all()
+    assert (timeline.gpu_free_bytes[empty] == timeline.gpu_free_bytes.max(axis=0)).all()
     hosts = sorted({gpu for instance in result.placement.instances for gpu in instance.gpus})
     capacity = dict(zip(hosts, result.kv_capacity_bytes, strict=True))
     for column, host in enumerate(hosts):

@@ -52,6 +52,7 @@ def crowded(scheduler: object = "fcfs", memory: object = "kv_slab", *, requests:
         for _ in range(requests)
     ]
     rows[0] = (0.0, 5000, 5, 0)  # too long for this memory
+    rows[1] = (10.0, 20, 5, 1)  # when all others have long ended
     spec = system(pinned({"a": [[0]], "b": [[0]]}), scheduler, memory)  # type: ignore[arg-type]
     return Scenario(spec, (A, B), gpus(1), trace_of(sorted(rows, key=lambda row: row[0]), "ab"), engine, sample_s=0.05)
 
@@ -66,7 +67,7 @@ def test_requests_and_bytes_are_conserved(scheduler: object, memory: object) -> 
     for exact_steps in (False, True):
         run = logged(scenario, check=True, exact_steps=exact_steps)
         assert_lawful(scenario, run)
-        assert_memory_returned(run.result)
+        assert_memory_returned(scenario, run.result)
         fates = Counter(run.result.fate.tolist())
         assert fates[Fate.REJECTED] == 1 and fates[Fate.FINISHED] > 20 and fates[Fate.UNFINISHED] == 0
         assert run.result.preemptions.sum() > 0 or scheduler != "fcfs"
