@@ -68,10 +68,11 @@ class Controller:
         instances = self._routes[request.model]
         if not instances:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
-        able = [route for route in instances if request.prompt_tokens < route.max_tokens]
+        prompt_tokens = request.prompt_tokens
+        able = [route for route in instances if prompt_tokens < route.max_tokens]
         if not able:
             limit = max(route.max_tokens for route in instances) - 1
-            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit}")]
+            return [Reject(request.id, f"prompt of {prompt_tokens} tokens, at most {limit}")]
         route = able[0] if len(able) == 1 else self._next_turn(able)
         self._sent[route.engine] += 1
         self._bound[request.id] = route.engine
@@ -82,14 +83,22 @@ class Controller:
     def _next_turn(self, routes: Sequence[Route]) -> Route:
         """Weighted round robin by the quota method: whoever falls behind its share first, among those not ahead of it. No
         instance is ever a whole request off its share (Balinski and Young 1975); ties go to the lowest engine id."""
-        sent = [self._sent[route.engine] for route in routes]
-        quota_per_rate = (sum(sent) + 1) / sum(route.rate_per_s for route in routes)
-        _, _, route = min(
-            ((count + 1) / route.rate_per_s, route.engine, route)
-            for count, route in zip(sent, routes, strict=True)
-            if count < quota_per_rate * route.rate_per_s
-        )
-        return route
+        sent = self._sent
+        quota_per_rate = self._quota_per_rate(routes)
+        best, best_turn = routes[0], float("inf")
+        for route in routes:
+            count = sent[route.engine]
+            turn = (count + 1) / route.rate_per_s
+            if turn < best_turn and count < quota_per_rate * route.rate_per_s:
+                best, best_turn = route, turn
+        return best
+
+    def _quota_per_rate(self, routes: Sequence[Route]) -> float:
+        requests, rate_per_s = 1, 0.0
+        for route in routes:
+            requests += self._sent[route.engine]
+            rate_per_s += route.rate_per_s
+        return requests / rate_per_s
 
     def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
         admission = self._schedulers[event.engine].schedule(now, event.engines)
