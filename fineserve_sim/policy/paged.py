@@ -8,6 +8,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from fineserve_sim.policy.interfaces import KVLedger
 
@@ -55,15 +56,21 @@ class PagedPool:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back blocks. Raises ValueError for an id not held or given twice; then nothing is given back."""
-        freed = set(block_ids)
-        if not freed <= self._held:
-            raise ValueError(f"paged pool: block {min(freed - self._held)} is not held and cannot be freed")
-        if len(freed) != len(block_ids):
-            raise ValueError(
-                f"paged pool: {len(block_ids) - len(freed)} of the blocks to free are named twice in one call"
-            )
-        self._held -= freed
+        held = self._held
+        before = len(held)
+        held.difference_update(block_ids)
+        if len(held) + len(block_ids) != before:
+            self._refuse(block_ids)
         self._free.extend(reversed(block_ids))
+
+    def _refuse(self, block_ids: Sequence[int]) -> NoReturn:
+        """Take back a release that named blocks not held, or one twice, and say which."""
+        freed = set(block_ids)
+        stray = freed.intersection(self._free).union(id for id in freed if not 0 <= id < self.capacity_blocks)
+        self._held.update(freed - stray)
+        if stray:
+            raise ValueError(f"paged pool: block {min(stray)} is not held and cannot be freed")
+        raise ValueError(f"paged pool: {len(block_ids) - len(freed)} of the blocks to free are named twice in one call")
 
     def check(self) -> None:
         """Raise AssertionError unless every block is either free or held, once."""
