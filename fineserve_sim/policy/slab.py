@@ -69,12 +69,12 @@ class _Pool:
 class _Slab:
     """One slab; ``pool`` is None while it is unformatted. Bit i of ``free_bits`` is set when its i-th block is free."""
 
-    __slots__ = ("blocks", "first", "free_bits", "id", "pool", "used")
+    __slots__ = ("free_bits", "id", "pool", "used")
 
     def __init__(self, slab_id: int) -> None:
         self.id = slab_id
         self.pool: _Pool | None = None
-        self.first = self.blocks = self.free_bits = self.used = 0
+        self.free_bits = self.used = 0
 
 
 class _Holder:
@@ -172,11 +172,11 @@ class KVSlabManager:
                     left -= self._take_whole_slabs(pool, left, held, ids)
                     continue
                 slab = self._format(pool)
-            mask = _take_lowest(slab.free_bits, left, slab.first, ids)
+            mask = _take_lowest(slab.free_bits, left, self._first(pool, slab.id), ids)
             slab.free_bits ^= mask
             held[slab.id] = held.get(slab.id, 0) | mask
+            slab.used += left - blocks + len(ids)
             left = blocks - len(ids)
-            slab.used = slab.blocks - slab.free_bits.bit_count()
             if slab.free_bits:
                 pool.partial[0] = (-slab.used, slab.id)  # lower than before, so it stays the top
             else:
@@ -260,10 +260,9 @@ class KVSlabManager:
         why no slab ever has two entries in a heap."""
         slab = self._slabs[heappop(self._free_slabs)]
         first, end = self.plan.span(pool.block_bytes, slab.id)
-        slab.pool, slab.first, slab.blocks = pool, first, end - first
-        slab.free_bits = (1 << slab.blocks) - 1
+        slab.pool, slab.free_bits = pool, (1 << (end - first)) - 1
         pool.slabs += 1
-        pool.slab_blocks += slab.blocks
+        pool.slab_blocks += end - first
         pool.partial.append((0, slab.id))
         if self._grid_pools:
             self._shift_unformatted(slab.id, -1)
@@ -272,12 +271,17 @@ class KVSlabManager:
     def _unformat(self, pool: _Pool, slab: _Slab) -> None:
         """The slab is empty: it goes back to the free list."""
         pool.slabs -= 1
-        pool.slab_blocks -= slab.blocks
+        pool.slab_blocks -= slab.free_bits.bit_length()
         slab.pool = None
-        slab.first = slab.blocks = slab.free_bits = 0
+        slab.free_bits = 0
         heappush(self._free_slabs, slab.id)
         if self._grid_pools:
             self._shift_unformatted(slab.id, 1)
+
+    def _first(self, pool: _Pool, slab_id: int) -> int:
+        """The id of the slab's first block in the view of the pool's owners."""
+        per_slab = pool.blocks_per_slab
+        return slab_id * per_slab if per_slab else self.plan.span(pool.block_bytes, slab_id)[0]
 
     def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
         """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
@@ -289,10 +293,9 @@ class KVSlabManager:
         for _ in range(count):
             slab_id = heappop(free_slabs)
             slab = slabs[slab_id]
-            slab.pool, slab.first = pool, slab_id * per_slab
-            slab.blocks = slab.used = per_slab
+            slab.pool, slab.used = pool, per_slab
             held[slab_id] = full
-            ids += range(slab.first, slab.first + per_slab)
+            ids += range(slab_id * per_slab, (slab_id + 1) * per_slab)
             if self._grid_pools:
                 self._shift_unformatted(slab_id, -1)
         pool.slabs += count
@@ -409,17 +412,23 @@ class KVSlabManager:
             assert not held & (bits or 0), f"two owners hold one block of slab {slab.id}"
             held |= bits or 0
         assert held & slab.free_bits == 0, f"a held block of slab {slab.id} is free"
-        assert held | slab.free_bits == (1 << slab.blocks) - 1, f"a block of slab {slab.id} is neither held nor free"
+        blocks = self._blocks(slab)
+        assert held | slab.free_bits == (1 << blocks) - 1, f"a block of slab {slab.id} is neither held nor free"
         assert slab.used == held.bit_count(), f"slab {slab.id} miscounts its blocks"
         if slab.pool is not None:
             assert slab.id >= self._reserved and slab.used, f"slab {slab.id} should not be formatted"
-            first, end = self.plan.span(slab.pool.block_bytes, slab.id)
-            assert (slab.first, slab.first + slab.blocks) == (first, end), f"slab {slab.id} has the wrong blocks"
+
+    def _blocks(self, slab: _Slab) -> int:
+        """How many blocks the slab holds as it is formatted."""
+        if slab.pool is None:
+            return 0
+        first, end = self.plan.span(slab.pool.block_bytes, slab.id)
+        return end - first
 
     def _check_pool(self, pool: _Pool, free: Sequence[int]) -> None:
         key = pool.block_bytes
         slabs = [slab for slab in self._slabs if slab.pool is pool]
-        counters = (len(slabs), sum(slab.blocks for slab in slabs), sum(slab.used for slab in slabs))
+        counters = (len(slabs), sum(map(self._blocks, slabs)), sum(slab.used for slab in slabs))
         assert (pool.slabs, pool.slab_blocks, pool.used_blocks) == counters, f"counters of key {key}"
         spans = [self.plan.span(key, slab_id) for slab_id in free]
         available = sum(end - first for first, end in spans) + pool.slab_blocks - pool.used_blocks
