@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
-SHARED_SPAN = 16
+SHARED_SPAN = 32
 """Longest span whose end times are worth computing again when a neighbour changes the pace: it will soon do so again."""
 
 
