@@ -33,7 +33,7 @@ MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
 SHARED_SPAN = 32
-"""Longest span whose end times are worth computing again when a neighbour changes the pace: it will soon do so again."""
+"""Longest span on a shared GPU: a neighbour will soon change the pace, and the end times must be computed again."""
 
 
 NEVER = float("inf")

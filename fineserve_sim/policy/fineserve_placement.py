@@ -58,7 +58,7 @@ class FineServePlacement:
     ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
     unless no other candidate has room, "forbid", or "allow". ``replicas``: "literal" places all replicas of a model
     before the next model, even if that model then fits nowhere; "yield" gives up replicas until every model has a
-    place. Ties go to the larger weights, then the lower id
+    place; "one" replicates nothing. Ties go to the larger weights, then the lower id
     (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room,
     they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place``
     does for a model without profile.
@@ -68,26 +68,34 @@ class FineServePlacement:
         self,
         score: Literal["mean", "exact"] = "mean",
         colocation: Literal["avoid", "forbid", "allow"] = "avoid",
-        replicas: Literal["literal", "yield"] = "literal",
+        replicas: Literal["literal", "yield", "one"] = "literal",
     ) -> None:
         if score not in ("mean", "exact"):
             raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
         if colocation not in ("avoid", "forbid", "allow"):
             raise ValueError(f"colocation is {colocation!r}: use 'avoid', 'forbid' or 'allow'")
-        if replicas not in ("literal", "yield"):
-            raise ValueError(f"replicas is {replicas!r}: use 'literal' or 'yield'")
-        self._yields = replicas == "yield"
+        if replicas not in ("literal", "yield", "one"):
+            raise ValueError(f"replicas is {replicas!r}: use 'literal', 'yield' or 'one'")
+        self._replicas = replicas
         self._score = score_mean if score == "mean" else score_exact
         self._colocation = colocation
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
-        footprints = {model.id: base_footprint(model, len(groups[model.tp])) for model in models if groups[model.tp]}
+        footprints = {
+            model.id: base_footprint(model, 1 if self._replicas == "one" else len(groups[model.tp]))
+            for model in models
+            if groups[model.tp]
+        }
         placeable = [model for model in models if groups[model.tp]]
         placeable.sort(key=lambda model: (-footprints[model.id].footprint_bytes, -model.weight_bytes, model.id))
         replicas = {id: footprint.replicas for id, footprint in footprints.items()}
         instances = self._assign(placeable, footprints, replicas, groups, gpus)
-        while self._yields and len({i.model for i in instances}) < len(placeable) and max(replicas.values()) > 1:
+        while (
+            self._replicas == "yield"
+            and len({i.model for i in instances}) < len(placeable)
+            and max(replicas.values()) > 1
+        ):
             # The most replicated model gives up one replica; among equals, the one with the largest footprint.
             replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
             instances = self._assign(placeable, footprints, replicas, groups, gpus)

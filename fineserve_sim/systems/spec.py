@@ -25,7 +25,7 @@ class FineServePlacementSpec(Spec):
     score: Literal["mean", "exact"] = "mean"
     mme: Literal["slope", "token_bytes"] = "slope"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
-    replicas: Literal["literal", "yield"] = "literal"
+    replicas: Literal["literal", "yield", "one"] = "literal"
 
 
 class KvprPlacementSpec(Spec):

@@ -261,3 +261,10 @@ def test_replicas_yield_to_a_model_without_a_place() -> None:
     assert literal.unplaced == ("late",)
     assert [(i.model, i.gpus) for i in yielding.instances] == [("busy", (0,)), ("late", (1,))]
     assert yielding.unplaced == () and yielding.infeasible == ("busy",)
+
+
+def test_one_replica_each() -> None:
+    model = ModelDemand("busy", 2.0, 1.0, 1, 6, 1, (OperatingPoint(1, 1.0, 0.5, 0, 0),))
+    placement = FineServePlacement(replicas="one").place([model], [GpuSlot(0, 0, 10), GpuSlot(1, 0, 10)])
+    assert [(i.model, i.gpus, i.rate_per_s) for i in placement.instances] == [("busy", (0,), 2.0)]
+    assert placement.infeasible == ("busy",)
