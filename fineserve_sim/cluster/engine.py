@@ -46,7 +46,8 @@ class Engine:
     """The batch of one model instance and its place in time.
 
     ``max_tokens`` bounds prompt and output of a sequence together; ``slowdown`` is the present contention factor;
-    ``next_boundary_s`` is the next one to settle inside the present span; ``promised_blocks`` is at least what the boundaries ahead in the present span will take.
+    ``next_boundary_s`` is the next boundary to settle inside the present span; ``promised_blocks`` is at least what those
+    ahead in it will take.
     """
 
     def __init__(
