@@ -1,0 +1,118 @@
+"""What a measured set holds: cases of one engine setting and one load, with the measured TTFT and TPOT of its rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Label(NamedTuple):
+    """What errors are grouped by."""
+
+    set: str
+    backend: str
+    model: str
+    precision: str
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """One engine setting. ``memory_utilization`` is the share of the GPU that one engine may take."""
+
+    model: ModelSpec
+    precision: PrecisionSpec
+    tp: int
+    gpu: GpuSpec
+    deployment: Deployment
+    token_budget: int
+    max_sequences: int
+    memory_utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatch:
+    """``batch`` equal prompts at once on an idle engine, run to their end together."""
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """``clients`` users, each sending its next request when its last one has ended, ``requests`` in all.
+
+    Lengths are uniform between ``shortest`` times the nominal length and the nominal length. The engine runs at most
+    ``max_running`` requests.
+    """
+
+    clients: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    shortest: float = 1.0
+    max_running: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenLoop:
+    """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` of one model on GPUs of their
+    own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model."""
+
+    arrival_s: Floats
+    model: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    models: int = 1
+    replicas: int = 1
+    shared_kv: bool = False
+    each: bool = True
+
+
+Load = StaticBatch | ClosedLoop | OpenLoop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One load on one setting. ``ttft_s`` and ``tpot_s``: measured, shape (rows,); NaN where a row has none."""
+
+    label: Label
+    serving: Serving
+    load: Load
+    ttft_s: Floats
+    tpot_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Another reading of what the set does not record."""
+
+    what: str
+    change: Callable[[Case], Case]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSet:
+    """A file's cases, the rows that cannot be predicted by (backend, model, reason), and what was assumed.
+
+    ``kind`` says whether constants come from the set's own rows: then only held-out rows are ``cases``.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    unsupported: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    assumptions: tuple[str, ...] = ()
+    sensitivities: tuple[Sensitivity, ...] = ()
+    shares_prefixes: bool = False
+    kind: Literal["prediction", "fitted on part of the set"] = "prediction"

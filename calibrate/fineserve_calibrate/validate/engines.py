@@ -1,0 +1,170 @@
+"""Engines of the simulator under recorded arrivals, or under clients that wait for their answers.
+
+The same engines, memory managers and contention as ``fineserve_sim.cluster.simulate``; what differs is who asks: a client of
+a closed loop sends its next request at the moment the last one ends, so an engine that plans its next step then does not
+see it yet, as with a real client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from fineserve_traces import Trace
+from simpy.events import Event
+
+from fineserve_calibrate.validate.cases import Floats, Ints
+from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.cluster import Cluster, Scope
+from fineserve_sim.cluster.contention import Contention
+from fineserve_sim.cluster.domain import MemoryDomain
+from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.kv import EngineKV
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.controller import Controller, Route
+from fineserve_sim.policy.fcfs import FcfsScheduler
+from fineserve_sim.policy.interfaces import KVManager, Request
+from fineserve_sim.policy.paged import PrivatePools
+from fineserve_sim.policy.slab import KVSlabManager, plan_slabs
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One engine: the model that it serves, its GPU, and its KV memory on each GPU of its TP group."""
+
+    model: int
+    gpu: int
+    step: StepModel
+    kv_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Columns of shape (n,): the model of each request, its prompt and output tokens."""
+
+    model: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Times:
+    """Seconds, shape (n,): NaN where a moment never came."""
+
+    arrival_s: Floats
+    first_token_s: Floats
+    finish_s: Floats
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.arrival_s
+
+    def tpot_s(self, output_tokens: Ints) -> Floats:
+        """Mean seconds a token after the first; NaN for outputs of one token."""
+        gaps = np.where(output_tokens > 1, output_tokens - 1, np.nan)
+        result: Floats = (self.finish_s - self.first_token_s) / gaps
+        return result
+
+
+class EngineRun:
+    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes."""
+
+    def __init__(
+        self, instances: Sequence[Instance], requests: Requests, settings: EngineSettings, *, shared_kv: bool = False
+    ) -> None:
+        n = len(requests.prompt_tokens)
+        names = tuple(str(model) for model in sorted({instance.model for instance in instances}))
+        trace = Trace(
+            arrival_s=np.zeros(n),
+            model=requests.model.astype(np.int32),
+            prompt_tokens=requests.prompt_tokens,
+            output_tokens=requests.output_tokens,
+            models=names,
+            source="measured set",
+        )
+        self._requests = requests
+        self._arrival_s = np.full(n, np.nan)
+        self._clock, self._outcomes = Clock(), Outcomes(trace)
+        self._cluster = _connect(instances, settings, self._clock, self._outcomes, shared_kv)
+
+    def open_loop(self, arrival_s: Floats) -> Times:
+        """Request i comes at ``arrival_s[i]``, non-decreasing."""
+        for index, at_s in enumerate(arrival_s.tolist()):
+            self._clock.at(at_s, Kind.ARRIVAL, 0, self._arrival(index))
+        while self._outcomes.open:
+            self._clock.step()
+        return self._times()
+
+    def closed_loop(self, clients: int) -> Times:
+        """The first ``clients`` requests come together at 0, each other one when one ends."""
+        total = len(self._arrival_s)
+        sent = min(clients, total)
+        for index in range(sent):
+            self._clock.at(0.0, Kind.ARRIVAL, 0, self._arrival(index))
+        open_requests = total
+        while self._outcomes.open:
+            self._clock.step()
+            ended, open_requests = open_requests - self._outcomes.open, self._outcomes.open
+            for index in range(sent, min(sent + ended, total)):
+                self._clock.at(self._clock.now, Kind.ARRIVAL, 0, self._arrival(index))
+                sent += 1
+        return self._times()
+
+    def _arrival(self, index: int) -> Callable[[Event], None]:
+        def arrive(_: Event) -> None:
+            now: float = self._clock.now
+            self._arrival_s[index] = now
+            prompt, model = int(self._requests.prompt_tokens[index]), str(self._requests.model[index])
+            output = int(self._requests.output_tokens[index])
+            self._cluster.arrive(Request(index, model, now, prompt), output, now, order_of(Kind.ARRIVAL, 0))
+
+        return arrive
+
+    def _times(self) -> Times:
+        outcomes = self._outcomes
+        return Times(self._arrival_s, np.array(outcomes.first_token_s), np.array(outcomes.finish_s))
+
+
+def _connect(
+    instances: Sequence[Instance], settings: EngineSettings, clock: Clock, outcomes: Outcomes, shared_kv: bool
+) -> Cluster:
+    contention = Contention([(instance.gpu,) for instance in instances])
+    managers = {gpu: _manager(instances, gpu, shared_kv) for gpu in sorted({instance.gpu for instance in instances})}
+    kvs = [EngineKV(index, [managers[i.gpu]], settings.block_tokens) for index, i in enumerate(instances)]
+    limits = [
+        min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)
+    ]
+    routes: dict[str, list[Route]] = {}
+    for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
+        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, FcfsScheduler()))
+    scopes = [Scope((index,)) for index in range(len(instances))]
+    cluster = Cluster(clock, Controller(routes), contention, outcomes, scopes, merging=True, check=False, log=None)
+    engines = [
+        Engine(index, i.step, kvs[index], limits[index], bool(contention.neighbours[index]), settings, clock, cluster)
+        for index, i in enumerate(instances)
+    ]
+    cluster.connect(engines, _domains(engines, instances, managers, shared_kv))
+    return cluster
+
+
+def _manager(instances: Sequence[Instance], gpu: int, shared_kv: bool) -> KVManager:
+    here = {index: instance for index, instance in enumerate(instances) if instance.gpu == gpu}
+    if not shared_kv:
+        return PrivatePools({index: (i.block_bytes, i.kv_bytes) for index, i in here.items()})
+    owners = {index: i.block_bytes for index, i in here.items()}
+    return KVSlabManager(sum(i.kv_bytes for i in here.values()), owners, plan=plan_slabs(owners.values()))
+
+
+def _domains(
+    engines: Sequence[Engine], instances: Sequence[Instance], managers: dict[int, KVManager], shared_kv: bool
+) -> list[MemoryDomain]:
+    if not shared_kv:
+        return [MemoryDomain([e], [managers[i.gpu]]) for e, i in zip(engines, instances, strict=True)]
+    return [
+        MemoryDomain([e for e, i in zip(engines, instances, strict=True) if i.gpu == gpu], [manager])
+        for gpu, manager in managers.items()
+    ]

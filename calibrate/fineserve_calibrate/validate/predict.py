@@ -1,0 +1,115 @@
+"""The prediction of a case: TTFT and TPOT of the rows that were measured, from the step model and the engines alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+
+from fineserve_calibrate.validate.cases import Case, ClosedLoop, Floats, MeasuredSet, OpenLoop, Sensitivity, Serving, StaticBatch
+from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
+from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.latency import StepModel, batch_prefill_s
+from fineserve_sim.latency.memory_budget import MemoryBudget, MemorySettings, predict_kv_blocks
+
+StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
+"""A class of step models, called with model, precision, TP, GPU and deployment."""
+
+SEED = 20240711
+BLOCK_TOKENS = 16
+SENSITIVITY_STRIDE = 4
+"""Another assumption is tried on every fourth case."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predicted:
+    """A case with its predicted rows, shapes as measured."""
+
+    case: Case
+    ttft_s: Floats
+    tpot_s: Floats
+
+
+def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
+    """Predictions of all cases. ``make_step`` is called once for each engine setting."""
+    steps = cache(make_step)
+    return [_predict(case, steps) for case in measured.cases]
+
+
+def sensitivity(measured: MeasuredSet, what: Sensitivity, make_step: StepFactory) -> tuple[MeasuredSet, MeasuredSet]:
+    """Every fourth case as assumed, and the same cases read otherwise."""
+    some = measured.cases[::SENSITIVITY_STRIDE]
+    changed = tuple(what.change(case) for case in some)
+    return replace(measured, cases=some), replace(measured, cases=changed)
+
+
+def _predict(case: Case, make_step: StepFactory) -> Predicted:
+    serving, load = case.serving, case.load
+    step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
+    if isinstance(load, StaticBatch):
+        ttft, tpot = _static(step, load, serving.token_budget)
+    elif isinstance(load, ClosedLoop):
+        ttft, tpot = _closed(step, load, serving)
+    else:
+        ttft, tpot = _open(step, load, serving)
+    return Predicted(case, ttft, tpot)
+
+
+def _static(step: StepModel, load: StaticBatch, budget: int) -> tuple[Floats, Floats]:
+    """All prompts prefilled in steps of the budget, then decoded together."""
+    ttft_s = batch_prefill_s(step, load.batch, load.prompt_tokens, budget)
+    steps = step.decode_steps_s(load.batch, load.batch * load.prompt_tokens, load.output_tokens - 1)
+    return np.array([ttft_s]), np.array([float(steps.mean())])
+
+
+def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats, Floats]:
+    """Means over all requests, as the benchmark clients report them."""
+    rng = np.random.default_rng(SEED)
+    lengths = [
+        rng.integers(max(1, int(nominal * load.shortest)), nominal + 1, load.requests)
+        for nominal in (load.prompt_tokens, load.output_tokens)
+    ]
+    requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
+    running = min(serving.max_sequences, load.max_running or serving.max_sequences)
+    budget = memory_budget(serving)
+    run = EngineRun([_instance(0, 0, step, budget)], requests, _settings(serving, running))
+    times = run.closed_loop(load.clients)
+    tpot = times.tpot_s(requests.output_tokens)
+    return np.array([np.nanmean(times.ttft_s)]), np.array([np.nanmean(tpot)])
+
+
+def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+    budget = memory_budget(serving)
+    instances = [_instance(model, 0, step, budget) for model in range(load.models)]
+    instances += [_instance(0, gpu, step, budget) for gpu in range(1, load.replicas)]
+    requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
+    run = EngineRun(instances, requests, _settings(serving, serving.max_sequences), shared_kv=load.shared_kv)
+    times = run.open_loop(load.arrival_s)
+    ttft, tpot = times.ttft_s, times.tpot_s(load.output_tokens)
+    if load.each:
+        return ttft, tpot
+    of = [load.model == model for model in range(load.models)]
+    return np.array([np.nanmean(ttft[mine]) for mine in of]), np.array([np.nanmean(tpot[mine]) for mine in of])
+
+
+@cache
+def memory_budget(serving: Serving) -> MemoryBudget:
+    """The KV memory that vLLM would resolve for this engine."""
+    settings = MemorySettings(serving.token_budget, min(serving.max_sequences, 1024), BLOCK_TOKENS)
+    return predict_kv_blocks(
+        serving.model, serving.precision, serving.tp, serving.gpu, serving.memory_utilization, settings
+    )
+
+
+def _instance(model: int, gpu: int, step: StepModel, budget: MemoryBudget) -> Instance:
+    return Instance(model, gpu, step, budget.kv_bytes, budget.block_bytes)
+
+
+def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
+    return EngineSettings(
+        token_budget=serving.token_budget, max_sequences=max_sequences, block_tokens=BLOCK_TOKENS
+    )
