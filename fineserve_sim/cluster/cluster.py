@@ -34,8 +34,8 @@ class Scope:
 
 
 class Cluster:
-    """Connects engines, memory domains, contention and the controller. ``exact_steps`` plans every iteration by itself and
-    asks the schedulers at each of them."""
+    """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
+    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step."""
 
     def __init__(
         self,
