@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain
 
 from fineserve_sim.cluster.engine import Engine, Growth
 from fineserve_sim.cluster.sequence import DecodeSet
@@ -33,10 +33,11 @@ class MemoryDomain:
                 growths += engine.pass_boundaries(now, order)
         if not growths:
             return
-        if self._alone is None:
+        if self._alone is not None:  # in order as they are: all at once
+            growths = [(now, self._alone.index, list(chain.from_iterable(growth[2] for growth in growths)))]
+        elif len(growths) > 1:
             growths.sort(key=_moment)
-        for index, run in groupby(growths, key=_engine):
-            sequences = list(chain.from_iterable(growth[2] for growth in run))
+        for _, index, sequences in growths:
             if not self._kv[index].grow_each(sequences):
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
@@ -81,7 +82,3 @@ class MemoryDomain:
 
 def _moment(growth: Growth) -> tuple[float, int]:
     return growth[0], growth[1]
-
-
-def _engine(growth: Growth) -> int:
-    return growth[1]

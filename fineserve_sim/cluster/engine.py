@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
-SHARED_SPAN = 32
+SHARED_SPAN = 24
 """Longest span on a shared GPU: a neighbour will soon change the pace, and the end times must be computed again."""
 
 

@@ -53,7 +53,7 @@ class EngineKV:
 
     def grow_each(self, sequences: Collection[SequenceState]) -> bool:
         """Give each of ``sequences`` one block. False, and nothing taken, when they do not all fit."""
-        if self._only is not None:
+        if self._only is not None:  # the common case, without detours
             ids = self._only.alloc(self._owner, len(sequences))
             if ids is None:
                 return False

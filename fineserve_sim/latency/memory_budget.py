@@ -24,8 +24,8 @@ SAMPLER_LOGIT_BYTES = 2 + 4 + 4 + 8 + 4 + 4 + 1 + 4 + 4
 cumulative sum, mask, logits scattered back and final probabilities. Counted, not fitted."""
 
 VISIBLE_OF_NOMINAL = 79.22 / 80
-"""Memory that the driver reports of a card sold as N GiB: 79.22 GiB of an H100 80GB (vllm-project/vllm pull request 10511); taken
-for the other GPUs."""
+"""Memory that the driver reports of a card sold as N GiB: 79.22 GiB of an H100 80GB (vllm-project/vllm pull request 10511);
+taken for the other GPUs."""
 
 GRAPH_BYTES_PER_CAPTURE = 8 * MIB
 """Assumed, not measured: memory of one captured batch size beside the pool that all share."""

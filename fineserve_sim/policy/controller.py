@@ -25,6 +25,15 @@ class Route:
     scheduler: LocalScheduler
 
 
+class _Queue:
+    """How many requests wait in one scheduler, for all the engines that it serves."""
+
+    __slots__ = ("length",)
+
+    def __init__(self) -> None:
+        self.length = 0
+
+
 class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
@@ -37,6 +46,8 @@ class Controller:
         self._schedulers = {route.engine: route.scheduler for instances in self._routes.values() for route in instances}
         self._bound: dict[int, int] = {}
         self._bound_to = dict.fromkeys(self._sent, 0)
+        queues = {id(scheduler): _Queue() for scheduler in self._schedulers.values()}
+        self._queues = {engine: queues[id(scheduler)] for engine, scheduler in self._schedulers.items()}
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out."""
@@ -48,7 +59,8 @@ class Controller:
 
     def waiting(self, engine: int) -> int:
         """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
-        return len(self._schedulers.get(engine, ()))
+        queue = self._queues.get(engine)
+        return queue.length if queue else 0
 
     def bound_to(self, engine: int) -> int:
         """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
@@ -77,6 +89,7 @@ class Controller:
         self._sent[route.engine] += 1
         self._bound[request.id] = route.engine
         self._bound_to[route.engine] += 1
+        self._queues[route.engine].length += 1
         route.scheduler.add(request, route.engine)
         return []
 
@@ -112,6 +125,7 @@ class Controller:
     def _unbind(self, request_id: int) -> int:
         engine = self._bound.pop(request_id)
         self._bound_to[engine] -= 1
+        self._queues[engine].length -= 1
         return engine
 
     def _abort(self, event: RequestAborted) -> list[Command]:

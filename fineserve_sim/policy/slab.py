@@ -142,8 +142,8 @@ class KVSlabManager:
             )
         self._total_bytes = total_bytes
         self._reserved = reserved_slabs
-        self._slabs = [_Slab(slab_id) for slab_id in range(self.slab_count)]
-        self._free_slabs = list(range(reserved_slabs, self.slab_count))  # a min-heap
+        self._slabs = [_Slab(slab_id) for slab_id in range(reserved_slabs)]  # those ever touched; the rest is free
+        self._holes: list[int] = []  # free slabs among them, a min-heap
         self._pools = {key: _Pool(key, self.plan, self._capacity(key)) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = _Holders({owner: _Holder(self._pools[key]) for owner, key in owners.items()})
@@ -166,7 +166,7 @@ class KVSlabManager:
         held = holder.held
         left = blocks
         while left:
-            slab = self._fullest_partial(pool)
+            slab = self._fullest_partial(pool) if pool.partial else None
             if slab is None:
                 if left >= pool.blocks_per_slab > 0:
                     left -= self._take_whole_slabs(pool, left, held, ids)
@@ -189,6 +189,8 @@ class KVSlabManager:
         """Give back blocks. Raises ValueError for an unknown owner, or an id that it does not hold or that is given
         twice; then nothing is given back."""
         holder = self._owners[owner]
+        if holder.pool.blocks_per_slab == 1 and self._free_whole_slabs(holder, block_ids):
+            return
         masks = self._masks(owner, holder, block_ids)
         held, pool, slabs = holder.held, holder.pool, self._slabs
         for slab_id, mask in masks.items():
@@ -258,7 +260,7 @@ class KVSlabManager:
     def _format(self, pool: _Pool) -> _Slab:
         """Format the lowest free slab to the key of the pool. Only called when the heap of the pool is empty; this is
         why no slab ever has two entries in a heap."""
-        slab = self._slabs[heappop(self._free_slabs)]
+        slab = self._slabs[self._lowest_free()]
         first, end = self.plan.span(pool.block_bytes, slab.id)
         slab.pool, slab.free_bits = pool, (1 << (end - first)) - 1
         pool.slabs += 1
@@ -274,9 +276,40 @@ class KVSlabManager:
         pool.slab_blocks -= slab.free_bits.bit_length()
         slab.pool = None
         slab.free_bits = 0
-        heappush(self._free_slabs, slab.id)
+        heappush(self._holes, slab.id)
         if self._grid_pools:
             self._shift_unformatted(slab.id, 1)
+
+    def _lowest_free(self) -> int:
+        """The lowest free slab, which is then taken. There must be one."""
+        if self._holes:
+            return heappop(self._holes)
+        slab_id = len(self._slabs)
+        self._slabs.append(_Slab(slab_id))
+        return slab_id
+
+    def _free_count(self) -> int:
+        return len(self._holes) + self.slab_count - len(self._slabs)
+
+    def _free_whole_slabs(self, holder: _Holder, block_ids: Sequence[int]) -> bool:
+        """Give back blocks that are a slab each. False, and nothing done, unless all are held and named once."""
+        held, pool, slabs, holes = holder.held, holder.pool, self._slabs, self._holes
+        distinct = set(block_ids)
+        if len(distinct) != len(block_ids) or not distinct <= held.keys():
+            return False
+        for slab_id in block_ids:
+            del held[slab_id]
+            slab = slabs[slab_id]
+            slab.pool, slab.used = None, 0
+            heappush(holes, slab_id)
+            if self._grid_pools:
+                self._shift_unformatted(slab_id, 1)
+        blocks = len(block_ids)
+        pool.slabs -= blocks
+        pool.slab_blocks -= blocks
+        pool.used_blocks -= blocks
+        holder.used_blocks -= blocks
+        return True
 
     def _first(self, pool: _Pool, slab_id: int) -> int:
         """The id of the slab's first block in the view of the pool's owners."""
@@ -289,9 +322,9 @@ class KVSlabManager:
         per_slab = pool.blocks_per_slab
         full = (1 << per_slab) - 1
         count = blocks // per_slab
-        slabs, free_slabs = self._slabs, self._free_slabs
+        slabs = self._slabs
         for _ in range(count):
-            slab_id = heappop(free_slabs)
+            slab_id = self._lowest_free()
             slab = slabs[slab_id]
             slab.pool, slab.used = pool, per_slab
             held[slab_id] = full
@@ -309,7 +342,7 @@ class KVSlabManager:
 
     def _available_blocks(self, pool: _Pool) -> int:
         per_slab = pool.blocks_per_slab
-        unformatted = len(self._free_slabs) * per_slab if per_slab else pool.unformatted_blocks
+        unformatted = self._free_count() * per_slab if per_slab else pool.unformatted_blocks
         return pool.slab_blocks - pool.used_blocks + unformatted
 
     def free_blocks(self, owner: int) -> int:
@@ -328,7 +361,7 @@ class KVSlabManager:
     def fits(self, demands: Mapping[int, int]) -> bool:
         """Whether all these blocks (owner to number) would be granted in whatever order; owners not registered here are
         ignored. Exact for aligned keys; for grid keys, whose slabs differ by a block, on the safe side."""
-        if sum(demands.values()) <= len(self._free_slabs):
+        if sum(demands.values()) <= self._free_count():
             return True  # even if every block takes a slab of its own
         needed: dict[int, int] = {}
         for owner, blocks in demands.items():
@@ -341,7 +374,7 @@ class KVSlabManager:
             beyond = blocks - (pool.slab_blocks - pool.used_blocks)
             if beyond > 0:
                 slabs += -(-beyond // (pool.blocks_per_slab or self.plan.slab_bytes // key - 1))
-        return slabs <= len(self._free_slabs)
+        return slabs <= self._free_count()
 
     def stranded_by_key(self) -> dict[int, int]:
         """Bytes of free blocks in PARTIAL slabs, by block size: only owners of that block size can take them."""
@@ -357,13 +390,14 @@ class KVSlabManager:
             total_bytes=self._total_bytes,
             used_bytes=used,
             stranded_bytes=sum(self.stranded_by_key().values()),
-            free_bytes=len(self._free_slabs) * slab_bytes,
+            free_bytes=self._free_count() * slab_bytes,
             lost_bytes=self._total_bytes % slab_bytes + self._reserved * slab_bytes + remainders,
         )
 
     def slab_table(self) -> list[SlabEntry]:
         """One row per slab, by slab id."""
-        return [self._entry(slab) for slab in self._slabs]
+        untouched = [SlabEntry(SlabState.FREE, None, 0)] * (self.slab_count - len(self._slabs))
+        return [self._entry(slab) for slab in self._slabs] + untouched
 
     def _entry(self, slab: _Slab) -> SlabEntry:
         if slab.pool is None:
@@ -390,7 +424,8 @@ class KVSlabManager:
     def check(self) -> None:
         """Raise AssertionError if the state contradicts itself: recomputes every counter from the slabs. O(slabs)."""
         free = [slab.id for slab in self._slabs if slab.pool is None and slab.id >= self._reserved]
-        assert sorted(self._free_slabs) == free, "the free list is not the unformatted slabs"
+        assert sorted(self._holes) == free, "the free list is not the unformatted slabs"
+        free += range(len(self._slabs), self.slab_count)
         for slab in self._slabs:
             self._check_slab(slab)
         for pool in self._pools.values():

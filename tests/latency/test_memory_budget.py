@@ -59,8 +59,8 @@ def test_laws(name: str, fmt: str, tp: int, share: float, sequences: int, tokens
 
 @pytest.mark.parametrize(("tp", "weights_gib"), [(1, 14.96), (2, 7.48)])
 def test_against_vllm(tp: int, weights_gib: float) -> None:
-    """Meta-Llama-3-8B on an H100 (79.22 GiB, utilization 0.9): vLLM 0.6.4 logs 71.29 GiB usable, these weights and an activation
-    peak of 1.26 GiB whatever the TP degree (vllm-project/vllm pull request 10511)."""
+    """Meta-Llama-3-8B on an H100 (79.22 GiB, utilization 0.9): vLLM 0.6.4 logs 71.29 GiB usable, these weights and an
+    activation peak of 1.26 GiB whatever the TP degree (vllm-project/vllm pull request 10511)."""
     budget = predict_kv_blocks(model("llama-3-8b"), FP16, tp, H100, 0.9, EAGER)
     assert budget.usable_bytes / GIB == pytest.approx(71.29, abs=0.01)
     assert budget.weight_bytes / GIB == pytest.approx(weights_gib, rel=0.005)
@@ -75,9 +75,9 @@ def test_kv_against_vllm() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"llama-3.1-70b W16A16 at TP 1 leaves no KV memory on h100-sxm"):
+    with pytest.raises(MemoryBudgetError, match="leaves no KV memory on h100-sxm"):
         predict_kv_blocks(model("llama-3.1-70b"), FP16, 1, H100)
-    with pytest.raises(ValueError, match="gpu_memory_utilization is 1.2"):
+    with pytest.raises(ValueError, match="gpu_memory_utilization is"):
         predict_kv_blocks(LLAMA, FP16, 1, H100, 1.2)
     with pytest.raises(ValueError, match="max_sequences is 0"):
         MemorySettings(max_sequences=0)

@@ -67,8 +67,8 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLoop:
-    """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` of one model on GPUs of their
-    own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model."""
+    """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` of one model on GPUs of
+    their own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model."""
 
     arrival_s: Floats
     model: Ints

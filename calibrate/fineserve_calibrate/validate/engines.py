@@ -135,9 +135,7 @@ def _connect(
     contention = Contention([(instance.gpu,) for instance in instances])
     managers = {gpu: _manager(instances, gpu, shared_kv) for gpu in sorted({instance.gpu for instance in instances})}
     kvs = [EngineKV(index, [managers[i.gpu]], settings.block_tokens) for index, i in enumerate(instances)]
-    limits = [
-        min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)
-    ]
+    limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
     routes: dict[str, list[Route]] = {}
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, FcfsScheduler()))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 
-from fineserve_calibrate.validate.cases import Case, ClosedLoop, Floats, MeasuredSet, OpenLoop, Sensitivity, Serving, StaticBatch
+from fineserve_calibrate.validate.cases import (
+    Case,
+    ClosedLoop,
+    Floats,
+    MeasuredSet,
+    OpenLoop,
+    Sensitivity,
+    Serving,
+    StaticBatch,
+)
 from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 from fineserve_sim.cluster.scenario import EngineSettings
@@ -36,11 +44,24 @@ class Predicted:
 
 def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
     """Predictions of all cases. ``make_step`` is called once for each engine setting."""
-    steps = cache(make_step)
+    steps = remembered(make_step)
     return [_predict(case, steps) for case in measured.cases]
 
 
-def sensitivity(measured: MeasuredSet, what: Sensitivity, make_step: StepFactory) -> tuple[MeasuredSet, MeasuredSet]:
+def remembered(make_step: StepFactory) -> StepFactory:
+    """``make_step`` that builds a setting once; deployments count as equal by name."""
+    built: dict[tuple[str, str, int, GpuSpec, str], StepModel] = {}
+
+    def step(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment) -> StepModel:
+        key = (model.name, precision.name, tp, gpu, deployment.name)
+        if key not in built:
+            built[key] = make_step(model, precision, tp, gpu, deployment)
+        return built[key]
+
+    return step
+
+
+def sensitivity(measured: MeasuredSet, what: Sensitivity) -> tuple[MeasuredSet, MeasuredSet]:
     """Every fourth case as assumed, and the same cases read otherwise."""
     some = measured.cases[::SENSITIVITY_STRIDE]
     changed = tuple(what.change(case) for case in some)
@@ -96,7 +117,6 @@ def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Fl
     return np.array([np.nanmean(ttft[mine]) for mine in of]), np.array([np.nanmean(tpot[mine]) for mine in of])
 
 
-@cache
 def memory_budget(serving: Serving) -> MemoryBudget:
     """The KV memory that vLLM would resolve for this engine."""
     settings = MemorySettings(serving.token_budget, min(serving.max_sequences, 1024), BLOCK_TOKENS)
@@ -110,6 +130,4 @@ def _instance(model: int, gpu: int, step: StepModel, budget: MemoryBudget) -> In
 
 
 def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
-    return EngineSettings(
-        token_budget=serving.token_budget, max_sequences=max_sequences, block_tokens=BLOCK_TOKENS
-    )
+    return EngineSettings(token_budget=serving.token_budget, max_sequences=max_sequences, block_tokens=BLOCK_TOKENS)

@@ -1,0 +1,91 @@
+"""``fineserve-calibrate``: make the latency tables that the simulator predicts with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fineserve_calibrate.compaction import compact
+from fineserve_calibrate.crossvalidation import curve
+from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Wheel, import_tables
+from fineserve_calibrate.tables import Table, write_table
+from fineserve_sim.catalog import gpu
+from fineserve_sim.latency.tables import TableError, save
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make the simulator's latency tables.")
+importers = typer.Typer(no_args_is_help=True, help="Import tables that others published.")
+app.add_typer(importers, name="import")
+
+
+@importers.callback()
+def _imports() -> None:
+    """Import tables that others published."""  # a group even while it has one command
+
+
+WheelOption = Annotated[str, typer.Option(help="Wheel file of aiconfigurator-core, or 'installed'.")]
+SystemOption = Annotated[str, typer.Option(help=f"One of {', '.join(SYSTEMS)}.")]
+BackendOption = Annotated[str, typer.Option(help="vllm, trtllm or sglang.")]
+Int4Option = Annotated[
+    Path | None, typer.Option(help="CSV file with int4_wo GEMM rows (gemm_perf of aiconfigurator 0.5.0).")
+]
+
+
+def _imported(wheel: str, system: str, backend: str, int4: Path | None) -> list[Table]:
+    """The checked tables; a table that cannot be used ends the command with one line."""
+    try:
+        source = Installed() if wheel == "installed" else Wheel(Path(wheel))
+        return import_tables(source, system, backend, int4)
+    except TableError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@importers.command("aiconfigurator")
+def import_aiconfigurator(
+    out: Annotated[Path, typer.Option(help="Compact table set to write (.npz).")],
+    wheel: WheelOption = "installed",
+    system: SystemOption = "h100_sxm",
+    backend: BackendOption = "vllm",
+    int4: Int4Option = None,
+    full: Annotated[Path | None, typer.Option(help="Folder for the full tables (Parquet).")] = None,
+) -> None:
+    """The measured kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0)."""
+    console = Console()
+    tables = _imported(wheel, system, backend, int4)
+    compacted = compact(tables, gpu(SYSTEMS[system][0]))
+    if full is not None:
+        full.mkdir(parents=True, exist_ok=True)
+        for table in tables:
+            suffix = "_int4_wo" if set(table.columns["dtype"]) == {"int4_wo"} else ""
+            write_table(table, full / f"{table.operator}{suffix}.parquet")
+    save(out, compacted)
+    for name, text in compacted.fingerprint.items():
+        console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
+    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False, soft_wrap=True)
+
+
+@app.command("cross-validate")
+def cross_validate(
+    wheel: WheelOption = "installed",
+    system: SystemOption = "h100_sxm",
+    backend: BackendOption = "vllm",
+    int4: Int4Option = None,
+) -> None:
+    """Errors of the imported tables on their own rows, against table size: thinned to 1/2, 1/4 and 1/8 along each axis."""
+    tables = _imported(wheel, system, backend, int4)  # ends the command for an unknown system
+    reference = gpu(SYSTEMS[system][0])
+    console = Console()
+    header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
+    console.print(header, highlight=False, soft_wrap=True)
+    for row in curve(compact(tables, reference, thin=False), reference, (2, 4, 8)):
+        counts = f"{f'1/{row.keep_every}':>5}{row.rows_kept:>11,}{row.rows:>11,}"
+        line = f"{row.table:32}{row.axis:15}{counts}{row.median:>8.1%}{row.p95:>8.1%}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

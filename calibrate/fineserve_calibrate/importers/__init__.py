@@ -1,0 +1,1 @@
+"""Readers of latency tables that others published."""

@@ -1,0 +1,60 @@
+"""Other readings of what a set does not record, as changes of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from fineserve_calibrate.validate.cases import Case, ClosedLoop, OpenLoop
+
+Change = Callable[[Case], Case]
+
+
+def with_budget(token_budget: int) -> Change:
+    """Another token budget of a step."""
+    return lambda case: replace(case, serving=replace(case.serving, token_budget=token_budget))
+
+
+def with_rounds(requests_per_client: int) -> Change:
+    """Another number of requests a client of a closed loop."""
+
+    def change(case: Case) -> Case:
+        if not isinstance(case.load, ClosedLoop):
+            return case
+        return replace(case, load=replace(case.load, requests=requests_per_client * case.load.clients))
+
+    return change
+
+
+def with_full_lengths(case: Case) -> Case:
+    """Every request of a closed loop has the nominal lengths."""
+    return replace(case, load=replace(case.load, shortest=1.0)) if isinstance(case.load, ClosedLoop) else case
+
+
+def with_all_slots(case: Case) -> Case:
+    """The engine of a closed loop runs as many requests as there are clients."""
+    return replace(case, load=replace(case.load, max_running=None)) if isinstance(case.load, ClosedLoop) else case
+
+
+def with_tp(tp: int) -> Change:
+    """Another TP degree."""
+    return lambda case: replace(case, serving=replace(case.serving, tp=tp))
+
+
+def with_utilization(share: float) -> Change:
+    """Another share of the GPU's memory."""
+    return lambda case: replace(case, serving=replace(case.serving, memory_utilization=share))
+
+
+def with_cached_prefix(share: float) -> Change:
+    """This share of every prompt is found in a prefix cache: only the rest is computed."""
+
+    def change(case: Case) -> Case:
+        if not isinstance(case.load, OpenLoop):
+            return case
+        rest = np.maximum(1, (case.load.prompt_tokens * (1 - share)).astype(np.int64))
+        return replace(case, load=replace(case.load, prompt_tokens=rest))
+
+    return change

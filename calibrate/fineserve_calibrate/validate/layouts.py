@@ -1,0 +1,58 @@
+"""Which reader a file needs: the one whose columns it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from fineserve_calibrate.validate import authors, open_loops, silicon
+from fineserve_calibrate.validate.cases import MeasuredSet
+from fineserve_calibrate.validate.predict import StepFactory
+from fineserve_calibrate.validate.tables import LayoutError, read_columns
+
+__all__ = ["KNOWN_FILES", "LAYOUTS", "Layout", "LayoutError", "read_set"]
+
+KNOWN_FILES = (
+    "fineserve_authors_h100_8b.csv",
+    "aic_silicon_hopper.csv.gz",
+    "blis_vllm_h100_groundtruth.csv",
+    "llmd_lmbench_requests.csv.gz",
+    "kvcached_multi_llm_summary.csv.gz",
+    "distserve_opt13b_a100_requests.csv.gz",
+)
+"""The measured sets, by name in their folder."""
+
+
+class Layout(NamedTuple):
+    """A column layout and its reader."""
+
+    name: str
+    columns: tuple[str, ...]
+    read: Callable[[pd.DataFrame, Path, StepFactory], MeasuredSet]
+
+
+LAYOUTS = (
+    Layout("FineServe profile", authors.COLUMNS, authors.read_authors),
+    Layout("aiconfigurator silicon", silicon.COLUMNS, lambda frame, path, _: silicon.read_silicon(frame, path)),
+    Layout("BLIS", open_loops.BLIS_COLUMNS, lambda frame, path, _: open_loops.read_blis(frame, path)),
+    Layout("llm-d LMBench", open_loops.LMBENCH_COLUMNS, lambda frame, path, _: open_loops.read_lmbench(frame, path)),
+    Layout("kvcached", open_loops.KVCACHED_COLUMNS, lambda frame, path, _: open_loops.read_kvcached(frame, path)),
+    Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
+)
+
+
+def read_set(path: Path, make_step: StepFactory) -> MeasuredSet:
+    """The measured set in ``path``, a CSV (gzip'd or plain) of one of the known layouts.
+
+    ``make_step`` serves the sets whose constants are fitted on part of their own rows. Raises LayoutError for an
+    unknown layout or an unreadable value.
+    """
+    frame = read_columns(path)
+    for layout in LAYOUTS:
+        if set(layout.columns) <= set(frame.columns):
+            return layout.read(frame, path, make_step)
+    known = "; ".join(f"{layout.name} ({', '.join(layout.columns[:3])}, ...)" for layout in LAYOUTS)
+    raise LayoutError(f"{path}: unknown column layout ({', '.join(map(str, frame.columns[:4]))}, ...); known: {known}")

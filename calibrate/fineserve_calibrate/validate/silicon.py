@@ -1,0 +1,98 @@
+"""aiconfigurator's "silicon" points: means of closed-loop benchmark runs by model, TP, lengths and number of clients.
+
+Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no prefix cache, ten requests a client, lengths
+uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients. Its generator
+gives TensorRT-LLM ``max_num_tokens`` = batch + input + 1,500; and one request in flight waits at any time, since TTFT exceeds
+a prefill by a whole generation divided by the clients, for 8 to 32 clients alike: the engine runs one less than there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fineserve_calibrate.validate.cases import Case, ClosedLoop, Label, MeasuredSet, Sensitivity, Serving
+from fineserve_calibrate.validate.changes import with_all_slots, with_budget, with_full_lengths, with_rounds
+from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
+from fineserve_calibrate.validate.tables import check_positive
+from fineserve_sim.catalog import PrecisionSpec, check_tp, deployment
+
+COLUMNS = (
+    "backend", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode", "tp_size", "pp_size",
+    "attention_dp_size", "silicon_ttft_ms", "silicon_tpot_ms", "concurrency", "source_kind",
+)  # fmt: skip
+MEASURED = ("isl", "osl", "concurrency", "silicon_ttft_ms", "silicon_tpot_ms")
+ROUNDS = 10
+TOKEN_BUDGET = 8192
+INFERENCEMAX_SHORTEST = 0.8
+GENERATOR_MARGIN = 1500
+DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "vllm-cudagraph", "sglang": "vllm-cudagraph"}
+"""Host time by backend; TensorRT-LLM and SGLang have none of their own and take vLLM's."""
+
+
+def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Aggregated serving of dense models; other rows are counted as unsupported."""
+    name = path.name.split(".")[0]
+    cases: list[Case] = []
+    unsupported: Counter[tuple[str, str, str]] = Counter()
+    for index, row in enumerate(frame.to_dict("records")):
+        try:
+            case = _case(row, name)
+            check_positive(frame.iloc[index : index + 1], MEASURED, path)
+            cases.append(case)
+        except UnsupportedRow as reason:
+            unsupported[row["backend"], row["model_path"], str(reason)] += 1
+    return MeasuredSet(
+        name,
+        tuple(cases),
+        unsupported,
+        assumptions=(
+            f"closed loop, {ROUNDS} requests a client; token budget {TOKEN_BUDGET}; a slot for every client",
+            f"TensorRT-LLM gap runs: budget clients + input + {GENERATOR_MARGIN} (its generator); one slot less "
+            "than clients, inferred from these rows' own TTFT",
+            f"InferenceMAX rows: lengths uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal; others: nominal lengths",
+            "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; TensorRT-LLM and SGLang with vLLM's host time",
+        ),
+        sensitivities=(
+            Sensitivity("5 requests a client", with_rounds(5)),
+            Sensitivity("token budget 2048", with_budget(2048)),
+            Sensitivity("token budget 8192", with_budget(TOKEN_BUDGET)),
+            Sensitivity("a slot for every client", with_all_slots),
+            Sensitivity("nominal lengths everywhere", with_full_lengths),
+        ),
+    )
+
+
+def _precision(backend: str, quantised: str) -> PrecisionSpec:
+    """TensorRT-LLM takes the 8-bit KV that NVIDIA's FP8 checkpoints name; vLLM and SGLang keep 16 bits unless told."""
+    return precision_named("fp8_kv8" if backend == "trtllm" and quantised == "fp8" else quantised)
+
+
+def _case(row: dict[Any, Any], name: str) -> Case:
+    if row["mode"] != "agg":
+        raise UnsupportedRow("prefill and decode on different engines")
+    served = model_named(row["model_path"])
+    if row["pp_size"] > 1 or row["attention_dp_size"] > 1:  # empty where a run does not know them
+        raise UnsupportedRow("pipeline or attention data parallelism")
+    if row["backend"] not in DEPLOYMENTS:
+        raise UnsupportedRow(f"backend {row['backend']}")
+    quantised = row["gemm_quant_mode"] if isinstance(row["gemm_quant_mode"], str) else row["precision"]
+    precision = _precision(row["backend"], quantised if isinstance(quantised, str) else "")
+    tp, clients = int(row["tp_size"]), int(row["concurrency"])
+    check_tp(served, tp)
+    gpu = gpu_named(row["system"])
+    label = Label(f"{name}, {gpu.name}", row["backend"], row["model_path"], precision.name, tp)
+    inferencemax = str(row["source_kind"]).startswith("inferencemax")
+    generated = row["backend"] == "trtllm" and not inferencemax
+    budget = clients + int(row["isl"]) + GENERATOR_MARGIN if generated else TOKEN_BUDGET
+    serving = Serving(served, precision, tp, gpu, deployment(DEPLOYMENTS[row["backend"]]), budget, clients)
+    shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
+    running = max(1, clients - 1) if generated else clients
+    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, running)
+    return Case(
+        label, serving, load, np.array([row["silicon_ttft_ms"] / 1e3]), np.array([row["silicon_tpot_ms"] / 1e3])
+    )

@@ -1,0 +1,164 @@
+"""``fineserve-calibrate validate``: how far predictions are from measured end-to-end results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fineserve_calibrate.validate import (
+    KNOWN_FILES,
+    ErrorRow,
+    LayoutError,
+    MeasuredSet,
+    Predicted,
+    StepFactory,
+    error_rows,
+    predict_set,
+    read_set,
+    sensitivity,
+)
+from fineserve_calibrate.validate.errors import relative
+
+PIPE_WIDTH = 200
+
+
+class Latency(StrEnum):
+    """Which step model predicts."""
+
+    ROOFLINE = "roofline"
+    TABLES = "tables"
+
+
+def step_factory(latency: Latency) -> StepFactory:
+    """The class of step models. Raises LayoutError when the simulator has no tables."""
+    if latency is Latency.ROOFLINE:
+        from fineserve_sim.latency import StepModel
+
+        return StepModel
+    import importlib
+
+    try:
+        module = importlib.import_module("fineserve_sim.latency.table_model")
+    except ModuleNotFoundError as error:
+        raise LayoutError("--latency tables: this simulator has no measured tables; use --latency roofline") from error
+    factory: StepFactory = module.TableStepModel
+    return factory
+
+
+def validate(
+    set_files: Annotated[
+        list[Path] | None,
+        typer.Option("--set", metavar="FILE", help="Validate this file instead, of a known column layout; may repeat."),
+    ] = None,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="DIR", help="Folder with the measured sets, in it or in e2e/.")
+    ] = Path("../shared/data"),
+    latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.ROOFLINE,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the figures here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows to stdout, and nothing else there.")] = False,
+    with_sensitivity: Annotated[
+        bool, typer.Option("--sensitivity/--no-sensitivity", help="Also predict under other readings of each set.")
+    ] = True,
+) -> None:
+    """Predict every row of measured end-to-end sets; print median, p90 and bias of the errors of TTFT and TPOT."""
+    try:
+        make_step = step_factory(latency)
+        sets = [read_set(path, make_step) for path in _files(set_files, data)]
+        predictions = [predict_set(measured, make_step) for measured in sets]
+    except ValueError as error:
+        typer.echo(f"fineserve-calibrate: {error}", err=True)
+        raise typer.Exit(2) from None
+    rows = [row for found in predictions for row in error_rows(found)]
+    if as_json:
+        typer.echo(json.dumps([row.as_dict() for row in rows], indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        _report(sets, predictions, make_step if with_sensitivity else None)
+    if out is not None:
+        from fineserve_calibrate.validate.figures import draw_sets
+
+        by_set = {measured.name: found for measured, found in zip(sets, predictions, strict=True)}
+        for path in draw_sets(by_set, out):
+            typer.echo(f"wrote {path}", err=True)
+
+
+def _files(set_files: Sequence[Path] | None, data: Path) -> list[Path]:
+    """The files to read. Raises LayoutError naming what is missing."""
+    if set_files:
+        missing = [path for path in set_files if not path.is_file()]
+        if missing:
+            raise LayoutError(f"--set {missing[0]}: no such file")
+        return list(set_files)
+    folder = data / "e2e" if (data / "e2e").is_dir() else data
+    found = [folder / name for name in KNOWN_FILES if (folder / name).is_file()]
+    if not found:
+        raise LayoutError(f"--data {data}: none of the measured sets is there; expected {', '.join(KNOWN_FILES)}")
+    return found
+
+
+def _report(sets: Sequence[MeasuredSet], predictions: Sequence[list[Predicted]], make_step: StepFactory | None) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    for measured, found in zip(sets, predictions, strict=True):
+        console.print(_table(measured.name, error_rows(found)))
+        for line in _notes(measured):
+            console.print(f"  {line}", markup=False)
+        for reading in measured.sensitivities if make_step is not None else ():
+            assert make_step is not None
+            before, after = (predict_set(read, make_step) for read in sensitivity(measured, reading))
+            console.print(f"  sensitivity, {reading.what}: {_moves(before, after)}", markup=False)
+        console.print()
+
+
+def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for header in ("set", "backend", "model", "precision"):
+        table.add_column(header, overflow="fold")
+    for header in ("TP", "n", "TTFT med", "p90", "bias", "TPOT med", "p90", "bias"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        ttft = [_percent(row.ttft_median_abs), _percent(row.ttft_p90_abs), _signed(row.ttft_bias)]
+        tpot = [_percent(row.tpot_median_abs), _percent(row.tpot_p90_abs), _signed(row.tpot_bias)]
+        table.add_row(row.set, row.backend, row.model, row.precision, str(row.tp), str(row.n), *ttft, *tpot)
+    return table
+
+
+def _notes(measured: MeasuredSet) -> list[str]:
+    notes = [f"assumed: {assumption}" for assumption in measured.assumptions]
+    hosts = sorted({case.serving.deployment.name for case in measured.cases})
+    notes += [f"host time: deployment {', '.join(hosts)}"] if hosts else []
+    if measured.kind != "prediction":
+        notes.append(f"{measured.kind}: what it alone records is taken from rows that are not reported")
+    if measured.shares_prefixes:
+        notes.append("prompts share prefixes: an engine with a prefix cache skips part of their prefill")
+    for (backend, model, reason), n in sorted(measured.unsupported.items()):
+        notes.append(f"unsupported: {n} rows, {backend} {model}: {reason}")
+    return notes
+
+
+def _moves(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
+    """Median absolute errors over all rows that were tried, as assumed and read otherwise."""
+    parts = []
+    for column, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
+        medians = []
+        for found in (before, after):
+            errors = [relative(getattr(one, column), getattr(one.case, column)) for one in found]
+            medians.append(float(np.median(np.abs(np.concatenate(errors)))))
+        parts.append(f"{name} {medians[0]:.1%} -> {medians[1]:.1%}")
+    return ", ".join(parts)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"

@@ -1,0 +1,23 @@
+"""Measured latency tables: the file that carries them, and interpolation over them."""
+
+from fineserve_sim.latency.tables.attention import DecodeTable, PiecewiseLinear, PrefillTable, match_heads
+from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic
+from fineserve_sim.latency.tables.grids import AXES, Grid, TableError, TableSet, load, save, shipped
+
+__all__ = [
+    "AXES",
+    "DecodeTable",
+    "GemmTable",
+    "Grid",
+    "Line",
+    "PiecewiseLinear",
+    "PrefillTable",
+    "TableError",
+    "TableSet",
+    "gemm_roofline_s",
+    "isotonic",
+    "load",
+    "match_heads",
+    "save",
+    "shipped",
+]

@@ -1,0 +1,177 @@
+"""Attention latencies from measured grids.
+
+Decode: for a batch of b sequences, seconds are piecewise linear in the cached context, with the measured contexts as
+breakpoints; between measured batch sizes log-log. Prefill: seconds are linear in the batch and in the work of a prompt
+between measured ones; the work of a token is the keys it sees, and as much as a number of keys for itself.
+Attention runs in parallel over sequences and KV heads, so a head count that was not measured is read as a larger batch of
+fewer KV heads with the same group (32/32 heads at batch b as 8/8 at batch 4b).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from fineserve_sim.latency.tables.curves import isotonic
+from fineserve_sim.latency.tables.grids import Floats, Grid, Ints
+
+TOKEN_KEYS = 1024.0  # weighs measured neighbours only; chosen by halving the bf16, head_dim 128 table (crossvalidation)
+
+
+class HeadMatch(NamedTuple):
+    """Measured latencies that stand for a pair of head counts: shape of one pair, for ``batch_factor`` x the batch."""
+
+    latency_s: Floats
+    batch_factor: int
+    exact: bool
+
+
+def match_heads(grid: Grid, q_heads: int, kv_heads: int) -> HeadMatch | None:
+    """Latencies of ``q_heads`` query over ``kv_heads`` KV heads; None when nothing measured is near.
+
+    Query heads between two measured ones at the same KV heads are interpolated in log space.
+    """
+    pairs = grid.axes["heads"]
+    for factor in range(1, kv_heads + 1):
+        if kv_heads % factor or q_heads % factor:
+            continue
+        q, kv = q_heads // factor, kv_heads // factor
+        rows = np.flatnonzero(pairs[:, 1] == kv)
+        measured = pairs[rows, 0]
+        if not len(rows) or not measured.min() <= q <= measured.max():
+            continue
+        order = np.argsort(measured)
+        rows, measured = rows[order], measured[order]
+        high = int(np.searchsorted(measured, q))
+        if measured[high] == q:
+            return HeadMatch(grid.latency_s[rows[high]], factor, factor == 1)
+        weight = float(np.log(q / measured[high - 1]) / np.log(measured[high] / measured[high - 1]))
+        logs = np.log(grid.latency_s[rows[high - 1 : high + 1]])
+        return HeadMatch(np.exp((1 - weight) * logs[0] + weight * logs[1]), factor, False)
+    return None
+
+
+class PiecewiseLinear:
+    """A function of one number: ``value[i] + (x - start[i]) * slope[i]`` from ``start[i]`` on; scalars and vectors agree
+    bit for bit."""
+
+    __slots__ = ("_arrays", "slopes", "starts", "values")
+
+    def __init__(self, starts: list[float], values: list[float], last_slope: float) -> None:
+        self.starts, self.values = starts, values
+        ends = zip(zip(starts, values, strict=True), zip(starts[1:], values[1:], strict=True), strict=False)
+        self.slopes = [(v1 - v0) / (x1 - x0) for (x0, v0), (x1, v1) in ends] + [last_slope]
+        self._arrays = tuple(np.array(part) for part in (starts, values, self.slopes))
+
+    def at(self, x: float) -> float:
+        """Value at ``x >= starts[0]``."""
+        i = bisect_right(self.starts, x) - 1
+        return self.values[i] + (x - self.starts[i]) * self.slopes[i]
+
+    def at_each(self, x: Ints) -> Floats:
+        """Values at an array, by the operations of ``at``."""
+        starts, values, slopes = self._arrays
+        i = np.searchsorted(starts, x, side="right") - 1
+        result: Floats = values[i] + (x - starts[i]) * slopes[i]
+        return result
+
+
+def _doubled_batches(latency_s: Floats) -> Floats:
+    """Unmeasured long contexts of a batch take twice the seconds of half the batch (saturated), those of a single sequence
+    twice those of half the context; batches and contexts are powers of two."""
+    filled = latency_s.copy()
+    for context in range(1, filled.shape[1]):
+        if np.isnan(filled[0, context]):
+            filled[0, context] = 2 * filled[0, context - 1]
+    for batch in range(1, len(filled)):
+        filled[batch] = np.where(np.isnan(filled[batch]), 2 * filled[batch - 1], filled[batch])
+    return filled
+
+
+class DecodeTable:
+    """Decode attention of one layer for one pair of head counts."""
+
+    def __init__(self, grid: Grid, match: HeadMatch) -> None:
+        self._match = match
+        self._batch: Floats = grid.axes["batch"].astype(np.float64)
+        self._context = grid.axes["context"].tolist()
+        self._measured = ~np.isnan(match.latency_s)
+        logs = np.log(_doubled_batches(match.latency_s))
+        lines = np.array([isotonic(line) for line in logs])
+        self._logs = np.maximum.accumulate(lines, axis=0)  # more sequences of the same context never take less
+
+    @property
+    def exact(self) -> bool:
+        """Whether these head counts were measured themselves."""
+        return self._match.exact
+
+    def covers(self, batch: int, context: float) -> bool:
+        """Whether the batch and its mean context lie within the measured range."""
+        scaled = batch * self._match.batch_factor
+        if scaled > self._batch[-1]:
+            return False
+        row = int(np.searchsorted(self._batch, scaled))
+        longest = int(np.flatnonzero(self._measured[row])[-1])
+        return context <= float(self._context[longest])
+
+    def curve(self, batch: int, scale: float) -> PiecewiseLinear:
+        """``scale`` x seconds against the batch's summed context, the new tokens included."""
+        scaled = batch * self._match.batch_factor
+        position = np.interp(np.log(scaled), np.log(self._batch), np.arange(len(self._batch)))
+        low = min(int(position), len(self._batch) - 2)
+        weight = position - low
+        seconds = np.exp((1 - weight) * self._logs[low] + weight * self._logs[low + 1])
+        seconds = seconds * (scale * max(scaled / self._batch[-1], 1.0))
+        starts = [0.0, *(float(batch * context) for context in self._context)]
+        values = [float(seconds[0]), *seconds.tolist()]
+        return PiecewiseLinear(starts, values, values[-1] / starts[-1])
+
+
+class PrefillTable:
+    """Prefill attention of one pair of head counts, ``scale`` x the seconds of one layer.
+
+    Seconds at the measured batches and lengths never fall with either; between them they are linear in the batch and in
+    the work of a prompt, length * (length + TOKEN_KEYS).
+    """
+
+    __slots__ = ("_batch", "_factor", "_seconds", "_work", "exact", "floor_s", "longest")
+
+    def __init__(self, grid: Grid, match: HeadMatch, scale: float) -> None:
+        lengths = grid.axes["new_tokens"]
+        lines = np.array([isotonic(line) for line in np.log(_doubled_batches(match.latency_s))])
+        seconds = np.exp(np.maximum.accumulate(lines, axis=0)) * scale
+        self._seconds: list[list[float]] = seconds.tolist()
+        self._work: list[float] = (lengths * (lengths + TOKEN_KEYS)).tolist()
+        self._batch: list[int] = grid.axes["batch"].tolist()
+        self._factor = match.batch_factor
+        self.exact, self.longest = match.exact, int(lengths[-1])
+        self.floor_s: float = self._seconds[0][0]
+
+    def _at_batch(self, row: int, work: float) -> float:
+        """Seconds at a measured batch of prompts of ``work`` each; in proportion beyond the longest."""
+        axis, seconds = self._work, self._seconds[row]
+        if work >= axis[-1]:
+            return seconds[-1] * (work / axis[-1])
+        i = bisect_right(axis, work) - 1
+        return seconds[i] + (seconds[i + 1] - seconds[i]) * ((work - axis[i]) / (axis[i + 1] - axis[i]))
+
+    def beyond_floor_s(self, tokens: int, pairs: float) -> float:
+        """Seconds beyond ``floor_s`` of prompt chunks with ``tokens`` tokens and ``pairs`` query-key pairs in all.
+
+        They count as prompts of equal length with as many keys per query, 2 * pairs / tokens - 1; chunks after a prefix
+        are less than one such prompt, and take that part of its seconds.
+        """
+        length = 2.0 * pairs / tokens - 1.0
+        length = max(length, 1.0)
+        batch = tokens * self._factor / length
+        each = length * (length + TOKEN_KEYS)
+        if batch <= 1.0:
+            return (self._at_batch(0, each) - self.floor_s) * batch
+        if batch >= self._batch[-1]:
+            return self._at_batch(-1, each) * (batch / self._batch[-1]) - self.floor_s
+        row = bisect_right(self._batch, batch) - 1
+        low, high = self._at_batch(row, each), self._at_batch(row + 1, each)
+        weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
+        return low + (high - low) * weight - self.floor_s

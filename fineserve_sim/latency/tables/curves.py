@@ -1,0 +1,119 @@
+"""Interpolation that respects the shape of measured latencies.
+
+* Latency never falls with more work. Measured lines do, by noise and tile effects, so a line is replaced by its isotonic
+  regression in log space (Barlow et al. 1972, pool adjacent violators): steps up stay, dips are pooled.
+* Between shapes (n, k) the ratio to the roofline is interpolated in log space: launch, tile and saturation losses change
+  slowly, the roofline itself does not.
+* Outside the measured range the ratio of the nearest measured shape is kept, on the roofline; callers flag it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fineserve_sim.catalog import GpuSpec
+from fineserve_sim.latency.tables.grids import Floats, Grid, Ints
+
+PEAK = {"bfloat16": "bf16", "fp8": "fp8", "int4_wo": "bf16"}
+WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5}
+INPUT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 2.0}
+OUTPUT_BYTES = 2.0
+
+
+def isotonic(values: Floats) -> Floats:
+    """The non-decreasing sequence nearest to ``values`` in least squares, shape kept: pool adjacent violators."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in values.tolist():
+        mean, count = value, 1
+        while means and means[-1] > mean:
+            before = counts.pop()
+            mean = (means.pop() * before + mean * count) / (before + count)
+            count += before
+        means.append(mean)
+        counts.append(count)
+    return np.repeat(np.array(means), counts)
+
+
+def gemm_roofline_s(gpu: GpuSpec, dtype: str, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
+    """Seconds that no GEMM of this shape can beat on this GPU's data sheet: the larger of compute and memory time."""
+    compute_s = 2.0 * m * n * k / (gpu.bf16_flops_per_s if PEAK[dtype] == "bf16" else gpu.peak_flops_per_s("fp8"))
+    moved = n * k * WEIGHT_BYTES[dtype] + m * k * INPUT_BYTES[dtype] + m * n * OUTPUT_BYTES
+    return np.maximum(compute_s, moved / gpu.memory_bytes_per_s)
+
+
+class _Bracket(NamedTuple):
+    low: int
+    high: int
+    weight: float  # of ``high``
+
+
+def _bracket(axis: Ints, value: float) -> _Bracket:
+    """Neighbours of ``value`` on an axis and the log-space weight of the upper one; clamped at the ends."""
+    high = int(np.searchsorted(axis, value))
+    if high == 0 or high == len(axis) or axis[high] == value:
+        edge = min(high, len(axis) - 1)
+        return _Bracket(edge, edge, 0.0)
+    low = high - 1
+    return _Bracket(low, high, float(np.log(value / axis[low]) / np.log(axis[high] / axis[low])))
+
+
+def _filled(log_ratio: Floats, n: Ints) -> Floats:
+    """Ratios (n, k, m) with unmeasured shapes filled: between the measured n of the same k and m, or as at the nearest."""
+    log_n = np.log(n)
+    for k, m in np.unique(np.argwhere(np.isnan(log_ratio))[:, 1:], axis=0):
+        column = log_ratio[:, k, m]
+        known = ~np.isnan(column)
+        if known.any():
+            log_ratio[:, k, m] = np.interp(log_n, log_n[known], column[known])
+    return log_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds against a positive count, log-log between measured counts, in proportion beyond the largest."""
+
+    counts: Floats
+    seconds: Floats
+
+    def at(self, counts: Floats) -> Floats:
+        """Seconds at each count (> 0), non-decreasing; counts below the smallest measured take its seconds."""
+        inside = np.exp(np.interp(np.log(counts), np.log(self.counts), np.log(self.seconds)))
+        seconds: Floats = inside * np.maximum(counts / self.counts[-1], 1.0)
+        return seconds
+
+
+class GemmTable:
+    """Lines of seconds over m for any (n, k), from a grid measured on ``reference``.
+
+    On another GPU the same ratio to the roofline is kept (launch time unchanged).
+    """
+
+    def __init__(self, grid: Grid, dtype: str, reference: GpuSpec) -> None:
+        self.dtype, self._n, self._k = dtype, grid.axes["n"], grid.axes["k"]
+        self.m: Floats = grid.axes["m"].astype(np.float64)
+        self._launch_s = float(np.nanmin(grid.latency_s))
+        shape = np.meshgrid(self._n.astype(float), self._k.astype(float), self.m, indexing="ij")
+        ideal_s = self._launch_s + gemm_roofline_s(reference, dtype, shape[2], shape[0], shape[1])
+        self._log_ratio = _filled(np.log(grid.latency_s / ideal_s), self._n)
+
+    def covers(self, n: int, k: int) -> bool:
+        """Whether (n, k) lies within the measured range."""
+        return bool(self._n[0] <= n <= self._n[-1] and self._k[0] <= k <= self._k[-1])
+
+    def raw_s(self, n: int, k: int, gpu: GpuSpec) -> Floats:
+        """Seconds at each measured m, noise included."""
+        i, j = _bracket(self._n, n), _bracket(self._k, k)
+        ratio = self._log_ratio
+        low = (1 - j.weight) * ratio[i.low, j.low] + j.weight * ratio[i.low, j.high]
+        high = (1 - j.weight) * ratio[i.high, j.low] + j.weight * ratio[i.high, j.high]
+        ideal_s = self._launch_s + gemm_roofline_s(gpu, self.dtype, self.m, n, k)
+        seconds: Floats = ideal_s * np.exp((1 - i.weight) * low + i.weight * high)
+        return seconds
+
+    def line(self, n: int, k: int, gpu: GpuSpec) -> Line:
+        """Seconds of an (m, k) x (k, n) product against m on ``gpu``."""
+        return Line(self.m, np.exp(isotonic(np.log(self.raw_s(n, k, gpu)))))
