@@ -46,10 +46,10 @@ class _Moment(Event):
 class Clock(Environment):
     """A SimPy environment that also schedules callbacks at absolute times."""
 
-    def at(self, time_s: float, kind: Kind, entity: int, callback: Callable[[Event], None]) -> Event:
-        """Call ``callback(event)`` at ``time_s`` (not before now), among simultaneous events in the order of ``Kind``, then
-        ``entity``. Returns the event, so that a caller can tell the one it still waits for from one it gave up."""
+    def at(self, time_s: float, order: int, callback: Callable[[Event], None]) -> Event:
+        """Call ``callback(event)`` at ``time_s`` (not before now), among simultaneous events by ``order`` (``order_of``).
+        Returns the event, so that a caller can tell the one it still waits for from one it gave up."""
         event = _Moment(self, callback)
         queue: list[Any] = self._queue
-        heappush(queue, (time_s, kind * _ENTITIES + entity, next(self._eid), event))
+        heappush(queue, (time_s, order, next(self._eid), event))
         return event

@@ -59,9 +59,7 @@ class MemoryDomain:
 
     def promises_hold(self, taker: Engine) -> bool:
         """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
-        if self._alone is not None or not any(engine.promised_blocks for engine in self.engines):
-            return True
-        if self._promises_fit():
+        if self._alone is not None or self._promises_fit():
             return True
         self._recount(taker)
         return self._promises_fit()

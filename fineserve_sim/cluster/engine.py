@@ -86,6 +86,7 @@ class Engine:
         self.starting = False
         self._preempting = False
         self._order = order_of(Kind.STEP_END, index)
+        self._start_order = order_of(Kind.START, index)
 
     # --- what others see -------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Engine:
         """If idle, plan an iteration at this moment, after everything else that happens in it."""
         if self._pending is None and not self.starting:
             self.starting = True
-            self._clock.at(now, Kind.START, self.index, self._on_start)
+            self._clock.at(now, self._start_order, self._on_start)
 
     def rescale(self, now: float, slowdown: float) -> None:
         """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter, and so do
@@ -180,7 +181,7 @@ class Engine:
     def _on_start(self, _: Event) -> None:
         self.starting = False
         if self._pending is None:
-            self._cluster.settle(self, self._clock.now, order_of(Kind.START, self.index))
+            self._cluster.settle(self, self._clock.now, self._start_order)
             self._plan(self._clock.now)
 
     def _on_step_end(self, event: Event) -> None:
@@ -297,7 +298,7 @@ class Engine:
         self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER
         if self._pending is None or self._ends[-1] < self._pending_s:
             self._pending_s = self._ends[-1]
-            self._pending = self._clock.at(self._pending_s, Kind.STEP_END, self.index, self._on_step_end)
+            self._pending = self._clock.at(self._pending_s, self._order, self._on_step_end)
 
     def _rest(self, now: float) -> None:
         """Nothing to run: idle, or stalled for memory."""

@@ -13,6 +13,9 @@ from fineserve_sim.cluster.compose import Parts, compose
 from fineserve_sim.cluster.scenario import RunResult, Scenario
 from fineserve_sim.policy.interfaces import Request
 
+ARRIVAL = order_of(Kind.ARRIVAL, 0)
+TIMER = order_of(Kind.TIMER, 0)
+
 
 def simulate(scenario: Scenario) -> RunResult:
     """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival.
@@ -48,9 +51,9 @@ class _Run:
 
     def to_the_end(self) -> None:
         clock = self._parts.clock
-        clock.at(self._arrival_s[0], Kind.ARRIVAL, 0, self._on_arrival)
+        clock.at(self._arrival_s[0], ARRIVAL, self._on_arrival)
         if self._scenario.sample_s > 0:
-            clock.at(0.0, Kind.TIMER, 0, self._on_sample)
+            clock.at(0.0, TIMER, self._on_sample)
         outcomes = self._parts.outcomes
         while outcomes.open and clock.peek() <= self._horizon_s:
             clock.step()
@@ -66,18 +69,18 @@ class _Run:
             output = self._output[index]
             prompt = self._prompt[index]
             request = Request(index, self._models[self._model[index]], now, prompt)
-            cluster.arrive(request, output, now, order_of(Kind.ARRIVAL, 0))
+            cluster.arrive(request, output, now, ARRIVAL)
         if self._next < len(self._arrival_s):
-            self._parts.clock.at(self._arrival_s[self._next], Kind.ARRIVAL, 0, self._on_arrival)
+            self._parts.clock.at(self._arrival_s[self._next], ARRIVAL, self._on_arrival)
 
     def _on_sample(self, _: Event) -> None:
         clock = self._parts.clock
         now: float = clock.now
-        self._parts.cluster.settle_all(now, order_of(Kind.TIMER, 0))
+        self._parts.cluster.settle_all(now, TIMER)
         self._parts.sampler.sample(now)
         if self._parts.outcomes.open:
             self._samples += 1
-            clock.at(self._samples * self._scenario.sample_s, Kind.TIMER, 0, self._on_sample)
+            clock.at(self._samples * self._scenario.sample_s, TIMER, self._on_sample)
 
     def result(self, loop_cpu_s: float) -> RunResult:
         parts = self._parts

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.catalog import Deployment, GpuSpec, Kind, ModelSpec, PrecisionSpec
+from fineserve_sim.catalog import Deployment, GpuSpec, Kind, ModelSpec, PrecisionSpec, linears
 from fineserve_sim.latency.operators import Floats, total
 from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.step import SCALAR_STEPS, StepModel
@@ -207,7 +207,8 @@ class TableStepModel(StepModel):
         ops, tokens = self._ops, decodes + prefill_tokens
         kernels = {name: getattr(ops.rates, name, None) for name in ops.rates.__dataclass_fields__}
         found: dict[str, Kind] = {name: kernel.bytes_per_s.kind for name, kernel in kernels.items() if kernel}
-        found |= dict.fromkeys(("qkv", "o", "gate_up", "down"), ops.rates.gemm.flops_per_s.kind)
+        if not ops.products:
+            found |= self._roofline_kinds(tokens)
         found["qk_norm"] = ops.rates.norm.bytes_per_s.kind
         found |= {name: product.kind(tokens) for name, product in ops.products.items()}
         found["lm_head"] = ops.head.kind(sampled)
@@ -219,6 +220,15 @@ class TableStepModel(StepModel):
         floor = self.deployment.floor(self.precision.name)
         found["host"] = floor.kind if floor else self.deployment.overhead_s.kind
         return found
+
+    def _roofline_kinds(self, tokens: int) -> dict[str, Kind]:
+        """Where the matrix products of a format without tables come from: the rate that binds them."""
+        rates = self._ops.rates.gemm
+        costs = self._ops.rooflines.by_tokens(np.array([float(tokens)]))
+        return {
+            name: (rates.flops_per_s if costs[name].compute_s[0] > costs[name].memory_s[0] else rates.bytes_per_s).kind
+            for name in linears(self.model, self.tp)
+        }
 
     def _decode_kind(self, decodes: int, decode_context: int) -> Kind:
         decode = self._ops.decode

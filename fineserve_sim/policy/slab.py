@@ -163,16 +163,17 @@ class KVSlabManager:
         if blocks > self._available_blocks(pool):
             return None
         ids: list[int] = []
-        held = holder.held
+        held, per_slab = holder.held, pool.blocks_per_slab
         left = blocks
         while left:
             slab = self._fullest_partial(pool) if pool.partial else None
             if slab is None:
-                if left >= pool.blocks_per_slab > 0:
+                if left >= per_slab > 0:
                     left -= self._take_whole_slabs(pool, left, held, ids)
                     continue
                 slab = self._format(pool)
-            mask = _take_lowest(slab.free_bits, left, self._first(pool, slab.id), ids)
+            first = slab.id * per_slab or self.plan.span(pool.block_bytes, slab.id)[0]
+            mask = _take_lowest(slab.free_bits, left, first, ids)
             slab.free_bits ^= mask
             held[slab.id] = held.get(slab.id, 0) | mask
             slab.used += left - blocks + len(ids)
@@ -311,20 +312,15 @@ class KVSlabManager:
         holder.used_blocks -= blocks
         return True
 
-    def _first(self, pool: _Pool, slab_id: int) -> int:
-        """The id of the slab's first block in the view of the pool's owners."""
-        per_slab = pool.blocks_per_slab
-        return slab_id * per_slab if per_slab else self.plan.span(pool.block_bytes, slab_id)[0]
-
     def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
         """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
         them one by one comes to. Only for aligned keys without PARTIAL slabs. Returns the number of blocks taken."""
         per_slab = pool.blocks_per_slab
         full = (1 << per_slab) - 1
         count = blocks // per_slab
-        slabs = self._slabs
+        slabs, holes = self._slabs, self._holes
         for _ in range(count):
-            slab_id = self._lowest_free()
+            slab_id = heappop(holes) if holes else self._lowest_free()
             slab = slabs[slab_id]
             slab.pool, slab.used = pool, per_slab
             held[slab_id] = full

@@ -27,7 +27,7 @@ events = st.tuples(st.sampled_from([0.1, 0.3, 0.1 + 0.2]), st.sampled_from(list(
 def test_events_come_in_the_order_of_time_kind_and_entity(plan: list[tuple[float, Kind, int]]) -> None:
     clock, seen = Clock(), []
     for time_s, kind, entity in plan:
-        clock.at(time_s, kind, entity, lambda _, key=(time_s, kind, entity): seen.append((clock.now, key)))
+        clock.at(time_s, order_of(kind, entity), lambda _, key=(time_s, kind, entity): seen.append((clock.now, key)))
     clock.run()
     assert [key for _, key in seen] == sorted(plan)
     assert all(now == key[0] for now, key in seen)  # bit for bit: 0.1 + 0.2 is not 0.3
@@ -37,11 +37,11 @@ def test_an_event_scheduled_now_still_waits_for_its_rank() -> None:
     clock, seen = Clock(), []
 
     def arrival(_: object) -> None:
-        clock.at(1.0, Kind.START, 0, lambda _: seen.append("start"))
-        clock.at(1.0, Kind.TIMER, 0, lambda _: seen.append("timer"))
+        clock.at(1.0, order_of(Kind.START, 0), lambda _: seen.append("start"))
+        clock.at(1.0, order_of(Kind.TIMER, 0), lambda _: seen.append("timer"))
 
-    clock.at(1.0, Kind.STEP_END, 0, lambda _: seen.append("step end"))
-    clock.at(1.0, Kind.ARRIVAL, 0, arrival)
+    clock.at(1.0, order_of(Kind.STEP_END, 0), lambda _: seen.append("step end"))
+    clock.at(1.0, order_of(Kind.ARRIVAL, 0), arrival)
     clock.run()
     assert seen == ["timer", "step end", "start"]
 
@@ -50,7 +50,7 @@ def test_equal_ranks_keep_the_order_of_scheduling() -> None:
     for order in permutations(range(4)):
         clock, seen = Clock(), []
         for name in order:
-            clock.at(1.0, Kind.START, 7, lambda _, name=name, seen=seen: seen.append(name))
+            clock.at(1.0, order_of(Kind.START, 7), lambda _, name=name, seen=seen: seen.append(name))
         clock.run()
         assert seen == list(order)
 

@@ -246,6 +246,9 @@ def test_provenance_tells_the_measured_from_the_rest() -> None:
     assert measured["measured"] > 0.85 and 0 < measured["roofline"] < 0.1  # lm_head is wider than any measured product
     assert engine(on="h200-sxm").provenance_shares(*decode)["measured"] == 0
     assert engine(fmt="awq").provenance_shares(*decode)["assumed"] > 0.5
+    assert engine(fmt="qoq").provenance_shares(*decode)["measured"] < 0.2
+    assert engine(fmt="qoq").kinds(*decode)["down"] == "assumed"
+    assert engine(fmt="qoq").kinds(0, 0, *chunk(2048), 1)["down"] == "fitted"
     assert engine(by="vllm-0.9.1-authors").provenance_shares(1, 0, 0, 0, 0, 1)["measured"] > 0.9
     assert engine().kinds(4, 4 * 200_000, 0, 0, 0, 4)["decode_attention"] == "roofline"
     assert engine().kinds(0, 0, *chunk(40_000), 1)["qkv"] == "roofline"
