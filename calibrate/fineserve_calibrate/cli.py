@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,13 @@ from fineserve_calibrate.compaction import compact
 from fineserve_calibrate.crossvalidation import curve
 from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Wheel, import_tables
 from fineserve_calibrate.tables import Table, write_table
+from fineserve_calibrate.validate_cli import validate
 from fineserve_sim.catalog import gpu
-from fineserve_sim.latency.tables import TableError, save
+from fineserve_sim.latency.tables import save
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make the simulator's latency tables.")
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Make and validate the simulator's latency tables."
+)
 importers = typer.Typer(no_args_is_help=True, help="Import tables that others published.")
 app.add_typer(importers, name="import")
 
@@ -34,13 +38,9 @@ Int4Option = Annotated[
 
 
 def _imported(wheel: str, system: str, backend: str, int4: Path | None) -> list[Table]:
-    """The checked tables; a table that cannot be used ends the command with one line."""
-    try:
-        source = Installed() if wheel == "installed" else Wheel(Path(wheel))
-        return import_tables(source, system, backend, int4)
-    except TableError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    """The checked tables. Raises TableError for one that cannot be used."""
+    source = Installed() if wheel == "installed" else Wheel(Path(wheel))
+    return import_tables(source, system, backend, int4)
 
 
 @importers.command("aiconfigurator")
@@ -86,6 +86,17 @@ def cross_validate(
         console.print(line, highlight=False, soft_wrap=True)
 
 
+app.command()(validate)
+
+
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. A user's mistake is one line on stderr, exit 2."""
+    try:
+        app(prog_name="fineserve-calibrate")
+    except (ValueError, OSError) as problem:
+        print(f"fineserve-calibrate: error: {' '.join(str(problem).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -59,8 +59,8 @@ def validate(
         typer.Option("--set", metavar="FILE", help="Validate this file instead, of a known column layout; may repeat."),
     ] = None,
     data: Annotated[
-        Path, typer.Option("--data", metavar="DIR", help="Folder with the measured sets, in it or in e2e/.")
-    ] = Path("../shared/data"),
+        Path | None, typer.Option("--data", metavar="DIR", help="Folder with the measured sets, in it or in e2e/.")
+    ] = None,
     latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.ROOFLINE,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the figures here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows to stdout, and nothing else there.")] = False,
@@ -69,13 +69,9 @@ def validate(
     ] = True,
 ) -> None:
     """Predict every row of measured end-to-end sets; print median, p90 and bias of the errors of TTFT and TPOT."""
-    try:
-        make_step = step_factory(latency)
-        sets = [read_set(path, make_step) for path in _files(set_files, data)]
-        predictions = [predict_set(measured, make_step) for measured in sets]
-    except ValueError as error:
-        typer.echo(f"fineserve-calibrate: {error}", err=True)
-        raise typer.Exit(2) from None
+    make_step = step_factory(latency)
+    sets = [read_set(path, make_step) for path in _files(set_files, data)]
+    predictions = [predict_set(measured, make_step) for measured in sets]
     rows = [row for found in predictions for row in error_rows(found)]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1, ensure_ascii=False, allow_nan=False))
@@ -89,13 +85,16 @@ def validate(
             typer.echo(f"wrote {path}", err=True)
 
 
-def _files(set_files: Sequence[Path] | None, data: Path) -> list[Path]:
+def _files(set_files: Sequence[Path] | None, data: Path | None) -> list[Path]:
     """The files to read. Raises LayoutError naming what is missing."""
+    if not set_files and data is None:
+        raise LayoutError("name what to validate: --data DIR with the measured sets, or --set FILE")
     if set_files:
         missing = [path for path in set_files if not path.is_file()]
         if missing:
             raise LayoutError(f"--set {missing[0]}: no such file")
         return list(set_files)
+    assert data is not None
     folder = data / "e2e" if (data / "e2e").is_dir() else data
     found = [folder / name for name in KNOWN_FILES if (folder / name).is_file()]
     if not found:

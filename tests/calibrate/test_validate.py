@@ -4,6 +4,8 @@ measured sets where they are at hand."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -287,11 +289,13 @@ def test_command(tmp_path: Path) -> None:
     [
         (["--set", "nowhere.csv"], "--set nowhere.csv: no such file"),
         (["--data", "nowhere"], "none of the measured sets is there"),
+        ([], "--data DIR with the measured sets, or --set FILE"),
     ],
 )
 def test_command_errors(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app(), arguments)
-    assert result.exit_code == 2
+    command = [sys.executable, "-m", "fineserve_calibrate.cli", "validate", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
 

@@ -15,7 +15,7 @@ from fineserve_traces import Trace
 from simpy.events import Event
 
 from fineserve_calibrate.validate.cases import Floats, Ints
-from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.cluster import Cluster, Scope
 from fineserve_sim.cluster.contention import Contention
 from fineserve_sim.cluster.domain import MemoryDomain
@@ -23,6 +23,7 @@ from fineserve_sim.cluster.engine import Engine
 from fineserve_sim.cluster.kv import EngineKV
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.simulation import ARRIVAL
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fcfs import FcfsScheduler
@@ -94,7 +95,7 @@ class EngineRun:
     def open_loop(self, arrival_s: Floats) -> Times:
         """Request i comes at ``arrival_s[i]``, non-decreasing."""
         for index, at_s in enumerate(arrival_s.tolist()):
-            self._clock.at(at_s, Kind.ARRIVAL, 0, self._arrival(index))
+            self._clock.at(at_s, ARRIVAL, self._arrival(index))
         while self._outcomes.open:
             self._clock.step()
         return self._times()
@@ -104,13 +105,13 @@ class EngineRun:
         total = len(self._arrival_s)
         sent = min(clients, total)
         for index in range(sent):
-            self._clock.at(0.0, Kind.ARRIVAL, 0, self._arrival(index))
+            self._clock.at(0.0, ARRIVAL, self._arrival(index))
         open_requests = total
         while self._outcomes.open:
             self._clock.step()
             ended, open_requests = open_requests - self._outcomes.open, self._outcomes.open
             for index in range(sent, min(sent + ended, total)):
-                self._clock.at(self._clock.now, Kind.ARRIVAL, 0, self._arrival(index))
+                self._clock.at(self._clock.now, ARRIVAL, self._arrival(index))
                 sent += 1
         return self._times()
 
@@ -120,7 +121,7 @@ class EngineRun:
             self._arrival_s[index] = now
             prompt, model = int(self._requests.prompt_tokens[index]), str(self._requests.model[index])
             output = int(self._requests.output_tokens[index])
-            self._cluster.arrive(Request(index, model, now, prompt), output, now, order_of(Kind.ARRIVAL, 0))
+            self._cluster.arrive(Request(index, model, now, prompt), output, now, ARRIVAL)
 
         return arrive
 
