@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fineserve_calibrate.compaction import compact
 from fineserve_calibrate.crossvalidation import curve
+from fineserve_calibrate.fit_cli import fit
 from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Wheel, import_tables
 from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
@@ -87,6 +88,7 @@ def cross_validate(
 
 
 app.command()(validate)
+app.command()(fit)
 
 
 def main() -> None:
