@@ -159,7 +159,9 @@ def test_the_readme_example_has_ten_lines() -> None:
 
 
 def test_every_system_shown_as_yaml_fits_fig10(tmp_path: Path) -> None:
-    variants = [item for _, body in fences("yaml") if body.startswith("- base:") for item in yaml.safe_load(body)]
+    variants = [
+        item for _, body in fences("yaml") if body.startswith(("- base:", "- {base:")) for item in yaml.safe_load(body)
+    ]
     assert variants
     load_experiment(ROOT / "experiments" / "fig10.yaml", [("systems", json.dumps(variants)), ("claims", "[]")])
 
