@@ -42,10 +42,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3
 """Okabe and Ito, "Color Universal Design" (2008): they stay apart under colour blindness."""
 
 _MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.")
 
 
 class SystemStyles:
-    """Colour and marker of each system, the same in every figure.
+    """Colour, marker and, where colours repeat, dashes of each system, the same in every figure.
 
     The systems of the FineServe paper have fixed places; others follow in order of appearance.
     """
@@ -60,6 +61,9 @@ class SystemStyles:
 
     def marker(self, system: str) -> str:
         return _MARKERS[self._place[system] % len(_MARKERS)]
+
+    def dashes(self, system: str) -> str:
+        return _DASHES[self._place[system] // len(COLOURS) % len(_DASHES)]
 
 
 @contextmanager

@@ -120,6 +120,7 @@ def _line(axes: Axes, xs: Sequence[float], series: Series, styles: SystemStyles)
         yerr=series.half_widths,
         color=colour,
         marker=styles.marker(series.system),
+        linestyle=styles.dashes(series.system),
         markeredgecolor="white",
         markeredgewidth=0.8,
         capsize=2.5,

@@ -23,7 +23,7 @@ from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.resolve import Setup
 from fineserve_sim.experiment.yaml_file import Document
 
-ISOLATED_REQUESTS = 4096  # the P95 of as many draws is within 3 % of that of all
+ISOLATED_REQUESTS = 4096  # common to all models: what sampling error is left moves all base SLOs alike
 ISOLATED_GAP_S = 1000.0
 """Isolated requests come so far apart that none meets another: no prefill lasts a thousand seconds."""
 _MEAN_SAMPLE = 200_000
