@@ -32,9 +32,6 @@ class EngineKV:
         """Bytes held by this engine, over all ranks."""
         return sum(manager.used_bytes(self._owner) for manager in self._managers)
 
-    def could_take(self, tokens: int) -> bool:
-        return self.free_tokens() >= tokens
-
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         """Give ``sequence`` the blocks that hold ``tokens`` tokens in all. False, and nothing taken, when they do not fit."""
         needed = -(-tokens // self._block_tokens) - sequence.blocks_held

@@ -111,7 +111,6 @@ class _RequestWriter:
     def __init__(self, path: Path, experiment: Experiment) -> None:
         self._path = path
         self._axes = axis_names(experiment)
-        self._experiment = experiment
         self._writer: Any = None
 
     def __enter__(self) -> _RequestWriter:

@@ -15,6 +15,9 @@ from fineserve_sim.experiment.workload import (
     mean_lengths,
 )
 
+SAMPLE_S = 1.0
+"""Seconds between the samples of a run's timeline."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -49,14 +52,20 @@ class Run:
 def scenario(run: Run) -> Scenario:
     """The simulation that ``run`` describes. Raises ValueError when it has no request to measure."""
     setup = run.setup
-    common = {"system": setup.systems[run.system], "gpus": setup.gpus, "engine": setup.engine}
     if run.isolated:
         rates = {run.isolated: 1 / ISOLATED_GAP_S}
         trace = isolated_trace(setup, run.isolated)
-        return Scenario(models=_served(run, rates), trace=trace, sample_s=0.0, **common)  # type: ignore[arg-type]
-    rates = dict(expected_rates(setup, run.load, run.rate_scale))
-    trace = build_trace(setup, run.load, run.rate_scale, run.seed)
-    return Scenario(models=_served(run, rates), trace=trace, **common)  # type: ignore[arg-type]
+    else:
+        rates = dict(expected_rates(setup, run.load, run.rate_scale))
+        trace = build_trace(setup, run.load, run.rate_scale, run.seed)
+    return Scenario(
+        system=setup.systems[run.system],
+        models=_served(run, rates),
+        gpus=setup.gpus,
+        trace=trace,
+        engine=setup.engine,
+        sample_s=0.0 if run.isolated else SAMPLE_S,
+    )
 
 
 def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
