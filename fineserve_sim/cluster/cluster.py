@@ -13,10 +13,11 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.contention import Contention
 from fineserve_sim.cluster.domain import MemoryDomain
 from fineserve_sim.cluster.engine import NEVER, Engine
+from fineserve_sim.cluster.lone_engine import LoneEngine
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
-from fineserve_sim.policy.commands import Command, Dispatch, Reject
+from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import EngineStepped, Event, RequestArrived
 from fineserve_sim.policy.interfaces import EngineState, Request
@@ -75,18 +76,17 @@ class Cluster:
     def arrive(self, request: Request, output_tokens: int, now: float, order: int) -> None:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
         self._order = order
-        commands = self._tell(now, RequestArrived(request))
-        self._carry_out(commands, now)
+        self._sequences[request.id] = SequenceState(
+            request.id, request.arrival_s, request.prompt_tokens, output_tokens
+        )
+        self._carry_out(self._tell(now, RequestArrived(request)), now)
         engine_id = self._controller.engine_of(request.id)
-        if engine_id is None:
-            return
-        engine = self.engines[engine_id]
-        self._outcomes.engine[request.id] = engine_id
-        output = min(output_tokens, engine.max_tokens - request.prompt_tokens)  # vLLM stops at max_model_len
-        self._sequences[request.id] = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output)
-        self._ask_again(engine, now)
-        if not engine.busy:
-            engine.start(now)
+        if engine_id is not None:
+            self._outcomes.engine[request.id] = engine_id
+            engine = self.engines[engine_id]
+            self._ask_again(engine, now)
+            if not engine.busy:
+                engine.start(now)
 
     def queued(self, engine: int) -> int:
         """Requests that wait in the scheduler for this very engine."""
@@ -238,14 +238,19 @@ class Cluster:
         for command in commands:
             if isinstance(command, Dispatch):
                 engine = self.engines[command.engine]
-                engine.accept(self._sequences.pop(command.request_id))
+                sequence = self._sequences.pop(command.request_id)
+                self._outcomes.engine[command.request_id] = command.engine
+                if isinstance(engine, LoneEngine):
+                    engine.post(now, self._order, sequence)
+                    continue
+                engine.accept(sequence)
                 if engine is asking:
                     continue
                 if engine.busy:
                     self._cut(engine, now)
                 else:
                     engine.start(now)
-            else:
+            elif isinstance(command, Drop | Reject):
                 self._sequences.pop(command.request_id, None)
                 fate = Fate.REJECTED if isinstance(command, Reject) else Fate.DROPPED
                 self._outcomes.end(command.request_id, now, fate)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.cluster import Cluster, Scope
 from fineserve_sim.cluster.contention import Contention
-from fineserve_sim.cluster.domain import MemoryDomain
+from fineserve_sim.cluster.domain import domains_of
 from fineserve_sim.cluster.engine import Engine
-from fineserve_sim.cluster.kv import EngineKV
-from fineserve_sim.cluster.memory import build_manager, tenants_by_gpu, usable_bytes
+from fineserve_sim.cluster.kv import CountedBlocks, EngineKV, GpuMemory, engine_kv
+from fineserve_sim.cluster.lone_engine import LoneEngine
+from fineserve_sim.cluster.memory import build_manager, engine_block_tokens, tenants_by_gpu, usable_bytes
 from fineserve_sim.cluster.outcomes import Outcomes, Sampler
 from fineserve_sim.cluster.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.profiling import demand_of, step_model
-from fineserve_sim.cluster.scenario import Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.cluster.virtual_memory import legacy_kernel
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fineserve_placement import base_footprint
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, KVManager, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, KVMemory, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.policy.tp_groups import tp_groups
-from fineserve_sim.systems.spec import KvSlabSpec
+from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,15 @@ class Parts:
     cluster: Cluster
     outcomes: Outcomes
     sampler: Sampler
-    managers: tuple[KVManager, ...]
+    step_times: StepTimes
+    managers: tuple[KVMemory, ...]
     placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One engine before it exists: whose instance it is, its step times, its memory, and its longest sequence in tokens."""
+    """One engine before it exists: whose instance it is, its step times, its memory, its longest sequence in tokens, and its
+    settings with the block of that memory."""
 
     engine: int
     instance: Instance
@@ -46,6 +51,7 @@ class Seat:
     step: StepModel
     kv: EngineKV
     max_tokens: int
+    settings: EngineSettings
 
     @property
     def able(self) -> bool:
@@ -73,23 +79,23 @@ def compose(scenario: Scenario) -> Parts:
         check=scenario.check,
         log=scenario.log,
     )
+    asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
     engines = [
-        Engine(
-            seat.engine,
-            seat.step,
-            seat.kv,
-            seat.max_tokens,
-            bool(contention.neighbours[seat.engine]),
-            scenario.engine,
-            clock,
-            cluster,
-        )
+        _engine(seat, scenario, clock, cluster, bool(contention.neighbours[seat.engine]), seat.engine in asked)
         for seat in seats
     ]
-    cluster.connect(engines, _domains(scenario, engines, seats, managers))
+    cluster.connect(engines, domains_of(engines, [seat.instance.gpus for seat in seats], managers))
     by_gpu = tuple(managers[gpu] for gpu in sorted(managers))
     sampler = Sampler(engines, by_gpu, [seat.served.id for seat in seats], cluster.queued)
-    return Parts(clock, cluster, outcomes, sampler, by_gpu, placement)
+    step_times = StepTimes(engines, [seat.step for seat in seats])
+    return Parts(clock, cluster, outcomes, sampler, step_times, by_gpu, placement)
+
+
+def _engine(seat: Seat, scenario: Scenario, clock: Clock, cluster: Cluster, shares_gpu: bool, asked: bool) -> Engine:
+    """An engine that shares nothing, and for which no scheduler is asked, goes its own way."""
+    if cluster.merging and isinstance(seat.kv, CountedBlocks) and not (shares_gpu or asked):
+        return LoneEngine(seat.engine, seat.step, seat.kv, seat.max_tokens, seat.settings, clock, cluster)
+    return Engine(seat.engine, seat.step, seat.kv, seat.max_tokens, shares_gpu, seat.settings, clock, cluster)
 
 
 def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
@@ -126,10 +132,10 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
 
 def _managers(
     scenario: Scenario, instances: Sequence[Instance], demands: dict[str, ModelDemand]
-) -> dict[int, KVManager]:
+) -> dict[int, GpuMemory]:
     served = {model.id: model for model in scenario.models}
     footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
-    tenants = tenants_by_gpu(instances, served, footprints, scenario.engine)
+    tenants = tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
     gpus = {gpu.id: gpu for gpu in scenario.gpus}
     return {
         gpu: build_manager(scenario.system.memory, usable_bytes(gpus[gpu], scenario.engine), members)
@@ -137,21 +143,24 @@ def _managers(
     }
 
 
-def _seats(scenario: Scenario, instances: Sequence[Instance], managers: Mapping[int, KVManager]) -> list[Seat]:
+def _seats(scenario: Scenario, instances: Sequence[Instance], managers: Mapping[int, GpuMemory]) -> list[Seat]:
     served_by_id = {model.id: model for model in scenario.models}
     gpus = {gpu.id: gpu.spec for gpu in scenario.gpus}
+    memory = scenario.system.memory
     seats = []
     for engine, instance in enumerate(instances):
         served = served_by_id[instance.model]
-        kv = EngineKV(engine, [managers[gpu] for gpu in instance.gpus], scenario.engine.block_tokens)
-        step = step_model(served, gpus[instance.gpus[0]], scenario.engine)
-        max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
-        seats.append(Seat(engine, instance, served, step, kv, max_tokens))
+        settings = replace(scenario.engine, block_tokens=engine_block_tokens(served, scenario.engine, memory))
+        kv = engine_kv(engine, [managers[gpu] for gpu in instance.gpus], settings.block_tokens)
+        step = step_model(served, gpus[instance.gpus[0]], settings, legacy_kernel(memory))
+        longest = settings.block_tokens if isinstance(memory, ContiguousSpec) else served.model.max_context_tokens
+        max_tokens = min(longest, kv.capacity_tokens())
+        seats.append(Seat(engine, instance, served, step, kv, max_tokens, settings))
     return seats
 
 
 def _routes(
-    scenario: Scenario, seats: Sequence[Seat], schedulers: Mapping[tuple[int, ...], LocalScheduler]
+    scenario: Scenario, seats: Sequence[Seat], schedulers: Mapping[tuple[int, ...], LocalScheduler | None]
 ) -> dict[str, list[Route]]:
     scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
     routes: dict[str, list[Route]] = {model.id: [] for model in scenario.models}
@@ -171,26 +180,6 @@ def _factsheet(scenario: Scenario, seat: Seat) -> EngineFactsheet:
         prefill=lambda tokens, decoding: seat.step.prefill_s(tokens, decoding, budget),
         prefill_tokens_per_s=budget / seat.step.prefill_s(budget, 0, budget),
         kv_capacity_tokens=seat.kv.capacity_tokens(),
-        block_tokens=scenario.engine.block_tokens,
-        shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
+        block_tokens=seat.settings.block_tokens,
+        shares_memory=isinstance(scenario.system.memory, KvSlabSpec | KvCachedSpec | VTensorSpec),
     )
-
-
-def _domains(
-    scenario: Scenario, engines: Sequence[Engine], seats: Sequence[Seat], managers: Mapping[int, KVManager]
-) -> list[MemoryDomain]:
-    """Engines that share a slab memory, directly or through a TP group, form one domain; private pools keep them apart."""
-    groups: list[tuple[set[int], list[Engine]]] = []
-    for engine, seat in zip(engines, seats, strict=True):
-        gpus, members = set(seat.instance.gpus), [engine]
-        if isinstance(scenario.system.memory, KvSlabSpec):
-            touching = [group for group in groups if group[0] & gpus]
-            groups = [group for group in groups if group not in touching]
-            for others, neighbours in touching:
-                gpus |= others
-                members += neighbours
-        groups.append((gpus, members))
-    return [
-        MemoryDomain(sorted(members, key=lambda engine: engine.index), [managers[gpu] for gpu in sorted(gpus)])
-        for gpus, members in groups
-    ]

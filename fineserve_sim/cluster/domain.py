@@ -2,48 +2,97 @@
 
 Inside a span an engine takes blocks at its iteration boundaries without an event. Two facts keep that exact. Boundaries
 are settled in the order of their times over all engines of the domain, before anyone looks at the memory. And a span is
-only as long as its blocks are sure: those of all spans together fit, whatever the order.
+only as long as its blocks are sure: those of all spans together fit, whatever the order. An engine with pools of its
+own is a domain by itself: nobody else looks at its memory, and counting its blocks is enough.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from fineserve_sim.cluster.engine import Engine, Growth
+from fineserve_sim.cluster.kv import CountedBlocks
+from fineserve_sim.cluster.lone_engine import LoneEngine
 from fineserve_sim.cluster.sequence import DecodeSet
-from fineserve_sim.policy.interfaces import KVManager
+from fineserve_sim.policy.interfaces import KVMemory
 
 
-class MemoryDomain:
-    """A connected set of engines over shared KV managers; or one engine with pools of its own."""
+class MemoryDomain(Protocol):
+    """Engines whose KV memory is one."""
 
-    def __init__(self, engines: Sequence[Engine], managers: Sequence[KVManager]) -> None:
-        self.engines = tuple(engines)
-        self._kv = {engine.index: engine.kv for engine in self.engines}
-        self._managers = tuple(managers)
-        self._alone = self.engines[0] if len(self.engines) == 1 else None
+    engines: tuple[Engine, ...]
 
     def settle(self, now: float, order: int) -> None:
         """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
+        ...
+
+    def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
+        """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
+        promised them."""
+        ...
+
+    def promises_hold(self, taker: Engine) -> bool:
+        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
+        ...
+
+    def check(self) -> None: ...
+
+
+class PrivateDomain:
+    """One engine over private pools."""
+
+    def __init__(self, engine: Engine, memories: Sequence[KVMemory]) -> None:
+        assert isinstance(engine.kv, CountedBlocks)
+        self.engines: tuple[Engine, ...] = (engine,)
+        self._engine = engine
+        self._kv = engine.kv
+        self._memories = tuple(memories)
+
+    def settle(self, now: float, order: int) -> None:
+        engine = self._engine
+        if isinstance(engine, LoneEngine):
+            engine.catch_up(now, order)
+        elif engine.next_boundary_s <= now and not self._kv.take(engine.count_boundaries(now, order)):
+            raise AssertionError(f"engine {engine.index}: no memory inside a span")
+
+    def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
+        free = self._kv.free_blocks()
+        if decodes.blocks_ahead(most - 1) <= free:
+            return most
+        return max(1, bisect_left(range(1, most + 1), True, key=lambda steps: decodes.blocks_ahead(steps - 1) > free))
+
+    def promises_hold(self, taker: Engine) -> bool:
+        return True
+
+    def check(self) -> None:
+        for memory in self._memories:
+            memory.check()
+
+
+class SharedDomain:
+    """A connected set of engines over shared memories."""
+
+    def __init__(self, engines: Sequence[Engine], memories: Sequence[KVMemory]) -> None:
+        self.engines = tuple(engines)
+        self._kv = {engine.index: engine.kv for engine in self.engines}
+        self._memories = tuple(memories)
+
+    def settle(self, now: float, order: int) -> None:
         growths: list[Growth] = []
         for engine in self.engines:
             if engine.next_boundary_s <= now:
                 growths += engine.pass_boundaries(now, order)
         if not growths:
             return
-        if self._alone is not None:  # in order as they are: all at once
-            growths = [(now, self._alone.index, list(chain.from_iterable(growth[2] for growth in growths)))]
-        elif len(growths) > 1:
+        if len(growths) > 1:
             growths.sort(key=_moment)
         for _, index, sequences in growths:
             if not self._kv[index].grow_each(sequences):
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
-        """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
-        promised them."""
         engine.promised_blocks = decodes.blocks_ahead(most - 1)
         if self._promises_fit():
             return most
@@ -58,15 +107,14 @@ class MemoryDomain:
         return steps
 
     def promises_hold(self, taker: Engine) -> bool:
-        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
-        if self._alone is not None or self._promises_fit():
+        if self._promises_fit():
             return True
         self._recount(taker)
         return self._promises_fit()
 
     def check(self) -> None:
-        for manager in self._managers:
-            manager.check()
+        for memory in self._memories:
+            memory.check()
 
     def _recount(self, engine: Engine) -> None:
         for other in self.engines:
@@ -75,7 +123,32 @@ class MemoryDomain:
 
     def _promises_fit(self) -> bool:
         demands = {engine.index: engine.promised_blocks for engine in self.engines}
-        return all(manager.fits(demands) for manager in self._managers)
+        return all(memory.fits(demands) for memory in self._memories)
+
+
+def domains_of(
+    engines: Sequence[Engine], gpus_of: Sequence[tuple[int, ...]], memories: Mapping[int, KVMemory]
+) -> list[MemoryDomain]:
+    """Engines that share a memory, directly or through a TP group, form one domain; private pools keep them apart.
+
+    ``gpus_of`` are the GPUs of each engine, ``memories`` the KV memory of each GPU.
+    """
+    domains: list[MemoryDomain] = []
+    groups: list[tuple[set[int], list[Engine]]] = []
+    for engine, own in zip(engines, gpus_of, strict=True):
+        if isinstance(engine.kv, CountedBlocks):
+            domains.append(PrivateDomain(engine, [memories[gpu] for gpu in own]))
+            continue
+        gpus, members = set(own), [engine]
+        for group in [group for group in groups if group[0] & gpus]:
+            groups.remove(group)
+            gpus |= group[0]
+            members += group[1]
+        groups.append((gpus, members))
+    for gpus, members in groups:
+        members.sort(key=lambda engine: engine.index)
+        domains.append(SharedDomain(members, [memories[gpu] for gpu in sorted(gpus)]))
+    return domains
 
 
 def _moment(growth: Growth) -> tuple[float, int]:

@@ -93,7 +93,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """An iteration is in flight."""
-        return self._pending is not None
+        return bool(self._ends)
 
     @property
     def running(self) -> int:
@@ -119,20 +119,22 @@ class Engine:
     # --- what others do --------------------------------------------------------------------------------------------
 
     def accept(self, sequence: SequenceState) -> None:
-        """A dispatched request joins the engine's queue; it starts at the next iteration."""
+        """A dispatched request joins the engine's queue; it starts at the next iteration. It ends at ``max_tokens`` at the latest,
+        as vLLM's requests do at max_model_len."""
+        sequence.output_tokens = min(sequence.output_tokens, self.max_tokens - sequence.prompt_tokens)
         self.waiting.append(sequence)
         self._backlog_tokens += sequence.target_tokens
 
     def start(self, now: float) -> None:
         """If idle, plan an iteration at this moment, after everything else that happens in it."""
-        if self._pending is None and not self.starting:
+        if not self._ends and not self.starting:
             self.starting = True
-            self._clock.at(now, self._start_order, self._on_start)
+            self._schedule_start(now)
 
     def rescale(self, now: float, slowdown: float) -> None:
         """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter, and so do
         those behind it. The span's earlier boundaries must be settled."""
-        if self._pending is not None:
+        if self._ends:
             end_s = self._ends[self._settled]
             end_s = now + (end_s - now) * (slowdown / self.slowdown)
             behind = min(len(self._ends) - 1 - self._settled, SHARED_SPAN)
@@ -154,14 +156,26 @@ class Engine:
     def pass_boundaries(self, now: float, order: int) -> list[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
         Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
-        ends = self._ends
         settled = self._settled
+        growing = self._decodes.pass_boundaries(self._advance_to(now, order) - settled)
+        return [(self._ends[settled + offset], self.index, sequences) for offset, sequences in growing]
+
+    def count_boundaries(self, now: float, order: int) -> int:
+        """As ``pass_boundaries``, where blocks are counted: how many are due in all."""
+        settled = self._settled
+        boundaries = self._advance_to(now, order) - settled
+        blocks = self._decodes.blocks_ahead(boundaries)
+        self._decodes.advance(boundaries)
+        return blocks
+
+    def _advance_to(self, now: float, order: int) -> int:
+        """Settle the boundaries that come before (``now``, ``order``). Returns how many iterations of the span are done."""
+        ends = self._ends
         last = len(ends) - 1
         find = bisect_right if self._order < order else bisect_left
-        self._settled = find(ends, now, settled, last)
-        self.next_boundary_s = ends[self._settled] if self._settled < last else NEVER
-        growing = self._decodes.pass_boundaries(self._settled - settled)
-        return [(ends[settled + offset], self.index, sequences) for offset, sequences in growing]
+        self._settled = settled = find(ends, now, self._settled, last)
+        self.next_boundary_s = ends[settled] if settled < last else NEVER
+        return settled
 
     def latest_prefill_arrival(self) -> tuple[float, int]:
         """Arrival and index of the partial prefill that arrived last; there must be one."""
@@ -179,21 +193,28 @@ class Engine:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def _on_start(self, _: Event) -> None:
-        self.starting = False
-        if self._pending is None:
+        if not self._ends:
             self._cluster.settle(self, self._clock.now, self._start_order)
-            self._plan(self._clock.now)
+        self._begin(self._clock.now)
+
+    def _begin(self, now: float) -> None:
+        self.starting = False
+        if not self._ends:
+            self._plan(now)
 
     def _on_step_end(self, event: Event) -> None:
         if event is not self._pending:
             return  # the span came to end sooner
         now = self._pending_s
+        self._pending = None
         if self._ends[-1] > now:
-            self._pending = None
             self._schedule_end()  # it came to end later
             return
         self._cluster.settle(self, now, self._order)
-        self._pending = None
+        self._end_span(now)
+
+    def _end_span(self, now: float) -> None:
+        """The last iteration of the span ends; all boundaries inside it must be settled."""
         self._ends = []
         self.next_boundary_s = NEVER
         self._complete(now)
@@ -217,9 +238,8 @@ class Engine:
         growing = self._decodes.needing_block()
         if not growing or self.kv.grow_each(growing):
             return
-        for sequence in sorted(growing, key=_arrival):
-            while sequence in self._decodes and not self.kv.grow_each((sequence,)):
-                self._preempt(max((*self._decodes, *self.prefilling), key=_arrival))
+        while growing and not self.kv.grow_each(growing):
+            self._preempt(max((*self._decodes, *self.prefilling), key=_arrival))
         self._cluster.memory_freed(self, now)
 
     def _fill_budget(self) -> list[tuple[SequenceState, int]]:
@@ -227,8 +247,8 @@ class Engine:
         left = self._settings.token_budget - self._decodes.size
         chunks: list[tuple[SequenceState, int]] = []
         for sequence in self.prefilling:
-            chunk = min(left, sequence.target_tokens - sequence.prefilled_tokens)
-            if chunk <= 0 or not self.kv.grow(sequence, sequence.prefilled_tokens + chunk):
+            chunk = min(left, sequence.target_tokens - sequence.cached_tokens)
+            if chunk <= 0 or not self.kv.grow(sequence, sequence.cached_tokens + chunk):
                 return chunks
             chunks.append((sequence, chunk))
             left -= chunk
@@ -258,40 +278,41 @@ class Engine:
                 self._cluster.set_shares(self, now, *self._step.shares(*batch))
         self._settled = 0
         self.promised_blocks = 0
-        steps = 1 if self._chunks else self._span_length()
-        if steps == 1:
-            self._ends = [now + self._step.step_s(*batch) * self.slowdown]
-        else:
-            self._ends = self._span_ends(now, batch[0], batch[1], steps)
+        self._ends = self._one_end(now, batch) if self._chunks else self._span_ends(now)
         self._schedule_end()
         self._cluster.launched(self)
 
-    def _span_ends(self, now: float, decodes: int, context_tokens: int, steps: int) -> list[float]:
-        """End times of ``steps`` decode iterations, up to the first at which the scheduler may have news."""
-        ends = self._step.decode_ends_s(now, decodes, context_tokens, steps, self.slowdown)
+    def _one_end(self, now: float, batch: tuple[int, int, int, int, int, int]) -> list[float]:
+        return [now + self._step.step_s(*batch) * self.slowdown]
+
+    def _span_ends(self, now: float) -> list[float]:
+        """End times of as many decode iterations as may go as one span."""
+        if not self._cluster.merging or self._preempting or self._cluster.must_ask(self):
+            return self._ends_of(now, 1)
+        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._shares_gpu else MAX_SPAN)
+        ends = self._ends_of(now, most if most == 1 else self._cluster.steps_that_fit(self, self._decodes, most))
         ask_again_s = self._cluster.ask_again_s(self)
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]
         return ends
+
+    def _ends_of(self, now: float, steps: int) -> list[float]:
+        return self._step.decode_ends_s(now, self._decodes.size, self._decodes.context_tokens, steps, self.slowdown)
 
     def _batch(self) -> tuple[int, int, int, int, int, int]:
         """The running sums that the latency model asks for (see ``StepModel.step_s``)."""
         decodes = self._decodes.size
         tokens = pairs = context = ending = 0
         for sequence, chunk in self._chunks:
-            prefix = sequence.prefilled_tokens
+            prefix = sequence.cached_tokens
             tokens += chunk
             pairs += chunk * prefix + chunk * (chunk + 1) // 2
             context += prefix
             ending += prefix + chunk == sequence.target_tokens
         return decodes, self._decodes.context_tokens, tokens, pairs, context, decodes + ending
 
-    def _span_length(self) -> int:
-        """How many iterations may go as one: until a sequence ends, memory runs short, or a scheduler wants to be asked."""
-        if not self._cluster.merging or self._preempting or self._cluster.must_ask(self):
-            return 1
-        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._shares_gpu else MAX_SPAN)
-        return most if most == 1 else self._cluster.steps_that_fit(self, self._decodes, most)
+    def _schedule_start(self, now: float) -> None:
+        self._clock.at(now, self._start_order, self._on_start)
 
     def _schedule_end(self) -> None:
         """See to it that an event comes at the end of the span. One that comes before will set the right one."""
@@ -318,15 +339,18 @@ class Engine:
             self._cluster.progressed(self)
         for sequence, chunk in self._chunks:
             self._backlog_tokens -= chunk
-            sequence.prefilled_tokens += chunk
-            if sequence.prefilled_tokens == sequence.target_tokens:
+            sequence.cached_tokens += chunk
+            if sequence.cached_tokens == sequence.target_tokens:
                 self._emit_first(sequence, now, finished)
+        if finished:
+            self._retire(finished, now)
+            self.composition_changed = True
+            self._cluster.memory_freed(self, now)
+
+    def _retire(self, finished: list[SequenceState], now: float) -> None:
         for sequence in finished:
             self.kv.release(sequence)
             self._cluster.finished(sequence, now)
-        if finished:
-            self.composition_changed = True
-            self._cluster.memory_freed(self, now)
 
     def _emit_first(self, sequence: SequenceState, now: float, finished: list[SequenceState]) -> None:
         """A prefill is done: it yields a token (the first one, or the next after a recomputation)."""
@@ -346,9 +370,9 @@ class Engine:
             self._backlog_tokens += sequence.target_tokens
         else:
             self.prefilling.remove(sequence)
-            self._backlog_tokens += sequence.prefilled_tokens
+            self._backlog_tokens += sequence.cached_tokens
         self.kv.release(sequence)
-        sequence.prefilled_tokens = 0
+        sequence.cached_tokens = 0
         sequence.preempted = True
         self.waiting.appendleft(sequence)
         self.composition_changed = True

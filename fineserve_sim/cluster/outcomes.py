@@ -9,7 +9,7 @@ from fineserve_traces import Trace
 
 from fineserve_sim.cluster.engine import Engine
 from fineserve_sim.cluster.scenario import Fate, Timeline
-from fineserve_sim.policy.interfaces import KVManager
+from fineserve_sim.policy.interfaces import KVMemory
 
 NEVER = float("nan")
 
@@ -25,6 +25,7 @@ class Outcomes:
         self.preemptions = [0] * requests
         self.engine = [-1] * requests
         self.open = requests
+        self.last_end_s = 0.0
 
     def first_token(self, index: int, now: float) -> None:
         """Only the first time counts: a recomputed prefill yields a later token."""
@@ -36,6 +37,7 @@ class Outcomes:
             raise AssertionError(f"request {index} ends twice: {Fate(self.fate[index]).name}, then {fate.name}")
         self.fate[index] = int(fate)
         self.open -= 1
+        self.last_end_s = max(self.last_end_s, now)
         if fate is Fate.FINISHED:
             self.finish_s[index] = now
 
@@ -46,7 +48,7 @@ class Sampler:
     def __init__(
         self,
         engines: Sequence[Engine],
-        managers: Sequence[KVManager],
+        managers: Sequence[KVMemory],
         models: Sequence[str],
         queued: Callable[[int], int],
     ) -> None:

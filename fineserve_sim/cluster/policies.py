@@ -9,13 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fineserve_sim.policy.activation_cost import ActivationCost, activation_cost
 from fineserve_sim.policy.adaptive import AdaptiveBatching
-from fineserve_sim.policy.fcfs import FcfsScheduler
 from fineserve_sim.policy.fineserve_placement import FineServePlacement
-from fineserve_sim.policy.interfaces import LocalScheduler, PlacementPolicy, PrefillLatency
+from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, PlacementPolicy, PrefillLatency
 from fineserve_sim.policy.kvpr import KvprPlacement
 from fineserve_sim.policy.moore_hodgson import EngineFacts, MooreHodgson
-from fineserve_sim.policy.static_placement import DedicatedPlacement, PinnedPlacement
+from fineserve_sim.policy.muxserve import MuxServePlacement
+from fineserve_sim.policy.qlm import QlmSwapping
+from fineserve_sim.policy.residency import PrismResidency, ResidencyPolicy
+from fineserve_sim.policy.round_robin_placement import RoundRobinPlacement
+from fineserve_sim.policy.static_placement import DedicatedPlacement, PinnedPlacement, ReplicasPlacement
 from fineserve_sim.systems.spec import (
     AdaptiveSpec,
     DedicatedPlacementSpec,
@@ -23,8 +27,14 @@ from fineserve_sim.systems.spec import (
     FineServePlacementSpec,
     KvprPlacementSpec,
     MooreHodgsonSpec,
+    MuxServePlacementSpec,
     PinnedPlacementSpec,
     PlacementSpec,
+    PrismResidencySpec,
+    QlmResidencySpec,
+    ReplicasPlacementSpec,
+    ResidencySpec,
+    RoundRobinPlacementSpec,
     SchedulerSpec,
 )
 
@@ -45,9 +55,12 @@ class EngineFactsheet:
 
 _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
     FineServePlacementSpec: lambda spec: FineServePlacement(spec.score, spec.colocation, spec.replicas),
-    KvprPlacementSpec: lambda spec: KvprPlacement(spec.evaluate),
+    KvprPlacementSpec: lambda spec: KvprPlacement(spec.evaluate, spec.weight, tau=spec.tau, threshold=spec.threshold),
     PinnedPlacementSpec: lambda spec: PinnedPlacement(spec.groups),
     DedicatedPlacementSpec: lambda spec: DedicatedPlacement(),
+    ReplicasPlacementSpec: lambda spec: ReplicasPlacement(),
+    MuxServePlacementSpec: lambda spec: MuxServePlacement(),
+    RoundRobinPlacementSpec: lambda spec: RoundRobinPlacement(),
 }
 
 
@@ -85,22 +98,54 @@ def _first_gpu(sheet: EngineFactsheet) -> int:
 
 
 _SCHEDULERS: dict[
-    type, tuple[Callable[[EngineFactsheet], int], Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler]]
+    type, tuple[Callable[[EngineFactsheet], int], Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler | None]]
 ]
 _SCHEDULERS = {
-    FcfsSpec: (_own, lambda spec, engines: FcfsScheduler()),
+    FcfsSpec: (_own, lambda spec, engines: None),
     AdaptiveSpec: (_own, _adaptive),
     MooreHodgsonSpec: (_first_gpu, _moore_hodgson),
 }
-"""For each local scheduler: what its engines have in common (its scope), and how to build it for them."""
+"""For each local scheduler: what its engines have in common (its scope), and how to build it for them (None: nothing is
+held back, the engine's own queue is first come first served)."""
 
 
 def build_schedulers(
     spec: SchedulerSpec, engines: Sequence[EngineFactsheet]
-) -> Mapping[tuple[int, ...], LocalScheduler]:
+) -> Mapping[tuple[int, ...], LocalScheduler | None]:
     """One scheduler a scope; the key names the scope's engines."""
     scope_of, build = _SCHEDULERS[type(spec)]
     scopes: dict[int, list[EngineFactsheet]] = {}
     for sheet in engines:
         scopes.setdefault(scope_of(sheet), []).append(sheet)
     return {tuple(sheet.engine for sheet in members): build(spec, members) for members in scopes.values()}
+
+
+def build_residency(
+    spec: ResidencySpec, placement: PlacementSpec, models: Mapping[str, ModelDemand], gpus: Sequence[GpuSlot]
+) -> ResidencyPolicy:
+    """``models``: by id, ``weight_bytes`` being all that an engine takes beside KV. Prism's scores follow ``placement`` where
+    that is KVPR too."""
+    if isinstance(spec, QlmResidencySpec):
+        return QlmSwapping(models, gpus, swap_s=spec.swap_s, running=spec.running, seed=spec.seed)
+    kvpr = build_placement(placement if isinstance(placement, KvprPlacementSpec) else KvprPlacementSpec())
+    assert isinstance(kvpr, KvprPlacement)
+    return PrismResidency(
+        models,
+        gpus,
+        kvpr,
+        evicts=spec.evict,
+        moves=spec.move,
+        idle_s=spec.idle_s,
+        pressure_fraction=spec.pressure_fraction,
+        replace_s=spec.replace_s,
+        min_stay_s=spec.min_stay_s,
+    )
+
+
+def build_activation_cost(spec: ResidencySpec) -> ActivationCost:
+    """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
+    if isinstance(spec, PrismResidencySpec):
+        return activation_cost(
+            engine_pool=spec.engine_pool, parallel_loading=spec.parallel_loading, engine_start_s=spec.engine_start_s
+        )
+    return ActivationCost(spec.swap_s, float("inf"), float("inf"))

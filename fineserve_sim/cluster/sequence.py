@@ -2,35 +2,35 @@
 
 An engine with n running decodes must not touch n objects a step. All decodes advance together, so one iteration counter
 says where each of them stands: a sequence that joined at iteration J with c cached tokens holds c + i - J of them before
-iteration i. It finishes at an iteration known on joining (a heap finds the next), and needs a new KV block whenever that
+iteration i. It finishes at an iteration known on joining (a sorted list has the next ones), and needs a new KV block whenever that
 number is a multiple of the block size (one bucket a residue finds them). A step costs nothing per sequence.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
-from heapq import heappop, heappush
 from itertools import chain, count
 
 
 class SequenceState:
     """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
 
-    ``target_tokens`` are to be prefilled: the prompt, and after a preemption the generated tokens too; ``prefilled_tokens`` of
-    them are done. ``blocks`` holds the block ids, one list a TP rank.
+    ``target_tokens`` are to be prefilled: the prompt, and after a preemption the generated tokens too. ``cached_tokens`` have
+    their KV in memory. Of a sequence that decodes, ``DecodeSet`` knows both ``cached_tokens`` and ``generated_tokens``, and
+    writes them down when it leaves. ``blocks`` holds the block ids, where blocks have names, one list a TP rank.
     """
 
     __slots__ = (
         "arrival_s",
         "blocks",
-        "blocks_held",
         "bucket",
+        "cached_tokens",
         "finish_iteration",
         "generated_tokens",
         "index",
         "output_tokens",
         "preempted",
-        "prefilled_tokens",
         "prompt_tokens",
         "target_tokens",
     )
@@ -41,11 +41,10 @@ class SequenceState:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.target_tokens = prompt_tokens
-        self.prefilled_tokens = 0
+        self.cached_tokens = 0
         self.generated_tokens = 0
         self.preempted = False
         self.blocks: list[list[int]] = []
-        self.blocks_held = 0
         self.finish_iteration = -1
         self.bucket = -1
 
@@ -59,7 +58,7 @@ class DecodeSet:
         self._block_tokens = block_tokens
         self._buckets: list[dict[SequenceState, None]] = [{} for _ in range(block_tokens)]
         self._sizes = [0] * block_tokens
-        self._due: list[tuple[int, int, SequenceState]] = []
+        self._due: list[tuple[int, int, SequenceState]] = []  # (-finish iteration, -turn): the next to end is the last
         self._joins = count()
         self.iteration = 0
         self.context_tokens = 0
@@ -72,7 +71,7 @@ class DecodeSet:
         sequence.bucket = (self.iteration - cached) % self._block_tokens
         self._buckets[sequence.bucket][sequence] = None
         self._sizes[sequence.bucket] += 1
-        heappush(self._due, (sequence.finish_iteration, next(self._joins), sequence))
+        insort(self._due, (-sequence.finish_iteration, -next(self._joins), sequence))
         self.context_tokens += cached
         self.size += 1
 
@@ -84,15 +83,15 @@ class DecodeSet:
     def pop_finished(self) -> list[SequenceState]:
         """Remove and return the sequences whose last token has come, in the order in which they joined."""
         finished = []
-        while self._due and self._due[0][0] <= self.iteration:
-            due, _, sequence = heappop(self._due)
-            if sequence.finish_iteration == due and sequence.bucket >= 0:
-                self._remove(sequence)
-                finished.append(sequence)
+        while self._due and -self._due[-1][0] <= self.iteration:
+            sequence = self._due.pop()[2]
+            self._remove(sequence)
+            finished.append(sequence)
         return finished
 
     def preempt(self, sequence: SequenceState) -> None:
         """Take a sequence out; its generated tokens will have to be prefilled again."""
+        self._due = [entry for entry in self._due if entry[2] is not sequence]
         self._remove(sequence)
         sequence.target_tokens = sequence.prompt_tokens + sequence.generated_tokens
 
@@ -102,10 +101,20 @@ class DecodeSet:
 
     def steps_to_finish(self) -> int:
         """Iterations until the next sequence ends; at least 1. The set must not be empty."""
-        due = self._due
-        while due[0][2].finish_iteration != due[0][0] or due[0][2].bucket < 0:
-            heappop(due)
-        return due[0][0] - self.iteration
+        return -self._due[-1][0] - self.iteration
+
+    def phases(self) -> Iterator[tuple[int, int, int]]:
+        """The next iterations if nobody joins: (iterations, decodes, their context tokens at first) between one sequence's end
+        and the next."""
+        iteration, context_tokens, decodes = self.iteration, self.context_tokens, self.size
+        for finish, _, sequence in reversed(self._due):
+            ahead = -finish - iteration
+            if ahead:
+                yield ahead, decodes, context_tokens
+                iteration = -finish
+                context_tokens += ahead * decodes
+            decodes -= 1
+            context_tokens -= sequence.prompt_tokens + sequence.output_tokens - 1
 
     def blocks_ahead(self, boundaries: int) -> int:
         """Blocks that the next ``boundaries`` boundaries between iterations will take, the present iteration's apart."""
@@ -138,5 +147,6 @@ class DecodeSet:
         self._sizes[sequence.bucket] -= 1
         sequence.bucket = -1
         sequence.generated_tokens = sequence.output_tokens - (sequence.finish_iteration - self.iteration)
-        self.context_tokens -= sequence.prompt_tokens + sequence.generated_tokens - 1
+        sequence.cached_tokens = sequence.prompt_tokens + sequence.generated_tokens - 1
+        self.context_tokens -= sequence.cached_tokens
         self.size -= 1

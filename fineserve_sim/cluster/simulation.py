@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ from simpy.events import Event
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose import Parts, compose
+from fineserve_sim.cluster.lone_engine import LoneEngine
+from fineserve_sim.cluster.groups import simulate_groups
 from fineserve_sim.cluster.scenario import RunResult, Scenario
 from fineserve_sim.policy.interfaces import Request
 
@@ -22,6 +25,8 @@ def simulate(scenario: Scenario) -> RunResult:
 
     Raises ScenarioError when a model fits on no GPU of the cluster.
     """
+    if scenario.system.dispatch is not None:
+        return simulate_groups(scenario).result
     parts = compose(scenario)
     run = _Run(scenario, parts)
     cpu_s = time.process_time()
@@ -55,9 +60,10 @@ class _Run:
         if self._scenario.sample_s > 0:
             clock.at(0.0, TIMER, self._on_sample)
         outcomes = self._parts.outcomes
-        while outcomes.open and clock.peek() <= self._horizon_s:
+        while outcomes.open and math.inf > clock.peek() <= self._horizon_s:
             clock.step()
             self._events += 1
+        self._parts.cluster.settle_all(self._horizon_s, order_of(Kind.START, 0))
 
     def _on_arrival(self, _: Event) -> None:
         """All requests of this very moment come in, and the next arrival is set."""
@@ -77,16 +83,15 @@ class _Run:
         clock = self._parts.clock
         now: float = clock.now
         self._parts.cluster.settle_all(now, TIMER)
-        self._parts.sampler.sample(now)
         if self._parts.outcomes.open:
+            self._parts.sampler.sample(now)
+            self._parts.step_times.sample()
             self._samples += 1
             clock.at(self._samples * self._scenario.sample_s, TIMER, self._on_sample)
 
     def result(self, loop_cpu_s: float) -> RunResult:
         parts = self._parts
         outcomes = parts.outcomes
-        end_s: float = self._horizon_s if outcomes.open else parts.clock.now
-        parts.cluster.settle_all(end_s, order_of(Kind.START, 0))
         return RunResult(
             first_token_s=np.array(outcomes.first_token_s, dtype=np.float64),
             finish_s=np.array(outcomes.finish_s, dtype=np.float64),
@@ -96,8 +101,10 @@ class _Run:
             placement=parts.placement,
             kv_capacity_bytes=tuple(manager.ledger().total_bytes for manager in parts.managers),
             timeline=parts.sampler.timeline(),
-            end_s=end_s,
+            end_s=self._horizon_s if outcomes.open else outcomes.last_end_s,
             iterations=sum(engine.iterations for engine in parts.cluster.engines),
-            events=self._events,
+            events=self._events + sum(e.events for e in parts.cluster.engines if isinstance(e, LoneEngine)),
             loop_cpu_s=loop_cpu_s,
+            step_times=parts.step_times.shares(),
+            step_samples=parts.step_times.samples,
         )

@@ -12,20 +12,21 @@ from dataclasses import dataclass
 
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived
-from fineserve_sim.policy.interfaces import EngineState, LocalScheduler
+from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One instance as the router sees it: its engine, target rate, longest sequence and local scheduler."""
+    """One instance as the router sees it: its engine, target rate, longest sequence and local scheduler (None where nothing is
+    held back: requests go to the engine's own first-come-first-served queue at once)."""
 
     engine: int
     rate_per_s: float
     max_tokens: int
-    scheduler: LocalScheduler
+    scheduler: LocalScheduler | None
 
 
-class _Queue:
+class QueueLength:
     """How many requests wait in one scheduler, for all the engines that it serves."""
 
     __slots__ = ("length",)
@@ -37,16 +38,22 @@ class _Queue:
 class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
-    ``routes`` maps each model to its instances; a model without instances has an empty sequence.
+    ``routes`` maps each model to its instances; a model without instances has an empty sequence. They stay as they are;
+    ``FleetController`` is the one whose engines come and go.
     """
 
     def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
         self._routes = {model: tuple(instances) for model, instances in routes.items()}
         self._sent = {route.engine: 0 for instances in self._routes.values() for route in instances}
-        self._schedulers = {route.engine: route.scheduler for instances in self._routes.values() for route in instances}
+        self._schedulers = {
+            route.engine: route.scheduler
+            for instances in self._routes.values()
+            for route in instances
+            if route.scheduler is not None
+        }
         self._bound: dict[int, int] = {}
         self._bound_to = dict.fromkeys(self._sent, 0)
-        queues = {id(scheduler): _Queue() for scheduler in self._schedulers.values()}
+        queues = {id(scheduler): QueueLength() for scheduler in self._schedulers.values()}
         self._queues = {engine: queues[id(scheduler)] for engine, scheduler in self._schedulers.items()}
 
     def handle(self, now: float, event: Event) -> list[Command]:
@@ -55,7 +62,9 @@ class Controller:
             return self._schedule(now, event)
         if isinstance(event, RequestArrived):
             return self._arrive(event)
-        return self._abort(event)
+        if isinstance(event, RequestAborted):
+            return self._abort(event)
+        raise ValueError(f"{type(event).__name__} at {now} s: the engines of this controller are always resident")
 
     def waiting(self, engine: int) -> int:
         """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
@@ -85,33 +94,38 @@ class Controller:
         if not able:
             limit = max(route.max_tokens for route in instances) - 1
             return [Reject(request.id, f"prompt of {prompt_tokens} tokens, at most {limit}")]
-        route = able[0] if len(able) == 1 else self._next_turn(able)
-        self._sent[route.engine] += 1
-        self._bound[request.id] = route.engine
-        self._bound_to[route.engine] += 1
-        self._queues[route.engine].length += 1
-        route.scheduler.add(request, route.engine)
+        return self._deliver(request, able[0] if len(able) == 1 else self._next_turn(able))
+
+    def _deliver(self, request: Request, route: Route) -> list[Command]:
+        """The request goes to the route's scheduler, or on to the engine where there is none."""
+        engine = route.engine
+        self._sent[engine] += 1
+        if route.scheduler is None:
+            return [Dispatch(request.id, engine)]
+        self._bound[request.id] = engine
+        self._bound_to[engine] += 1
+        self._queues[engine].length += 1
+        route.scheduler.add(request, engine)
         return []
 
     def _next_turn(self, routes: Sequence[Route]) -> Route:
         """Weighted round robin by the quota method: whoever falls behind its share first, among those not ahead of it. No
         instance is ever a whole request off its share (Balinski and Young 1975); ties go to the lowest engine id."""
         sent = self._sent
-        quota_per_rate = self._quota_per_rate(routes)
         best, best_turn = routes[0], float("inf")
-        for route in routes:
-            count = sent[route.engine]
-            turn = (count + 1) / route.rate_per_s
-            if turn < best_turn and count < quota_per_rate * route.rate_per_s:
-                best, best_turn = route, turn
-        return best
-
-    def _quota_per_rate(self, routes: Sequence[Route]) -> float:
         requests, rate_per_s = 1, 0.0
         for route in routes:
-            requests += self._sent[route.engine]
+            count = sent[route.engine]
+            requests += count
             rate_per_s += route.rate_per_s
-        return requests / rate_per_s
+            turn = (count + 1) / route.rate_per_s
+            if turn < best_turn:
+                best, best_turn = route, turn
+        quota_per_rate = requests / rate_per_s
+        if sent[best.engine] < quota_per_rate * best.rate_per_s:
+            return best
+        behind = [route for route in routes if sent[route.engine] < quota_per_rate * route.rate_per_s]
+        return min(behind, key=lambda route: (sent[route.engine] + 1) / route.rate_per_s, default=routes[0])
 
     def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
         admission = self._schedulers[event.engine].schedule(now, event.engines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,8 @@ class KVLedger(NamedTuple):
     lost_bytes: int
 
 
-class KVManager(Protocol):
-    """The KV memory of one GPU, shared by the engines (owners) that are registered with it."""
-
-    def alloc(self, owner: int, blocks: int) -> list[int] | None:
-        """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""
-        ...
-
-    def free(self, owner: int, block_ids: Sequence[int]) -> None:
-        """Give back blocks. Raises ValueError for an id that ``owner`` does not hold; then nothing is given back."""
-        ...
+class KVMemory(Protocol):
+    """The KV memory of one GPU as anybody may look at it. ``owner`` is an engine that is registered with it."""
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now."""
@@ -122,6 +114,44 @@ class KVManager(Protocol):
         ...
 
 
+class KVManager(KVMemory, Protocol):
+    """KV memory whose blocks have names: which block an engine gets decides what its neighbours can still get."""
+
+    def alloc(self, owner: int, blocks: int) -> list[int] | None:
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""
+        ...
+
+    def free(self, owner: int, block_ids: Sequence[int]) -> None:
+        """Give back blocks. Raises ValueError for an id that ``owner`` does not hold; then nothing is given back."""
+        ...
+
+
+@runtime_checkable
+class TimedKVManager(KVManager, Protocol):
+    """A KV memory whose blocks may take host time, as driver calls do. ``fits`` then answers for blocks that take none."""
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds; never earlier than before. Told before anything else happens at that time."""
+        ...
+
+    def exposed_s(self, owner: int) -> float:
+        """Seconds from now until the blocks that ``owner`` holds can be used: its next step starts that much later."""
+        ...
+
+
+@runtime_checkable
+class PrefixKVManager(KVManager, Protocol):
+    """A KV memory that keeps the blocks of finished sequences for others with the same prefix (see policy/prefix.py)."""
+
+    def match(self, owner: int, keys: Sequence[int]) -> list[int]:
+        """The blocks of the longest recorded prefix of ``keys``, held by one sequence more; free them like others."""
+        ...
+
+    def record(self, owner: int, keys: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Keep the first ``len(keys)`` blocks of a sequence, all full; to be called before it frees them."""
+        ...
+
+
 class OperatingPoint(NamedTuple):
     """One profiled batch size of a model on its GPUs: requests per second, TTFT, mean activation and KV bytes per GPU."""
 
@@ -134,7 +164,11 @@ class OperatingPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group."""
+    """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
+
+    ``slo_s`` is the TTFT SLO, ``tpot_slo_s`` that of the time per token (None: none is set); ``tokens_per_request`` is the
+    expected prompt and output together.
+    """
 
     id: str
     rate_per_s: float
@@ -144,6 +178,8 @@ class ModelDemand:
     token_bytes: int
     profile: tuple[OperatingPoint, ...] = ()
     mme_tokens_per_byte: float | None = None
+    tokens_per_request: float = 0.0
+    tpot_slo_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,16 @@ from fineserve_calibrate.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.cluster import Cluster, Scope
 from fineserve_sim.cluster.contention import Contention
-from fineserve_sim.cluster.domain import MemoryDomain
+from fineserve_sim.cluster.domain import domains_of
 from fineserve_sim.cluster.engine import Engine
-from fineserve_sim.cluster.kv import EngineKV
+from fineserve_sim.cluster.kv import GpuMemory, engine_kv
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.simulation import ARRIVAL
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fcfs import FcfsScheduler
-from fineserve_sim.policy.interfaces import KVManager, Request
+from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.policy.paged import PrivatePools
 from fineserve_sim.policy.slab import KVSlabManager, plan_slabs
 
@@ -135,7 +135,7 @@ def _connect(
 ) -> Cluster:
     contention = Contention([(instance.gpu,) for instance in instances])
     managers = {gpu: _manager(instances, gpu, shared_kv) for gpu in sorted({instance.gpu for instance in instances})}
-    kvs = [EngineKV(index, [managers[i.gpu]], settings.block_tokens) for index, i in enumerate(instances)]
+    kvs = [engine_kv(index, [managers[i.gpu]], settings.block_tokens) for index, i in enumerate(instances)]
     limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
     routes: dict[str, list[Route]] = {}
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
@@ -146,24 +146,14 @@ def _connect(
         Engine(index, i.step, kvs[index], limits[index], bool(contention.neighbours[index]), settings, clock, cluster)
         for index, i in enumerate(instances)
     ]
-    cluster.connect(engines, _domains(engines, instances, managers, shared_kv))
+    cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers))
     return cluster
 
 
-def _manager(instances: Sequence[Instance], gpu: int, shared_kv: bool) -> KVManager:
+def _manager(instances: Sequence[Instance], gpu: int, shared_kv: bool) -> GpuMemory:
     here = {index: instance for index, instance in enumerate(instances) if instance.gpu == gpu}
     if not shared_kv:
         return PrivatePools({index: (i.block_bytes, i.kv_bytes) for index, i in here.items()})
     owners = {index: i.block_bytes for index, i in here.items()}
     return KVSlabManager(sum(i.kv_bytes for i in here.values()), owners, plan=plan_slabs(owners.values()))
 
-
-def _domains(
-    engines: Sequence[Engine], instances: Sequence[Instance], managers: dict[int, KVManager], shared_kv: bool
-) -> list[MemoryDomain]:
-    if not shared_kv:
-        return [MemoryDomain([e], [managers[i.gpu]]) for e, i in zip(engines, instances, strict=True)]
-    return [
-        MemoryDomain([e for e, i in zip(engines, instances, strict=True) if i.gpu == gpu], [manager])
-        for gpu, manager in managers.items()
-    ]
