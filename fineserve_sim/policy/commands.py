@@ -26,4 +26,33 @@ class Reject(NamedTuple):
     reason: str
 
 
-Command = Dispatch | Drop | Reject
+class Survey(NamedTuple):
+    """Tell me everything now: the driver answers with ``Tick`` at this very moment."""
+
+
+class Activate(NamedTuple):
+    """Load a model onto these GPUs (in the order of TP ranks) as a new engine; ``EngineReady`` says when it serves.
+
+    Memory for its weights is taken at once. Engine ids count up from the engines of the first placement, and none is
+    ever used twice: an engine is one stay of a model on GPUs. So a move is an ``Activate`` elsewhere, and an ``Evict``
+    of the old engine once the new one is ready.
+    """
+
+    engine: int
+    model: str
+    gpus: tuple[int, ...]
+
+
+class Evict(NamedTuple):
+    """Take an engine from its GPUs; nothing is dispatched to it any more. Weights stay in host memory.
+
+    With ``drain`` it first ends the requests that it has, and ``EngineDrained`` follows. Without, its memory is free at
+    once; requests that it had lose their KV and arrive again (``RequestArrived`` with the first arrival time), the
+    tokens generated so far as part of their prompts.
+    """
+
+    engine: int
+    drain: bool
+
+
+Command = Dispatch | Drop | Reject | Survey | Activate | Evict

@@ -27,4 +27,34 @@ class RequestAborted(NamedTuple):
     request_id: int
 
 
-Event = RequestArrived | EngineStepped | RequestAborted
+class Tick(NamedTuple):
+    """The moment that the controller asked for, by ``next_tick_s`` or by the command ``Survey``: everything as it is now.
+
+    ``engines`` holds the state of every engine that is ready (draining ones too), ``free_bytes`` by GPU what another
+    model's weights could take: usable memory less weights and contexts of engines (loading ones too) and KV in use.
+    """
+
+    engines: dict[int, EngineState]
+    free_bytes: dict[int, int]
+
+
+class EngineReady(NamedTuple):
+    """The weights of an activated engine are loaded: it serves from now on."""
+
+    engine: int
+
+
+class EngineDrained(NamedTuple):
+    """An engine that was evicted with ``drain`` has ended its last request; its memory is free."""
+
+    engine: int
+
+
+class EngineFailed(NamedTuple):
+    """An engine is lost, be it loading, serving or draining; its memory is free. The requests that it had are told one by one,
+    after this, by ``RequestArrived``: as after an eviction, what they generated so far is part of their prompts."""
+
+    engine: int
+
+
+Event = RequestArrived | EngineStepped | RequestAborted | Tick | EngineReady | EngineDrained | EngineFailed

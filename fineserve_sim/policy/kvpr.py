@@ -14,16 +14,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
-
-
-class TokenLoad(NamedTuple):
-    """Load of one model in tokens, for ``weight="token_rate"``: tokens per second and the SLO of the time per token."""
-
-    tokens_per_s: float
-    tpot_slo_s: float
 
 
 class KvprPlacement:
@@ -31,11 +24,10 @@ class KvprPlacement:
 
     ``evaluate``: the ratio "pre": before the model is added (listing and proof of Prism), or "post": with it.
     ``weight``: "req_rate" is rate / TTFT SLO; "token_rate" (later version of Prism) is token rate x KV bytes per
-    token / TPOT SLO, with ``token_loads`` by model id.
+    token / TPOT SLO.
     ``tau`` and ``threshold`` matter to models that have a place already: they move only if the best ratio is below
     tau x the ratio of their place ("relative"), or lower by more than tau ("absolute"). Ties: lower model id, lower
-    GPU id. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options, a negative tau, and
-    missing token loads.
+    GPU id. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
     """
 
     def __init__(
@@ -45,7 +37,6 @@ class KvprPlacement:
         *,
         tau: float = 0.8,
         threshold: Literal["relative", "absolute"] = "relative",
-        token_loads: Mapping[str, TokenLoad] | None = None,
     ) -> None:
         if evaluate not in ("pre", "post"):
             raise ValueError(f"evaluate is {evaluate!r}: use 'pre' or 'post'")
@@ -59,7 +50,6 @@ class KvprPlacement:
         self._by_tokens = weight == "token_rate"
         self._tau = tau
         self._relative = threshold == "relative"
-        self._token_loads = dict(token_loads or {})
 
     def place(
         self,
@@ -70,11 +60,11 @@ class KvprPlacement:
         """Place all models from scratch. ``current`` names the GPUs of models that run already; see ``tau``. All
         parts of a model stay or all move. Raises ValueError if ``current`` names a GPU that is not there."""
         current = current or {}
-        loads = {gpu.id: _Load(gpu.node, gpu.memory_bytes) for gpu in gpus}
+        loads = {gpu.id: GpuLoad(gpu.node, gpu.memory_bytes) for gpu in gpus}
         for id, place in current.items():
             if not loads.keys() >= set(place):
                 raise ValueError(f"model {id} is said to run on GPUs {place}, but the cluster has {sorted(loads)}")
-        weights = {model.id: self._part_weight(model) for model in models}
+        weights = {model.id: self.part_weight(model) for model in models}
         instances = []
         for model in sorted(models, key=lambda model: (-weights[model.id], model.id)):
             weight = weights[model.id]
@@ -88,24 +78,29 @@ class KvprPlacement:
         placed = {instance.model for instance in instances}
         return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
 
-    def _part_weight(self, model: ModelDemand) -> float:
-        """Weight of one TP part. Bytes per token are per GPU, so the token weight is that of a part as it stands."""
+    def part_weight(self, model: ModelDemand) -> float:
+        """Weight of one TP part. Bytes per token are per GPU, so the token weight is that of a part as it stands. Raises
+        ValueError if the weight needs the tokens of a request and the model does not tell them."""
         if not self._by_tokens:
             return model.rate_per_s / model.slo_s / model.tp
-        load = self._token_loads.get(model.id)
-        if load is None:
-            raise ValueError(f"model {model.id} has no token load, which weight='token_rate' needs")
-        return load.tokens_per_s * model.token_bytes / load.tpot_slo_s
+        if model.tokens_per_request <= 0:
+            raise ValueError(f"model {model.id} has no tokens_per_request, which weight='token_rate' needs")
+        tokens_per_s = model.rate_per_s * model.tokens_per_request
+        return tokens_per_s * model.token_bytes / (model.tpot_slo_s or model.slo_s)
+
+    def ratio(self, load: GpuLoad, model: ModelDemand, part_weight: float) -> float:
+        """KVPR by which a GPU is judged for a part of ``model``: before taking it, or with it."""
+        return load.ratio(part_weight, model.weight_bytes) if self._adds_first else load.ratio(0.0, 0)
 
     def _target(
-        self, model: ModelDemand, weight: float, loads: Mapping[int, _Load], current: tuple[int, ...] | None
+        self, model: ModelDemand, weight: float, loads: Mapping[int, GpuLoad], current: tuple[int, ...] | None
     ) -> tuple[int, ...] | None:
         """GPUs for the model: the best ones, or the present ones while the best are not better enough."""
 
         def ratio(gpu: int) -> float:
-            return loads[gpu].ratio(weight, model.weight_bytes) if self._adds_first else loads[gpu].ratio(0.0, 0)
+            return self.ratio(loads[gpu], model, weight)
 
-        best = _best_group(model, loads, ratio_of={gpu: ratio(gpu) for gpu in _roomy(model, loads)})
+        best = best_group(model.tp, loads, ratio_of={gpu: ratio(gpu) for gpu in _roomy(model, loads)})
         if best is None or current is None or not _roomy(model, loads) >= set(current):
             return best
         best_ratio, current_ratio = max(map(ratio, best)), max(map(ratio, current))
@@ -114,8 +109,8 @@ class KvprPlacement:
 
 
 @dataclass(slots=True)
-class _Load:
-    """One GPU during a pass: the memory that its models leave for KV, and the sum of their weights."""
+class GpuLoad:
+    """One GPU during a pass: the memory that its models leave for KV, and the sum of their part weights."""
 
     node: int
     shared_kv_bytes: int
@@ -125,20 +120,18 @@ class _Load:
         return (self.weight + added_weight) / (self.shared_kv_bytes - added_bytes)
 
 
-def _roomy(model: ModelDemand, loads: Mapping[int, _Load]) -> set[int]:
+def _roomy(model: ModelDemand, loads: Mapping[int, GpuLoad]) -> set[int]:
     """GPUs that would keep memory for KV after taking a part."""
     return {gpu for gpu, load in loads.items() if load.shared_kv_bytes > model.weight_bytes}
 
 
-def _best_group(
-    model: ModelDemand, loads: Mapping[int, _Load], ratio_of: Mapping[int, float]
-) -> tuple[int, ...] | None:
-    """The GPUs, in id order, with the lowest ratios of one node: the node of the lowest ratio that has room for all
-    parts. None when no node has."""
+def best_group(tp: int, loads: Mapping[int, GpuLoad], ratio_of: Mapping[int, float]) -> tuple[int, ...] | None:
+    """``tp`` GPUs, in id order, with the lowest ratios of one node: the node of the lowest ratio that has room for all
+    parts. Only GPUs in ``ratio_of`` have room. None when no node has enough of them."""
     nodes: defaultdict[int, list[int]] = defaultdict(list)
     for gpu in sorted(ratio_of, key=lambda gpu: (ratio_of[gpu], gpu)):
         nodes[loads[gpu].node].append(gpu)
-    complete = [ranked[: model.tp] for ranked in nodes.values() if len(ranked) >= model.tp]
+    complete = [ranked[:tp] for ranked in nodes.values() if len(ranked) >= tp]
     if not complete:
         return None
     best = min(complete, key=lambda ranked: (ratio_of[ranked[0]], ranked[0]))

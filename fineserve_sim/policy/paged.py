@@ -67,6 +67,18 @@ class PrivatePools:
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
         self._pools = _Pools({owner: PagedPool(block, share) for owner, (block, share) in shares.items()})
 
+    def join(self, owner: int, block_bytes: int, share_bytes: int) -> None:
+        """A new owner with a share of its own. ValueError for one that has a pool."""
+        if owner in self._pools:
+            raise ValueError(f"private pools: owner {owner} joins twice")
+        self._pools[owner] = PagedPool(block_bytes, share_bytes)
+
+    def leave(self, owner: int) -> None:
+        """The owner goes, and its share with it. ValueError while it holds blocks."""
+        if self._pools[owner].used_bytes:
+            raise ValueError(f"private pools: owner {owner} leaves with {self._pools[owner].used_bytes} bytes in use")
+        del self._pools[owner]
+
     def pool(self, owner: int) -> PagedPool:
         """The pool of ``owner``, to take from and give back to; ValueError for an unknown owner."""
         return self._pools[owner]

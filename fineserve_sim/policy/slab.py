@@ -292,6 +292,11 @@ class KVSlabManager:
     def _free_count(self) -> int:
         return len(self._holes) + self.slab_count - len(self._slabs)
 
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that are formatted for nobody."""
+        return self._free_count()
+
     def _free_whole_slabs(self, holder: _Holder, block_ids: Sequence[int]) -> bool:
         """Give back blocks that are a slab each. False, and nothing done, unless all are held and named once."""
         held, pool, slabs, holes = holder.held, holder.pool, self._slabs, self._holes

@@ -1,4 +1,4 @@
-"""Placements that follow no score: pinned by hand, or one model per GPU (the Dedicated baseline)."""
+"""Placements that follow no score: pinned by hand, one model per GPU (the Dedicated baseline), or one model on all."""
 
 from __future__ import annotations
 
@@ -59,6 +59,27 @@ class DedicatedPlacement:
                 instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
         placed = {instance.model for instance in instances}
         return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
+
+
+class ReplicasPlacement:
+    """Replicas of one model on every GPU or TP group that holds its weights, the rate split evenly over them."""
+
+    def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
+        """Raises ValueError unless there is exactly one model."""
+        if len(models) != 1:
+            raise ValueError(f"replicas of one model fill the cluster, but there are {[model.id for model in models]}")
+        (model,) = models
+        memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        groups = [
+            group
+            for group in tp_groups(gpus, model.tp)
+            if all(memory_bytes[gpu] >= model.weight_bytes for gpu in group)
+        ]
+        instances = tuple(
+            Instance(model.id, replica, group, model.rate_per_s / len(groups), model.weight_bytes)
+            for replica, group in enumerate(groups)
+        )
+        return Placement(instances, unplaced=() if instances else (model.id,))
 
 
 def _check_group(model: ModelDemand, group: tuple[int, ...], gpus: Sequence[GpuSlot]) -> None:

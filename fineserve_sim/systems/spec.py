@@ -29,10 +29,16 @@ class FineServePlacementSpec(Spec):
 
 
 class KvprPlacementSpec(Spec):
-    """Prism's greedy placement by KV pressure ratio (request rate over SLO, per byte left for KV)."""
+    """Prism's greedy placement by KV pressure ratio (request rate over SLO, per byte left for KV).
+
+    ``tau`` and ``threshold`` matter where models may move: to a ratio below tau of their own, or lower by more than tau.
+    """
 
     policy: Literal["kvpr"] = "kvpr"
     evaluate: Literal["pre", "post"] = "pre"
+    weight: Literal["req_rate", "token_rate"] = "req_rate"
+    tau: Annotated[float, Field(ge=0)] = 0.8
+    threshold: Literal["relative", "absolute"] = "relative"
 
 
 class PinnedPlacementSpec(Spec):
@@ -81,22 +87,215 @@ class KvSlabSpec(Spec):
 
 
 class PrivatePoolsSpec(Spec):
-    """One paged pool an engine; ``split`` says how the memory of a shared GPU is divided."""
+    """One paged pool an engine; ``split`` says how the memory of a shared GPU is divided.
+
+    ``demand``: in proportion to request rate times bytes per token, each for one request of ``least_tokens`` at least.
+    ``prefix_cache`` keeps full blocks of sequences that ended; ``attention`` is today's kernel or one of the legacy table.
+    """
 
     policy: Literal["private"] = "private"
-    split: Literal["footprint", "equal"] = "footprint"
+    split: Literal["footprint", "equal", "demand"] = "footprint"
+    least_tokens: PositiveInt = 4096
+    prefix_cache: bool = False
+    attention: Literal["current", "fa_paged", "paged_attention_v0.4.2"] = "current"
+
+
+# Single-model clusters: instances of one model, alone or as pipelines (KunServe and what it is compared with).
+
+
+class ReplicasPlacementSpec(Spec):
+    """One replica of the model on every GPU or TP group that holds it."""
+
+    policy: Literal["replicas"] = "replicas"
+
+
+class SwapPoolsSpec(Spec):
+    """One paged pool an instance; out of memory, KV is swapped to host memory while others compute (InferCept)."""
+
+    policy: Literal["swap"] = "swap"
+    host_bytes_per_s: Annotated[float, Field(gt=0)] = 25e9
+
+
+class RoundRobinDispatchSpec(Spec):
+    """Each new request to the next group of instances."""
+
+    policy: Literal["round_robin"] = "round_robin"
+
+
+class LeastLoadedDispatchSpec(Spec):
+    """Each new request to the group with the smallest KV demand relative to its capacity."""
+
+    policy: Literal["least_loaded"] = "least_loaded"
+    queued: Literal["all", "head"] = "all"
+
+
+class FreenessDispatchSpec(Spec):
+    """Each new request to the group with the most free KV memory a running request (Llumnix)."""
+
+    policy: Literal["freeness"] = "freeness"
+    queued: Literal["all", "head"] = "head"
+
+
+class LlumnixMigrationSpec(Spec):
+    """Running requests move from the fullest to the freest instance; thresholds in KV blocks a running request."""
+
+    policy: Literal["llumnix"] = "llumnix"
+    out_blocks: float = 3.0
+    in_blocks: float = 3.0
+
+
+class KunServeDropSpec(Spec):
+    """Instances out of KV memory drop layers that others hold, and run as one pipeline until demand has fallen.
+
+    ``exchange``: KV of ongoing requests moves in chunks, activations first, or in bulk, first come first served.
+    """
+
+    policy: Literal["kunserve_drop"] = "kunserve_drop"
+    exchange: Literal["coordinated", "bulk"] = "coordinated"
+    restore: bool = True
+    trigger: Annotated[float, Field(gt=0, le=1)] = 0.95
+    restore_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    required: Literal["net", "gross"] = "net"
+    max_group: PositiveInt | None = None
+    falling_samples: Annotated[int, Field(ge=0)] = 0
+    remap_s: Annotated[float, Field(ge=0)] = 0.005
+
+
+class PipelineSpec(Spec):
+    """How groups of several instances run: how many stages from the start, and how microbatches are formed.
+
+    ``token_count``: chunked prefill within the token budget; ``lookahead``: all that waits is cut into parts of equal cost and
+    about ``min_tokens`` tokens (by default the token budget). ``queues``: each microbatch in flight has its own (vLLM's virtual
+    engines), or all take from one; lookahead always has one.
+    """
+
+    policy: Literal["pipeline"] = "pipeline"
+    stages: PositiveInt = 1
+    microbatches: Literal["token_count", "lookahead"] = "token_count"
+    lookahead: Literal["balanced", "literal", "direct"] = "balanced"
+    queues: Literal["shared", "own"] = "shared"
+    min_tokens: PositiveInt | None = None
+
+
+class SpareInstancesSpec(Spec):
+    """Instances that are started when KV demand goes on growing after layers were dropped, ``start_s`` each."""
+
+    policy: Literal["spares"] = "spares"
+    instances: PositiveInt = 1
+    start_s: Annotated[float, Field(ge=0)] = 30.0
+    growing_samples: PositiveInt = 50
+
+
+# KV memory by virtual memory, and attention kernels of 2024 (kvcached, vTensor, and what they are compared with).
+
+
+class KvCachedSpec(Spec):
+    """KV memory mapped page by page under virtual tensors, shared by the engines of a GPU (Prism's kvcached).
+
+    ``mode``: what a page growth costs. ``sync``: a driver call for every layer's K and V delays the step; ``buffered``:
+    pages are mapped ahead by a thread, ``min_reserved`` to ``max_reserved`` an engine; ``contiguous``: no buffer, one call for
+    all layers.
+    """
+
+    policy: Literal["kvcached"] = "kvcached"
+    mode: Literal["sync", "buffered", "contiguous"] = "buffered"
+    page_bytes: PositiveInt = 2 * 2**20
+    min_reserved: Annotated[int, Field(ge=0)] = 5
+    max_reserved: Annotated[int, Field(ge=0)] = 10
+
+
+class VTensorSpec(Spec):
+    """Chunks of 2 MB mapped behind each request's own virtual tensors, with a tree of finished prefixes (FlexInfer).
+
+    ``extend``: rows are mapped ahead of the step that needs them, or in it.
+    """
+
+    policy: Literal["vtensor"] = "vtensor"
+    chunk_bytes: PositiveInt = 2 * 2**20
+    extend: Literal["ahead", "late"] = "ahead"
+    trim_s: Annotated[float, Field(ge=0)] = 1.0
+    prefix_cache: bool = True
+
+
+class ContiguousSpec(Spec):
+    """KV of the maximum length reserved for every request: no paging at all. ``max_tokens``: by default the model's."""
+
+    policy: Literal["contiguous"] = "contiguous"
+    max_tokens: PositiveInt | None = None
+
+
+# Many models on few GPUs: placement by an offline optimiser, and models that come and go (Prism, MuxServe, QLM).
+
+
+class MuxServePlacementSpec(Spec):
+    """MuxServe's offline optimiser: meshes of GPUs, models to where they raise the estimated throughput most."""
+
+    policy: Literal["muxserve"] = "muxserve"
+
+
+class RoundRobinPlacementSpec(Spec):
+    """Models by falling weights, each to the next GPU or TP group in turn that holds it."""
+
+    policy: Literal["round_robin"] = "round_robin"
+
+
+class PrismResidencySpec(Spec):
+    """Idle models leave GPUs under memory pressure, come back on their first request, and move by KV pressure ratio.
+
+    ``engine_pool`` and ``parallel_loading``: what makes activation fast; ``tick_s``: how often the whole state is looked at.
+    """
+
+    policy: Literal["prism"] = "prism"
+    evict: bool = True
+    move: bool = True
+    idle_s: Annotated[float, Field(ge=0)] = 45.0
+    pressure_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    replace_s: Annotated[float, Field(gt=0)] = 10.0
+    min_stay_s: Annotated[float, Field(ge=0)] = 30.0
+    rate_window_s: Annotated[float, Field(gt=0)] = 60.0
+    engine_pool: bool = True
+    parallel_loading: bool = True
+    engine_start_s: Annotated[float, Field(ge=0)] = 30.0
+    tick_s: Annotated[float, Field(gt=0)] = 1.0
+
+
+class QlmResidencySpec(Spec):
+    """One model at a time on a GPU: requests wait in groups by model, and a swap stops one engine and starts the next."""
+
+    policy: Literal["qlm"] = "qlm"
+    swap_s: Annotated[float, Field(ge=0)] = 30.0
+    running: Literal["finish", "requeue"] = "finish"
+    seed: int = 0
+    tick_s: Annotated[float, Field(gt=0)] = 1.0
 
 
 PlacementSpec = Annotated[
-    FineServePlacementSpec | KvprPlacementSpec | PinnedPlacementSpec | DedicatedPlacementSpec,
+    FineServePlacementSpec
+    | KvprPlacementSpec
+    | PinnedPlacementSpec
+    | DedicatedPlacementSpec
+    | ReplicasPlacementSpec
+    | MuxServePlacementSpec
+    | RoundRobinPlacementSpec,
     Field(discriminator="policy"),
 ]
+ResidencySpec = Annotated[PrismResidencySpec | QlmResidencySpec, Field(discriminator="policy")]
 SchedulerSpec = Annotated[FcfsSpec | AdaptiveSpec | MooreHodgsonSpec, Field(discriminator="policy")]
-MemorySpec = Annotated[KvSlabSpec | PrivatePoolsSpec, Field(discriminator="policy")]
+MemorySpec = Annotated[
+    KvSlabSpec | PrivatePoolsSpec | SwapPoolsSpec | KvCachedSpec | VTensorSpec | ContiguousSpec,
+    Field(discriminator="policy"),
+]
+DispatchSpec = Annotated[
+    RoundRobinDispatchSpec | LeastLoadedDispatchSpec | FreenessDispatchSpec, Field(discriminator="policy")
+]
 
 
 class SystemSpec(Spec):
-    """One system: where models go, which request starts next, and how KV memory is shared."""
+    """One system: where models go, which request starts next, and how KV memory is shared.
+
+    Without ``residency``, models stay where they were placed. A system with ``dispatch`` is a cluster of instances of one
+    model; the axes after it are for such systems alone.
+    """
 
     name: str
     title: str
@@ -104,3 +303,9 @@ class SystemSpec(Spec):
     placement: PlacementSpec
     scheduler: SchedulerSpec
     memory: MemorySpec
+    residency: ResidencySpec | None = None
+    dispatch: DispatchSpec | None = None
+    execution: PipelineSpec | None = None
+    drop: KunServeDropSpec | None = None
+    migration: LlumnixMigrationSpec | None = None
+    scaling: SpareInstancesSpec | None = None

@@ -1,5 +1,6 @@
 """KVPR greedy placement: the table of the FineServe paper, exhaustive search, TP parts, thresholds."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Literal
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement, PlacementPolicy
-from fineserve_sim.policy.kvpr import KvprPlacement, TokenLoad
+from fineserve_sim.policy.kvpr import KvprPlacement
 
 GB = 10**9
 GIB = 2**30
@@ -80,13 +81,15 @@ def test_a_gpu_must_keep_memory_for_kv() -> None:
 
 
 def test_token_weight() -> None:
-    """a: 100 tokens/s x 2 bytes / 0.1 s = 2000; b: 50 x 10 / 0.1 = 5000."""
-    models = [model("a", 9, 10, token_bytes=2), model("b", 1, 10, token_bytes=10)]
-    loads = {"a": TokenLoad(100.0, 0.1), "b": TokenLoad(50.0, 0.1)}
-    placement = KvprPlacement(weight="token_rate", token_loads=loads).place(models, cluster(100, 100))
-    assert where(placement) == [("b", (0,)), ("a", (1,))]
-    with pytest.raises(ValueError, match="model b has no token load"):
-        KvprPlacement(weight="token_rate", token_loads={"a": loads["a"]}).place(models, cluster(100))
+    """a: 9 x 20 tokens/s x 2 bytes / 0.1 s = 3600; b: 1 x 50 x 10 / 0.1 = 5000. Without an SLO of its own for tokens, b's
+    TTFT SLO of 1 s makes it 500."""
+    a = ModelDemand("a", 9, 1.0, 1, 10, 2, tokens_per_request=20, tpot_slo_s=0.1)
+    b = ModelDemand("b", 1, 1.0, 1, 10, 10, tokens_per_request=50, tpot_slo_s=0.1)
+    policy = KvprPlacement(weight="token_rate")
+    assert where(policy.place([a, b], cluster(100, 100))) == [("b", (0,)), ("a", (1,))]
+    assert where(policy.place([a, replace(b, tpot_slo_s=None)], cluster(100, 100))) == [("a", (0,)), ("b", (1,))]
+    with pytest.raises(ValueError, match="model b has no tokens_per_request"):
+        policy.place([a, model("b", 1, 10)], cluster(100))
 
 
 class TestTensorParallel:

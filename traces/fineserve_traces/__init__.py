@@ -7,6 +7,7 @@ trace = generate(gamma(rng, rate_per_s=8, cv=2, n=10_000), length_source("shareg
 from fineserve_traces.arrivals import gamma, piecewise, poisson, replay, scale_rate, weibull, weibull_shape
 from fineserve_traces.lengths import (
     DATASETS,
+    FITTED,
     ConstantLengths,
     LengthPairs,
     LengthSource,
@@ -16,6 +17,7 @@ from fineserve_traces.lengths import (
     length_source,
     read_lengths,
 )
+from fineserve_traces.prefixes import conversations
 from fineserve_traces.readers import read_trace
 from fineserve_traces.scaling import upscale
 from fineserve_traces.schema import Trace, TraceError, merge
@@ -25,6 +27,7 @@ from fineserve_traces.vllm_bench import BenchResult, read_vllm_bench
 
 __all__ = [
     "DATASETS",
+    "FITTED",
     "BenchResult",
     "ConstantLengths",
     "LengthPairs",
@@ -36,6 +39,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "TraceStats",
+    "conversations",
     "describe",
     "gamma",
     "generate",

@@ -111,6 +111,11 @@ class LognormalLengths:
         return _draw(self.prompt, rng, n), _draw(self.output, rng, n)
 
 
+BURSTGPT = LognormalLengths(prompt=Lognormal(642, 389, 8192), output=Lognormal(262, 159, 4096))
+"""BurstGPT by its means, 642 and 262 tokens (KunServe, section 5.1). Of its spread the text says nothing: sigma 1 for
+both, so that the median is exp(-1/2) of the mean, is an assumption."""
+
+
 def _draw(law: Lognormal, rng: Generator, n: int) -> IntArray:
     sigma = math.sqrt(2 * math.log(law.mean / law.median))
     lengths = rng.lognormal(math.log(law.median), sigma, n)
@@ -215,17 +220,29 @@ DATASETS = {
         "github.com/microsoft/vattention scripts/artifact_asplos25/traces/arxiv_sample.csv @ ef3fff25dbe4",
         "MIT",
     ),
+    "arxiv_sample_8k": Dataset(  # mean prompt 5.9K tokens, as of the LongBench subset that KunServe takes
+        "arxiv_sample_vattention.csv.gz",
+        8000,
+        "github.com/microsoft/vattention scripts/artifact_asplos25/traces/arxiv_sample.csv @ ef3fff25dbe4",
+        "MIT",
+    ),
 }
+
+FITTED: dict[str, LengthSource] = {"burstgpt": BURSTGPT}
+"""Laws for data sets whose pairs are not to be had, by name."""
 
 
 def length_source(name: str, data_dir: str | Path | None = None) -> LengthSource:
     """The lengths of data set ``name`` (a key of `DATASETS`): the real pairs when ``data_dir`` is given, as its file in
-    ``data_dir/lengths`` or ``data_dir``, otherwise the embedded sketch. ``source`` says which.
+    ``data_dir/lengths`` or ``data_dir``, otherwise the embedded sketch; or the law of that name in `FITTED`. ``source``
+    says which.
 
     Raises ValueError for an unknown name, TraceError when ``data_dir`` does not hold the file.
     """
+    if name in FITTED:
+        return FITTED[name]
     if name not in DATASETS:
-        raise ValueError(f"unknown lengths {name!r}; known are {', '.join(DATASETS)}")
+        raise ValueError(f"unknown lengths {name!r}; known are {', '.join([*DATASETS, *FITTED])}")
     return load_sketch(name) if data_dir is None else read_dataset(name, Path(data_dir))
 
 

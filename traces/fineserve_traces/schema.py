@@ -92,9 +92,9 @@ class Trace:
 
     arrival_s: float64 (n,), seconds, >= 0, non-decreasing. model: int32 (n,), index into ``models``.
     prompt_tokens, output_tokens: int64 (n,), >= 1. prefix_hashes, where known: one id per block of
-    ``prefix_block_tokens`` prompt tokens (the last block may be partial); equal ids mean equal prompts from the first
-    token up to the end of the block. source: where the rows come from, for people. dropped_rows: rows of the source
-    that are no requests (zero tokens).
+    ``prefix_block_tokens`` prompt tokens (the last block may be partial), and where known of full blocks of prompt and
+    output together; equal ids mean equal tokens from the first one up to the end of the block. source: where the rows come
+    from, for people. dropped_rows: rows of the source that are no requests (zero tokens).
 
     Raises TraceError on construction when a column is wrong.
     """
@@ -149,13 +149,13 @@ class Trace:
         if len(self.prefix_hashes) != len(self):
             raise TraceError(f"{self.source}, column prefix_hashes: {len(self.prefix_hashes)} rows, not {len(self)}")
         blocks = np.fromiter(map(len, self.prefix_hashes), np.int64, len(self))
-        most = -(-self.prompt_tokens // self.prefix_block_tokens)
+        in_prompt = -(-self.prompt_tokens // self.prefix_block_tokens)
+        in_all = (self.prompt_tokens + self.output_tokens) // self.prefix_block_tokens
+        most = np.maximum(in_prompt, in_all)
         wrong = np.flatnonzero(blocks > most)
         if wrong.size:
             row = int(wrong[0])
-            problem = (
-                f"{blocks[row]} blocks of {self.prefix_block_tokens} tokens, but the prompt fills only {most[row]}"
-            )
+            problem = f"{blocks[row]} blocks of {self.prefix_block_tokens} tokens, but prompt and output fill only {most[row]}"
             raise cell_error(self.source, row, "prefix_hashes", problem)
 
     def __len__(self) -> int:

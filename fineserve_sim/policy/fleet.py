@@ -1,0 +1,394 @@
+"""The controller of engines that come and go: it owns who is on which GPU, and what waits for whom.
+
+It extends ``Controller`` by the life of engines (see ``residency.py``). Requests of a model without a resident engine are
+held, and the first of them makes the controller ask for the state of everything (``Survey``); the answer (``Tick``) goes
+to the residency policy, whose suggestions it checks against its own books. Ticks also come at regular times.
+
+Local schedulers serve engines that share a GPU queue (Prism) or one engine each, and know capacities that change when
+engines come and go. So when that happens on a GPU, its schedulers are made anew and given what waits: rare, and no
+scheduler needs to know of residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
+from fineserve_sim.policy.controller import Controller, QueueLength, Route
+from fineserve_sim.policy.events import (
+    EngineDrained,
+    EngineFailed,
+    EngineReady,
+    EngineStepped,
+    Event,
+    RequestAborted,
+    RequestArrived,
+    Tick,
+)
+from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
+from fineserve_sim.policy.rates import MovingRate
+from fineserve_sim.policy.residency import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
+    KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
+
+    demand: ModelDemand
+    max_tokens: int
+
+
+class EngineBinding(NamedTuple):
+    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
+    engines that are on them now."""
+
+    engine: int
+    model: str
+    gpus: tuple[int, ...]
+    kv_tokens: int
+
+
+SchedulerMaker = Callable[[Sequence[EngineBinding]], Mapping[tuple[int, ...], LocalScheduler | None]]
+"""Local schedulers for engines whose first GPUs are the same; each key names the engines that one serves. None: nothing is
+held back (see ``Route``)."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    model: str
+    gpus: tuple[int, ...]
+    status: Status
+    replaces: int | None = None
+    busy_s: float = 0.0  # when it was last seen with a request, or got one
+
+
+class FleetController(Controller):
+    """A controller that activates and evicts engines as ``residency`` suggests.
+
+    ``instances`` are resident from the start, as engines 0, 1, ... in their order; GPUs are ``gpus``. Ticks come every
+    ``tick_s``; rates are averages over ``rate_window_s``, which start at the expected rates of ``models``.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, FleetModel],
+        gpus: Sequence[GpuSlot],
+        instances: Sequence[Instance],
+        residency: ResidencyPolicy,
+        make_schedulers: SchedulerMaker,
+        *,
+        tick_s: float = 1.0,
+        rate_window_s: float = 60.0,
+    ) -> None:
+        super().__init__(dict.fromkeys(models, ()))
+        if tick_s <= 0:
+            raise ValueError(f"tick_s is {tick_s}: ticks must be apart")
+        self.next_tick_s = 0.0
+        self._tick_s = tick_s
+        self._models = dict(models)
+        self._gpus = {gpu.id: gpu for gpu in gpus}
+        self._residency = residency
+        self._make_schedulers = make_schedulers
+        self._rates = {id: MovingRate(rate_window_s, model.demand.rate_per_s) for id, model in models.items()}
+        self._engines = {
+            engine: _Engine(instance.model, instance.gpus, Status.RESIDENT) for engine, instance in enumerate(instances)
+        }
+        self._next_engine = len(instances)
+        self._scopes: dict[int, tuple[int, ...]] = {}
+        self._requests: dict[int, Request] = {}  # those bound to an engine
+        self._held: dict[str, dict[int, Request]] = {id: {} for id in models}
+        self._held_since_s: dict[str, float] = {}
+        self._pressed: set[int] = set()
+        self._now = 0.0
+        self._remake_schedulers(self._gpus)
+
+    # --- what others see -------------------------------------------------------------------------------------------
+
+    def held(self, model: str) -> int:
+        """How many requests of the model wait because no engine serves it."""
+        return len(self._held[model])
+
+    def scope_of(self, engine: int) -> tuple[int, ...]:
+        """The engines that the scheduler of a resident engine serves, for ``EngineStepped``. Empty for others."""
+        return self._scopes.get(engine, ())
+
+    def status(self, engine: int) -> Status | None:
+        """None for an engine that is not there (any more)."""
+        found = self._engines.get(engine)
+        return found.status if found else None
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        self._now = now
+        if isinstance(event, Tick):
+            return self._tick(event)
+        if isinstance(event, EngineReady):
+            return self._ready(event.engine)
+        if isinstance(event, EngineDrained):
+            return self._gone(event.engine)
+        if isinstance(event, EngineFailed):
+            return self._gone(event.engine)
+        return super().handle(now, event)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: RequestArrived) -> list[Command]:
+        request = event.request
+        self._rates[request.model].note(self._now)
+        if self._routes[request.model]:
+            return super()._arrive(event)
+        limit = self._max_tokens(request.model)
+        if request.prompt_tokens >= limit:
+            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit - 1}")]
+        self._hold(request)
+        is_news = self.held(request.model) == 1 and not self._coming(request.model)
+        return [Survey()] if is_news else []
+
+    def _abort(self, event: RequestAborted) -> list[Command]:
+        for held in self._held.values():
+            held.pop(event.request_id, None)
+        return super()._abort(event)
+
+    def _hold(self, request: Request) -> None:
+        held = self._held[request.model]
+        if not held:
+            self._held_since_s[request.model] = self._now
+        held[request.id] = request
+
+    def _deliver(self, request: Request, route: Route) -> list[Command]:
+        self._engines[route.engine].busy_s = self._now
+        if route.scheduler is not None:
+            self._requests[request.id] = request
+        return super()._deliver(request, route)
+
+    def _unbind(self, request_id: int) -> int:
+        del self._requests[request_id]
+        return super()._unbind(request_id)
+
+    def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
+        commands = super()._schedule(now, event)
+        if not commands:
+            self._note_pressure(event.engines)
+        return commands
+
+    def _note_pressure(self, engines: Mapping[int, EngineState]) -> None:
+        """Nobody may start: if that engine has a slot and no prompt to compute, its requests wait for memory."""
+        for engine, state in engines.items():
+            if self._bound_to[engine] and state.free_slots and not state.prefill_tokens:
+                self._pressed.update(self._engines[engine].gpus)
+
+    # --- the life of engines ---------------------------------------------------------------------------------------
+
+    def _ready(self, engine: int) -> list[Command]:
+        ready = self._engines.get(engine)
+        if ready is None or ready.status is not Status.LOADING:
+            return []  # evicted or lost while it was loading
+        ready.status = Status.RESIDENT
+        ready.busy_s = self._now
+        self._remake_schedulers(ready.gpus)
+        self._settle_quotas(ready.model)
+        commands = self._distribute(ready.model, self._take_held(ready.model))
+        if ready.replaces is not None and self.status(ready.replaces) is Status.RESIDENT:
+            commands += self._evict(ready.replaces, drain=True)
+        return commands
+
+    def _gone(self, engine: int) -> list[Command]:
+        """The engine is not there any more: who waits for it or for its memory may get another."""
+        if engine not in self._engines:
+            return []
+        commands = self._remove(engine)
+        waits = any(held and not self._coming(model) for model, held in self._held.items())
+        return [*commands, Survey()] if waits else commands
+
+    def _remove(self, engine: int) -> list[Command]:
+        gone = self._engines[engine]
+        waiting = self._close(engine)
+        del self._engines[engine]
+        self._remake_schedulers(gone.gpus)
+        return self._distribute(gone.model, waiting)
+
+    def _evict(self, engine: int, *, drain: bool) -> list[Command]:
+        """``drain`` leaves the engine on its GPUs until it is told to be empty."""
+        if not drain:
+            return [Evict(engine, drain), *self._remove(engine)]
+        leaving = self._engines[engine]
+        leaving.status = Status.DRAINING
+        waiting = self._close(engine)
+        self._remake_schedulers(leaving.gpus)
+        return [Evict(engine, drain), *self._distribute(leaving.model, waiting)]
+
+    def _close(self, engine: int) -> list[Request]:
+        """Lead nobody to the engine any more. The requests that waited for it, which are now bound to none."""
+        if engine not in self._scopes:
+            return []
+        waiting = self._release([engine])
+        model = self._engines[engine].model
+        self._routes[model] = tuple(route for route in self._routes[model] if route.engine != engine)
+        for table in (self._sent, self._bound_to, self._scopes, self._schedulers, self._queues):
+            table.pop(engine, None)
+        self._settle_quotas(model)
+        return waiting
+
+    def _release(self, engines: Iterable[int]) -> list[Request]:
+        """Unbind what waits for these engines, in the order of arrival. Their schedulers are to be made anew, or not needed."""
+        members = set(engines)
+        waiting = [request for id, request in self._requests.items() if self._bound[id] in members]
+        for request in waiting:
+            self._unbind(request.id)
+        return sorted(waiting, key=_arrival)
+
+    def _distribute(self, model: str, requests: Iterable[Request]) -> list[Command]:
+        """Lead requests to the engines of their model, or hold them while it has none."""
+        commands: list[Command] = []
+        for request in requests:
+            able = [route for route in self._routes[model] if request.prompt_tokens < route.max_tokens]
+            if able:
+                commands += self._deliver(request, self._next_turn(able))
+            else:
+                self._hold(request)
+        return commands
+
+    def _take_held(self, model: str) -> list[Request]:
+        held, self._held[model] = self._held[model], {}
+        return sorted(held.values(), key=_arrival)
+
+    def _settle_quotas(self, model: str) -> None:
+        """The model's engines changed: their shares count from now on."""
+        for route in self._routes[model]:
+            self._sent[route.engine] = 0
+
+    # --- schedulers ------------------------------------------------------------------------------------------------
+
+    def _remake_schedulers(self, gpus: Iterable[int]) -> None:
+        """Engines on these GPUs came or went: new schedulers for all queues that they touch, with what waits in them."""
+        touched = set(gpus)
+        serving = {id: engine for id, engine in self._engines.items() if engine.status is Status.RESIDENT}
+        queues = {engine.gpus[0] for engine in serving.values() if touched & set(engine.gpus)}
+        for queue in sorted(queues):
+            members = [id for id, engine in serving.items() if engine.gpus[0] == queue]
+            homes = {request.id: self._bound[request.id] for request in self._bound_requests(members)}
+            waiting = self._release(members)
+            made = self._make_schedulers([self._binding(id) for id in members])
+            for scope, scheduler in made.items():
+                self._open(scope, scheduler)
+            for request in waiting:
+                self._deliver(request, self._route_of(request.model, homes[request.id]))
+
+    def _bound_requests(self, engines: Sequence[int]) -> Iterator[Request]:
+        return (request for id, request in self._requests.items() if self._bound[id] in engines)
+
+    def _open(self, scope: tuple[int, ...], scheduler: LocalScheduler | None) -> None:
+        queue = QueueLength()
+        for id in scope:
+            engine = self._engines[id]
+            model = self._models[engine.model]
+            route = Route(id, model.demand.rate_per_s, self._max_tokens(engine.model), scheduler)
+            others = tuple(other for other in self._routes[engine.model] if other.engine != id)
+            self._routes[engine.model] = (*others, route)
+            self._sent.setdefault(id, 0)
+            self._bound_to.setdefault(id, 0)
+            self._scopes[id] = scope
+            if scheduler is not None:
+                self._schedulers[id] = scheduler
+                self._queues[id] = queue
+
+    def _route_of(self, model: str, engine: int) -> Route:
+        return next(route for route in self._routes[model] if route.engine == engine)
+
+    def _binding(self, engine: int) -> EngineBinding:
+        here = self._engines[engine]
+        kv_bytes = min(self._gpus[gpu].memory_bytes - self._taken_bytes(gpu) for gpu in here.gpus)
+        kv_tokens = max(1, kv_bytes // self._models[here.model].demand.token_bytes)
+        return EngineBinding(engine, here.model, here.gpus, kv_tokens)
+
+    def _taken_bytes(self, gpu: int) -> int:
+        """What engines take there beside KV."""
+        here = (engine.model for engine in self._engines.values() if gpu in engine.gpus)
+        return sum(self._models[model].demand.weight_bytes for model in here)
+
+    def _max_tokens(self, model: str) -> int:
+        """The longest sequence of the model, alone on the largest GPU."""
+        facts = self._models[model]
+        alone_bytes = max(gpu.memory_bytes for gpu in self._gpus.values()) - facts.demand.weight_bytes
+        return min(facts.max_tokens, alone_bytes // facts.demand.token_bytes)
+
+    # --- residency -------------------------------------------------------------------------------------------------
+
+    def _tick(self, event: Tick) -> list[Command]:
+        if self._now >= self.next_tick_s:
+            self.next_tick_s = (self._now // self._tick_s + 1) * self._tick_s
+        view = self._view(event)
+        self._pressed.clear()
+        free_bytes = dict(event.free_bytes)
+        commands: list[Command] = []
+        for suggestion in self._residency.suggest(self._now, view):
+            if isinstance(suggestion, Stop):
+                commands += self._stop(suggestion, event.engines, free_bytes)
+            else:
+                commands += self._start(suggestion, free_bytes)
+        return commands
+
+    def _view(self, event: Tick) -> FleetView:
+        engines = []
+        for id, engine in self._engines.items():
+            state = event.engines.get(id)
+            requests = (state.running if state else 0) + self._bound_to.get(id, 0)
+            if requests:
+                engine.busy_s = self._now
+            engines.append(
+                EngineView(id, engine.model, engine.gpus, engine.status, self._now - engine.busy_s, requests)
+            )
+        pending = [
+            Pending(model, len(held), self._held_since_s[model], min(request.arrival_s for request in held.values()))
+            for model, held in self._held.items()
+            if held and not self._coming(model)
+        ]
+        return FleetView(
+            tuple(engines),
+            tuple(sorted(pending, key=lambda pending: (pending.since_s, pending.model))),
+            {model: rate.per_s(self._now) for model, rate in self._rates.items()},
+            dict(event.free_bytes),
+            frozenset(self._pressed),
+        )
+
+    def _coming(self, model: str) -> bool:
+        """An engine of the model serves, or will."""
+        return any(engine.model == model and engine.status is not Status.DRAINING for engine in self._engines.values())
+
+    def _stop(self, stop: Stop, states: Mapping[int, EngineState], free_bytes: dict[int, int]) -> list[Command]:
+        engine = self._engines.get(stop.engine)
+        if engine is None or engine.status is Status.DRAINING:
+            return []
+        state = states.get(stop.engine)
+        running = state.running if state else 0
+        if running and stop.drain:
+            return self._evict(stop.engine, drain=True)
+        for gpu in engine.gpus:
+            free_bytes[gpu] += self._models[engine.model].demand.weight_bytes
+        # The KV of what ran is free as well, but how much that is, only a new look tells.
+        return [*self._evict(stop.engine, drain=False), *([Survey()] if running else [])]
+
+    def _start(self, start: Start, free_bytes: dict[int, int]) -> list[Command]:
+        """Activate an engine if the books allow it."""
+        demand = self._models[start.model].demand
+        loading = any(
+            engine.model == start.model and engine.status is Status.LOADING for engine in self._engines.values()
+        )
+        nodes = {self._gpus[gpu].node for gpu in start.gpus}
+        if loading or len(set(start.gpus)) != len(start.gpus) or len(start.gpus) != demand.tp or len(nodes) != 1:
+            return []
+        if any(free_bytes[gpu] < demand.weight_bytes for gpu in start.gpus):
+            return []
+        engine = self._next_engine
+        self._next_engine += 1
+        self._engines[engine] = _Engine(start.model, start.gpus, Status.LOADING, start.replaces, self._now)
+        for gpu in start.gpus:
+            free_bytes[gpu] -= demand.weight_bytes
+        self._remake_schedulers(start.gpus)
+        return [Activate(engine, start.model, start.gpus)]
+
+
+def _arrival(request: Request) -> tuple[float, int]:
+    return request.arrival_s, request.id

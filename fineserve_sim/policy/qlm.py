@@ -1,0 +1,157 @@
+"""QLM (a baseline of Prism): GPUs are shared in time, one model at a time on each, by groups of requests.
+
+A *worker* is a GPU or TP group with one engine that has all its memory. Requests of a model that no engine serves form a
+*group*; a new group goes to the queue of a random worker. When a worker has served its group, it swaps to the model of
+the group at the head of its queue, or takes the first group that waits anywhere. While a group is served, further
+requests of its model join it, without a limit on the batch.
+
+The time until a group is served is estimated: what is ahead of it at the throughput of each model, and a swap between
+models. When that breaks a deadline, the worker orders its groups by deadline, and closes the one in service: requests
+that come later form a new group. Those that the engine has are finished first. With ``running="requeue"`` the engine
+stops at once and they start again elsewhere (the later public version); by deadline they would often come back at once,
+so a group is then served at least as long as a swap takes.
+
+A swap stops an engine and starts another, tens of seconds during which the GPU holds no KV (Prism, Fig. 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Literal
+
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
+from fineserve_sim.policy.residency import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
+from fineserve_sim.policy.tp_groups import tp_groups
+
+
+class QlmSwapping:
+    """QLM as a residency policy: the requests that the controller holds are its groups.
+
+    ``models`` by id, with profiles. ``swap_s``: seconds between serving two models. ``seed``: of the choice of workers for
+    new groups. Raises ValueError for an unknown option, a model without a profile, and when the GPUs do not suffice for
+    a worker of every TP degree.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelDemand],
+        gpus: Sequence[GpuSlot],
+        *,
+        swap_s: float = 30.0,
+        running: Literal["finish", "requeue"] = "finish",
+        seed: int = 0,
+    ) -> None:
+        if running not in ("finish", "requeue"):
+            raise ValueError(f"running is {running!r}: use 'finish' or 'requeue'")
+        if swap_s < 0:
+            raise ValueError(f"swap_s is {swap_s}: a swap cannot take less than no time")
+        self._models = dict(models)
+        self._throughput_per_s = {id: _best_throughput(model) for id, model in models.items()}
+        self._workers = partition_workers(list(models.values()), gpus)
+        self._queues: list[list[str]] = [[] for _ in self._workers]
+        self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
+        self._swap_s = swap_s
+        self._finishes = running == "finish"
+        self._random = Random(seed)
+
+    def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
+        groups = {pending.model: pending for pending in view.pending}
+        self._sort_in(groups)
+        taken: set[str] = set()
+        suggestions: list[Suggestion] = []
+        for worker, gpus in enumerate(self._workers):
+            here = [engine for engine in view.engines if engine.gpus == gpus]
+            late = self._is_late(now, worker, here, groups)
+            if late:
+                self._queues[worker].sort(key=lambda model: (self._deadline_s(groups[model]), model))
+            suggestions += self._serve(now, worker, here, taken, closes=late)
+        return suggestions
+
+    def _sort_in(self, groups: Mapping[str, Pending]) -> None:
+        """Groups that are served or were given up leave the queues; new ones enter one."""
+        for queue in self._queues:
+            queue[:] = [model for model in queue if model in groups]
+        queued = {model for queue in self._queues for model in queue}
+        for model in groups:
+            if model not in queued:
+                tp = self._models[model].tp
+                able = [worker for worker, gpus in enumerate(self._workers) if len(gpus) == tp]
+                self._queues[self._random.choice(able)].append(model)
+
+    def _is_late(self, now: float, worker: int, here: Sequence[EngineView], groups: Mapping[str, Pending]) -> bool:
+        """A group in this queue would be served after its deadline."""
+        end_s = now + sum(engine.requests / self._throughput_per_s[engine.model] for engine in here)
+        if any(engine.status is Status.LOADING for engine in here):
+            end_s += max(0.0, self._swapped_s[worker] + self._swap_s - now)
+        for model in self._queues[worker]:
+            end_s += self._swap_s + groups[model].requests / self._throughput_per_s[model]
+            if end_s > self._deadline_s(groups[model]):
+                return True
+        return False
+
+    def _deadline_s(self, group: Pending) -> float:
+        return group.oldest_arrival_s + self._models[group.model].slo_s
+
+    def _serve(
+        self, now: float, worker: int, here: Sequence[EngineView], taken: set[str], *, closes: bool
+    ) -> Iterator[Suggestion]:
+        """What the worker does next; ``closes`` ends the group in service."""
+        if any(engine.status is not Status.RESIDENT for engine in here):
+            return
+        busy = [engine for engine in here if engine.requests]
+        if busy:
+            if closes and (self._finishes or now - self._swapped_s[worker] >= 2 * self._swap_s):
+                yield from (Stop(engine.engine, drain=self._finishes) for engine in busy)
+            return
+        model = self._next_group(worker, taken)
+        if model is None:
+            return
+        taken.add(model)
+        self._swapped_s[worker] = now
+        yield from (Stop(engine.engine) for engine in here)
+        yield Start(model, self._workers[worker])
+
+    def _next_group(self, worker: int, taken: set[str]) -> str | None:
+        """The head of its queue, else the first that waits for a worker of its size anywhere."""
+        tp = len(self._workers[worker])
+        alike = [queue for gpus, queue in zip(self._workers, self._queues, strict=True) if len(gpus) == tp]
+        for queue in (self._queues[worker], *alike):
+            waiting = [model for model in queue if model not in taken]
+            if waiting:
+                return waiting[0]
+        return None
+
+
+def _best_throughput(model: ModelDemand) -> float:
+    if not model.profile:
+        raise ValueError(f"model {model.id} has no profile, which QLM's estimates need")
+    return max(point.throughput_per_s for point in model.profile)
+
+
+def partition_workers(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> list[tuple[int, ...]]:
+    """The GPUs cut into workers: aligned groups of the TP degrees that the models have, larger degrees first.
+
+    Every degree gets GPUs in proportion to the weights of its models, one group at least; the smallest one gets what is
+    left. QLM does not say how workers of several sizes share GPUs, so this is our choice. Raises ValueError if a degree
+    is left without a group.
+    """
+    bytes_of: dict[int, int] = {}
+    for model in models:
+        bytes_of[model.tp] = bytes_of.get(model.tp, 0) + model.weight_bytes * model.tp
+    degrees = sorted(bytes_of, reverse=True)
+    free = list(gpus)
+    workers: list[tuple[int, ...]] = []
+    for turn, tp in enumerate(degrees):
+        groups = tp_groups(free, tp)
+        smaller = degrees[turn + 1 :]
+        if smaller:
+            share = round(bytes_of[tp] / sum(bytes_of.values()) * len(gpus) / tp)
+            most = (len(free) - sum(smaller)) // tp
+            groups = groups[: min(max(1, share), most)] if most > 0 else []
+        if not groups:
+            raise ValueError(f"QLM needs a worker of {tp} GPUs of one node beside those for other TP degrees")
+        workers += groups
+        used = {gpu for group in groups for gpu in group}
+        free = [gpu for gpu in free if gpu.id not in used]
+    return workers

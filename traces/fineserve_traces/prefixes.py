@@ -1,0 +1,59 @@
+"""Prompts that have something in common: a prefix shared by all requests, and conversations of several turns.
+
+A turn's prompt is all that was said before, answers included, and something new. So its KV is known from the turn before,
+and prefix hashes cover answers too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fineserve_traces.schema import Trace, TraceError
+
+HASH_TOKENS = 256
+"""Tokens a prefix hash stands for."""
+
+
+def conversations(
+    trace: Trace, *, shared_tokens: int = 0, turns: int = 1, gap_s: float = 0.0, hash_tokens: int = HASH_TOKENS
+) -> Trace:
+    """Every request of ``trace`` opens a conversation of ``turns`` turns, each with as many new prompt and output tokens as the
+    first. All prompts begin with the same ``shared_tokens``; turn k arrives ``k * gap_s`` after the first.
+
+    The new columns hold whole prompts. Raises TraceError when shared tokens are no whole number of hashes of ``hash_tokens``,
+    or turns or gap are out of range.
+    """
+    if turns < 1 or gap_s < 0 or hash_tokens < 1 or shared_tokens < 0 or shared_tokens % hash_tokens:
+        raise TraceError(
+            f"{trace.source}: conversations of {turns} turns, {gap_s:g} s apart, with {shared_tokens} shared tokens; give "
+            f"turns >= 1, a gap >= 0, and a multiple of {hash_tokens} tokens"
+        )
+    session = np.tile(np.arange(len(trace)), turns)
+    turn = np.repeat(np.arange(turns), len(trace))
+    arrival_s = trace.arrival_s[session] + turn * gap_s
+    order = np.argsort(arrival_s, kind="stable")
+    session, turn = session[order], turn[order]
+    new, output = trace.prompt_tokens[session], trace.output_tokens[session]
+    prompt = shared_tokens + new + turn * (new + output)
+    longest = int((prompt + output).max()) // hash_tokens
+    hashes = tuple(
+        _hashes(opened, tokens, shared_tokens // hash_tokens, longest)
+        for opened, tokens in zip(session.tolist(), ((prompt + output) // hash_tokens).tolist(), strict=True)
+    )
+    return replace(
+        trace,
+        arrival_s=arrival_s[order],
+        model=trace.model[session],
+        prompt_tokens=prompt,
+        output_tokens=output,
+        prefix_hashes=hashes,
+        prefix_block_tokens=hash_tokens,
+    )
+
+
+def _hashes(session: int, count: int, shared: int, longest: int) -> tuple[int, ...]:
+    """Ids of the first ``count`` full blocks of a session: those of the shared prefix, then its own."""
+    own = shared + session * longest
+    return (*range(min(shared, count)), *range(own, own + max(0, count - shared)))
