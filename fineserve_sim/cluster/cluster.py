@@ -16,7 +16,7 @@ from fineserve_sim.cluster.engine import NEVER, Engine
 from fineserve_sim.cluster.lone_engine import LoneEngine
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Fate
-from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
+from fineserve_sim.cluster.sequence import DecodeSet, Prefix, SequenceState
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import EngineStepped, Event, RequestArrived
@@ -50,7 +50,7 @@ class Cluster:
         check: bool,
         log: Log | None,
     ) -> None:
-        self.engines: list[Engine] = []
+        self.engines: dict[int, Engine] = {}
         self.domains: list[MemoryDomain] = []
         self.merging = merging
         self._clock = clock
@@ -58,27 +58,28 @@ class Cluster:
         self._contention = contention
         self._outcomes = outcomes
         self._scope_of = {engine: scope for scope in scopes for engine in scope.engines}
-        self._domain_of: list[MemoryDomain] = []
+        self._domain_of: dict[int, MemoryDomain] = {}
         self._check = check
         self._log = log
         self._order = 0
         self._sequences: dict[int, SequenceState] = {}
+        self.prefixes: Sequence[Prefix] = ()  # by request, where KV memory keeps prefixes
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain]) -> None:
-        """Attach the engines, by id, and the memory domains that partition them."""
-        self.engines = list(engines)
+        """Attach the engines and the memory domains that partition them, instead of those before."""
+        self.engines = {engine.index: engine for engine in engines}
         self.domains = list(domains)
-        by_engine = {engine.index: domain for domain in domains for engine in domain.engines}
-        self._domain_of = [by_engine[engine.index] for engine in engines]
+        self._domain_of = {engine.index: domain for domain in domains for engine in domain.engines}
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, output_tokens: int, now: float, order: int) -> None:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
         self._order = order
-        self._sequences[request.id] = SequenceState(
-            request.id, request.arrival_s, request.prompt_tokens, output_tokens
-        )
+        sequence = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens)
+        if self.prefixes:
+            sequence.prefix = self.prefixes[request.id]
+        self._sequences[request.id] = sequence
         self._carry_out(self._tell(now, RequestArrived(request)), now)
         engine_id = self._controller.engine_of(request.id)
         if engine_id is not None:
@@ -87,6 +88,10 @@ class Cluster:
             self._ask_again(engine, now)
             if not engine.busy:
                 engine.start(now)
+
+    def iterations(self) -> int:
+        """Engine iterations so far."""
+        return sum(engine.iterations for engine in self.engines.values())
 
     def queued(self, engine: int) -> int:
         """Requests that wait in the scheduler for this very engine."""
@@ -218,6 +223,9 @@ class Cluster:
         for other in domain.engines:
             if other.has_work:
                 other.start(now)
+
+    def rested(self, engine: Engine, now: float) -> None:
+        """The engine has nothing more to do."""
 
     def _cut(self, engine: Engine, now: float) -> None:
         if engine.busy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.cluster import Cluster, Scope
@@ -13,7 +14,7 @@ from fineserve_sim.cluster.engine import Engine
 from fineserve_sim.cluster.kv import CountedBlocks, EngineKV, GpuMemory, engine_kv
 from fineserve_sim.cluster.lone_engine import LoneEngine
 from fineserve_sim.cluster.memory import build_manager, engine_block_tokens, tenants_by_gpu, usable_bytes
-from fineserve_sim.cluster.outcomes import Outcomes, Sampler
+from fineserve_sim.cluster.outcomes import Column, Outcomes, Sampler
 from fineserve_sim.cluster.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.profiling import demand_of, step_model
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
@@ -86,8 +87,12 @@ def compose(scenario: Scenario) -> Parts:
     ]
     cluster.connect(engines, domains_of(engines, [seat.instance.gpus for seat in seats], managers))
     by_gpu = tuple(managers[gpu] for gpu in sorted(managers))
-    sampler = Sampler(engines, by_gpu, [seat.served.id for seat in seats], cluster.queued)
-    step_times = StepTimes(engines, [seat.step for seat in seats])
+    columns = [
+        Column(seat.served.id, partial(tuple, (engine,)), partial(cluster.queued, seat.engine))
+        for engine, seat in zip(engines, seats, strict=True)
+    ]
+    sampler = Sampler(columns, by_gpu)
+    step_times = StepTimes(cluster.engines.values)
     return Parts(clock, cluster, outcomes, sampler, step_times, by_gpu, placement)
 
 

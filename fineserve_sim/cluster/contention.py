@@ -15,16 +15,40 @@ class Contention:
     """Shares of every engine, and the slowdowns that follow. ``gpus_of[e]`` are the GPUs of engine ``e``."""
 
     def __init__(self, gpus_of: Sequence[tuple[int, ...]]) -> None:
-        self._gpus_of = tuple(gpus_of)
+        self._gpus_of: dict[int, tuple[int, ...]] = {}
         self._engines_on: dict[int, list[int]] = {}
+        self._compute: dict[int, float] = {}
+        self._bandwidth: dict[int, float] = {}
+        self._of_gpu: dict[int, float] = {}
+        self.slowdowns: dict[int, float] = {}
+        self.neighbours: dict[int, tuple[int, ...]] = {}
         for engine, gpus in enumerate(gpus_of):
-            for gpu in gpus:
-                self._engines_on.setdefault(gpu, []).append(engine)
-        self.neighbours = tuple(self._find_neighbours(engine) for engine in range(len(self._gpus_of)))
-        self._compute = [0.0] * len(self._gpus_of)
-        self._bandwidth = [0.0] * len(self._gpus_of)
-        self.slowdowns = [1.0] * len(self._gpus_of)
-        self._of_gpu = dict.fromkeys(self._engines_on, 1.0)
+            self._settle_on(engine, gpus)
+        self._meet_neighbours()
+
+    def join(self, engine: int, gpus: tuple[int, ...]) -> None:
+        """An idle engine comes to these GPUs. Ids only ever grow."""
+        self._settle_on(engine, gpus)
+        self._meet_neighbours()
+
+    def leave(self, engine: int) -> None:
+        """An idle engine goes."""
+        for gpu in self._gpus_of.pop(engine):
+            self._engines_on[gpu].remove(engine)
+        del self._compute[engine], self._bandwidth[engine], self.slowdowns[engine], self.neighbours[engine]
+        self._meet_neighbours()
+
+    def _settle_on(self, engine: int, gpus: tuple[int, ...]) -> None:
+        self._gpus_of[engine] = gpus
+        self._compute[engine] = self._bandwidth[engine] = 0.0
+        for gpu in gpus:
+            self._engines_on.setdefault(gpu, []).append(engine)
+            self._of_gpu.setdefault(gpu, 1.0)
+        self.slowdowns[engine] = self._slowdown(engine)
+
+    def _meet_neighbours(self) -> None:
+        for engine, gpus in self._gpus_of.items():
+            self.neighbours[engine] = tuple(sorted({e for gpu in gpus for e in self._engines_on[gpu]} - {engine}))
 
     def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
@@ -52,7 +76,3 @@ class Contention:
             compute += self._compute[engine]
             bandwidth += self._bandwidth[engine]
         return max(1.0, compute, bandwidth)
-
-    def _find_neighbours(self, engine: int) -> tuple[int, ...]:
-        gpus = self._gpus_of[engine]
-        return tuple(sorted({other for gpu in gpus for other in self._engines_on[gpu]} - {engine}))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Protocol
 
 from fineserve_sim.cluster.engine import Engine, Growth
 from fineserve_sim.cluster.kv import CountedBlocks
 from fineserve_sim.cluster.lone_engine import LoneEngine
 from fineserve_sim.cluster.sequence import DecodeSet
-from fineserve_sim.policy.interfaces import KVMemory
+from fineserve_sim.policy.interfaces import KVMemory, TimedKVManager
 
 
 class MemoryDomain(Protocol):
@@ -78,8 +79,11 @@ class SharedDomain:
         self.engines = tuple(engines)
         self._kv = {engine.index: engine.kv for engine in self.engines}
         self._memories = tuple(memories)
+        self._clocks = tuple(memory for memory in memories if isinstance(memory, TimedKVManager))
 
     def settle(self, now: float, order: int) -> None:
+        for clock in self._clocks:
+            clock.advance(now)
         growths: list[Growth] = []
         for engine in self.engines:
             if engine.next_boundary_s <= now:
@@ -88,7 +92,8 @@ class SharedDomain:
             return
         if len(growths) > 1:
             growths.sort(key=_moment)
-        for _, index, sequences in growths:
+        for index, run in groupby(growths, _engine):  # one engine's growths in a row come to one
+            sequences = [sequence for growth in run for sequence in growth[2]]
             if not self._kv[index].grow_each(sequences):
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
@@ -149,6 +154,10 @@ def domains_of(
         members.sort(key=lambda engine: engine.index)
         domains.append(SharedDomain(members, [memories[gpu] for gpu in sorted(gpus)]))
     return domains
+
+
+def _engine(growth: Growth) -> int:
+    return growth[1]
 
 
 def _moment(growth: Growth) -> tuple[float, int]:

@@ -25,6 +25,7 @@ from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import EngineState
+from fineserve_sim.policy.preemption import arrival_order, preemption_victim
 
 if TYPE_CHECKING:
     from fineserve_sim.cluster.cluster import Cluster
@@ -71,7 +72,7 @@ class Engine:
         self.promised_blocks = 0
         self.next_boundary_s = NEVER
         self._shares_gpu = shares_gpu
-        self._step = step
+        self.step = step
         self._settings = settings
         self._clock = clock
         self._cluster = cluster
@@ -85,6 +86,7 @@ class Engine:
         self._pending_s = NEVER
         self.starting = False
         self._preempting = False
+        self._launched_s = -NEVER
         self._order = order_of(Kind.STEP_END, index)
         self._start_order = order_of(Kind.START, index)
 
@@ -136,13 +138,14 @@ class Engine:
         those behind it. The span's earlier boundaries must be settled."""
         if self._ends:
             end_s = self._ends[self._settled]
-            end_s = now + (end_s - now) * (slowdown / self.slowdown)
+            since_s = max(now, self._launched_s)
+            end_s = since_s + (end_s - since_s) * (slowdown / self.slowdown)
             behind = min(len(self._ends) - 1 - self._settled, SHARED_SPAN)
             self._ends[self._settled :] = [end_s]
             if behind:
                 decodes = self._decodes.size
                 context_tokens = self._decodes.context_tokens + decodes
-                self._ends += self._step.decode_ends_s(end_s, decodes, context_tokens, behind, slowdown)
+                self._ends += self.step.decode_ends_s(end_s, decodes, context_tokens, behind, slowdown)
             self._schedule_end()
         self.slowdown = slowdown
 
@@ -179,11 +182,24 @@ class Engine:
 
     def latest_prefill_arrival(self) -> tuple[float, int]:
         """Arrival and index of the partial prefill that arrived last; there must be one."""
-        return max(map(_arrival, self.prefilling))
+        return arrival_order(preemption_victim(self.prefilling))
 
     def preempt_latest_prefill(self) -> None:
         """Give up that prefill: its memory unblocks others."""
-        self._preempt(max(self.prefilling, key=_arrival))
+        self._preempt(preemption_victim(self.prefilling))
+
+    def abandon(self) -> list[SequenceState]:
+        """Give up everything at once: the engine is taken away. Returns its requests, oldest first, which hold no memory any
+        more. Boundaries must be settled."""
+        for sequence in [*self._decodes, *self.prefilling]:
+            self._preempt(sequence)
+        lost = sorted(self.waiting, key=arrival_order)
+        self.waiting.clear()
+        self._backlog_tokens = 0
+        self._chunks, self._ends, self._pending = [], [], None
+        self.next_boundary_s = NEVER
+        self.starting = False
+        return lost
 
     def recount_promise(self) -> None:
         """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""
@@ -193,6 +209,8 @@ class Engine:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def _on_start(self, _: Event) -> None:
+        if not self.starting:
+            return  # the engine was taken away
         if not self._ends:
             self._cluster.settle(self, self._clock.now, self._start_order)
         self._begin(self._clock.now)
@@ -239,7 +257,7 @@ class Engine:
         if not growing or self.kv.grow_each(growing):
             return
         while growing and not self.kv.grow_each(growing):
-            self._preempt(max((*self._decodes, *self.prefilling), key=_arrival))
+            self._preempt(preemption_victim((*self._decodes, *self.prefilling)))
         self._cluster.memory_freed(self, now)
 
     def _fill_budget(self) -> list[tuple[SequenceState, int]]:
@@ -254,11 +272,14 @@ class Engine:
             left -= chunk
         while left > 0 and self.waiting and not self._preempting and self.running < self._settings.max_sequences:
             sequence = self.waiting[0]
-            chunk = min(left, sequence.target_tokens)
             # A preempted request comes back only when all of it fits; else two of them could evict each other for ever.
             if sequence.preempted and self.kv.free_tokens() < self._return_tokens(sequence):
                 break
-            if not self.kv.grow(sequence, chunk):
+            if sequence.prefix is not None:
+                self._reuse_prefix(sequence)
+            chunk = min(left, sequence.target_tokens - sequence.cached_tokens)
+            if not self.kv.grow(sequence, sequence.cached_tokens + chunk):
+                self._forget_prefix(sequence)
                 break
             self.prefilling.append(self.waiting.popleft())
             self.composition_changed = True
@@ -266,24 +287,39 @@ class Engine:
             left -= chunk
         return chunks
 
+    def _reuse_prefix(self, sequence: SequenceState) -> None:
+        """Its prefill begins behind what is cached of its prefix."""
+        sequence.cached_tokens = self.kv.reuse(sequence)
+        self._backlog_tokens -= sequence.cached_tokens
+
+    def _forget_prefix(self, sequence: SequenceState) -> None:
+        """It cannot start yet: cached blocks are no use to it, and may be to others."""
+        if sequence.cached_tokens:
+            self._backlog_tokens += sequence.cached_tokens
+            self.kv.release(sequence)
+            sequence.cached_tokens = 0
+
     def _return_tokens(self, sequence: SequenceState) -> int:
         """Free memory that brings a preempted request back: all that it must recompute, and a block to go on with."""
         return min(sequence.target_tokens + self._settings.block_tokens, self.kv.capacity_tokens())
 
     def _launch(self, now: float) -> None:
-        batch = self._batch()
+        batch = self.batch()
         if self.composition_changed or self._settings.contention == "step":
             self.composition_changed = False
             if self._shares_gpu:  # alone, an engine's shares are at most one
-                self._cluster.set_shares(self, now, *self._step.shares(*batch))
+                self._cluster.set_shares(self, now, *self.step.shares(*batch))
         self._settled = 0
         self.promised_blocks = 0
+        if self.kv.timed:
+            now += self.kv.exposed_s()
+            self._launched_s = now
         self._ends = self._one_end(now, batch) if self._chunks else self._span_ends(now)
         self._schedule_end()
         self._cluster.launched(self)
 
     def _one_end(self, now: float, batch: tuple[int, int, int, int, int, int]) -> list[float]:
-        return [now + self._step.step_s(*batch) * self.slowdown]
+        return [now + self.step.step_s(*batch) * self.slowdown]
 
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""
@@ -297,9 +333,9 @@ class Engine:
         return ends
 
     def _ends_of(self, now: float, steps: int) -> list[float]:
-        return self._step.decode_ends_s(now, self._decodes.size, self._decodes.context_tokens, steps, self.slowdown)
+        return self.step.decode_ends_s(now, self._decodes.size, self._decodes.context_tokens, steps, self.slowdown)
 
-    def _batch(self) -> tuple[int, int, int, int, int, int]:
+    def batch(self) -> tuple[int, int, int, int, int, int]:
         """The running sums that the latency model asks for (see ``StepModel.step_s``)."""
         decodes = self._decodes.size
         tokens = pairs = context = ending = 0
@@ -329,6 +365,8 @@ class Engine:
                 self._cluster.set_shares(self, now, 0.0, 0.0)
         if self.has_work:
             self._cluster.stalled(self, now)
+        else:
+            self._cluster.rested(self, now)
 
     def _complete(self, now: float) -> None:
         """The iteration ends at ``now``: tokens come out, sequences finish or go on to decode."""
@@ -378,7 +416,3 @@ class Engine:
         self.composition_changed = True
         self._preempting = True
         self._cluster.preempted(self, sequence)
-
-
-def _arrival(sequence: SequenceState) -> tuple[float, int]:
-    return sequence.arrival_s, sequence.index

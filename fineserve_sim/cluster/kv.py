@@ -11,12 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from fineserve_sim.cluster.sequence import SequenceState
-from fineserve_sim.policy.interfaces import KVManager, KVMemory
+from fineserve_sim.policy.interfaces import KVManager, KVMemory, PrefixKVManager, TimedKVManager
 from fineserve_sim.policy.paged import PrivatePools
+from fineserve_sim.policy.prefix import block_keys
 
 
 class EngineKV(ABC):
     """The view of one engine (``owner``) on the KV memories of its GPUs, one a rank."""
+
+    timed = False
+    """Whether blocks can take host time (``exposed_s``)."""
 
     def __init__(self, owner: int, memories: Sequence[KVMemory], block_tokens: int) -> None:
         self._owner = owner
@@ -38,6 +42,15 @@ class EngineKV(ABC):
     def used_bytes(self) -> int:
         """Bytes held by this engine, over all ranks."""
         return sum(memory.used_bytes(self._owner) for memory in self._memories)
+
+    def exposed_s(self) -> float:
+        """Seconds from now until the engine's blocks can be used."""
+        return 0.0
+
+    def reuse(self, sequence: SequenceState) -> int:
+        """Give ``sequence``, which holds nothing, the cached blocks of its prefix. Returns the tokens in them, fewer than it
+        must prefill."""
+        return 0
 
     @abstractmethod
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
@@ -93,6 +106,31 @@ class NamedBlocks(EngineKV):
         super().__init__(owner, managers, block_tokens)
         self._managers = tuple(managers)
         self._only = self._managers[0] if len(self._managers) == 1 else None
+        self._clocks = tuple(manager for manager in managers if isinstance(manager, TimedKVManager))
+        self._caches = tuple(manager for manager in managers if isinstance(manager, PrefixKVManager))
+        self.timed = bool(self._clocks)
+
+    def exposed_s(self) -> float:
+        return max((clock.exposed_s(self._owner) for clock in self._clocks), default=0.0)
+
+    def reuse(self, sequence: SequenceState) -> int:
+        keys = self._keys(sequence, sequence.target_tokens - 1)  # one token must be computed to yield the next
+        if not (keys and self._caches):
+            return 0
+        found = [cache.match(self._owner, keys) for cache in self._caches]
+        blocks = min(map(len, found))
+        for cache, ids in zip(self._caches, found, strict=True):
+            cache.free(self._owner, ids[blocks:])
+        if blocks:
+            sequence.blocks = [ids[:blocks] for ids in found]
+        return blocks * self._block_tokens
+
+    def _keys(self, sequence: SequenceState, tokens: int) -> tuple[int, ...]:
+        """The keys of the full blocks among its first ``tokens`` tokens, as far as its prefix is known."""
+        prefix = sequence.prefix
+        if prefix is None:
+            return ()
+        return block_keys(prefix.ids, prefix.id_tokens, self._block_tokens, min(tokens, prefix.known_tokens))
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         held = len(sequence.blocks[0]) if sequence.blocks else 0
@@ -126,6 +164,10 @@ class NamedBlocks(EngineKV):
         return True
 
     def release(self, sequence: SequenceState) -> None:
+        if sequence.prefix is not None and sequence.blocks:
+            keys = self._keys(sequence, sequence.cached_tokens)
+            for cache, held in zip(self._caches, sequence.blocks, strict=True):
+                cache.record(self._owner, keys, held)
         for manager, held in zip(self._managers, sequence.blocks, strict=bool(sequence.blocks)):
             manager.free(self._owner, held)
         sequence.blocks = []
@@ -134,15 +176,10 @@ class NamedBlocks(EngineKV):
         if self._only is not None:
             ids = self._only.alloc(self._owner, blocks)
             return None if ids is None else [ids]
-        taken: list[list[int]] = []
-        for manager in self._managers:
-            ids = manager.alloc(self._owner, blocks)
-            if ids is None:
-                for previous, given in zip(self._managers, taken, strict=False):
-                    previous.free(self._owner, given)
-                return None
-            taken.append(ids)
-        return taken
+        if blocks > self.free_blocks():  # asked first: what one rank must give back again may have cost it time
+            return None
+        taken = [manager.alloc(self._owner, blocks) for manager in self._managers]
+        return [ids for ids in taken if ids is not None]
 
 
 GpuMemory = KVManager | PrivatePools

@@ -99,9 +99,9 @@ class LoneEngine(Engine):
         """End times of the iterations up to the moment that somebody looks at."""
         ends: list[float] = []
         for steps, decodes, context_tokens in self._decodes.phases():
-            first_s = self._step.step_s(decodes, context_tokens, 0, 0, 0, decodes)
+            first_s = self.step.step_s(decodes, context_tokens, 0, 0, 0, decodes)
             enough = (self._until_s - now) / first_s + 2  # later ones take no less
-            ends += self._step.decode_ends_s(now, decodes, context_tokens, int(min(steps, enough)), self.slowdown)
+            ends += self.step.decode_ends_s(now, decodes, context_tokens, int(min(steps, enough)), self.slowdown)
             now = ends[-1]
             if enough < steps or now > self._until_s:
                 break

@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 from fineserve_traces import Trace
 
-from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec, deployment
+from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
 from fineserve_sim.cluster.memory import geometry, peak_activation_bytes, resident_bytes
-from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ServedModel
-from fineserve_sim.latency import StepModel, profile
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Latency, Scenario, ServedModel
+from fineserve_sim.latency import StepModel, measured_on, profile
 from fineserve_sim.policy.interfaces import ModelDemand, OperatingPoint
 from fineserve_sim.policy.mme import mme_slope
 from fineserve_sim.systems import load_systems
@@ -27,13 +27,26 @@ SWEEP_REQUESTS = 32
 
 
 @lru_cache(maxsize=256)
-def _step_model(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment_name: str) -> StepModel:
-    return StepModel(model, precision, tp, gpu, deployment(deployment_name))
+def _step_model(
+    model: ModelSpec,
+    precision: PrecisionSpec,
+    tp: int,
+    gpu: GpuSpec,
+    deployment_name: str,
+    latency: Latency,
+    kernel: str | None = None,
+) -> StepModel:
+    tables = measured_on(gpu) if latency == "tables" else None
+    variant = attention_variant(kernel) if kernel else None
+    return StepModel(model, precision, tp, gpu, deployment(deployment_name), tables, variant)
 
 
-def step_model(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> StepModel:
-    """The step times of one engine of ``served`` on GPUs of this type."""
-    return _step_model(served.model, served.precision, served.tp, gpu, settings.deployment)
+def step_model(
+    served: ServedModel, gpu: GpuSpec, settings: EngineSettings, kernel: AttentionVariant | None = None
+) -> StepModel:
+    """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another."""
+    name = kernel and kernel.name
+    return _step_model(served.model, served.precision, served.tp, gpu, settings.deployment, settings.latency, name)
 
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
@@ -49,6 +62,7 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         token_bytes=geometry(served, settings).token_bytes,
         profile=_profile(*shape, prompt, output),
         mme_tokens_per_byte=_measured_mme(*shape, prompt, output) if slope else None,
+        tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
     )
 
 
@@ -66,7 +80,7 @@ def _profile(
     prompt: int,
     output: int,
 ) -> tuple[OperatingPoint, ...]:
-    step = _step_model(model, precision, tp, gpu, settings.deployment)
+    step = _step_model(model, precision, tp, gpu, settings.deployment, settings.latency)
     return profile(step, prompt, output, settings.token_budget, settings.max_sequences)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -12,11 +12,13 @@ from fineserve_traces import Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.latency.cost import Source
 from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems import SystemSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Latency = Literal["tables", "roofline"]
 
 
 class ScenarioError(ValueError):
@@ -43,16 +45,21 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU of the cluster: its place in a node matters for TP groups."""
+    """One GPU of the cluster: its place in a node matters for TP groups. ``network_bytes_per_s``: its link to other
+    nodes, in one direction (200 Gbit/s unless said otherwise)."""
 
     id: int
     node: int
     spec: GpuSpec
+    network_bytes_per_s: float = 25e9
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How every engine batches (systems.md 1.2, 1.3): vLLM's knobs under vLLM's meanings."""
+    """How every engine batches (systems.md 1.2, 1.3): vLLM's knobs under vLLM's meanings.
+
+    ``latency``: step times by the measured tables that ship for the GPU (rooflines where none do), or by rooflines alone.
+    """
 
     token_budget: int = 2048
     max_sequences: int = 256
@@ -61,13 +68,14 @@ class EngineSettings:
     context_bytes: int = 512 * 2**20
     deployment: str = "vllm-cudagraph"
     contention: Literal["composition", "step"] = "composition"
+    latency: Latency = "tables"
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One run. ``trace.models`` must be ids of ``models``. ``sample_s`` spaces the timeline samples (0: none);
-    ``exact_steps`` plans every engine iteration by itself instead of merging equal ones (same results, slower); ``check``
-    verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
+    ``exact_steps`` plans every engine iteration by itself instead of merging equal ones (same results, slower);
+    ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
     ``drain_s`` is how long after the last arrival the run may go on."""
 
     system: SystemSpec
@@ -93,8 +101,8 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """Samples in time: ``time_s`` (T,); per engine (T, E): waiting and running requests, KV bytes used; per GPU (T, G): bytes
-    stranded and free. ``engine_models`` names each engine's model."""
+    """Samples in time: ``time_s`` (T,); per engine (T, E): waiting and running requests, KV bytes used; per GPU (T, G):
+    bytes stranded and free. ``engine_models`` names each engine's model."""
 
     time_s: Floats
     engine_models: tuple[str, ...]
@@ -109,8 +117,10 @@ class Timeline:
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came) and counters of the run.
 
-    ``iterations`` counts engine steps, ``events`` what the event loop processed. ``loop_cpu_s`` is not deterministic and
-    never enters result files.
+    ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
+    time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
+    ``counters`` are what a driver counts besides, by name (``groups/counters.py``).
+    ``loop_cpu_s`` is not deterministic and never enters result files.
     """
 
     first_token_s: Floats
@@ -125,3 +135,6 @@ class RunResult:
     iterations: int
     events: int
     loop_cpu_s: float
+    step_times: Mapping[str, Mapping[Source, float]] = field(default_factory=dict)
+    step_samples: int = 0
+    counters: Mapping[str, float] = field(default_factory=dict)

@@ -11,6 +11,16 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from itertools import chain, count
+from typing import NamedTuple
+
+
+class Prefix(NamedTuple):
+    """What is known of a sequence's tokens: ``ids`` of its prefixes, one for each ``id_tokens`` tokens, which say nothing
+    beyond ``known_tokens``. Equal ids mean equal tokens from the first one on."""
+
+    ids: tuple[int, ...]
+    id_tokens: int
+    known_tokens: int
 
 
 class SequenceState:
@@ -31,6 +41,7 @@ class SequenceState:
         "index",
         "output_tokens",
         "preempted",
+        "prefix",
         "prompt_tokens",
         "target_tokens",
     )
@@ -44,6 +55,7 @@ class SequenceState:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.preempted = False
+        self.prefix: Prefix | None = None
         self.blocks: list[list[int]] = []
         self.finish_iteration = -1
         self.bucket = -1

@@ -7,13 +7,17 @@ import time
 from dataclasses import replace
 
 import numpy as np
+from fineserve_traces import Trace
 from simpy.events import Event
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose import Parts, compose
-from fineserve_sim.cluster.lone_engine import LoneEngine
+from fineserve_sim.cluster.fleet_compose import compose_fleet
 from fineserve_sim.cluster.groups import simulate_groups
+from fineserve_sim.cluster.lone_engine import LoneEngine
 from fineserve_sim.cluster.scenario import RunResult, Scenario
+from fineserve_sim.cluster.sequence import Prefix
+from fineserve_sim.cluster.virtual_memory import caches_prefixes
 from fineserve_sim.policy.interfaces import Request
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
@@ -27,7 +31,7 @@ def simulate(scenario: Scenario) -> RunResult:
     """
     if scenario.system.dispatch is not None:
         return simulate_groups(scenario).result
-    parts = compose(scenario)
+    parts = compose(scenario) if scenario.system.residency is None else compose_fleet(scenario)
     run = _Run(scenario, parts)
     cpu_s = time.process_time()
     run.to_the_end()
@@ -37,6 +41,21 @@ def simulate(scenario: Scenario) -> RunResult:
 def simulate_step_by_step(scenario: Scenario) -> RunResult:
     """As ``simulate``, with one event an engine iteration: the same result, bit for bit, and the check of it."""
     return simulate(replace(scenario, exact_steps=True))
+
+
+def _prefixes(trace: Trace) -> list[Prefix]:
+    """What the trace knows of each request's tokens; empty when it knows nothing. A block that its prompt fills in part says
+    nothing of what comes behind the prompt."""
+    ids, id_tokens = trace.prefix_hashes, trace.prefix_block_tokens
+    if ids is None or id_tokens is None:
+        return []
+    prompts = trace.prompt_tokens.tolist()
+    prefixes = []
+    for own, prompt in zip(ids, prompts, strict=True):
+        covered = len(own) * id_tokens
+        partial = prompt < covered < prompt + id_tokens
+        prefixes.append(Prefix(own, id_tokens, prompt if partial else covered))
+    return prefixes
 
 
 class _Run:
@@ -49,6 +68,8 @@ class _Run:
         self._prompt: list[int] = trace.prompt_tokens.tolist()
         self._output: list[int] = trace.output_tokens.tolist()
         self._models = trace.models
+        if caches_prefixes(scenario.system.memory):
+            parts.cluster.prefixes = _prefixes(trace)
         self._horizon_s = self._arrival_s[-1] + scenario.drain_s
         self._next = 0
         self._events = 0
@@ -102,8 +123,8 @@ class _Run:
             kv_capacity_bytes=tuple(manager.ledger().total_bytes for manager in parts.managers),
             timeline=parts.sampler.timeline(),
             end_s=self._horizon_s if outcomes.open else outcomes.last_end_s,
-            iterations=sum(engine.iterations for engine in parts.cluster.engines),
-            events=self._events + sum(e.events for e in parts.cluster.engines if isinstance(e, LoneEngine)),
+            iterations=parts.cluster.iterations(),
+            events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
             loop_cpu_s=loop_cpu_s,
             step_times=parts.step_times.shares(),
             step_samples=parts.step_times.samples,

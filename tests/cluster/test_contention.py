@@ -90,10 +90,10 @@ def test_a_tp_group_keeps_the_pace_of_its_slowest_gpu() -> None:
     contention = Contention([(0, 1), (1,), (2,)])
     assert contention.set_shares(0, 0.5, 0.25) == []
     assert contention.set_shares(1, 0.75, 0.25) == [0]
-    assert contention.slowdowns == [1.25, 1.25, 1.0]
+    assert contention.slowdowns == {0: 1.25, 1: 1.25, 2: 1.0}
     assert contention.set_shares(2, 1.0, 1.0) == []
     assert contention.set_shares(1, 0.0, 0.0) == [0]
-    assert contention.slowdowns == [1.0, 1.0, 1.0]
+    assert contention.slowdowns == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
 def test_shares_of_every_step_differ_a_little_from_shares_of_the_composition() -> None:

@@ -1,0 +1,147 @@
+"""A radix tree over token prefixes (vTensor, section 5.2: the rTree).
+
+Keys are sequences of block keys: one hashable item a KV block, equal for two sequences when they agree up to the end of that
+block. Each item of a stored key carries a value, the block itself. Edges hold runs of items, so that a tree of n sequences has
+fewer than 2 n nodes however long they are; a run is split where a new sequence leaves it.
+
+What was not used for longest goes first: leaves are trimmed from their ends, so that a stored prefix never loses its
+beginning before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class _Node(Generic[K, V]):
+    """A run of items after the path from the root; ``used`` is the tree's tick when it was last matched or stored."""
+
+    __slots__ = ("children", "items", "parent", "used", "values")
+
+    def __init__(self, items: Sequence[K], values: Sequence[V], parent: _Node[K, V] | None, used: int) -> None:
+        self.items = list(items)
+        self.values = list(values)
+        self.parent = parent
+        self.used = used
+        self.children: dict[K, _Node[K, V]] = {}
+
+    def common(self, key: Sequence[K], start: int) -> int:
+        """How many items of the run agree with ``key`` from ``start`` on."""
+        count = 0
+        for mine, theirs in zip(self.items, key[start:], strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        return count
+
+
+class RadixTree(Generic[K, V]):
+    """Stored key sequences with a value an item."""
+
+    def __init__(self) -> None:
+        self._root: _Node[K, V] = _Node((), (), None, 0)
+        self._tick = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Items in the tree."""
+        return self._size
+
+    def match(self, key: Sequence[K]) -> list[V]:
+        """The values of the longest stored prefix of ``key``; it counts as used now."""
+        found: list[V] = []
+        for node, count in self._descend(key):
+            found += node.values[:count]
+        return found
+
+    def insert(self, key: Sequence[K], values: Sequence[V]) -> int:
+        """Store ``key``, one value an item. The first items that are there already keep their values; returns how many.
+
+        Raises ValueError when there are not as many values as items.
+        """
+        if len(key) != len(values):
+            raise ValueError(f"radix tree: {len(key)} items with {len(values)} values; give one value an item")
+        shared, at = 0, self._root
+        for node, count in self._descend(key):
+            shared += count
+            at = node
+            if count < len(node.items):
+                self._split(node, count)
+        if shared < len(key):
+            at.children[key[shared]] = _Node(key[shared:], values[shared:], at, self._tick)
+            self._size += len(key) - shared
+        return shared
+
+    def evict(self, count: int, evictable: Callable[[V], bool]) -> list[V]:
+        """Remove up to ``count`` items, ends of the least recently used leaves first, and return their values. An item that
+        is not ``evictable`` stays, and all before it."""
+        gone: list[V] = []
+        while len(gone) < count:
+            leaves = [leaf for leaf in self._leaves() if evictable(leaf.values[-1])]
+            if not leaves:
+                break
+            leaf = min(leaves, key=_last_used)
+            while leaf.values and len(gone) < count and evictable(leaf.values[-1]):
+                gone.append(leaf.values.pop())
+                last = leaf.items.pop()
+                if not leaf.items and leaf.parent is not None:
+                    del leaf.parent.children[last]
+        self._size -= len(gone)
+        return gone
+
+    def values(self) -> list[V]:
+        """All values, parents before children."""
+        return [value for node in self._nodes() for value in node.values]
+
+    def _descend(self, key: Sequence[K]) -> Iterator[tuple[_Node[K, V], int]]:
+        """The nodes along ``key`` and how many items of each agree; all are marked as used."""
+        self._tick += 1
+        node, start = self._root, 0
+        while start < len(key):
+            child = node.children.get(key[start])
+            if child is None:
+                return
+            child.used = self._tick
+            count = child.common(key, start)
+            whole = count == len(child.items)
+            yield child, count
+            if not whole:
+                return
+            node, start = child, start + count
+
+    def _split(self, node: _Node[K, V], at: int) -> None:
+        """Cut a run in two: the node keeps the first ``at`` items, a new child takes the rest and the children."""
+        rest: _Node[K, V] = _Node(node.items[at:], node.values[at:], node, node.used)
+        rest.children = node.children
+        for child in rest.children.values():
+            child.parent = rest
+        del node.items[at:], node.values[at:]
+        node.children = {rest.items[0]: rest}
+
+    def _nodes(self) -> Iterator[_Node[K, V]]:
+        pending = [self._root]
+        while pending:
+            node = pending.pop()
+            pending += node.children.values()
+            if node.items:
+                yield node
+
+    def _leaves(self) -> Iterator[_Node[K, V]]:
+        return (node for node in self._nodes() if not node.children)
+
+    def check(self) -> None:
+        """Raise AssertionError if the tree contradicts itself."""
+        size = 0
+        for node in self._nodes():
+            size += len(node.items)
+            assert len(node.items) == len(node.values), "an item without a value"
+            assert node.parent is not None and node.parent.children.get(node.items[0]) is node, "a lost node"
+        assert size == self._size, f"{size} items, {self._size} counted"
+
+
+def _last_used(node: _Node[K, V]) -> int:
+    return node.used

@@ -1,0 +1,347 @@
+"""kvcached: KV memory of a GPU mapped page by page under virtual tensors (Prism, section 5.1).
+
+An engine reserves virtual address space for all the KV it could ever hold: one tensor for K and one for V in each
+layer. Physical memory comes in pages of 2 MB and is mapped when blocks need it. A *page* here is the same page index in
+every tensor, for a block of tokens lies in all layers: growing by one costs ``2 * layers`` physical pages and as many
+driver calls (or one batched call when the layers lie side by side, the contiguous layout).
+
+Pages are never shared between engines, so that inside a mapped page an engine allocates as in a slab of its own: fullest
+partial page first, lowest page index first. An empty page goes to the engine's buffer of mapped pages or is unmapped; what
+is unmapped belongs to whoever maps next. Limits, on the GPU and on an engine, bound what may be held.
+
+Time. Mapping and unmapping take host seconds. Without a buffer they delay the engine (``exposed_s``). With one, a
+thread keeps ``min_reserved`` pages mapped ahead: the buffer is a queue of the moments at which its pages are mapped, and
+a page taken before its moment delays the engine until then. All of it is a function of the times given to ``advance``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fineserve_sim.policy.geometry import SlabPlan
+from fineserve_sim.policy.interfaces import KVLedger
+from fineserve_sim.policy.slab import KVSlabManager
+
+PAGE_BYTES = 2 * 2**20
+"""Granularity of the CUDA driver's virtual memory (Prism 5.1, vTensor 5.1)."""
+
+MAPPED_LONG_AGO = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualKV:
+    """The KV tensors of one engine on one GPU.
+
+    Args:
+        tensors: how many grow together, K and V of each layer.
+        block_bytes: one KV block in one of them.
+        map_s, unmap_s: host seconds to map or unmap one page in all of them.
+    """
+
+    tensors: int
+    block_bytes: int
+    map_s: float = 0.0
+    unmap_s: float = 0.0
+
+
+class _Engine:
+    """One engine: ``pages`` allocates blocks in its virtual pages; ``mapped_at_s`` is its buffer, earliest page first.
+
+    It may launch its next kernels from ``ready_s`` on; its thread is busy until ``thread_s``.
+    """
+
+    __slots__ = ("kv", "limit_bytes", "mapped_at_s", "page_bytes", "pages", "ready_s", "thread_s")
+
+    def __init__(self, owner: int, kv: VirtualKV, page_bytes: int, virtual_bytes: int) -> None:
+        self.kv = kv
+        self.page_bytes = kv.tensors * page_bytes
+        self.limit_bytes = virtual_bytes
+        plan = SlabPlan(page_bytes, (kv.block_bytes,))
+        self.pages = KVSlabManager(virtual_bytes // self.page_bytes * page_bytes, {owner: kv.block_bytes}, plan=plan)
+        self.mapped_at_s: deque[float] = deque()
+        self.ready_s = self.thread_s = MAPPED_LONG_AGO
+
+    @property
+    def held_pages(self) -> int:
+        """Pages with blocks in them."""
+        return self.pages.slab_count - self.pages.free_slabs
+
+    @property
+    def room_blocks(self) -> int:
+        """Free blocks in the pages it holds."""
+        return self.pages.stranded_by_key()[self.kv.block_bytes] // self.kv.block_bytes
+
+    @property
+    def sure_blocks(self) -> int:
+        """Blocks that any page holds at least: those that straddle its ends belong to no page."""
+        page_bytes = self.pages.plan.slab_bytes
+        straddle = page_bytes % self.kv.block_bytes > 0
+        return page_bytes // self.kv.block_bytes - straddle
+
+    def map_ahead(self, now: float) -> None:
+        """The thread begins to map a page for the buffer."""
+        self.thread_s = max(self.thread_s, now) + self.kv.map_s
+        self.mapped_at_s.append(self.thread_s)
+
+    def wait(self, now: float, seconds: float) -> None:
+        """The engine itself spends ``seconds`` on the driver before it can go on."""
+        self.ready_s = max(self.ready_s, now) + seconds
+
+
+class _Engines(dict[int, _Engine]):
+    def __missing__(self, owner: int) -> _Engine:
+        raise ValueError(f"kvcached: owner {owner} is not registered; the owners are {sorted(self)}")
+
+
+class KvCachedManager:
+    """The KV memory of one GPU under virtual memory; a `TimedKVManager` (see interfaces.py).
+
+    Args:
+        limit_bytes: what all engines together may hold and buffer; see ``set_limit``.
+        owners: the KV tensors of each engine.
+        page_bytes: size of a physical page. The driver's is 2 MB.
+        min_reserved, max_reserved: bounds of each engine's buffer, in pages; 0 and 0: no buffer and no thread. The thread
+            fills up to the minimum, emptied pages stay up to the maximum. kvcached itself takes 5 and 10.
+        virtual_bytes: what each engine reserves of address space: the most that its limit can ever be; by default
+            ``limit_bytes``.
+
+    Raises:
+        ValueError: a negative limit, bounds of the buffer in the wrong order, or a page that may hold no block.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        owners: Mapping[int, VirtualKV],
+        *,
+        page_bytes: int = PAGE_BYTES,
+        min_reserved: int = 0,
+        max_reserved: int = 0,
+        virtual_bytes: int | None = None,
+    ) -> None:
+        if limit_bytes < 0 or not 0 <= min_reserved <= max_reserved:
+            raise ValueError(
+                f"kvcached: limit {limit_bytes} bytes, buffer of {min_reserved} to {max_reserved} pages; "
+                "need limit >= 0 and 0 <= min <= max"
+            )
+        self._limit_bytes = limit_bytes
+        self._min_reserved, self._max_reserved = min_reserved, max_reserved
+        self._now = 0.0
+        self._page_bytes = page_bytes
+        self._virtual_bytes = limit_bytes if virtual_bytes is None else virtual_bytes
+        self._engines = _Engines()
+        for owner, kv in owners.items():
+            self._add(owner, kv)
+        self._held_bytes = 0
+        self._fill_at_start()
+
+    def _fill_at_start(self) -> None:
+        """The buffers as they are when serving begins: mapped long ago, a page for each engine in turn."""
+        for _ in range(self._min_reserved):
+            for engine in self._engines.values():
+                if self._may_buffer(engine):
+                    engine.mapped_at_s.append(MAPPED_LONG_AGO)
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def alloc(self, owner: int, blocks: int) -> list[int] | None:
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken and no time passes.
+
+        Raises ValueError for an unknown owner or a negative number.
+        """
+        engine = self._engines[owner]
+        obtainable = self._obtainable_pages(engine)
+        held = engine.held_pages
+        ids = engine.pages.alloc(owner, blocks)
+        if ids is None:
+            return None
+        grown = engine.held_pages - held
+        if grown > obtainable:
+            engine.pages.free(owner, ids)
+            return None
+        for _ in range(grown):
+            self._take_page(engine)
+        return ids
+
+    def free(self, owner: int, block_ids: Sequence[int]) -> None:
+        """Give back blocks. Raises ValueError for an unknown owner, or an id that it does not hold or that is given
+        twice; then nothing is given back."""
+        engine = self._engines[owner]
+        held = engine.held_pages
+        engine.pages.free(owner, block_ids)
+        emptied = held - engine.held_pages
+        for _ in range(emptied):
+            self._held_bytes -= engine.page_bytes
+            self._put_away(engine)
+        if emptied:
+            self._refill()
+
+    def _take_page(self, engine: _Engine) -> None:
+        """A page from the buffer, else one mapped now, for which others may have to give up theirs."""
+        if engine.mapped_at_s:
+            engine.ready_s = max(engine.ready_s, engine.mapped_at_s.popleft())
+        else:
+            self._make_room(engine)
+            engine.wait(self._now, engine.kv.map_s)
+        self._held_bytes += engine.page_bytes
+        self._refill_one(engine)
+
+    def _put_away(self, engine: _Engine) -> None:
+        """A page became empty: keep it mapped, or unmap it."""
+        if len(engine.mapped_at_s) < self._max_reserved and self._may_buffer(engine):
+            engine.mapped_at_s.appendleft(MAPPED_LONG_AGO)
+        elif self._max_reserved:
+            engine.thread_s = max(engine.thread_s, self._now) + engine.kv.unmap_s
+        else:
+            engine.wait(self._now, engine.kv.unmap_s)
+
+    def _make_room(self, engine: _Engine) -> None:
+        """Unmap buffered pages of the others until one page fits; the engine waits for it."""
+        while self.mapped_bytes() + engine.page_bytes > self._limit_bytes:
+            donor = max(self._engines.values(), key=lambda other: len(other.mapped_at_s))
+            engine.ready_s = max(engine.ready_s, donor.mapped_at_s.pop())
+            engine.wait(self._now, donor.kv.unmap_s)
+
+    def _refill(self) -> None:
+        if self._min_reserved:
+            for engine in self._engines.values():
+                self._refill_one(engine)
+
+    def _refill_one(self, engine: _Engine) -> None:
+        """Have the engine's thread map pages up to the minimum, as far as the limits allow."""
+        while len(engine.mapped_at_s) < self._min_reserved and self._may_buffer(engine):
+            engine.map_ahead(self._now)
+
+    def _may_buffer(self, engine: _Engine) -> bool:
+        own = (engine.held_pages + len(engine.mapped_at_s) + 1) * engine.page_bytes
+        return own <= engine.limit_bytes and self.mapped_bytes() + engine.page_bytes <= self._limit_bytes
+
+    def _obtainable_pages(self, engine: _Engine) -> int:
+        """Pages that the engine could still come to hold: all buffers can be given up."""
+        own = engine.limit_bytes - engine.held_pages * engine.page_bytes
+        return max(0, min(own, self._limit_bytes - self._held_bytes)) // engine.page_bytes
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds; never earlier than before."""
+        self._now = now
+
+    def exposed_s(self, owner: int) -> float:
+        """Seconds from now until the driver has done what this engine waits for."""
+        return max(0.0, self._engines[owner].ready_s - self._now)
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def join(self, owner: int, kv: VirtualKV) -> None:
+        """Another engine comes to the GPU. ValueError for one that is there, and as the constructor raises."""
+        if owner in self._engines:
+            raise ValueError(f"kvcached: owner {owner} joins twice")
+        self._add(owner, kv)
+        self._refill()
+
+    def leave(self, owner: int) -> None:
+        """An engine goes, with its buffer. ValueError while it holds pages."""
+        if pages := self._engines[owner].held_pages:
+            raise ValueError(f"kvcached: owner {owner} leaves with {pages} pages in use")
+        del self._engines[owner]
+        self._refill()
+
+    def _add(self, owner: int, kv: VirtualKV) -> None:
+        engine = _Engine(owner, kv, self._page_bytes, self._virtual_bytes)
+        if engine.sure_blocks < 1:
+            raise ValueError(f"kvcached: a page of {self._page_bytes} bytes may hold no block of {kv.block_bytes}")
+        self._engines[owner] = engine
+
+    # --- limits ------------------------------------------------------------------------------------------------------
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """What the GPU leaves for KV changed (weights came or went). Less than is held bounds new pages at once, while
+        held ones come back as requests end; buffers are given up first. Raises ValueError when negative."""
+        if limit_bytes < 0:
+            raise ValueError(f"kvcached: a limit of {limit_bytes} bytes; it must be 0 or more")
+        self._limit_bytes = limit_bytes
+        while self.mapped_bytes() > limit_bytes:
+            donor = max(self._engines.values(), key=lambda other: len(other.mapped_at_s))
+            if not donor.mapped_at_s:
+                break
+            donor.mapped_at_s.pop()
+        self._refill()
+
+    def set_owner_limit(self, owner: int, limit_bytes: int) -> None:
+        """What one engine may hold and buffer; as ``set_limit`` otherwise."""
+        if limit_bytes < 0:
+            raise ValueError(f"kvcached: a limit of {limit_bytes} bytes for owner {owner}; it must be 0 or more")
+        engine = self._engines[owner]
+        engine.limit_bytes = limit_bytes
+        while engine.mapped_at_s and (engine.held_pages + len(engine.mapped_at_s)) * engine.page_bytes > limit_bytes:
+            engine.mapped_at_s.pop()
+        self._refill()
+
+    # --- what others see ---------------------------------------------------------------------------------------------
+
+    def free_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get now: exact when blocks fill pages, else on the safe side."""
+        engine = self._engines[owner]
+        virtual = engine.pages.free_slabs
+        return engine.room_blocks + min(self._obtainable_pages(engine), virtual) * engine.sure_blocks
+
+    def capacity_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get if every other owner held none."""
+        engine = self._engines[owner]
+        pages = min(self._limit_bytes, engine.limit_bytes) // engine.page_bytes
+        return min(pages, engine.pages.slab_count) * engine.sure_blocks
+
+    def used_bytes(self, owner: int) -> int:
+        """Bytes of the blocks that ``owner`` holds, over its tensors."""
+        engine = self._engines[owner]
+        return engine.pages.used_bytes(owner) * engine.kv.tensors
+
+    def fits(self, demands: Mapping[int, int]) -> bool:
+        """Whether all these blocks would be granted in whatever order and at no time: those that lie in pages held
+        already. Owners that are not registered here are ignored."""
+        engines = self._engines
+        return all(owner not in engines or blocks <= engines[owner].room_blocks for owner, blocks in demands.items())
+
+    def held_pages(self, owner: int) -> int:
+        """Pages in which ``owner`` has blocks; each is a physical page in every tensor."""
+        return self._engines[owner].held_pages
+
+    def buffered_pages(self, owner: int) -> int:
+        """Empty pages that are mapped, or being mapped, for ``owner``."""
+        return len(self._engines[owner].mapped_at_s)
+
+    def mapped_bytes(self) -> int:
+        """Physical memory of the GPU in use: held and buffered pages of all engines."""
+        buffered = sum(len(engine.mapped_at_s) * engine.page_bytes for engine in self._engines.values())
+        return self._held_bytes + buffered
+
+    def ledger(self) -> KVLedger:
+        """The bytes under the limit; what is held beyond a lowered limit counts too. Buffered pages are free, for they are
+        given up on demand; a page's ends that hold no block are lost while the page is held."""
+        used = stranded = 0
+        for owner, engine in self._engines.items():
+            used += self.used_bytes(owner)
+            stranded += engine.room_blocks * engine.kv.block_bytes * engine.kv.tensors
+        total = max(self._limit_bytes, self._held_bytes)
+        free = total - self._held_bytes
+        return KVLedger(total, used, stranded, free, self._held_bytes - used - stranded)
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself."""
+        held = 0
+        for owner, engine in self._engines.items():
+            engine.pages.check()
+            held += engine.held_pages * engine.page_bytes
+            buffered = list(engine.mapped_at_s)
+            assert len(buffered) <= self._max_reserved, f"owner {owner} buffers {len(buffered)} pages"
+            assert buffered == sorted(buffered), f"owner {owner} would take a page before an earlier one"
+            assert (engine.held_pages == 0) == (engine.pages.used_bytes(owner) == 0), (
+                f"owner {owner} holds an empty page"
+            )
+        assert held == self._held_bytes, f"{held} bytes are held, {self._held_bytes} are counted"
+        assert self.mapped_bytes() <= max(self._limit_bytes, held), "buffers beyond the limit"
+        total, *parts = self.ledger()
+        assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"

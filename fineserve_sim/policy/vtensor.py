@@ -1,0 +1,262 @@
+"""vTensor: each request's KV in virtual tensors of its own, mapped chunk by chunk (vTensor/FlexInfer, section 5).
+
+A request gets a virtual range of the maximum sequence length in each of ``2 * layers`` tensors, and physical chunks of 2 MB
+behind it as it grows, so that kernels see contiguous KV. Chunks of all tensors of a request grow, are shared and are freed
+together; one of them in every tensor is a *row*, and a row is this memory's KV block: so many tokens that K or V of one
+layer fill 2 MB.
+
+* *pSet*: the chunks that exist. Freed chunks stay in it, unmapped, for whoever allocates next (lazy deallocation); after
+  ``trim_s`` without use they go back to the GPU [R: the paper's memory shrinks with its load, though its rule is to keep
+  them until the end].
+* *rTree*: the radix tree of finished requests (prefix.py). A match copies page table entries and raises reference
+  counts; no chunk is taken, nothing is copied. Records are given up, least recently used first, when rows run out.
+
+Chunks are alike, so the pSet is a count with times; rows have identities, for they are shared. The virtual ranges (vSet)
+cost no memory and belong to the requests: see flexinfer.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from fineserve_sim.policy.interfaces import KVLedger
+from fineserve_sim.policy.prefix import SharedBlocks
+from fineserve_sim.policy.vmm import PAGE_BYTES
+
+CHUNK_BYTES = PAGE_BYTES
+TRIM_S = 1.0
+
+
+def tokens_per_chunk(tensor_token_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Tokens that fill a chunk of one tensor; ``tensor_token_bytes`` is K or V of one token in one layer on this GPU.
+
+    Raises ValueError when a chunk holds no token.
+    """
+    if not 0 < tensor_token_bytes <= chunk_bytes:
+        raise ValueError(f"vTensor: a token of {tensor_token_bytes} bytes does not fit a chunk of {chunk_bytes}")
+    return chunk_bytes // tensor_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCosts:
+    """Host seconds a chunk on the way to a kernel: to create one (only new chunks) and to map it (every chunk).
+
+    With ``ahead``, a row is mapped while the step before runs and costs a step nothing (vTensor 5.4 and 6).
+    """
+
+    create_s: float = 0.0
+    map_s: float = 0.0
+    ahead: bool = True
+
+
+class _Tenant:
+    """One engine: rows of ``tensors`` chunks each. ``ready_s``: when its last row is mapped."""
+
+    __slots__ = ("free_ids", "next_id", "ready_s", "rows", "tensors")
+
+    def __init__(self, tensors: int) -> None:
+        self.tensors = tensors
+        self.rows = SharedBlocks()
+        self.free_ids: list[int] = []
+        self.next_id = 0
+        self.ready_s = float("-inf")
+
+    def new_id(self) -> int:
+        if self.free_ids:
+            return heappop(self.free_ids)
+        self.next_id += 1
+        return self.next_id - 1
+
+
+class _Tenants(dict[int, _Tenant]):
+    def __missing__(self, owner: int) -> _Tenant:
+        raise ValueError(f"vTensor: owner {owner} is not registered; the owners are {sorted(self)}")
+
+
+class VTensorManager:
+    """The KV memory of one GPU in rows of chunks; a `TimedKVManager` and a `PrefixKVManager` (see interfaces.py).
+
+    Args:
+        limit_bytes: physical memory for chunks.
+        owners: by engine, how many tensors it has (K and V of each layer that the GPU holds).
+        chunk_bytes: size of a chunk; the driver's is 2 MB.
+        trim_s: how long an unused chunk stays; infinity keeps all until the end.
+        costs: driver time.
+
+    Raises:
+        ValueError: a negative limit, or an engine without tensors.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        owners: Mapping[int, int],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        trim_s: float = TRIM_S,
+        costs: ChunkCosts | None = None,
+    ) -> None:
+        if limit_bytes < 0 or min(owners.values(), default=1) < 1:
+            raise ValueError(
+                f"vTensor: limit {limit_bytes} bytes, tensors {dict(owners)}; need limit >= 0, tensors >= 1"
+            )
+        self.chunk_bytes = chunk_bytes
+        self._limit_bytes = limit_bytes
+        self._limit_chunks = limit_bytes // chunk_bytes
+        self._trim_s = trim_s
+        self._costs = costs or ChunkCosts()
+        self._tenants = _Tenants({owner: _Tenant(tensors) for owner, tensors in owners.items()})
+        self._now = 0.0
+        self._held_chunks = 0
+        self._spare: deque[tuple[float, int]] = deque()  # (time of release, chunks), oldest first
+        self._spare_chunks = 0
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def alloc(self, owner: int, blocks: int) -> list[int] | None:
+        """``blocks`` rows for one sequence, or None when they do not all fit even without any record; then nothing is taken.
+
+        Raises ValueError for an unknown owner or a negative number.
+        """
+        tenant = self._tenants[owner]
+        if blocks < 0:
+            raise ValueError(f"vTensor: owner {owner} asks for {blocks} rows; it must be 0 or more")
+        chunks = blocks * tenant.tensors
+        missing = self._held_chunks + chunks - self._limit_chunks
+        if missing > self._evictable_chunks():
+            return None
+        if missing > 0:
+            self._evict(missing, tenant)
+        self._take_chunks(tenant, chunks)
+        ids = [tenant.new_id() for _ in range(blocks)]
+        tenant.rows.add(ids)
+        return ids
+
+    def free(self, owner: int, block_ids: Sequence[int]) -> None:
+        """A sequence lets go of rows. Raises ValueError for one that no sequence of ``owner`` holds, or that is given twice;
+        then nothing is given back."""
+        tenant = self._tenants[owner]
+        try:
+            freed = tenant.rows.drop(block_ids)
+        except ValueError as error:
+            raise ValueError(f"vTensor: owner {owner}: {error}") from None
+        self._release(tenant, freed)
+
+    def match(self, owner: int, keys: Sequence[int]) -> list[int]:
+        """The rows of the longest recorded prefix, held by one sequence more; free them like others."""
+        return self._tenants[owner].rows.match(keys)
+
+    def record(self, owner: int, keys: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Keep the first ``len(keys)`` rows of a sequence, all full, for requests to come."""
+        self._tenants[owner].rows.record(keys, block_ids)
+
+    def references(self, owner: int, block: int) -> int:
+        """How many virtual tensors and records map the row."""
+        return self._tenants[owner].rows.references(block)
+
+    def _evict(self, chunks: int, asking: _Tenant) -> None:
+        """Free so many chunks of recorded rows: of the asking engine first, then of the others."""
+        for tenant in (asking, *(other for other in self._tenants.values() if other is not asking)):
+            if chunks > 0:
+                gone = tenant.rows.evict(-(-chunks // tenant.tensors))
+                self._release(tenant, gone)
+                chunks -= len(gone) * tenant.tensors
+
+    def _release(self, tenant: _Tenant, rows: Sequence[int]) -> None:
+        """Unmap rows that nobody holds: their chunks are spare from now on."""
+        if not rows:
+            return
+        for row in rows:
+            heappush(tenant.free_ids, row)
+        chunks = len(rows) * tenant.tensors
+        self._held_chunks -= chunks
+        self._spare.append((self._now, chunks))
+        self._spare_chunks += chunks
+        self._trim()
+
+    # --- the pSet ----------------------------------------------------------------------------------------------------
+
+    def _take_chunks(self, tenant: _Tenant, chunks: int) -> None:
+        """pAlloc and Map: spare chunks first, those released last before others; new ones for the rest."""
+        self._held_chunks += chunks
+        reused = min(chunks, self._spare_chunks)
+        self._spare_chunks -= reused
+        left = reused
+        while left:
+            released_s, count = self._spare.pop()
+            if count > left:
+                self._spare.append((released_s, count - left))
+            left -= min(count, left)
+        seconds = chunks * self._costs.map_s + (chunks - reused) * self._costs.create_s
+        if not self._costs.ahead:
+            tenant.ready_s = max(tenant.ready_s, self._now) + seconds
+
+    def _trim(self) -> None:
+        """pFree chunks that were spare for long enough."""
+        while self._spare and self._spare[0][0] + self._trim_s <= self._now:
+            self._spare_chunks -= self._spare.popleft()[1]
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds; never earlier than before."""
+        self._now = now
+        self._trim()
+
+    def exposed_s(self, owner: int) -> float:
+        """Seconds from now until the driver has mapped what this engine waits for; 0 when it maps ahead."""
+        return max(0.0, self._tenants[owner].ready_s - self._now)
+
+    # --- what others see ---------------------------------------------------------------------------------------------
+
+    def _evictable_chunks(self) -> int:
+        return sum(tenant.rows.evictable * tenant.tensors for tenant in self._tenants.values())
+
+    def free_blocks(self, owner: int) -> int:
+        """How many rows ``owner`` could get now, all records given up."""
+        free = self._limit_chunks - self._held_chunks + self._evictable_chunks()
+        return free // self._tenants[owner].tensors
+
+    def capacity_blocks(self, owner: int) -> int:
+        """How many rows ``owner`` could get if nobody held any."""
+        return self._limit_chunks // self._tenants[owner].tensors
+
+    def used_bytes(self, owner: int) -> int:
+        """Bytes of the rows that sequences and records of ``owner`` hold, each counted once."""
+        tenant = self._tenants[owner]
+        return len(tenant.rows) * tenant.tensors * self.chunk_bytes
+
+    def fits(self, demands: Mapping[int, int]) -> bool:
+        """Whether all these rows would be granted in whatever order and at no time, records given up if need be. Owners that
+        are not registered here are ignored."""
+        chunks = sum(
+            blocks * self._tenants[owner].tensors for owner, blocks in demands.items() if owner in self._tenants
+        )
+        if not chunks:
+            return True
+        free = self._limit_chunks - self._held_chunks
+        return self._costs.ahead and (chunks <= free or chunks <= free + self._evictable_chunks())
+
+    def mapped_bytes(self) -> int:
+        """Physical memory in use by the pSet: rows, and spare chunks not yet trimmed."""
+        return (self._held_chunks + self._spare_chunks) * self.chunk_bytes
+
+    def ledger(self) -> KVLedger:
+        """The bytes under the limit. Nothing is stranded, for a chunk serves any tensor; spare chunks are free."""
+        held = self._held_chunks * self.chunk_bytes
+        lost = self._limit_bytes % self.chunk_bytes
+        return KVLedger(self._limit_bytes, held, 0, self._limit_bytes - lost - held, lost)
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself."""
+        held = 0
+        for owner, tenant in self._tenants.items():
+            tenant.rows.check()
+            held += len(tenant.rows) * tenant.tensors
+            assert len(tenant.rows) + len(tenant.free_ids) == tenant.next_id, f"owner {owner} lost a row"
+        assert held == self._held_chunks, f"{held} chunks are held, {self._held_chunks} are counted"
+        assert sum(count for _, count in self._spare) == self._spare_chunks, "spare chunks"
+        assert held + self._spare_chunks <= self._limit_chunks, "more chunks than there is memory"
+        total, *parts = self.ledger()
+        assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"
