@@ -101,7 +101,8 @@ class _Fleet:
             gpu=binding.gpus[0],
             slo_s=self.served[binding.model].ttft_slo_s,
             prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, settings.token_budget),
-            prefill_tokens_per_s=settings.token_budget / step.prefill_s(settings.token_budget, 0, settings.token_budget),
+            prefill_tokens_per_s=settings.token_budget
+            / step.prefill_s(settings.token_budget, 0, settings.token_budget),
             kv_capacity_tokens=binding.kv_tokens,
             block_tokens=settings.block_tokens,
             shares_memory=isinstance(self._scenario.system.memory, KvCachedSpec),

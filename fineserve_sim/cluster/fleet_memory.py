@@ -14,8 +14,8 @@ from fineserve_sim.systems.spec import KvCachedSpec, MemorySpec, PrivatePoolsSpe
 
 
 class FleetMemory:
-    """``usable_bytes`` of each GPU under a memory policy: kvcached, whose limit is what the engines leave, or private pools, where
-    an engine that comes gets what is free then. ScenarioError for other policies."""
+    """``usable_bytes`` of each GPU under a memory policy: kvcached, whose limit is what the engines leave, or private pools,
+    where an engine that comes gets what is free then. ScenarioError for other policies."""
 
     def __init__(self, spec: MemorySpec, usable_bytes: Mapping[int, int]) -> None:
         if not isinstance(spec, KvCachedSpec | PrivatePoolsSpec):

@@ -2,8 +2,8 @@
 
 An engine with n running decodes must not touch n objects a step. All decodes advance together, so one iteration counter
 says where each of them stands: a sequence that joined at iteration J with c cached tokens holds c + i - J of them before
-iteration i. It finishes at an iteration known on joining (a sorted list has the next ones), and needs a new KV block whenever that
-number is a multiple of the block size (one bucket a residue finds them). A step costs nothing per sequence.
+iteration i. It finishes at an iteration known on joining (a sorted list has the next ones), and needs a new KV block
+whenever that number is a multiple of the block size (one bucket a residue finds them). A step costs nothing per sequence.
 """
 
 from __future__ import annotations

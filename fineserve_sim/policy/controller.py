@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived
 from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
+from fineserve_sim.policy.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,11 @@ class Controller:
     """
 
     def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
-        self._routes = {model: tuple(instances) for model, instances in routes.items()}
-        self._sent = {route.engine: 0 for instances in self._routes.values() for route in instances}
+        self._routes: dict[str, tuple[Route, ...]] = {}
+        self._turns: dict[str, Turns] = {}
+        self._shortest: dict[str, int] = {}  # what all of a model's instances can hold, in tokens
+        for model, instances in routes.items():
+            self._lead(model, instances)
         self._schedulers = {
             route.engine: route.scheduler
             for instances in self._routes.values()
@@ -52,7 +56,7 @@ class Controller:
             if route.scheduler is not None
         }
         self._bound: dict[int, int] = {}
-        self._bound_to = dict.fromkeys(self._sent, 0)
+        self._bound_to = {route.engine: 0 for instances in self._routes.values() for route in instances}
         queues = {id(scheduler): QueueLength() for scheduler in self._schedulers.values()}
         self._queues = {engine: queues[id(scheduler)] for engine, scheduler in self._schedulers.items()}
 
@@ -89,17 +93,29 @@ class Controller:
         instances = self._routes[request.model]
         if not instances:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
-        prompt_tokens = request.prompt_tokens
-        able = [route for route in instances if prompt_tokens < route.max_tokens]
-        if not able:
+        route = self._choose(request.model, request.prompt_tokens)
+        if route is None:
             limit = max(route.max_tokens for route in instances) - 1
-            return [Reject(request.id, f"prompt of {prompt_tokens} tokens, at most {limit}")]
-        return self._deliver(request, able[0] if len(able) == 1 else self._next_turn(able))
+            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit}")]
+        return self._deliver(request, route)
+
+    def _lead(self, model: str, routes: Sequence[Route]) -> None:
+        """Requests of the model go to these instances from now on, in turns that begin anew."""
+        self._routes[model] = tuple(routes)
+        self._turns[model] = Turns([route.rate_per_s for route in routes])
+        self._shortest[model] = min((route.max_tokens for route in routes), default=0)
+
+    def _choose(self, model: str, prompt_tokens: int) -> Route | None:
+        """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
+        routes = self._routes[model]
+        if prompt_tokens < self._shortest[model]:
+            return routes[self._turns[model].next()] if len(routes) > 1 else routes[0]
+        able = [number for number, route in enumerate(routes) if prompt_tokens < route.max_tokens]
+        return routes[self._turns[model].next_among(able)] if able else None
 
     def _deliver(self, request: Request, route: Route) -> list[Command]:
         """The request goes to the route's scheduler, or on to the engine where there is none."""
         engine = route.engine
-        self._sent[engine] += 1
         if route.scheduler is None:
             return [Dispatch(request.id, engine)]
         self._bound[request.id] = engine
@@ -107,25 +123,6 @@ class Controller:
         self._queues[engine].length += 1
         route.scheduler.add(request, engine)
         return []
-
-    def _next_turn(self, routes: Sequence[Route]) -> Route:
-        """Weighted round robin by the quota method: whoever falls behind its share first, among those not ahead of it. No
-        instance is ever a whole request off its share (Balinski and Young 1975); ties go to the lowest engine id."""
-        sent = self._sent
-        best, best_turn = routes[0], float("inf")
-        requests, rate_per_s = 1, 0.0
-        for route in routes:
-            count = sent[route.engine]
-            requests += count
-            rate_per_s += route.rate_per_s
-            turn = (count + 1) / route.rate_per_s
-            if turn < best_turn:
-                best, best_turn = route, turn
-        quota_per_rate = requests / rate_per_s
-        if sent[best.engine] < quota_per_rate * best.rate_per_s:
-            return best
-        behind = [route for route in routes if sent[route.engine] < quota_per_rate * route.rate_per_s]
-        return min(behind, key=lambda route: (sent[route.engine] + 1) / route.rate_per_s, default=routes[0])
 
     def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
         admission = self._schedulers[event.engine].schedule(now, event.engines)

@@ -188,7 +188,6 @@ class FleetController(Controller):
         ready.status = Status.RESIDENT
         ready.busy_s = self._now
         self._remake_schedulers(ready.gpus)
-        self._settle_quotas(ready.model)
         commands = self._distribute(ready.model, self._take_held(ready.model))
         if ready.replaces is not None and self.status(ready.replaces) is Status.RESIDENT:
             commands += self._evict(ready.replaces, drain=True)
@@ -225,10 +224,9 @@ class FleetController(Controller):
             return []
         waiting = self._release([engine])
         model = self._engines[engine].model
-        self._routes[model] = tuple(route for route in self._routes[model] if route.engine != engine)
-        for table in (self._sent, self._bound_to, self._scopes, self._schedulers, self._queues):
+        self._lead(model, [route for route in self._routes[model] if route.engine != engine])
+        for table in (self._bound_to, self._scopes, self._schedulers, self._queues):
             table.pop(engine, None)
-        self._settle_quotas(model)
         return waiting
 
     def _release(self, engines: Iterable[int]) -> list[Request]:
@@ -243,21 +241,16 @@ class FleetController(Controller):
         """Lead requests to the engines of their model, or hold them while it has none."""
         commands: list[Command] = []
         for request in requests:
-            able = [route for route in self._routes[model] if request.prompt_tokens < route.max_tokens]
-            if able:
-                commands += self._deliver(request, self._next_turn(able))
-            else:
+            route = self._choose(model, request.prompt_tokens)
+            if route is None:
                 self._hold(request)
+            else:
+                commands += self._deliver(request, route)
         return commands
 
     def _take_held(self, model: str) -> list[Request]:
         held, self._held[model] = self._held[model], {}
         return sorted(held.values(), key=_arrival)
-
-    def _settle_quotas(self, model: str) -> None:
-        """The model's engines changed: their shares count from now on."""
-        for route in self._routes[model]:
-            self._sent[route.engine] = 0
 
     # --- schedulers ------------------------------------------------------------------------------------------------
 
@@ -285,9 +278,7 @@ class FleetController(Controller):
             engine = self._engines[id]
             model = self._models[engine.model]
             route = Route(id, model.demand.rate_per_s, self._max_tokens(engine.model), scheduler)
-            others = tuple(other for other in self._routes[engine.model] if other.engine != id)
-            self._routes[engine.model] = (*others, route)
-            self._sent.setdefault(id, 0)
+            self._lead(engine.model, [*(o for o in self._routes[engine.model] if o.engine != id), route])
             self._bound_to.setdefault(id, 0)
             self._scopes[id] = scope
             if scheduler is not None:

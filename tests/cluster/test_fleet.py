@@ -42,7 +42,9 @@ def fleet(residency: dict[str, object], scheduler: dict[str, object], mode: str 
     )
 
 
-def scenario(spec: SystemSpec, rows: list[Row], models: int, cards: int, kv_tokens: int, slo_s: float = 2.0) -> Scenario:
+def scenario(
+    spec: SystemSpec, rows: list[Row], models: int, cards: int, kv_tokens: int, slo_s: float = 2.0
+) -> Scenario:
     """``models`` of 1B on GPUs that hold one of them with ``kv_tokens`` of KV, or two with less."""
     names = [f"m{i}" for i in range(models)]
     here = tuple(served(name, slo_s=slo_s, rate_per_s=0.5) for name in names)
@@ -132,7 +134,9 @@ def test_without_eviction_who_has_no_room_waits_for_ever() -> None:
 
 
 def test_a_swap_of_qlm_takes_its_time() -> None:
-    sc = scenario(fleet({"policy": "qlm", "swap_s": 7.0}, {"policy": "fcfs"}), [(0.0, 64, 8, 0), (2.0, 64, 8, 1)], 2, 1, 2500)
+    sc = scenario(
+        fleet({"policy": "qlm", "swap_s": 7.0}, {"policy": "fcfs"}), [(0.0, 64, 8, 0), (2.0, 64, 8, 1)], 2, 1, 2500
+    )
     waited_s = simulate(sc).first_token_s - sc.trace.arrival_s
     assert waited_s[0] < 0.05 and 7.0 < waited_s[1] < 9.5
 
