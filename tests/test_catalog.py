@@ -43,6 +43,19 @@ PUBLISHED_PARAMETERS = {  # as model cards and checkpoint indices state them
     "yi-9b": 8_829_407_232,
     "yi-34b": 34_388_917_248,
     "opt-13b": 12_853_473_280,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "codellama-34b": 33_743_970_304,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "opt-6.7b": 6_658_473_984,
+    "opt-30b": 29_974_540_288,
 }
 KV_KIB_FP16 = {
     "llama-3-8b": 128,
@@ -55,6 +68,16 @@ KV_KIB_FP16 = {
     "yi-9b": 96,
     "yi-34b": 240,
     "llama-2-7b": 512,
+    # 2 x layers x KV heads x head dimension x 2 bytes, from the model cards
+    "llama-3.1-405b": 504,
+    "llama-2-70b": 320,
+    "codellama-34b": 192,
+    "mistral-7b": 128,
+    "qwen2.5-7b": 56,
+    "qwen2.5-32b": 256,
+    "qwen3-8b": 144,
+    "qwen3-14b": 160,
+    "opt-13b": 800,
 }
 
 
@@ -71,6 +94,39 @@ def test_kv_token_bytes_are_those_of_the_specification(name: str) -> None:
 @pytest.mark.parametrize(("name", "kib"), [("fp8", 64), ("awq", 128), ("qoq", 34), ("W8A8", 128)])
 def test_kv_token_bytes_by_precision(name: str, kib: int) -> None:
     assert kv_token_bytes(model("llama-3.1-8b"), precision(name), 1) == kib * 1024
+
+
+@pytest.mark.parametrize(("name", "gib"), [("llama-3.1-405b", 756), ("nemotron-253b", 472), ("qwen2.5-72b", 136)])
+def test_weights_are_those_of_kunserves_table_1(name: str, gib: int) -> None:
+    """Table 1 gives whole GiB; Qwen2.5-14B's 28 stands for 27.5."""
+    assert weight_bytes(model(name), precision("fp16"), 1) / 2**30 == pytest.approx(gib, abs=0.75)
+
+
+def test_the_models_of_the_four_papers_are_there() -> None:
+    """FineServe table 3, KunServe table 1 and section 7, vTensor section 7, Prism's figures."""
+    papers = "llama-3.1-8b llama-3-8b llama-3.1-70b qwen3-32b qwen2.5-14b qwen2.5-72b nemotron-253b llama-3.1-405b"
+    papers += " yi-6b-200k yi-9b-32k yi-34b-32k llama-2-7b llama-3.2-1b llama-3.2-3b"
+    assert set(papers.split()) <= set(models())
+
+
+def test_every_gpu_is_there_and_says_whether_it_was_measured() -> None:
+    assert {"h100-sxm", "h100-pcie", "h200-sxm", "a100-80gb", "a800", "h800", "l40s", "b200"} <= set(gpus())
+    assert [name for name, spec in gpus().items() if spec.efficiency == "measured"] == ["h100-sxm"]
+
+
+def test_launches_grow_with_the_layers_and_graphs_have_none() -> None:
+    eager = deployment("vllm-0.9.1-authors")
+    measured = eager.floor("W8A8KV8")
+    deep = eager.floor("W8A8KV8", layers=80)
+    assert measured is not None and deep is not None
+    assert deep.value == pytest.approx(measured.value * 80 / 32)
+    assert (measured.kind, deep.kind) == ("fitted", "assumed")
+    assert eager.floor("W8A8KV8", layers=32) == measured
+    assert deployment("trtllm").floor("W8A8KV8", layers=80) is None
+
+
+def test_every_kind_of_engine_has_a_deployment() -> None:
+    assert {"vllm-cudagraph", "vllm-eager", "vllm-v0", "trtllm", "sglang"} <= set(deployments())
 
 
 def test_kv_heads_are_replicated_beyond_their_number() -> None:

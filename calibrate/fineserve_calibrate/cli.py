@@ -9,20 +9,64 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fineserve_calibrate.claims_cli import claims
 from fineserve_calibrate.compaction import compact
 from fineserve_calibrate.crossvalidation import curve
 from fineserve_calibrate.fit_cli import fit
 from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Wheel, import_tables
+from fineserve_calibrate.probes.backend import ProbeError
+from fineserve_calibrate.probes.command import probe
+from fineserve_calibrate.probes.conclusion import conclude
 from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import save
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Make and validate the simulator's latency tables."
+    no_args_is_help=True,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    help="Make and validate the simulator's latency tables.",
 )
 importers = typer.Typer(no_args_is_help=True, help="Import tables that others published.")
 app.add_typer(importers, name="import")
+
+
+@app.callback()
+def _probe(
+    context: typer.Context,
+    gpu_name: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", help="Measure this device: h100, h200, a100, ... (checked), auto (whatever is there) or cpu."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Two minutes, coarse grids.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables and report; calibration/DEVICE unless given.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="config.json, or its folder, of the model whose engine steps are timed.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Only the parts with this text in their names.")] = None,
+) -> None:
+    """Measure the device that is there (--gpu), or run a command on tables and measurements."""
+    given = [
+        name for name, value in (("--quick", quick), ("--out", out), ("--model", model), ("--only", only)) if value
+    ]
+    if gpu_name is None and given:
+        raise ProbeError(f"{given[0]}: give --gpu, too; its own options stand behind a command")
+    if gpu_name is not None and context.invoked_subcommand is not None:
+        raise ProbeError(f"--gpu before {context.invoked_subcommand}: measure or run a command, not both")
+    if gpu_name is not None:
+        report(probe(gpu_name, quick, out, model, only, Console()))
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Folder that --gpu wrote.")]) -> None:
+    """Tables and report of the finished parts of a measurement; no device is needed."""
+    for path in conclude(folder):
+        Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
 @importers.callback()
@@ -74,6 +118,7 @@ def cross_validate(
     system: SystemOption = "h100_sxm",
     backend: BackendOption = "vllm",
     int4: Int4Option = None,
+    out: Annotated[Path | None, typer.Option(help="Figure to write: this path with .png and .svg.")] = None,
 ) -> None:
     """Errors of the imported tables on their own rows, against table size: thinned to 1/2, 1/4 and 1/8 along each axis."""
     tables = _imported(wheel, system, backend, int4)  # ends the command for an unknown system
@@ -81,13 +126,20 @@ def cross_validate(
     console = Console()
     header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
     console.print(header, highlight=False, soft_wrap=True)
-    for row in curve(compact(tables, reference, thin=False), reference, (2, 4, 8)):
+    rows = list(curve(compact(tables, reference, thin=False), reference, (2, 4, 8)))
+    for row in rows:
         counts = f"{f'1/{row.keep_every}':>5}{row.rows_kept:>11,}{row.rows:>11,}"
         line = f"{row.table:32}{row.axis:15}{counts}{row.median:>8.1%}{row.p95:>8.1%}"
         console.print(line, highlight=False, soft_wrap=True)
+    if out is not None:
+        from fineserve_calibrate.crossvalidation_figure import draw_curve
+
+        for path in draw_curve(rows, out.with_suffix("")):
+            print(f"wrote {path}", file=sys.stderr)
 
 
 app.command()(validate)
+app.command()(claims)
 app.command()(fit)
 
 

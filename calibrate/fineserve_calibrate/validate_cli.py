@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,8 @@ from fineserve_calibrate.validate import (
     sensitivity,
 )
 from fineserve_calibrate.validate.errors import relative
+from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.tables import shipped
 
 PIPE_WIDTH = 200
 
@@ -38,19 +41,8 @@ class Latency(StrEnum):
 
 
 def step_factory(latency: Latency) -> StepFactory:
-    """The class of step models. Raises LayoutError when the simulator has no tables."""
-    if latency is Latency.ROOFLINE:
-        from fineserve_sim.latency import StepModel
-
-        return StepModel
-    import importlib
-
-    try:
-        module = importlib.import_module("fineserve_sim.latency.table_model")
-    except ModuleNotFoundError as error:
-        raise LayoutError("--latency tables: this simulator has no measured tables; use --latency roofline") from error
-    factory: StepFactory = module.TableStepModel
-    return factory
+    """How step models are made. Tables of the H100 predict other GPUs too, scaled by the data sheets."""
+    return StepModel if latency is Latency.ROOFLINE else partial(StepModel, tables=shipped())
 
 
 def validate(
@@ -61,7 +53,7 @@ def validate(
     data: Annotated[
         Path | None, typer.Option("--data", metavar="DIR", help="Folder with the measured sets, in it or in e2e/.")
     ] = None,
-    latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.ROOFLINE,
+    latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.TABLES,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the figures here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows to stdout, and nothing else there.")] = False,
     with_sensitivity: Annotated[

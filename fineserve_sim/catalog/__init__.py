@@ -13,8 +13,11 @@ from fineserve_sim.catalog.geometry import (
 from fineserve_sim.catalog.hf import model_from_hf_config
 from fineserve_sim.catalog.load import (
     CatalogError,
+    attention_variant,
+    attention_variants,
     deployment,
     deployments,
+    driver_costs,
     gpu,
     gpus,
     kernel_rates,
@@ -24,7 +27,9 @@ from fineserve_sim.catalog.load import (
     precisions,
 )
 from fineserve_sim.catalog.specs import (
+    AttentionVariant,
     Deployment,
+    DriverCosts,
     GemmKernel,
     GpuSpec,
     KernelRates,
@@ -36,8 +41,10 @@ from fineserve_sim.catalog.specs import (
 )
 
 __all__ = [
+    "AttentionVariant",
     "CatalogError",
     "Deployment",
+    "DriverCosts",
     "GemmKernel",
     "GpuSpec",
     "KernelRates",
@@ -48,9 +55,12 @@ __all__ = [
     "Quantity",
     "StreamKernel",
     "activation_bytes",
+    "attention_variant",
+    "attention_variants",
     "check_tp",
     "deployment",
     "deployments",
+    "driver_costs",
     "gpu",
     "gpus",
     "kernel_rates",

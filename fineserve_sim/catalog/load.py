@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fineserve_sim.catalog.specs import Deployment, GpuSpec, KernelRates, ModelSpec, PrecisionSpec, Spec
+from fineserve_sim.catalog.specs import (
+    AttentionVariant,
+    Deployment,
+    DriverCosts,
+    GpuSpec,
+    KernelRates,
+    ModelSpec,
+    PrecisionSpec,
+    Spec,
+)
 
 S = TypeVar("S", bound=Spec)
 
@@ -60,6 +69,18 @@ def kernel_rates() -> KernelRates:
     return KernelRates.model_validate(_read("kernels.yaml"))
 
 
+@cache
+def driver_costs() -> DriverCosts:
+    """What the driver's virtual memory calls cost."""
+    return DriverCosts.model_validate(_read("driver.yaml"))
+
+
+@cache
+def attention_variants() -> Mapping[str, AttentionVariant]:
+    """Every attention kernel of the legacy table by name."""
+    return _entries("legacy_kernels.yaml", AttentionVariant)
+
+
 def _unknown(what: str, name: str, known: Iterable[str]) -> CatalogError:
     spellings = {spelled.lower(): spelled for spelled in sorted(known)}
     near = get_close_matches(name.lower(), spellings, n=3, cutoff=0.4)
@@ -94,3 +115,8 @@ def precision(name: str) -> PrecisionSpec:
 def deployment(name: str) -> Deployment:
     """The deployment ``name``. Raises CatalogError, with the nearest names, when there is none."""
     return _find("deployment", name, deployments())
+
+
+def attention_variant(name: str) -> AttentionVariant:
+    """The attention kernel ``name``. Raises CatalogError, with the nearest names, when there is none."""
+    return _find("attention kernel", name, attention_variants())

@@ -5,6 +5,7 @@ Every entry carries its source. Bytes and tokens are ints, rates are per second,
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -106,14 +107,19 @@ class PrecisionSpec(Spec):
 
 
 class Deployment(Spec):
-    """Host side of an engine: a step lasts ``overhead_s + max(device time, floor of its precision)``."""
+    """Host side of an engine: a step lasts ``overhead_s + max(device time, floor of its precision)``.
+
+    ``host_floors``: seconds in which the host launches the kernels of a step one by one, for a model of ``floor_layers``
+    layers; in proportion to the layers of another. None: CUDA graphs are replayed and launches never bound the step.
+    """
 
     name: str
     overhead_s: Quantity
     host_floors: dict[str, Quantity] | None = None
+    floor_layers: int = Field(default=32, gt=0)
 
-    def floor(self, precision: str) -> Quantity | None:
-        """Host floor of a precision; None for a deployment without floors.
+    def floor(self, precision: str, layers: int | None = None) -> Quantity | None:
+        """Host floor of a precision, for a model of ``layers`` layers (None: as measured); None without floors.
 
         Raises ValueError when the deployment has floors, but none for this precision.
         """
@@ -122,7 +128,11 @@ class Deployment(Spec):
         if precision not in self.host_floors:
             known = ", ".join(self.host_floors)
             raise ValueError(f"deployment {self.name} has no host floor for precision {precision}; measured: {known}")
-        return self.host_floors[precision]
+        measured = self.host_floors[precision]
+        if layers is None or layers == self.floor_layers:
+            return measured
+        source = f"in proportion to layers, {layers} / {self.floor_layers}; {measured.source}"
+        return Quantity(value=measured.value * layers / self.floor_layers, kind="assumed", source=source)
 
 
 class StreamKernel(Spec):
@@ -165,3 +175,34 @@ class KernelRates(Spec):
     kv_bytes_per_s: dict[int, Quantity]
     elementwise: ElementwiseKernels
     all_reduce: dict[int, StreamKernel]
+
+
+class DriverCosts(Spec):
+    """Host seconds of the GPU driver's virtual memory calls: to create, map (with access) and unmap one physical page, and to
+    map one page index in all tensors by one batched call."""
+
+    create_s: Quantity
+    map_s: Quantity
+    unmap_s: Quantity
+    batched_map_s: Quantity
+
+
+class AttentionVariant(Spec):
+    """An attention kernel by how many times longer it takes than FlashAttention on contiguous KV: ``decode`` by query heads a
+    KV head, ``prefix_prefill`` for prompt tokens that attend to cached ones."""
+
+    name: str
+    decode: dict[int, float] = Field(min_length=1)
+    prefix_prefill: float = Field(gt=0)
+    source: str
+
+    def decode_factor(self, heads_per_kv_head: float) -> float:
+        """Interpolated in the logarithm of both; beyond the ends of the table, its ends."""
+        groups = sorted(self.decode)
+        below = [group for group in groups if group <= heads_per_kv_head] or groups[:1]
+        above = [group for group in groups if group >= heads_per_kv_head] or groups[-1:]
+        low, high = below[-1], above[0]
+        if low >= high:
+            return self.decode[low if heads_per_kv_head >= low else high]
+        part = math.log(heads_per_kv_head / low) / math.log(high / low)
+        return math.exp((1 - part) * math.log(self.decode[low]) + part * math.log(self.decode[high]))

@@ -251,10 +251,10 @@ def test_the_shipped_tables_are_the_published_ones_compacted(folder: Path) -> No
 
 @needs_published
 def test_tables_thinned_by_half_predict_the_other_half(folder: Path) -> None:
-    """Medians below 5 %, but for m of GEMM: FP8 rows at and one past a tile's end differ by 1.5 x, and every second row
-    is always one side of the step; TensorRT-LLM's int4 rows are irregular in m themselves."""
+    """Medians below 5 %, but for m of TensorRT-LLM's int4 kernel: its 21 m are powers of two and their means, and the tile it
+    picks changes between them."""
     whole: TableSet = compact(published(folder), H100, thin=False)
-    bounds = {("gemm/fp8", "m"): 0.06, ("gemm/int4_wo", "m"): 0.10}
+    bounds = {("gemm/int4_wo", "m"): 0.085}
     for row in curve(whole, H100, (2, 4, 8)):
         print(
             f"{row.table} {row.axis} 1/{row.keep_every}: {row.rows_kept} rows, median {row.median:.1%}, p95 {row.p95:.1%}"

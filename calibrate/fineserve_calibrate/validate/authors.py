@@ -1,120 +1,92 @@
-"""The FineServe authors' profile of 8B models under SM shares (vLLM 0.9.1, one H100 SXM5; QoQ on OmniServe).
+"""The FineServe authors' profile under SM shares (vLLM 0.9.1, one H100 SXM5; QoQ on OmniServe).
 
-What no other set records is taken from the rows with 256 input tokens: host floors (TPOT of small batches with all SMs) and
-the two numbers of ``SmShare`` a precision. Only the rows with 512 input tokens are cases.
+What no other set records was fitted on the rows of the 8B models with 256 input tokens, and stands in the catalog (host time,
+AWQ's and QoQ's compute rates) and in ``sm_shares.yaml``. Those rows are no cases; the 8B rows with other inputs are, and
+every row of another model or TP degree, for which nothing was fitted.
+
+The set's ``prefill_time`` falls short of a prefill of the whole batch, and ``ttft`` exceeds it by about one prompt's prefill:
+requests reach the engine one after another, so the first is prefilled alone while the others wait.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fineserve_calibrate.validate.cases import Case, Label, MeasuredSet, Sensitivity, Serving, StaticBatch
-from fineserve_calibrate.validate.changes import with_budget
-from fineserve_calibrate.validate.errors import relative
-from fineserve_calibrate.validate.names import model_named, precision_named
-from fineserve_calibrate.validate.predict import StepFactory, predict_set, remembered
-from fineserve_calibrate.validate.sm_share import SmShare, fit_sm_share
-from fineserve_calibrate.validate.tables import LayoutError, check_positive
-from fineserve_sim.catalog import Deployment, Quantity, gpu
+from fineserve_calibrate.validate.changes import with_budget, with_whole_batch
+from fineserve_calibrate.validate.names import UnsupportedRow, model_named, precision_named
+from fineserve_calibrate.validate.sm_share import sm_shares
+from fineserve_calibrate.validate.supported import supported
+from fineserve_calibrate.validate.tables import check_positive, stem
+from fineserve_sim.catalog import GpuSpec, deployment, gpu
 
 COLUMNS = ("model", "qformat", "tp", "mps_percentage", "batch_size", "input_len", "output_len", "ttft", "tpot")
-FITTED_INPUT, REPORTED_INPUT = 256, 512
-HOST_BOUND_BATCH = 8
-"""Up to here an 8B model's decode keeps an H100 busy for less than the measured step."""
+FITTED_INPUT = 256
+FITTED_MODELS = ("llama-3-8b", "llama-3.1-8b")
 TOKEN_BUDGET = 16384
+HOST = "vllm-0.9.1-authors"
 WHOLE = "h100-sxm"
 
 
-def read_authors(frame: pd.DataFrame, path: Path, make_step: StepFactory) -> MeasuredSet:
-    """Raises LayoutError when the rows to fit on are missing or a number is not positive."""
-    check_positive(frame, COLUMNS[2:], path)
-    fitted = frame[frame.input_len == FITTED_INPUT]
-    if fitted.empty:
-        raise LayoutError(
-            f"{path}: no rows with input_len {FITTED_INPUT}; the constants of this set are fitted on them"
-        )
-    make_step = remembered(make_step)  # the fit asks for the same slices of the GPU again and again
-    deployment = _host_floors(fitted, path)
-    shares = {
-        str(name): _fit(rows, deployment, make_step, path.name) for name, rows in fitted.groupby("qformat", sort=False)
-    }
-    reported = frame[frame.input_len == REPORTED_INPUT]
-    cases = _cases(reported[reported.qformat.isin(shares)], deployment, shares, _stem(path))
+def fitted_on(frame: pd.DataFrame) -> pd.Series:
+    """Which rows the constants of this engine were fitted on."""
+    eight = frame.model.str.lower().isin(FITTED_MODELS) & (frame.tp == 1)
+    return eight & (frame.input_len == FITTED_INPUT)
+
+
+def read_authors(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Raises LayoutError when a number is not positive."""
+    check_positive(frame, COLUMNS[2:], path, may_miss=("ttft", "tpot"))
+    fitted = fitted_on(frame)
+    cases, unsupported = [], Counter[tuple[str, str, str]]()
+    for row in frame[~fitted].to_dict("records"):
+        try:
+            cases.append(_case(row, stem(path)))
+        except UnsupportedRow as reason:
+            unsupported[_backend(row), str(row["model"]), str(reason)] += 1
     return MeasuredSet(
-        name=_stem(path),
-        cases=cases,
+        name=stem(path),
+        cases=tuple(cases),
+        unsupported=unsupported,
         assumptions=(
-            f"host floors and SM shares fitted on input {FITTED_INPUT}, reported on input {REPORTED_INPUT}",
-            *(
-                f"{name}: compute as share^{share.compute_exponent}, memory from {share.memory_saturation:.0%} of the SMs on"
-                for name, share in shares.items()
-            ),
-            f"token budget {TOKEN_BUDGET} (vLLM 0.9.1, offline, H100); static batches",
+            f"host time, SM shares, AWQ and QoQ rates fitted on 8B rows with input {FITTED_INPUT}: "
+            f"{int(fitted.sum())} here, not reported",
+            f"token budget {TOKEN_BUDGET} (vLLM 0.9.1, offline, H100); requests reach the engine one after another",
         ),
-        sensitivities=(Sensitivity("token budget 8192", with_budget(8192)),),
-        kind="fitted on part of the set",
+        sensitivities=(
+            Sensitivity("token budget 8192", with_budget(8192)),
+            Sensitivity("a batch reaches the engine whole", with_whole_batch),
+        ),
+        kind="fitted on part of the set" if fitted.any() else "prediction",
     )
 
 
-def _stem(path: Path) -> str:
-    return path.name.split(".")[0]
+def _backend(row: dict[Any, Any]) -> str:
+    return "omniserve" if row["qformat"] == "qoq" else "vllm"
 
 
-def _host_floors(fitted: pd.DataFrame, path: Path) -> Deployment:
-    """Median TPOT of small batches with all SMs, by precision: the floor of a step. Raises LayoutError where no row tells."""
-    floors = {}
-    for name, rows in fitted.groupby("qformat"):
-        small = rows[(rows.batch_size <= HOST_BOUND_BATCH) & (rows.mps_percentage == 100)]
-        if small.empty:
-            raise LayoutError(
-                f"{path}: {name} has no row with input_len {FITTED_INPUT}, batch <= {HOST_BOUND_BATCH}, all SMs (host floor)"
-            )
-        source = f"median TPOT of batches up to {HOST_BOUND_BATCH}, input {FITTED_INPUT}, all SMs; {path.name}"
-        floors[precision_named(str(name)).name] = Quantity(
-            value=float(small.tpot.median()), kind="fitted", source=source
-        )
-    overhead = Quantity(value=0.0, kind="assumed", source="inside the floors")
-    return Deployment(name=f"{_stem(path)}, input {FITTED_INPUT}", overhead_s=overhead, host_floors=floors)
+def _gpu(precision: str, percent: int) -> GpuSpec:
+    """The GPU with this share of its SMs. Raises UnsupportedRow where the precision was not measured under shares."""
+    if percent == 100:
+        return gpu(WHOLE)
+    if precision not in sm_shares():
+        raise UnsupportedRow(f"no measured SM shares of {precision}")
+    return sm_shares()[precision].slice_of(gpu(WHOLE), percent / 100)
 
 
-def _fit(fitted: pd.DataFrame, deployment: Deployment, make_step: StepFactory, name: str) -> SmShare:
-    partial = fitted[fitted.mps_percentage < 100]
-    if partial.empty:
-        return SmShare(1.0, 1.0)
-
-    def errors(share: SmShare, column: str) -> list[float]:
-        shares = dict.fromkeys(partial.qformat, share)
-        predicted = predict_set(MeasuredSet(name, _cases(partial, deployment, shares, name)), make_step)
-        pairs = [(getattr(p, column), getattr(p.case, column)) for p in predicted]
-        return [float(relative(guess, truth)[0]) for guess, truth in pairs]
-
-    return fit_sm_share(lambda share: errors(share, "ttft_s"), lambda share: errors(share, "tpot_s"))
-
-
-def _cases(rows: pd.DataFrame, deployment: Deployment, shares: dict[str, SmShare], name: str) -> tuple[Case, ...]:
-    whole = gpu(WHOLE)
-    cases = []
-    for row in rows.to_dict("records"):
-        percent = int(row["mps_percentage"])
-        label = Label(
-            f"{name}, input {row['input_len']}, {percent}% SMs",
-            "omniserve" if row["qformat"] == "qoq" else "vllm",
-            str(row["model"]),
-            precision_named(str(row["qformat"])).name,
-            int(row["tp"]),
-        )
-        serving = Serving(
-            model_named(label.model),
-            precision_named(str(row["qformat"])),
-            label.tp,
-            shares[row["qformat"]].slice_of(whole, percent / 100),
-            deployment,
-            TOKEN_BUDGET,
-            256,
-        )
-        load = StaticBatch(int(row["batch_size"]), int(row["input_len"]), int(row["output_len"]))
-        cases.append(Case(label, serving, load, np.array([row["ttft"]]), np.array([row["tpot"]])))
-    return tuple(cases)
+def _case(row: dict[Any, Any], name: str) -> Case:
+    percent, tp = int(row["mps_percentage"]), int(row["tp"])
+    served, precision = model_named(str(row["model"])), precision_named(str(row["qformat"]))
+    label = Label(
+        f"{name}, input {row['input_len']}, {percent}% SMs", _backend(row), str(row["model"]), precision.name, tp
+    )
+    serving = supported(
+        Serving(served, precision, tp, _gpu(precision.name, percent), deployment(HOST), TOKEN_BUDGET, 256)
+    )
+    load = StaticBatch(int(row["batch_size"]), int(row["input_len"]), int(row["output_len"]))
+    return Case(label, serving, load, np.array([row["ttft"]]), np.array([row["tpot"]]))

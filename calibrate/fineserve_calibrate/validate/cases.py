@@ -28,7 +28,8 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One engine setting. ``memory_utilization`` is the share of the GPU that one engine may take."""
+    """One engine setting. ``memory_utilization`` is the share of the GPU that one engine may take; ``front_end_s`` what a
+    request spends before the engine sees it."""
 
     model: ModelSpec
     precision: PrecisionSpec
@@ -38,15 +39,18 @@ class Serving:
     token_budget: int
     max_sequences: int
     memory_utilization: float = 0.9
+    front_end_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch:
-    """``batch`` equal prompts at once on an idle engine, run to their end together."""
+    """``batch`` equal prompts on an idle engine. They reach it one after another, so that it starts on the first alone, unless
+    they come ``together``."""
 
     batch: int
     prompt_tokens: int
     output_tokens: int
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)

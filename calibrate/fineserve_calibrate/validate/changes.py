@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from fineserve_calibrate.validate.cases import Case, ClosedLoop, OpenLoop
+from fineserve_calibrate.validate.cases import Case, ClosedLoop, OpenLoop, StaticBatch
+from fineserve_sim.catalog import precision
 
 Change = Callable[[Case], Case]
 
@@ -38,9 +39,21 @@ def with_all_slots(case: Case) -> Case:
     return replace(case, load=replace(case.load, max_running=None)) if isinstance(case.load, ClosedLoop) else case
 
 
+def with_whole_batch(case: Case) -> Case:
+    """The prompts of a static batch reach the engine together."""
+    return replace(case, load=replace(case.load, together=True)) if isinstance(case.load, StaticBatch) else case
+
+
 def with_tp(tp: int) -> Change:
     """Another TP degree."""
     return lambda case: replace(case, serving=replace(case.serving, tp=tp))
+
+
+def with_8bit_kv(case: Case) -> Case:
+    """FP8 checkpoints keep their KV in 8 bits, too."""
+    if case.serving.precision.name != "W8A8":
+        return case
+    return replace(case, serving=replace(case.serving, precision=precision("W8A8KV8")))
 
 
 def with_utilization(share: float) -> Change:
@@ -52,6 +65,9 @@ def with_cached_prefix(share: float) -> Change:
     """This share of every prompt is found in a prefix cache: only the rest is computed."""
 
     def change(case: Case) -> Case:
+        if isinstance(case.load, ClosedLoop):
+            rest_of_one = max(1, int(case.load.prompt_tokens * (1 - share)))
+            return replace(case, load=replace(case.load, prompt_tokens=rest_of_one))
         if not isinstance(case.load, OpenLoop):
             return case
         rest = np.maximum(1, (case.load.prompt_tokens * (1 - share)).astype(np.int64))

@@ -156,4 +156,3 @@ def _manager(instances: Sequence[Instance], gpu: int, shared_kv: bool) -> GpuMem
         return PrivatePools({index: (i.block_bytes, i.kv_bytes) for index, i in here.items()})
     owners = {index: i.block_bytes for index, i in here.items()}
     return KVSlabManager(sum(i.kv_bytes for i in here.values()), owners, plan=plan_slabs(owners.values()))
-

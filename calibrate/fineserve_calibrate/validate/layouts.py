@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = (
-    Layout("FineServe profile", authors.COLUMNS, authors.read_authors),
+    Layout("FineServe profile", authors.COLUMNS, lambda frame, path, _: authors.read_authors(frame, path)),
     Layout("aiconfigurator silicon", silicon.COLUMNS, lambda frame, path, _: silicon.read_silicon(frame, path)),
     Layout("BLIS", open_loops.BLIS_COLUMNS, lambda frame, path, _: open_loops.read_blis(frame, path)),
     Layout("llm-d LMBench", open_loops.LMBENCH_COLUMNS, lambda frame, path, _: open_loops.read_lmbench(frame, path)),

@@ -21,7 +21,7 @@ from fineserve_calibrate.validate.cases import (
 from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.latency import StepModel, batch_prefill_s
+from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.memory_budget import MemoryBudget, MemorySettings, predict_kv_blocks
 
 StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
@@ -29,6 +29,8 @@ StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deplo
 
 SEED = 20240711
 BLOCK_TOKENS = 16
+SEND_GAP_S = 1e-5
+"""Between the requests of a static batch: shorter than any step, so that only their order matters."""
 SENSITIVITY_STRIDE = 4
 """Another assumption is tried on every fourth case."""
 
@@ -72,19 +74,22 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
     serving, load = case.serving, case.load
     step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
     if isinstance(load, StaticBatch):
-        ttft, tpot = _static(step, load, serving.token_budget)
+        ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
         ttft, tpot = _closed(step, load, serving)
     else:
         ttft, tpot = _open(step, load, serving)
-    return Predicted(case, ttft, tpot)
+    return Predicted(case, ttft + serving.front_end_s, tpot)
 
 
-def _static(step: StepModel, load: StaticBatch, budget: int) -> tuple[Floats, Floats]:
-    """All prompts prefilled in steps of the budget, then decoded together."""
-    ttft_s = batch_prefill_s(step, load.batch, load.prompt_tokens, budget)
-    steps = step.decode_steps_s(load.batch, load.batch * load.prompt_tokens, load.output_tokens - 1)
-    return np.array([ttft_s]), np.array([float(steps.mean())])
+def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
+    """Means over the batch's requests."""
+    n = load.batch
+    requests = Requests(np.zeros(n, dtype=np.int64), np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
+    running = min(serving.max_sequences, serving.token_budget)
+    run = EngineRun([_instance(0, 0, step, memory_budget(serving))], requests, _settings(serving, running))
+    times = run.open_loop(np.arange(n, dtype=np.float64) * (0.0 if load.together else SEND_GAP_S))
+    return np.array([np.nanmean(times.ttft_s)]), np.array([np.nanmean(times.tpot_s(requests.output_tokens))])
 
 
 def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats, Floats]:

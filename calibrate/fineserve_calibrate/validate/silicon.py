@@ -16,33 +16,41 @@ import numpy as np
 import pandas as pd
 
 from fineserve_calibrate.validate.cases import Case, ClosedLoop, Label, MeasuredSet, Sensitivity, Serving
-from fineserve_calibrate.validate.changes import with_all_slots, with_budget, with_full_lengths, with_rounds
+from fineserve_calibrate.validate.changes import (
+    with_8bit_kv,
+    with_all_slots,
+    with_budget,
+    with_cached_prefix,
+    with_full_lengths,
+    with_rounds,
+)
 from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
-from fineserve_calibrate.validate.tables import check_positive
-from fineserve_sim.catalog import PrecisionSpec, check_tp, deployment
+from fineserve_calibrate.validate.supported import supported
+from fineserve_calibrate.validate.tables import check_positive, stem
+from fineserve_sim.catalog import PrecisionSpec, deployment
 
 COLUMNS = (
     "backend", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode", "tp_size", "pp_size",
     "attention_dp_size", "silicon_ttft_ms", "silicon_tpot_ms", "concurrency", "source_kind",
 )  # fmt: skip
-MEASURED = ("isl", "osl", "concurrency", "silicon_ttft_ms", "silicon_tpot_ms")
+LOAD, MEASURED = ("isl", "osl", "concurrency"), ("silicon_ttft_ms", "silicon_tpot_ms")
 ROUNDS = 10
 TOKEN_BUDGET = 8192
 INFERENCEMAX_SHORTEST = 0.8
 GENERATOR_MARGIN = 1500
-DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "vllm-cudagraph", "sglang": "vllm-cudagraph"}
-"""Host time by backend; TensorRT-LLM and SGLang have none of their own and take vLLM's."""
+DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm", "sglang": "sglang"}
+"""Host time by backend."""
 
 
 def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Aggregated serving of dense models; other rows are counted as unsupported."""
-    name = path.name.split(".")[0]
+    name = stem(path)
     cases: list[Case] = []
     unsupported: Counter[tuple[str, str, str]] = Counter()
     for index, row in enumerate(frame.to_dict("records")):
         try:
             case = _case(row, name)
-            check_positive(frame.iloc[index : index + 1], MEASURED, path)
+            check_positive(frame.iloc[index : index + 1], (*LOAD, *MEASURED), path, may_miss=MEASURED)
             cases.append(case)
         except UnsupportedRow as reason:
             unsupported[row["backend"], row["model_path"], str(reason)] += 1
@@ -55,7 +63,8 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"TensorRT-LLM gap runs: budget clients + input + {GENERATOR_MARGIN} (its generator); one slot less "
             "than clients, inferred from these rows' own TTFT",
             f"InferenceMAX rows: lengths uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal; others: nominal lengths",
-            "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; TensorRT-LLM and SGLang with vLLM's host time",
+            "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
+            "kernels of vLLM, whatever the backend",
         ),
         sensitivities=(
             Sensitivity("5 requests a client", with_rounds(5)),
@@ -63,13 +72,23 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             Sensitivity("token budget 8192", with_budget(TOKEN_BUDGET)),
             Sensitivity("a slot for every client", with_all_slots),
             Sensitivity("nominal lengths everywhere", with_full_lengths),
+            Sensitivity("FP8 checkpoints with 8-bit KV", with_8bit_kv),
+            Sensitivity("half of each prompt found in a prefix cache", with_cached_prefix(0.5)),
         ),
     )
 
 
+def _quantised(row: dict[Any, Any]) -> str:
+    """The row's quantisation; where it records none, what the checkpoint's name ends on."""
+    for column in ("gemm_quant_mode", "precision"):
+        if isinstance(row[column], str):
+            return str(row[column])
+    return next((name for name in ("fp8", "awq") if str(row["model_path"]).lower().endswith(f"-{name}")), "")
+
+
 def _precision(backend: str, quantised: str) -> PrecisionSpec:
     """TensorRT-LLM takes the 8-bit KV that NVIDIA's FP8 checkpoints name; vLLM and SGLang keep 16 bits unless told."""
-    return precision_named("fp8_kv8" if backend == "trtllm" and quantised == "fp8" else quantised)
+    return precision_named("fp8_kv8" if backend == "trtllm" and quantised.startswith("fp8") else quantised)
 
 
 def _case(row: dict[Any, Any], name: str) -> Case:
@@ -80,16 +99,17 @@ def _case(row: dict[Any, Any], name: str) -> Case:
         raise UnsupportedRow("pipeline or attention data parallelism")
     if row["backend"] not in DEPLOYMENTS:
         raise UnsupportedRow(f"backend {row['backend']}")
-    quantised = row["gemm_quant_mode"] if isinstance(row["gemm_quant_mode"], str) else row["precision"]
-    precision = _precision(row["backend"], quantised if isinstance(quantised, str) else "")
+    precision = _precision(row["backend"], _quantised(row))
+    if not (row["tp_size"] > 0 and row["concurrency"] > 0):
+        raise UnsupportedRow("TP degree or number of clients not recorded")
     tp, clients = int(row["tp_size"]), int(row["concurrency"])
-    check_tp(served, tp)
     gpu = gpu_named(row["system"])
     label = Label(f"{name}, {gpu.name}", row["backend"], row["model_path"], precision.name, tp)
     inferencemax = str(row["source_kind"]).startswith("inferencemax")
     generated = row["backend"] == "trtllm" and not inferencemax
     budget = clients + int(row["isl"]) + GENERATOR_MARGIN if generated else TOKEN_BUDGET
-    serving = Serving(served, precision, tp, gpu, deployment(DEPLOYMENTS[row["backend"]]), budget, clients)
+    host = deployment(DEPLOYMENTS[row["backend"]])
+    serving = supported(Serving(served, precision, tp, gpu, host, budget, clients))
     shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
     running = max(1, clients - 1) if generated else clients
     load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, running)

@@ -1,36 +1,42 @@
 """An engine under an MPS share of the SMs is an engine on a smaller GPU.
 
-With a share s of the SMs, matrix products run at ``s ** compute_exponent`` of their rate: less than in proportion, as the
-whole GPU is limited by power and clocks rise when SMs are idle. Memory-bound kernels run at ``min(1, s / memory_saturation)``:
-few SMs keep memory busy, so decode hardly slows until then. Launches and host time do not change. Two numbers a kernel family
-(precision), fitted to the rows of the authors' profile with 256 input tokens; only that set records shares.
+Matrix products and attention run at a measured part of their rate: not in proportion to the share, since the whole GPU is
+limited by power, and the library picks other tiles for other numbers of SMs. Memory-bound kernels run at
+``min(1, share / memory_saturation)``: few SMs keep memory busy, so decode hardly slows until then. Launches and host time
+do not change. Only the authors' profile records shares: ``sm_shares.yaml`` holds what its rows with 256 input tokens give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 import numpy as np
+import yaml
 
 from fineserve_sim.catalog import GpuSpec
-
-EXPONENTS = tuple(np.round(np.arange(0.5, 1.001, 0.05), 2).tolist())
-SATURATIONS = tuple(np.round(np.arange(0.05, 1.001, 0.05), 2).tolist())
-ROUNDS = 2
-"""Both numbers act on prefill and decode alike, a little: each is fitted again beside the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmShare:
-    """How rates fall with the share of the SMs: the compute rate's exponent, and the share that saturates memory."""
+    """How one precision's rates fall: compute rate by share, against all SMs, and the share that saturates memory."""
 
-    compute_exponent: float
+    compute: Mapping[float, float]
     memory_saturation: float
+
+    def compute_at(self, share: float) -> float:
+        """The part of the compute rate at ``share`` in (0, 1]: between measured shares log-log, below them in proportion."""
+        points = dict(self.compute) | {1.0: 1.0}
+        shares = np.array(sorted(points))
+        rates = np.array([points[at] for at in shares.tolist()])
+        inside = np.exp(np.interp(np.log(share), np.log(shares), np.log(rates)))
+        return float(inside * min(1.0, share / shares[0]))
 
     def slice_of(self, whole: GpuSpec, share: float) -> GpuSpec:
         """The GPU that an engine with this share (0, 1] sees: ``whole`` itself where nothing binds."""
-        compute, memory = share**self.compute_exponent, min(1.0, share / self.memory_saturation)
+        compute, memory = self.compute_at(share), min(1.0, share / self.memory_saturation)
         if compute == memory == 1.0:
             return whole
         peaks = {
@@ -44,21 +50,8 @@ class SmShare:
         )
 
 
-def fit_sm_share(
-    ttft_errors: Callable[[SmShare], Sequence[float]], tpot_errors: Callable[[SmShare], Sequence[float]]
-) -> SmShare:
-    """Least mean absolute log error, in turn: the exponent on prefills, the saturation on decodes.
-
-    The callables give the relative errors of the fitted rows for a candidate.
-    """
-    found = SmShare(1.0, 0.2)
-    for _ in range(ROUNDS):
-        exponents = [replace(found, compute_exponent=exponent) for exponent in EXPONENTS]
-        found = min(exponents, key=lambda candidate: _loss(ttft_errors(candidate)))
-        saturations = [replace(found, memory_saturation=saturation) for saturation in SATURATIONS]
-        found = min(saturations, key=lambda candidate: _loss(tpot_errors(candidate)))
-    return found
-
-
-def _loss(errors: Sequence[float]) -> float:
-    return float(np.abs(np.log1p(errors)).mean())
+@cache
+def sm_shares() -> Mapping[str, SmShare]:
+    """The fitted laws by precision."""
+    text = files("fineserve_calibrate.validate").joinpath("sm_shares.yaml").read_text(encoding="utf-8")
+    return {name: SmShare(**fields) for name, fields in yaml.safe_load(text).items()}
