@@ -12,12 +12,14 @@ import pytest
 from fineserve_calibrate.checks import check, despiked
 from fineserve_calibrate.compaction import compact, dense, kept_m, rounded
 from fineserve_calibrate.crossvalidation import curve
+from fineserve_calibrate.crossvalidation_figure import draw_curve
 from fineserve_calibrate.tables import COLUMNS, Fingerprint, Table, read_table, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import TableError, load, save
+from fineserve_sim.latency.tables.curves import with_tile_edges
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 H100 = gpu("h100-sxm")
@@ -184,7 +186,7 @@ def test_spikes_become_their_neighbours_mean() -> None:
 
 
 def test_thinning_keeps_the_ends_and_the_corners_of_a_line() -> None:
-    m = 2.0 ** np.arange(9)
+    m = 2.0 ** np.arange(9, dtype=np.float64)
     flat_then_proportional = np.maximum(16.0, m)[None, :]
     assert kept_m(m, flat_then_proportional).tolist() == [0, 4, 8]
 
@@ -217,3 +219,16 @@ def test_a_machine_at_a_fixed_fraction_of_the_roofline_survives_halving() -> Non
         print(row)
         assert row.median < 0.05, row
         assert row.rows > 0 and row.rows_kept > 0
+
+
+def test_the_error_curve_is_drawn_with_a_line_a_table_and_axis(tmp_path: Path) -> None:
+    found = list(curve(compact([gemm(), all_reduce()], H100, thin=False), H100, (2, 4)))
+    paths = draw_curve(found, tmp_path / "curve")
+    assert {path.suffix for path in paths} == {".png", ".svg"} and all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_a_measured_row_holds_to_the_end_of_its_tile() -> None:
+    """65 rows take two tiles of 64: the time of m = 256 holds from 193 on, that of m = 257 to 320."""
+    m, seconds = with_tile_edges(np.array([8.0, 16.0, 256.0, 257.0, 512.0]), np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert m.tolist() == [8, 16, 193, 256, 257, 320, 449, 512]
+    assert seconds.tolist() == [1, 2, 3, 3, 4, 4, 5, 5]

@@ -1,0 +1,201 @@
+"""vLLM engines in processes of their own: started when a point needs them, kept for the next one.
+
+One engine a process, so that an engine that fails takes nothing with it, and two engines are two processes as in a
+deployment. The process's side is ``engine_worker``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from fineserve_calibrate.probes.backend import Unavailable
+from fineserve_calibrate.probes.models import ProbedModel
+
+START_LIMIT_S = 420.0
+STEPS_LIMIT_S = 180.0
+GIB = 2**30
+KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is. ``place`` tells engines apart that are otherwise the same."""
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    mode: str
+    place: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A step that an engine is asked for; ``context`` is the cached tokens of each decode."""
+
+    decodes: int
+    context: int
+    prefill_tokens: int
+    cached_tokens: int = 0
+
+
+def worker_settings(spec: EngineSpec, model: ProbedModel, on_cpu: bool) -> dict[str, Any]:
+    """The argument of ``engine_worker``: configuration, vLLM arguments and environment."""
+    small = on_cpu or model.config["hidden_size"] < 1024
+    arguments: dict[str, Any] = {
+        "enforce_eager": spec.mode == "eager",
+        "enable_prefix_caching": True,
+        "kv_cache_dtype": "fp8" if spec.kv_dtype == "fp8" else "auto",
+        "kv_cache_memory_bytes": (1 if small else 16) * GIB,
+    }
+    longest: int = model.config["max_position_embeddings"]
+    environment = dict(spec.environment)
+    if on_cpu:
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        arguments |= {"block_size": 32, "max_num_seqs": 80, "max_num_batched_tokens": 2304}
+        arguments |= {"max_model_len": min(longest, 4096)}
+    else:  # room for a second engine: vLLM compares this fraction with what is free
+        arguments |= {"gpu_memory_utilization": 0.45, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
+        arguments |= {"max_model_len": min(longest, 16384)}
+    return {"config": model.quantized(spec.dtype), "arguments": arguments, "environment": environment}
+
+
+@dataclass
+class EngineProcess:
+    """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run what it is asked."""
+
+    settings: dict[str, Any]
+    import_s: float = 0.0
+    start_s: float = 0.0
+    _buffer: bytes = b""
+    _log: IO[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        command = [sys.executable, "-m", "fineserve_calibrate.probes.engine_worker", json.dumps(self.settings)]
+        environment = os.environ | self.settings["environment"]
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
+        )
+
+    def started(self) -> None:
+        """Wait until the engine is up."""
+        answer = self._answer(START_LIMIT_S)
+        self.import_s, self.start_s = answer["import_s"], answer["start_s"]
+
+    def ask(self, wanted: Composition, count: int, hold_s: float = 0.0) -> None:
+        """Begin ``count`` steps of a composition, and go on with them for ``hold_s``."""
+        asked = {"decodes": wanted.decodes, "context": wanted.context, "prefill_tokens": wanted.prefill_tokens}
+        asked |= {"cached_tokens": wanted.cached_tokens, "count": count}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asked | {"hold_s": hold_s}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Unavailable(f"the engine's process ended: {self._last_words()}") from None
+
+    def steps(self) -> list[tuple[float, float]]:
+        """(end on the machine's monotonic clock, seconds) of each step asked for."""
+        return [(end, seconds) for end, seconds in self._answer(STEPS_LIMIT_S)["steps"]]
+
+    def close(self) -> None:
+        """End the process and wait until it has given back its memory."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # what was not read any more
+                self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+    def _answer(self, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([pipe], [], [], limit_s)
+            piece = os.read(pipe, 1 << 16) if ready else b""
+            if not piece:
+                why = f"the engine's process ended: {self._last_words()}" if ready else f"no answer in {limit_s:g} s"
+                self._process.kill()
+                raise Unavailable(why)
+            self._buffer += piece
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise Unavailable(f"vLLM: {answer['error'].splitlines()[0][:200]}")
+        return answer
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        return lines[-1][:200] if lines else "without a word"
+
+
+class EnginePool:
+    """The engines that ran last, at most ``KEPT``: an engine that waits takes memory, but no time."""
+
+    def __init__(self, models: dict[str, ProbedModel], on_cpu: bool) -> None:
+        self._models, self._on_cpu = models, on_cpu
+        self._running: dict[EngineSpec, EngineProcess] = {}  # the last used at the end
+        self._failed: dict[EngineSpec, str] = {}
+
+    def get(self, *specs: EngineSpec) -> list[EngineProcess]:
+        """The engines of these specs. Raises Unavailable when one does not start, now or earlier."""
+        for spec in specs:
+            if spec in self._failed:
+                raise Unavailable(self._failed[spec])
+        for spec in specs:  # one after the other: an engine looks at the memory that is free
+            self._running[spec] = self._running.pop(spec) if spec in self._running else self._started(spec, specs)
+        for spec in list(self._running)[:-KEPT]:
+            self.discard(spec)
+        return [self._running[spec] for spec in specs]
+
+    def longest(self, spec: EngineSpec) -> int:
+        """Tokens that a sequence of this engine may have."""
+        arguments = worker_settings(spec, self._models[spec.model], self._on_cpu)["arguments"]
+        tokens: int = arguments["max_model_len"]
+        return tokens
+
+    def _started(self, spec: EngineSpec, wanted: tuple[EngineSpec, ...]) -> EngineProcess:
+        """A new engine; where there is no room for it beside engines that only wait, these end."""
+        try:
+            return self._start(spec)
+        except Unavailable as reason:
+            waiting = [other for other in self._running if other not in wanted]
+            for other in waiting:
+                self.discard(other)
+            if not waiting:
+                self._failed[spec] = str(reason)
+                raise
+        return self._started(spec, wanted)
+
+    def _start(self, spec: EngineSpec) -> EngineProcess:
+        process = EngineProcess(worker_settings(spec, self._models[spec.model], self._on_cpu))
+        try:
+            process.started()
+        except Unavailable:
+            process.close()
+            raise
+        return process
+
+    def discard(self, spec: EngineSpec) -> None:
+        """End an engine; the next point that needs it starts it anew."""
+        if spec in self._running:
+            self._running.pop(spec).close()
+
+    def close(self) -> None:
+        """End every engine."""
+        for spec in list(self._running):
+            self.discard(spec)

@@ -1,0 +1,29 @@
+"""Which function prepares the points of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from fineserve_calibrate.probes import attention, engine_points, kernels, transfers
+from fineserve_calibrate.probes.backend import Prepared
+from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.torch_device import TorchDevice
+
+PREPARE: Mapping[str, Callable[[TorchDevice, Point], Prepared]] = MappingProxyType(
+    {
+        "gemm": kernels.gemm,
+        "elementwise": kernels.elementwise,
+        "prefill_attention": attention.prefill,
+        "decode_attention": attention.decode,
+        "copy": transfers.copy,
+        "weight_load": transfers.weight_load,
+        "all_reduce": transfers.all_reduce,
+        "point_to_point": transfers.point_to_point,
+        "vmm": transfers.vmm,
+        "engine_start": engine_points.engine_start,
+        "host_overhead": engine_points.host_overhead,
+        "step": engine_points.step,
+        "contention": engine_points.contention,
+    }
+)

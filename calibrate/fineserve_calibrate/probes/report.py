@@ -1,0 +1,156 @@
+"""The report of a run: what was measured under which conditions, against the roofline, and what could not be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fineserve_calibrate.checks import check
+from fineserve_calibrate.probes.parts import Finished, Measured
+from fineserve_calibrate.probes.roofline import Floats, ideal_s, measured_spec
+from fineserve_calibrate.probes.step_model import fit_steps
+from fineserve_calibrate.tables import COLUMNS, Table
+from fineserve_sim.catalog import GpuSpec
+from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
+from fineserve_sim.latency.tables import TableError
+
+SERIES = ("dtype", "kv_dtype", "operation", "direction", "host_memory")
+"""Columns whose values are drawn in colours of their own."""
+PANELS_A_ROW = 3
+RESTLESS = 0.1
+"""Median spread above which the report warns."""
+
+
+def write_report(
+    folder: Path, measured: Measured, tables: Sequence[Table], data_sheet: GpuSpec | None, note: str
+) -> list[Path]:
+    """Write ``report.md`` and its figures; the files written. ``data_sheet`` is that of the device, where the
+    catalog has it; ``note`` tells of the simulator's table set."""
+    spec = data_sheet or measured_spec(tables, "its own best rows")
+    figures = _figures(folder / "figures", tables, spec)
+    lines = [f"# Probes of {measured.identity.device}", "", *_conditions(tables), "", *_operators(tables, spec), ""]
+    lines += [f"![Achieved against roofline](figures/{path.name})\n" for path in figures if path.suffix == ".png"]
+    lines += [*_steps(tables), *_checks(tables, data_sheet), *_missing(measured.parts), f"* Compact set: {note}", ""]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return [path, *figures]
+
+
+def _conditions(tables: Sequence[Table]) -> list[str]:
+    if not tables:
+        return ["Nothing was measured."]
+    mark = tables[0].fingerprint
+    clocks = dict.fromkeys(clock for table in tables for clock in table.fingerprint.clocks.split("; "))
+    restless = [table.operator for table in tables if np.median(table.columns["spread"]) > RESTLESS]
+    warning = f"Spread above {RESTLESS:.0%} in {', '.join(restless)}: the device was not free, or its clocks moved."
+    return [
+        f"Driver {mark.driver}, CUDA {mark.cuda}, torch {mark.torch}, {mark.backend}; {mark.date}; {mark.source}.",
+        "",
+        f"Clocks seen: {'; '.join(clocks)}.",
+        *(["", warning] if restless else []),
+    ]
+
+
+def _operators(tables: Sequence[Table], spec: GpuSpec | None) -> list[str]:
+    against = f"roofline of {spec.name}" if spec else "roofline"
+    lines = [
+        f"| operator | implementation | rows | spread, median | share of the {against}, median / best |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for table in tables:
+        kinds = ", ".join(sorted({str(name) for name in table.columns["implementation"]}))
+        bound = ideal_s(table, spec) if spec else None
+        share = "no bound"
+        if bound is not None:
+            achieved = bound / table.columns["latency_s"]
+            share = f"{np.median(achieved):.1%} / {achieved.max():.1%}"
+        spread = float(np.median(table.columns["spread"]))
+        lines.append(f"| {table.operator} | {kinds} | {len(table)} | {spread:.1%} | {share} |")
+    return lines
+
+
+def _steps(tables: Sequence[Table]) -> list[str]:
+    """How well the step model that the simulator can load describes the measured steps, an engine a line."""
+    steps = next((table for table in tables if table.operator == "step"), None)
+    if steps is None:
+        return []
+    lines = ["## Engine steps", "", "| engine | rows | seconds, least to most | step model: median and worst error |"]
+    lines.append("| --- | --- | --- | --- |")
+    names = [
+        " ".join(values)
+        for values in zip(*(steps.columns[c].tolist() for c in ("model", "dtype", "mode")), strict=True)
+    ]
+    for name in dict.fromkeys(names):
+        engine = steps.where(np.array(names) == name)
+        seconds = engine.columns["latency_s"]
+        try:
+            error = np.abs(fit_steps(dict(engine.columns)).error)
+            fit = f"{np.median(error):.1%}, {error.max():.1%}"
+        except TableError as refused:
+            fit = str(refused)
+        lines.append(f"| {name} | {len(engine)} | {seconds.min():.4g} to {seconds.max():.4g} | {fit} |")
+    return [*lines, ""]
+
+
+def _checks(tables: Sequence[Table], data_sheet: GpuSpec | None) -> list[str]:
+    lines = ["## Checks", ""]
+    for table in tables:
+        if table.operator not in COLUMNS or data_sheet is None:
+            continue
+        try:
+            known = {name: table.columns[name] for name in COLUMNS[table.operator]}
+            check(replace(table, columns=known), table.fingerprint.device, data_sheet)
+            lines.append(f"* {table.operator}: passed")
+        except TableError as problem:
+            lines.append(f"* {problem}")
+    return [*lines, ""] if len(lines) > 2 else []
+
+
+def _missing(finished: Iterable[Finished]) -> list[str]:
+    lines = ["## Not measured", ""]
+    for part in finished:
+        lines += [f"* {part.name}: {count} points, {reason}" for reason, count in part.unavailable]
+        if part.left_out:
+            lines.append(f"* {part.name}: {part.left_out} points, the part's time was over")
+    return [*lines, ""] if len(lines) > 2 else []
+
+
+def _figures(folder: Path, tables: Sequence[Table], spec: GpuSpec | None) -> list[Path]:
+    """Measured seconds against those of the roofline, a panel an operator; none without a bound."""
+    bounds = [(table, bound) for table in tables if spec and (bound := ideal_s(table, spec)) is not None]
+    if not bounds:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    with house_style():
+        rows = -(-len(bounds) // PANELS_A_ROW)
+        figure = Figure(figsize=(3.3 * PANELS_A_ROW + 0.6, 2.9 * rows + 0.4), layout="constrained")
+        panels = figure.subplots(rows, PANELS_A_ROW, squeeze=False).ravel().tolist()
+        for panel, (table, bound) in zip(panels, bounds, strict=False):
+            _panel(panel, table, bound)
+        for panel in panels[len(bounds) :]:
+            panel.set_visible(False)
+        figure.supxlabel(f"roofline of {spec.name if spec else ''} (s)")
+        figure.supylabel("measured (s)")
+        return save(figure, folder / "roofline")
+
+
+def _panel(panel: Axes, table: Table, bound: Floats) -> None:
+    seconds = table.columns["latency_s"]
+    panel.plot([bound.min(), bound.max()], [bound.min(), bound.max()], color=COLOURS[6], linewidth=0.8)
+    names = [name for name in SERIES if name in table.columns and len(set(table.columns[name].tolist())) > 1]
+    series = [" ".join(values) for values in zip(*(table.columns[name].tolist() for name in names), strict=True)]
+    labels = np.array(series if names else [table.operator] * len(table))
+    for place, label in enumerate(dict.fromkeys(labels.tolist())):
+        rows = labels == label
+        colour = COLOURS[place % len(COLOURS)]
+        panel.plot(bound[rows], seconds[rows], "o", color=colour, markersize=3.0, alpha=0.7, label=label)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_title(table.operator)
+    if names:
+        panel.legend(fontsize=6.5)

@@ -1,0 +1,62 @@
+"""Operators that probes measure: the columns of their tables.
+
+``gemm``, ``prefill_attention``, ``decode_attention`` and ``all_reduce`` are those of the imported tables
+(``fineserve_calibrate.tables``, which measuring does without: it needs pyarrow). Every table has besides ``latency_s``
+(seconds, median) the columns of ``MEASURED``.
+
+================== =========================================================================================
+operator           columns; ``latency_s`` is the time of ...
+================== =========================================================================================
+elementwise        operation (rms_norm, add_rms_norm, rope, silu_and_mul, greedy, random), dtype, tokens, width
+                   (elements a token reads): one call
+point_to_point     message_bytes: a copy from one GPU to another
+copy               direction (host_to_device, device_to_host, host_to_host), host_memory (pinned, pageable), bytes:
+                   one copy
+vmm                call (create, map, set_access, unmap, release), bytes (of a handle), count (handles), load (idle,
+                   kernel): one driver call, the mean of ``count`` in a row
+weight_load        bytes: a safetensors file, in the page cache, to tensors on the device
+engine_start       model, dtype, mode, phase (import: Python and vLLM; start: the engine, random weights): one phase
+host_overhead      mode, decodes: a step of an engine whose model is too small to take time (one layer)
+step               model, dtype, kv_dtype, mode (eager, graphs), decodes, context (cached tokens of each decode),
+                   prefill_tokens (of one prompt chunk), cached_tokens (its prefix): one step of a vLLM engine
+contention         sharing (time_slicing, mps), model, dtype, neighbour (dtype of the other engine, none: alone),
+                   decodes, context, prefill_tokens, neighbour_decodes, neighbour_prefill_tokens: one step of the first
+                   engine while the other runs its own steps
+================== =========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Value = str | int
+Point = Mapping[str, Value]
+"""One measurement asked for: the operator's key columns."""
+
+LATENCY = "latency_s"
+MEASURED = ("latency_s", "spread", "repeats", "implementation")
+"""Median seconds; interquartile range / median; measurements; the kernel or engine that ran."""
+
+_HEADS = ("dtype", "kv_dtype", "q_heads", "kv_heads", "head_dim", "batch")
+_COMPOSITION = ("decodes", "context", "prefill_tokens")
+KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "gemm": ("dtype", "m", "n", "k"),
+        "prefill_attention": (*_HEADS, "new_tokens", "cached_tokens"),
+        "decode_attention": (*_HEADS, "context"),
+        "all_reduce": ("dtype", "gpus", "message_bytes"),
+        "elementwise": ("operation", "dtype", "tokens", "width"),
+        "point_to_point": ("message_bytes",),
+        "copy": ("direction", "host_memory", "bytes"),
+        "vmm": ("call", "bytes", "count", "load"),
+        "weight_load": ("bytes",),
+        "engine_start": ("model", "dtype", "mode", "phase"),
+        "host_overhead": ("mode", "decodes"),
+        "step": ("model", "dtype", "kv_dtype", "mode", *_COMPOSITION, "cached_tokens"),
+        "contention": (
+            *("sharing", "model", "dtype", "neighbour"),
+            *(*_COMPOSITION, "neighbour_decodes", "neighbour_prefill_tokens"),
+        ),
+    }
+)

@@ -1,0 +1,75 @@
+"""One run of the probes: measure the parts that are not finished yet. Needs numpy and rich beside what is probed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from fineserve_calibrate.probes.backend import Backend, ProbeError
+from fineserve_calibrate.probes.parts import finished, write_part
+from fineserve_calibrate.probes.runner import Part, run_part
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Where results go, and how much effort they stand for (``quick`` or ``full``)."""
+
+    backend: Backend
+    folder: Path
+    effort: str
+    console: Console
+
+    def measure(self, parts: Sequence[Part]) -> None:
+        """Every part that is not finished. Raises ProbeError when the device stops working."""
+        missing = [part for part in parts if not finished(self.folder, part, self.backend.identity)]
+        if len(missing) < len(parts):
+            self.say(f"{len(parts) - len(missing)} of {len(parts)} parts are finished already")
+        with self._progress() as progress:
+            task = progress.add_task("", total=sum(part.expected_s for part in missing))
+            for part in missing:
+                progress.update(task, description=part.name)
+                self._run(part, progress, task)
+
+    def _run(self, part: Part, progress: Progress, task: object) -> None:
+        each_s = part.expected_s / max(1, len(part.points))
+
+        def advance(points: int) -> None:
+            progress.advance(task, points * each_s)  # type: ignore[arg-type]
+
+        outcome = run_part(part, self.backend, advance)
+        write_part(self.folder, part, self.backend.identity, self.effort, outcome)
+        if outcome.device_lost:
+            point, reason = outcome.unavailable[-1]
+            where = ", ".join(f"{name} {value}" for name, value in point.items())
+            raise ProbeError(
+                f"{part.name}: the device does not answer any more after {reason} ({where}); the same command goes on "
+                "with the other parts"
+            )
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description:42}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, transient=not self.console.is_terminal)
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def default_folder(backend: Backend, on_cpu: bool, quick: bool) -> Path:
+    """``calibration/DEVICE``, with ``-quick`` behind it for a quick run."""
+    device = "cpu" if on_cpu else backend.spec.name if backend.spec else backend.identity.device
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return Path("calibration") / (f"{slug}-quick" if quick else slug)
+
+
+def select(parts: Sequence[Part], only: str | None) -> list[Part]:
+    """Parts whose name contains ``only``. Raises ProbeError when none does."""
+    chosen = [part for part in parts if only is None or only in part.name]
+    if not chosen:
+        raise ProbeError(f"--only {only}: no such part; parts: {', '.join(part.name for part in parts)}")
+    return chosen

@@ -1,0 +1,213 @@
+"""Step times of a real engine as a step model of the simulator.
+
+A step takes ``tokens[decodes + prefill_tokens] + sampled * row_s + decode context * kv_s + attention of the prompt chunks``,
+the structure of ``StepModel``: the same interface, the same arithmetic, other numbers. ``tokens`` is a non-decreasing
+piecewise linear curve, the chunks' attention is ``max(pairs * pair_s, keys * kv_s)``. All unknowns (the curve at the measured
+token counts, row_s, kv_s, pair_s) are non-negative and have the least absolute relative errors over all measured steps
+(least squares with weights from the errors of the round before): a step that was disturbed does not bend the curve.
+
+A step keeps its device busy to the part ``share``: 1 where engines take turns, less where each has cores of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from fineserve_calibrate.probes.schema import KEYS
+from fineserve_calibrate.tables import check_columns
+from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, Quantity
+from fineserve_sim.latency import Provenance, StepModel
+from fineserve_sim.latency.cost import EXTRAPOLATED, FITTED, Cost
+from fineserve_sim.latency.table_operators import GEMM_DTYPE
+from fineserve_sim.latency.tables import PiecewiseLinear, TableError
+
+Floats = NDArray[np.float64]
+ROUNDS = 20
+NOISE = 0.02  # relative error below which rows weigh alike
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """Seconds at token counts (``counts``), of a sequence that gets a token, of a cached decode token, and of a query-key
+    pair.
+
+    ``error`` holds fitted / measured - 1 of each row.
+    """
+
+    counts: Floats
+    seconds: Floats
+    row_s: float
+    kv_s: float
+    pair_s: float
+    error: Floats
+
+
+def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
+    """Columns of the rows of one engine in a ``step.parquet``.
+
+    Raises TableError for another file, or when it has no such rows.
+    """
+    try:
+        data = pq.read_table(path)
+    except (OSError, ValueError) as error:
+        raise TableError(f"{path.name}: not a Parquet file ({error})") from error
+    check_columns(path.name, data.column_names, (*KEYS["step"], "latency_s"))
+    columns = {name: data[name].to_numpy(zero_copy_only=False) for name in (*KEYS["step"], "latency_s")}
+    keep = (columns["model"] == model) & (columns["dtype"] == dtype) & (columns["mode"] == mode)
+    if not keep.any():
+        engines = zip(*(columns[name].tolist() for name in ("model", "dtype", "mode")), strict=True)
+        known = ", ".join(" ".join(engine) for engine in dict.fromkeys(engines))
+        raise TableError(f"{path.name}: no steps of {model} {dtype} {mode}; it has {known}")
+    return {name: values[keep] for name, values in columns.items()}
+
+
+def _hats(tokens: Floats, counts: Floats) -> Floats:
+    """Weights of the increments between counts: the curve at ``tokens`` is their product with increments >= 0."""
+    lengths = np.diff(counts, prepend=0.0)
+    starts = counts - lengths
+    inside = (tokens[:, None] - starts[None, :]) / np.where(lengths > 0, lengths, 1.0)
+    hats: Floats = np.clip(inside, 0.0, 1.0)
+    return hats
+
+
+def fit_steps(columns: dict[str, Any]) -> StepFit:
+    """Fit measured steps, columns as ``read_steps`` gives them.
+
+    Raises TableError with too few rows: fewer than three token counts, or no more rows than unknowns.
+    """
+    decodes, context, new, prefix = (
+        columns[name].astype(np.float64) for name in ("decodes", "context", "prefill_tokens", "cached_tokens")
+    )
+    seconds: Floats = columns["latency_s"].astype(np.float64)
+    counts = np.unique(decodes + new)
+    if len(counts) < 3 or len(seconds) <= len(counts) + 3:
+        raise TableError(f"step: {len(seconds)} rows over {len(counts)} token counts are too few for a step model")
+    pairs, keys, decode_keys = new * prefix + new * (new + 1) / 2, prefix + new, decodes * (context + 1)
+    hats, sampled = _hats(decodes + new, counts), decodes + (new > 0)
+    by_keys, weight = np.zeros(len(seconds), dtype=bool), np.ones(len(seconds))
+    for _ in range(ROUNDS):
+        kv = decode_keys + np.where(by_keys, keys, 0.0)
+        found = _relative(np.column_stack([hats, sampled, kv, np.where(by_keys, 0.0, pairs)]), seconds, weight)
+        row_s, kv_s, pair_s = found[-3:].tolist()
+        by_keys = keys * kv_s > pairs * pair_s
+        chunks_s = np.maximum(pairs * pair_s, keys * kv_s)
+        error = (hats @ found[:-3] + sampled * row_s + decode_keys * kv_s + chunks_s) / seconds - 1
+        weight = 1 / np.sqrt(np.maximum(np.abs(error), NOISE))
+    return StepFit(counts, np.cumsum(found[:-3]), row_s, kv_s, pair_s, error)
+
+
+def _relative(features: Floats, seconds: Floats, weight: Floats) -> Floats:
+    """Non-negative parameters with the least weighted squares of the relative errors."""
+    rows = features * (weight / seconds)[:, None]
+    scale = np.maximum(rows.max(axis=0), np.finfo(np.float64).tiny)
+    found: Floats = nnls(rows / scale, weight)[0] / scale
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAttention:
+    """Attention as fitted; see ``fineserve_sim.latency.attention.Attention``. Launches are in the curve over tokens."""
+
+    pair_s: float
+    kv_s: float
+    floor_s: float = 0.0
+
+    def decode(self, decodes: int) -> PiecewiseLinear:
+        """Seconds against the summed context, new tokens included."""
+        return PiecewiseLinear([0.0], [0.0], self.kv_s)
+
+    def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
+        """Seconds of prompt chunks: pairs, or reading their keys."""
+        return max(pairs * self.pair_s, (context + tokens) * self.kv_s)
+
+    def decode_source(self, decodes: int, context: int) -> int:
+        """Fitted."""
+        return FITTED
+
+    def prefill_source(self, tokens: int, pairs: float, context: int) -> int:
+        """Fitted."""
+        return FITTED
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOperators:
+    """The whole step in place of its operators: what depends on tokens, and attention."""
+
+    fit: StepFit
+    source: str
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """The fitted curve; beyond the largest measured count with its last slope."""
+        counts, seconds = self.fit.counts, self.fit.seconds
+        slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+        curve_s = np.interp(tokens, counts, seconds) + np.maximum(tokens - counts[-1], 0.0) * slope
+        source = np.where(tokens > counts[-1], EXTRAPOLATED, FITTED)
+        return {"tokens": Cost(curve_s, curve_s, curve_s, source)}
+
+    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
+        """What a sequence that gets a token adds."""
+        rows_s = rows * self.fit.row_s
+        return {"lm_head": Cost(rows_s, rows_s, rows_s, np.full(rows.shape, FITTED))}
+
+    @property
+    def attention(self) -> MeasuredAttention:
+        """Attention of a batch."""
+        return MeasuredAttention(self.fit.pair_s, self.fit.kv_s)
+
+    def provenance(self) -> list[Provenance]:
+        """The fitted numbers, and how well they fit."""
+        error = float(np.median(np.abs(self.fit.error)))
+        where = f"{self.source}, fitted over {len(self.fit.error)} steps, median error {error:.1%}"
+        fit = self.fit
+        numbers = {"least_s": fit.seconds[0], "row_s": fit.row_s, "kv_s": fit.kv_s, "pair_s": fit.pair_s}
+        return [Provenance(f"step.{name}", float(value), "s", "fitted", where) for name, value in numbers.items()]
+
+
+class MeasuredStepModel(StepModel):
+    """Step times of a real engine; methods and results as for ``StepModel``. The measured steps hold the host's time already.
+
+    ``source`` says where they were measured, ``share`` is the part of its device that a step keeps busy.
+    """
+
+    def __init__(
+        self, model: ModelSpec, precision: PrecisionSpec, gpu: GpuSpec, fit: StepFit, source: str, share: float = 1.0
+    ) -> None:
+        nothing = Quantity(value=0.0, kind="measured", source="inside the measured steps")
+        self.model, self.precision, self.tp, self.gpu = model, precision, 1, gpu
+        self.deployment = Deployment(name="measured steps", overhead_s=nothing)
+        self.fit, self.share = fit, share
+        operators = MeasuredOperators(fit, source)
+        self._price_by(operators, operators.attention)
+
+    def shares(
+        self,
+        decodes: int,
+        decode_context: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_context: int,
+        sampled: int,
+    ) -> tuple[float, float]:
+        """What a step needs of its device: the measured engine does not say what bounds it, so both alike."""
+        return self.share, self.share
+
+
+def load_step_model(
+    path: Path, model: ModelSpec, precision: PrecisionSpec, gpu: GpuSpec, mode: str = "eager", share: float = 1.0
+) -> MeasuredStepModel:
+    """The step model of an engine whose steps ``fineserve-calibrate --gpu ... [--model ...]`` measured at TP 1.
+
+    Raises TableError for another file, a precision that is not probed, or one without rows.
+    """
+    dtype = GEMM_DTYPE.get((precision.weight_bits, precision.activation_bits))
+    if dtype is None:
+        raise TableError(f"{path.name}: no steps in {precision.name}; probes run bfloat16, fp8 and 4-bit weights")
+    fit = fit_steps(read_steps(path, model.name, dtype, mode))
+    return MeasuredStepModel(model, precision, gpu, fit, f"{path.name}: {model.name} {dtype} {mode}", share)
