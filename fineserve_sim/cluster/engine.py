@@ -121,8 +121,8 @@ class Engine:
     # --- what others do --------------------------------------------------------------------------------------------
 
     def accept(self, sequence: SequenceState) -> None:
-        """A dispatched request joins the engine's queue; it starts at the next iteration. It ends at ``max_tokens`` at the latest,
-        as vLLM's requests do at max_model_len."""
+        """A dispatched request joins the engine's queue; it starts at the next iteration. It ends at ``max_tokens`` at the
+        latest, as vLLM's requests do at max_model_len."""
         sequence.output_tokens = min(sequence.output_tokens, self.max_tokens - sequence.prompt_tokens)
         self.waiting.append(sequence)
         self._backlog_tokens += sequence.target_tokens
@@ -394,6 +394,8 @@ class Engine:
         """A prefill is done: it yields a token (the first one, or the next after a recomputation)."""
         self.prefilling.remove(sequence)
         self.composition_changed = True
+        if sequence.prefix is not None:
+            self.kv.keep(sequence)
         sequence.generated_tokens += 1
         self._cluster.emitted(sequence, now)
         if sequence.generated_tokens == sequence.output_tokens:

@@ -52,6 +52,10 @@ class EngineKV(ABC):
         must prefill."""
         return 0
 
+    def keep(self, sequence: SequenceState) -> None:
+        """Its prefill is done: let others have its full blocks, where sequences that run share them."""
+        return
+
     @abstractmethod
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         """Give ``sequence``, which does not decode, the blocks that hold ``tokens`` tokens in all. False, and nothing taken,
@@ -125,6 +129,16 @@ class NamedBlocks(EngineKV):
             sequence.blocks = [ids[:blocks] for ids in found]
         return blocks * self._block_tokens
 
+    def keep(self, sequence: SequenceState) -> None:
+        if all(cache.shares_running for cache in self._caches):
+            self._record(sequence)
+
+    def _record(self, sequence: SequenceState) -> None:
+        """Keep the full blocks of what it has cached, as far as its prefix is known."""
+        if keys := self._keys(sequence, sequence.cached_tokens):
+            for cache, held in zip(self._caches, sequence.blocks, strict=True):
+                cache.record(self._owner, keys, held)
+
     def _keys(self, sequence: SequenceState, tokens: int) -> tuple[int, ...]:
         """The keys of the full blocks among its first ``tokens`` tokens, as far as its prefix is known."""
         prefix = sequence.prefix
@@ -164,10 +178,8 @@ class NamedBlocks(EngineKV):
         return True
 
     def release(self, sequence: SequenceState) -> None:
-        if sequence.prefix is not None and sequence.blocks:
-            keys = self._keys(sequence, sequence.cached_tokens)
-            for cache, held in zip(self._caches, sequence.blocks, strict=True):
-                cache.record(self._owner, keys, held)
+        if sequence.blocks:
+            self._record(sequence)
         for manager, held in zip(self._managers, sequence.blocks, strict=bool(sequence.blocks)):
             manager.free(self._owner, held)
         sequence.blocks = []

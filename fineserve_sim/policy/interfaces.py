@@ -141,7 +141,10 @@ class TimedKVManager(KVManager, Protocol):
 
 @runtime_checkable
 class PrefixKVManager(KVManager, Protocol):
-    """A KV memory that keeps the blocks of finished sequences for others with the same prefix (see policy/prefix.py)."""
+    """A KV memory that keeps full blocks of sequences for others with the same prefix (see policy/prefix.py): from the end
+    of the prefill on where ``shares_running``, else when the sequence ends."""
+
+    shares_running: bool
 
     def match(self, owner: int, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix of ``keys``, held by one sequence more; free them like others."""

@@ -1,4 +1,4 @@
-"""Private paged pools with prefix caching, as vLLM's: full blocks of sequences that ended stay until somebody needs them.
+"""Private paged pools with prefix caching, as vLLM's: computed blocks are shared, and stay until somebody needs them.
 
 A paged pool of one engine is vTensor memory of a single tensor whose chunk is a block: blocks have names, references and a
 radix tree, and records go, least recently used first, when the pool runs out. Only the driver has no part in it.
@@ -23,6 +23,8 @@ class PrefixPools:
     Args:
         shares: (block bytes, share bytes) by owner (engine id). The memory managed is the sum of the shares.
     """
+
+    shares_running = True
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
         self._pools = _Pools(

@@ -153,6 +153,8 @@ class KvCachedManager:
         """
         engine = self._engines[owner]
         obtainable = self._obtainable_pages(engine)
+        if blocks > engine.room_blocks + obtainable * (self._page_bytes // engine.kv.block_bytes):
+            return None
         held = engine.held_pages
         ids = engine.pages.alloc(owner, blocks)
         if ids is None:

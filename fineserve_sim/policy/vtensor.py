@@ -90,6 +90,8 @@ class VTensorManager:
         ValueError: a negative limit, or an engine without tensors.
     """
 
+    shares_running = False  # PrefixRecord is for finished requests
+
     def __init__(
         self,
         limit_bytes: int,

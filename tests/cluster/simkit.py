@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from fineserve_traces import Trace
 
-from fineserve_sim.catalog import deployment, gpu, model, precision
-from fineserve_sim.cluster import EngineSettings, Fate, Gpu, RunResult, Scenario, ServedModel, simulate
+from fineserve_sim.catalog import gpu, model, precision
+from fineserve_sim.cluster import EngineSettings, Fate, Gpu, RunResult, Scenario, ServedModel, profiling, simulate
 from fineserve_sim.cluster.memory import geometry, peak_activation_bytes, resident_bytes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.systems import SystemSpec
@@ -83,7 +83,7 @@ def with_usable_bytes(usable_bytes: int, settings: EngineSettings) -> EngineSett
 
 
 def step_model(m: ServedModel, settings: EngineSettings | None = None) -> StepModel:
-    return StepModel(m.model, m.precision, m.tp, H100, deployment((settings or EngineSettings()).deployment))
+    return profiling.step_model(m, H100, settings or EngineSettings())
 
 
 def solo(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from simkit import (
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.cluster import Cluster
 from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.kv import NamedBlocks
+from fineserve_sim.cluster.sequence import SequenceState
 from fineserve_sim.systems import SystemSpec, load_systems
 
 SYSTEMS = ["fineserve", "prism*", "static*", "dedicated"]
@@ -47,6 +50,21 @@ VARIANTS = [
     ("fcfs", {"policy": "private", "split": "equal"}),
     ("adaptive", {"policy": "kv_slab", "slab_multiple": 3, "reserved_slabs": 1}),
 ]
+PAGED = {"policy": "kvcached", "page_bytes": 2**16}
+CHUNKED = {"policy": "vtensor", "chunk_bytes": 2**15}
+VIRTUAL = [
+    ("fcfs", PAGED | {"mode": "sync"}),
+    ("adaptive", PAGED | {"mode": "buffered", "min_reserved": 1, "max_reserved": 2}),
+    ("moore_hodgson", PAGED | {"mode": "buffered", "min_reserved": 2, "max_reserved": 2}),
+    ("adaptive", PAGED | {"mode": "contiguous"}),
+    ("fcfs", CHUNKED),
+    ("adaptive", CHUNKED | {"extend": "late", "trim_s": 0.02}),
+    ("moore_hodgson", CHUNKED),
+    ("fcfs", {"policy": "private", "split": "equal", "prefix_cache": True}),
+    ("adaptive", {"policy": "private", "prefix_cache": True, "attention": "paged_attention_v0.4.2"}),
+    ("fcfs", {"policy": "contiguous", "max_tokens": 200}),
+]
+"""KV memory by virtual memory, prefix caching, legacy kernels."""
 FORMATS = [
     ("llama-3.2-1b", "fp16"),
     ("llama-3.2-1b", "fp8"),
@@ -59,12 +77,13 @@ seen: Counter[str] = Counter()
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Scenario:
-    """One to four models on one to three GPUs, with KV memory for a small number of requests on the fullest GPU."""
+def clusters(draw: st.DrawFn, variants: Sequence[tuple[Any, Any]] = VARIANTS) -> Scenario:
+    """One to four models on one to three GPUs, with KV memory for a small number of requests on the fullest GPU, under
+    one of ``variants``."""
     number = draw(st.integers(1, 3))
     models = tuple(draw(st.lists(served_models(number), min_size=1, max_size=4)))
     models = tuple(replace(m, id="abcd"[i]) for i, m in enumerate(models))
-    chosen, fixed = draw(systems(models, number))
+    chosen, fixed = draw(systems(models, number, variants))
     engine = EngineSettings(
         token_budget=draw(st.sampled_from([24, 64, 256])),
         max_sequences=draw(st.sampled_from([2, 5, 20] if chosen.name == "inline" else [5, 20])),
@@ -72,7 +91,7 @@ def clusters(draw: st.DrawFn) -> Scenario:
     )
     pool = draw(st.sampled_from([120, 200, 250, 333, 450, 600])) * max(geometry(m, engine).token_bytes for m in models)
     engine = with_usable_bytes(fixed_bytes(fixed, engine) + pool, engine)
-    trace = trace_of(draw(loads(len(models))), [m.id for m in models])
+    trace = with_prefixes(trace_of(draw(loads(len(models))), [m.id for m in models]))
     return Scenario(chosen, models, gpus(number), trace, engine, sample_s=0.05)
 
 
@@ -86,13 +105,25 @@ def served_models(number: int) -> st.SearchStrategy[ServedModel]:
     )
 
 
+def with_prefixes(trace: Trace) -> Trace:
+    """Every third request begins alike, up to 40 tokens, answers included; the rest of each is its own."""
+    tokens = (trace.prompt_tokens + trace.output_tokens).tolist()
+    ids = [
+        [row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(n // 8)]
+        for row, n in enumerate(tokens)
+    ]
+    return replace(trace, prefix_hashes=tuple(map(tuple, ids)), prefix_block_tokens=8)
+
+
 @st.composite
-def systems(draw: st.DrawFn, models: tuple[ServedModel, ...], number: int) -> tuple[SystemSpec, list[ServedModel]]:
+def systems(
+    draw: st.DrawFn, models: tuple[ServedModel, ...], number: int, variants: Sequence[tuple[Any, Any]]
+) -> tuple[SystemSpec, list[ServedModel]]:
     """A system, and the models on the GPU that it is expected to fill most."""
-    if draw(st.integers(0, 2)) == 0:
+    if variants is VARIANTS and draw(st.integers(0, 2)) == 0:
         name = draw(st.sampled_from(SYSTEMS))
         return load_systems()[name], [max(models, key=_weight)] if name == "dedicated" else list(models)
-    scheduler, memory = draw(st.sampled_from(VARIANTS))
+    scheduler, memory = draw(st.sampled_from(variants))
     groups: dict[str, list[tuple[int, ...]]] = {}
     hosted: dict[int, list[ServedModel]] = {gpu: [] for gpu in range(number)}
     for m in models:
@@ -142,6 +173,16 @@ def both_ways(scenario: Scenario) -> tuple[Logged, Logged]:
 @settings(max_examples=100, phases=[Phase.generate])  # shrinking whole clusters would take minutes
 @given(clusters())
 def check_a_cluster(scenario: Scenario) -> None:
+    check_both_ways(scenario)
+
+
+@settings(max_examples=100, phases=[Phase.generate])
+@given(clusters(VIRTUAL))
+def check_virtual_memory(scenario: Scenario) -> None:
+    check_both_ways(scenario)
+
+
+def check_both_ways(scenario: Scenario) -> None:
     try:
         merged, plain = both_ways(scenario)
     except ScenarioError:
@@ -178,6 +219,29 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
     assert seen["merged away"] > 15_000
 
 
+def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    exposed_s, reuse = NamedBlocks.exposed_s, NamedBlocks.reuse
+
+    def watched_exposed_s(self: NamedBlocks) -> float:
+        seconds = exposed_s(self)
+        seen["delays"] += seconds > 0
+        return seconds
+
+    def watched_reuse(self: NamedBlocks, sequence: SequenceState) -> int:
+        tokens = reuse(self, sequence)
+        seen["reused"] += tokens > 0
+        return tokens
+
+    monkeypatch.setattr(NamedBlocks, "exposed_s", watched_exposed_s)
+    monkeypatch.setattr(NamedBlocks, "reuse", watched_reuse)
+    seen.clear()
+    check_virtual_memory()
+    assert seen["runs"] > 80 and seen["UNFINISHED"] == 0
+    assert seen["preemptions"] > 100 and seen["FINISHED"] > 1000
+    assert seen["delays"] > 1000 and seen["reused"] > 200
+    assert seen["shared GPUs"] > 40 and seen["merged away"] > 5000
+
+
 def test_a_dispatch_is_news_for_the_other_engines_of_the_scope() -> None:
     """Prism's scheduler starts a late request in the call after the one that left nobody on time. At time 0 both engines
     start, and so ask: the second one must ask although the first did so at the same moment."""
@@ -196,7 +260,7 @@ def test_a_span_in_flight_ends_when_a_neighbour_learns_of_an_earlier_moment_to_a
     """Engine 0 falls idle while engine 1 decodes: from then on the last request of engine 0 may have to be dropped, earlier
     than anything that the span of engine 1 was planned to wait for."""
     a, b = served("a", tp=2, slo_s=0.02), served("b", tp=2, slo_s=0.5)
-    engine = EngineSettings(token_budget=24, max_sequences=5, block_tokens=8)
+    engine = EngineSettings(token_budget=24, max_sequences=5, block_tokens=8, latency="roofline")
     pool = 333 * geometry(a, engine).token_bytes
     engine = with_usable_bytes(fixed_bytes([a, b], engine) + pool, engine)
     rows = [(0.02, 40, 60, 1), (0.03, 90, 20, 1), (0.09, 15, 1, 1), (0.09, 150, 16, 0), (0.11, 150, 1, 0)]

@@ -1,0 +1,47 @@
+"""Llumnix's live migration: move the shortest running request of the fullest instance to the freest one.
+
+At each look the instances with the lowest and the highest freeness are paired, then the next two, as long as the one is
+under ``out_blocks`` and the other above ``in_blocks``. The destination reserves memory when the move starts, the source
+gives its own back when it ends: in a spike over the whole cluster there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fineserve_sim.policy.dispatch import freeness
+from fineserve_sim.policy.group_view import GroupView, Phase
+
+
+class Migrate(NamedTuple):
+    """Copy the KV of ``request`` from ``source`` to ``destination`` (group ids) while it goes on decoding."""
+
+    request: int
+    source: int
+    destination: int
+
+
+class LlumnixMigration:
+    """``out_blocks`` and ``in_blocks`` are freeness thresholds in KV blocks a running request; a pair must straddle
+    both."""
+
+    def __init__(self, out_blocks: float = 3.0, in_blocks: float = 3.0) -> None:
+        if in_blocks < out_blocks:
+            raise ValueError(
+                f"in_blocks {in_blocks:g} is below out_blocks {out_blocks:g}; requests would move in circles"
+            )
+        self._out, self._in = out_blocks, in_blocks
+
+    def tick(self, groups: Sequence[GroupView]) -> list[Migrate]:
+        """The moves to start now. ``groups`` are those without a move under way."""
+        ranked = sorted(
+            (view for view in groups if view.phase is Phase.SERVING), key=lambda view: (freeness(view), view.group)
+        )
+        moves = []
+        for source, destination in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
+            if freeness(source) >= self._out or freeness(destination) <= self._in:
+                break
+            if source.shortest is not None and source.shortest_blocks <= destination.free_blocks:
+                moves.append(Migrate(source.shortest, source.group, destination.group))
+        return moves

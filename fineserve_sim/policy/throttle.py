@@ -1,0 +1,141 @@
+"""When KunServe drops layers, when it restores them, and when it asks for more instances (sections 4.1 and 4.4).
+
+    NORMAL --throttled--> drop --> PIPELINED --throttled--> drop further
+    PIPELINED --usage under half of the base KV memory--> restore --> NORMAL
+
+A group is throttled when its KV memory is nearly full and its queue asks for more than is left. The two thresholds, 95
+% of what a group has now and 50 % of what it has without drop, are the hysteresis.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from fineserve_sim.policy.drop_plan import Group, plan_drop
+from fineserve_sim.policy.group_view import GroupView, Phase
+
+
+class DropLayers(NamedTuple):
+    """Form these new groups (instance ids). ``freed_bytes`` of weights become KV memory; ``sufficient``: as required."""
+
+    groups: tuple[Group, ...]
+    freed_bytes: int
+    sufficient: bool
+
+
+class RestoreLayers(NamedTuple):
+    """Bring the missing layers of a group back to its instances and dissolve it."""
+
+    group: int
+
+
+class AddInstance(NamedTuple):
+    """Start a new instance: the memory that dropping can free does not stop the queue from growing."""
+
+
+ThrottleCommand = DropLayers | RestoreLayers | AddInstance
+
+
+class KunServeDrop:
+    """The global memory manager: looks at all groups now and then (``tick``) and decides what changes.
+
+    ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model; ``required``:
+    whether free KV memory counts against the demand of the queue (net) or not (gross); ``falling_samples``: restore
+    only when the usage of the group has not risen over so many looks (0: do not ask); ``restore``: whether groups are
+    ever dissolved.
+    """
+
+    def __init__(
+        self,
+        copy_bytes: int,
+        block_bytes: int,
+        *,
+        node_of: Mapping[int, int] | None = None,
+        trigger: float = 0.95,
+        restore_below: float = 0.5,
+        required: Literal["net", "gross"] = "net",
+        max_group: int | None = None,
+        falling_samples: int = 0,
+        restore: bool = True,
+    ) -> None:
+        if restore_below >= trigger:
+            raise ValueError(f"restore_below {restore_below:g} must be under the trigger {trigger:g}")
+        self._copy_bytes, self._block_bytes = copy_bytes, block_bytes
+        self._node_of = node_of
+        self._trigger, self._restore_below = trigger, restore_below
+        self._required, self._max_group, self._restore = required, max_group, restore
+        self._usage: dict[int, deque[int]] = {}
+        self._falling_samples = falling_samples
+
+    def tick(self, groups: Sequence[GroupView]) -> list[ThrottleCommand]:
+        """What to do now. Nothing while a group is being changed, until the last KV has arrived at its new place."""
+        self._remember(groups)
+        if any(view.phase is Phase.CHANGING or view.stalled for view in groups):
+            return []
+        if any(throttled(view, self._trigger) for view in groups if view.takes_requests):
+            drop = self._drop(groups)
+            return [] if drop is None else [drop]
+        if not self._restore:
+            return []
+        return [RestoreLayers(view.group) for view in groups if self._may_restore(view)]
+
+    def _drop(self, groups: Sequence[GroupView]) -> DropLayers | None:
+        serving = [view for view in groups if view.takes_requests]
+        queued = sum(view.queued_blocks for view in serving)
+        free = sum(view.free_blocks for view in serving) if self._required == "net" else 0
+        plan = plan_drop(
+            [view.instances for view in serving],
+            (queued - free) * self._block_bytes,
+            self._copy_bytes,
+            node_of=self._node_of,
+            max_group=self._max_group,
+        )
+        return DropLayers(plan.merged, plan.freed_bytes, plan.sufficient) if plan.merged else None
+
+    def _may_restore(self, view: GroupView) -> bool:
+        pipelined = view.phase is Phase.SERVING and len(view.instances) > 1
+        if not pipelined or view.queued_blocks or view.used_bytes >= self._restore_below * view.base_bytes:
+            return False
+        if not self._falling_samples:
+            return True
+        usage = self._usage[view.group]
+        return len(usage) == usage.maxlen and usage[-1] <= usage[0]
+
+    def _remember(self, groups: Sequence[GroupView]) -> None:
+        if self._falling_samples:
+            self._usage = {
+                view.group: self._usage.get(view.group, deque(maxlen=self._falling_samples)) for view in groups
+            }
+            for view in groups:
+                self._usage[view.group].append(view.used_bytes)
+
+
+def throttled(view: GroupView, trigger: float = 0.95) -> bool:
+    """Nearly full, and the queue asks for at least what is left (so an empty queue never throttles)."""
+    return (
+        view.queued_blocks > 0
+        and view.used_blocks >= trigger * view.capacity_blocks
+        and view.queued_blocks >= view.free_blocks
+    )
+
+
+class ScaleOut:
+    """Ask for an instance when layers are dropped and KV demand went on growing for ``samples`` looks, at most once in
+    ``pause_s`` (a new one takes as long to start, and changes the picture)."""
+
+    def __init__(self, samples: int, pause_s: float) -> None:
+        self._demand: deque[int] = deque(maxlen=samples)
+        self._pause_s = pause_s
+        self._asked_s = float("-inf")
+
+    def tick(self, now: float, groups: Sequence[GroupView]) -> list[AddInstance]:
+        demand = sum(view.used_blocks + view.queued_blocks for view in groups)
+        self._demand.append(demand)
+        dropped = any(len(view.instances) > 1 and view.takes_requests for view in groups)
+        full = len(self._demand) == self._demand.maxlen
+        if not dropped or not full or demand <= self._demand[0] or now < self._asked_s + self._pause_s:
+            return []
+        self._asked_s = now
+        return [AddInstance()]
