@@ -82,10 +82,10 @@ class LoneEngine(Engine):
         while settled < last:
             boundaries = min(last - settled, decodes.steps_to_finish())
             settled += boundaries
-            blocks = decodes.blocks_ahead(boundaries - 1)
+            sure = self._blocks.take(decodes.blocks_ahead(boundaries - 1))
             decodes.advance(boundaries)
             self._retire(decodes.pop_finished(), self._ends[settled - 1])
-            if not self._blocks.take(blocks + len(decodes.needing_block())):
+            if not sure or not self._blocks.take(len(decodes.needing_block())):
                 raise AssertionError(f"engine {self.index}: no memory inside a span")
 
     def _span_ends(self, now: float) -> list[float]:

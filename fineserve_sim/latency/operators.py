@@ -2,20 +2,21 @@
 
 An operator's kernel takes ``launch + max(flops / rate, bytes / rate)``. The costs here depend on the number of batch
 tokens alone, or on the number of sampled rows alone, so that a step model can tabulate them; what depends on context
-lengths (attention) is linear in running sums and comes as coefficients.
+lengths is ``attention``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fineserve_sim.catalog import (
     GemmKernel,
+    GpuSpec,
     Linear,
     ModelSpec,
     PrecisionSpec,
@@ -24,28 +25,11 @@ from fineserve_sim.catalog import (
     kv_token_bytes,
     linears,
 )
-from fineserve_sim.latency.rates import Rates
+from fineserve_sim.latency.attention import Attention, RooflineAttention
+from fineserve_sim.latency.cost import Cost, Floats, rate_code
+from fineserve_sim.latency.rates import Provenance, Rates
 
-Floats = NDArray[np.float64]
 BYTES_16BIT = 2
-
-
-class Cost(NamedTuple):
-    """Arrays over batch sizes: seconds in all, and those during which compute units or memory bandwidth are needed."""
-
-    seconds: Floats
-    compute_s: Floats
-    memory_s: Floats
-
-    def times(self, count: int) -> Cost:
-        """The cost of running the operator ``count`` times."""
-        return Cost(count * self.seconds, count * self.compute_s, count * self.memory_s)
-
-
-def total(costs: dict[str, Cost]) -> Cost:
-    """Sum over operators, one after the other."""
-    seconds, compute_s, memory_s = (sum(parts[1:], parts[0]) for parts in zip(*costs.values(), strict=True))
-    return Cost(seconds, compute_s, memory_s)
 
 
 def _gemm(kernel: GemmKernel, shape: Linear, rows: Floats, weight_bits: float, activation_bits: int) -> Cost:
@@ -54,33 +38,51 @@ def _gemm(kernel: GemmKernel, shape: Linear, rows: Floats, weight_bits: float, a
     compute_s = rows * (2 * weights / kernel.flops_per_s.value)
     row_bytes = shape.inputs * activation_bits / 8 + shape.outputs * BYTES_16BIT
     memory_s = (rows * row_bytes + weights * weight_bits / 8) / kernel.bytes_per_s.value
-    return Cost(kernel.launch_s.value + np.maximum(compute_s, memory_s), compute_s, memory_s)
+    source = np.where(compute_s > memory_s, rate_code(kernel.flops_per_s), rate_code(kernel.bytes_per_s))
+    return Cost(kernel.launch_s.value + np.maximum(compute_s, memory_s), compute_s, memory_s, source)
 
 
 def _stream(kernel: StreamKernel, row_elements: int, rows: Floats) -> Cost:
     """A kernel that moves ``row_elements`` 16-bit elements per row."""
     memory_s = rows * (row_elements * BYTES_16BIT / kernel.bytes_per_s.value)
-    return Cost(kernel.launch_s.value + memory_s, np.zeros_like(rows), memory_s)
+    source = np.full(rows.shape, rate_code(kernel.bytes_per_s))
+    return Cost(kernel.launch_s.value + memory_s, np.zeros_like(rows), memory_s, source)
 
 
-@dataclass(frozen=True, slots=True)
+class OperatorCosts(Protocol):
+    """Where a step model takes its costs from."""
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """Costs by operator of what every batch token passes through, for steps with so many tokens (> 0)."""
+
+    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
+        """Cost of ``lm_head`` over the rows (> 0) that produce a token."""
+
+    @property
+    def attention(self) -> Attention:
+        """Attention of a batch."""
+
+    def provenance(self) -> list[Provenance]:
+        """Every number behind these costs, with its source."""
+
+
+@dataclass(frozen=True)
 class Operators:
-    """The operators of one GPU of an engine's TP group."""
+    """The operators of one GPU of an engine's TP group, by roofline."""
 
     model: ModelSpec
     precision: PrecisionSpec
     tp: int
+    gpu: GpuSpec
     rates: Rates
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
-        """Costs over all layers of what every batch token passes through, attention's launches included."""
+        """Costs over all layers of what every batch token passes through; attention is not among them."""
         model, layers = self.model, self.model.layers
         costs = {name: cost.times(layers) for name, cost in self._linears(tokens).items()}
         costs |= {name: cost.times(layers) for name, cost in self._elementwise(tokens).items()}
         costs["norm"] = _stream(self.rates.norm, 2 * model.hidden_size, tokens).times(2 * layers + 1)
         costs["embedding"] = _stream(self.rates.embedding, 2 * model.hidden_size, tokens)
-        launches = np.full_like(tokens, self.rates.attention.launch_s.value * layers)
-        costs["attention_launch"] = Cost(launches, np.zeros_like(tokens), np.zeros_like(tokens))
         if self.rates.all_reduce is not None:
             costs["all_reduce"] = self._all_reduce(self.rates.all_reduce, tokens).times(2 * layers)
         return costs
@@ -90,16 +92,21 @@ class Operators:
         shape = Linear(self.model.hidden_size, math.ceil(self.model.vocab_size / self.tp))
         return {"lm_head": _gemm(self.rates.lm_head, shape, rows, 16, 16)}
 
-    @property
-    def pair_s(self) -> float:
-        """Attention seconds, over all layers, of one query-key pair of a prefill (4 flops per head dimension)."""
-        heads = self.model.q_heads // self.tp
-        return self.model.layers * 4 * heads * self.model.head_dim / self.rates.attention.flops_per_s.value
+    @cached_property
+    def attention(self) -> Attention:
+        """Attention of a batch."""
+        return RooflineAttention(*self._attention_work)
+
+    def provenance(self) -> list[Provenance]:
+        """Every number behind these costs, with its source."""
+        return list(self.rates.provenance())
 
     @property
-    def kv_s(self) -> float:
-        """Seconds to read the KV of one cached token over all layers."""
-        return kv_token_bytes(self.model, self.precision, self.tp) / self.rates.attention.bytes_per_s.value
+    def _attention_work(self) -> tuple[GemmKernel, int, int, int]:
+        """Kernel, layers, FLOPs of a query-key pair (4 a head dimension), KV bytes of a token."""
+        model = self.model
+        pair_flops = model.layers * 4 * (model.q_heads // self.tp) * model.head_dim
+        return self.rates.attention, model.layers, pair_flops, kv_token_bytes(model, self.precision, self.tp)
 
     def _linears(self, tokens: Floats) -> dict[str, Cost]:
         bits = self.precision.effective_weight_bits, self.precision.activation_bits
@@ -127,4 +134,5 @@ class Operators:
         message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
         link_s = message_bytes * (2 * (self.tp - 1) / self.tp) / kernel.bytes_per_s.value
         idle = np.zeros_like(tokens)
-        return Cost(kernel.launch_s.value + link_s, idle, idle)
+        source = np.full(tokens.shape, rate_code(kernel.bytes_per_s))
+        return Cost(kernel.launch_s.value + link_s, idle, idle, source)

@@ -18,15 +18,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fineserve_sim.catalog import Kind, Linear, gpu, linears
-from fineserve_sim.catalog.specs import GpuSpec, ModelSpec, PrecisionSpec
-from fineserve_sim.latency.operators import BYTES_16BIT, Cost, Floats, Operators
-from fineserve_sim.latency.rates import Rates
+from fineserve_sim.catalog import GpuSpec, Linear, gpu, linears
+from fineserve_sim.latency.attention import Attention, TableAttention
+from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, ROOFLINE, Codes, Cost, Floats
+from fineserve_sim.latency.operators import BYTES_16BIT, Operators
+from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import (
     DecodeTable,
     GemmTable,
+    Grid,
+    HeadMatch,
     Line,
-    PiecewiseLinear,
     PrefillTable,
     TableSet,
     isotonic,
@@ -39,43 +41,33 @@ GEMM_DTYPE: Mapping[tuple[int, int], str] = {
     (4, 16): "int4_wo",
 }  # weight, activation
 KV_DTYPE: Mapping[int, str] = {16: "bfloat16", 8: "fp8"}
+STAND_IN = "int4_wo"  # another backend's kernel
 
 
 class TabledLinear(NamedTuple):
-    """One matrix product by its table: the line over m, a floor of seconds a row, and where its seconds come from."""
+    """One matrix product by its table: the line over m, a floor of a launch and seconds a row (fitted; 0: none), and where
+    seconds within the measured rows, and beyond them, come from."""
 
     line: Line
     row_s: float
     launch_s: float
-    inside: Kind
-    covered: bool
+    inside: int
+    beyond: int
 
-    def seconds(self, rows: Floats) -> Floats:
-        """Seconds of products with ``rows`` rows each (> 0)."""
-        return np.maximum(self.line.at(rows), self.launch_s + rows * self.row_s if self.row_s else 0.0)
-
-    def kind(self, rows: int) -> Kind:
-        """Where the seconds of a product with ``rows`` rows come from."""
-        if self.row_s and self.launch_s + rows * self.row_s > self.line.at(np.array([float(rows)]))[0]:
-            return "fitted"
-        return self.inside if self.covered and rows <= self.line.counts[-1] else "roofline"
+    def cost(self, roofline: Cost, rows: Floats, count: int) -> Cost:
+        """``count`` products with ``rows`` rows each (> 0); ``roofline`` is the cost of as many."""
+        tabled_s, floor_s = self.line.at(rows), (self.launch_s + rows * self.row_s) * (self.row_s > 0)
+        source = np.where(rows <= self.line.counts[-1], self.inside, self.beyond)
+        return roofline.with_seconds(
+            count * np.maximum(tabled_s, floor_s), np.where(floor_s > tabled_s, FITTED, source)
+        )
 
 
 @dataclass(frozen=True)
-class TableOperators:
+class TableOperators(Operators):
     """The operators of one GPU of an engine's TP group, by measured tables where there are any."""
 
-    model: ModelSpec
-    precision: PrecisionSpec
-    tp: int
-    gpu: GpuSpec
-    rates: Rates
     tables: TableSet
-
-    @cached_property
-    def rooflines(self) -> Operators:
-        """The same operators without tables."""
-        return Operators(self.model, self.precision, self.tp, self.rates)
 
     @cached_property
     def reference(self) -> GpuSpec:
@@ -87,13 +79,34 @@ class TableOperators:
         """Whether the tables were measured on another GPU, and are scaled by the data sheets."""
         return self.gpu.name != self.reference.name
 
+    @property
+    def _inside(self) -> int:
+        return ROOFLINE if self.scaled else MEASURED
+
+    @property
+    def _beyond(self) -> int:
+        return ROOFLINE if self.scaled else EXTRAPOLATED
+
     @cached_property
     def products(self) -> dict[str, TabledLinear]:
         """The layer's matrix products that have a table."""
-        dtype = GEMM_DTYPE.get((self.precision.weight_bits, self.precision.activation_bits), "none")
-        if f"gemm/{dtype}" not in self.tables.grids:
+        if f"gemm/{self._gemm}" not in self.tables.grids:
             return {}
-        return {name: self._product(dtype, shape) for name, shape in linears(self.model, self.tp).items()}
+        return {name: self._product(self._gemm, shape) for name, shape in linears(self.model, self.tp).items()}
+
+    @property
+    def _gemm(self) -> str:
+        return GEMM_DTYPE.get((self.precision.weight_bits, self.precision.activation_bits), "none")
+
+    @property
+    def _attention_names(self) -> tuple[str, str]:
+        """Of the tables of decode and prefill attention."""
+        variant = f"{KV_DTYPE.get(self.precision.kv_bits, 'none')}/{self.model.head_dim}"
+        return f"decode_attention/{variant}", f"prefill_attention/{variant}"
+
+    @property
+    def _reduce(self) -> str:
+        return "all_reduce/bfloat16" if self.tp > 1 else "none"
 
     @cached_property
     def head(self) -> TabledLinear:
@@ -103,20 +116,21 @@ class TableOperators:
     def _product(self, dtype: str, shape: Linear) -> TabledLinear:
         table = GemmTable(self.tables.grids[f"gemm/{dtype}"], dtype, self.reference)
         kernel = self.rates.gemm
-        fitted = dtype == "int4_wo"
+        fitted = dtype == STAND_IN
+        inside = ASSUMED if fitted else self._inside
         return TabledLinear(
             line=table.line(shape.outputs, shape.inputs, self.gpu),
             row_s=2.0 * shape.inputs * shape.outputs / kernel.flops_per_s.value if fitted else 0.0,
             launch_s=kernel.launch_s.value if fitted else 0.0,
-            inside="assumed" if fitted else "roofline" if self.scaled else "measured",
-            covered=table.covers(shape.outputs, shape.inputs),
+            inside=inside if table.covers(shape.outputs, shape.inputs) else self._beyond,
+            beyond=self._beyond,
         )
 
     @cached_property
-    def all_reduce(self) -> Line | None:
+    def reduce_line(self) -> Line | None:
         """Seconds of one all-reduce against message bytes; None at TP 1, or where this group was not measured."""
-        grid = self.tables.grids.get("all_reduce/bfloat16")
-        if self.tp == 1 or grid is None or self.tp not in grid.axes["gpus"]:
+        grid = self.tables.grids.get(self._reduce)
+        if grid is None or self.tp not in grid.axes["gpus"]:
             return None
         seconds = grid.latency_s[int(np.flatnonzero(grid.axes["gpus"] == self.tp)[0])]
         measured = ~np.isnan(seconds)
@@ -126,52 +140,55 @@ class TableOperators:
         return Line(grid.axes["message_bytes"][measured].astype(np.float64), floor + (line - floor) * rate)
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
-        """Costs over all layers of what every batch token passes through; attention is not among them."""
-        costs, layers = self.rooflines.by_tokens(tokens), self.model.layers
-        del costs["attention_launch"]
+        costs, layers = super().by_tokens(tokens), self.model.layers
         for name, product in self.products.items():
-            costs[name] = _with_seconds(costs[name], layers * product.seconds(tokens))
-        if self.all_reduce is not None:
+            costs[name] = product.cost(costs[name], tokens, layers)
+        if self.reduce_line is not None:
             message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
-            costs["all_reduce"] = _with_seconds(costs["all_reduce"], 2 * layers * self.all_reduce.at(message_bytes))
+            source: Codes = np.where(message_bytes <= self.reduce_line.counts[-1], self._inside, self._beyond)
+            seconds = 2 * layers * self.reduce_line.at(message_bytes)
+            costs["all_reduce"] = costs["all_reduce"].with_seconds(seconds, source)
         return costs
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:
-        """Cost of the 16-bit lm_head over the rows that produce a token."""
-        return {"lm_head": _with_seconds(self.rooflines.by_sampled(rows)["lm_head"], self.head.seconds(rows))}
+        return {"lm_head": self.head.cost(super().by_sampled(rows)["lm_head"], rows, 1)}
 
     @cached_property
-    def decode(self) -> DecodeTable | None:
-        """Decode attention of a layer; None where nothing near was measured."""
-        grid = self.tables.grids.get(f"decode_attention/{self._attention}")
-        match = match_heads(grid, *self._heads) if grid else None
-        return DecodeTable(grid, match) if grid and match else None
+    def attention(self) -> Attention:
+        decode, prefill = map(self._attention_table, self._attention_names)
+        compute = self.reference.bf16_flops_per_s / self.gpu.bf16_flops_per_s
+        memory = self.reference.memory_bytes_per_s / self.gpu.memory_bytes_per_s
+        return TableAttention(
+            *self._attention_work,
+            decode_table=DecodeTable(*decode) if decode else None,
+            prefill_table=PrefillTable(*prefill, self.model.layers * compute) if prefill else None,
+            decode_scale=self.model.layers * memory,
+            inside=self._inside,
+        )
 
-    @cached_property
-    def prefill(self) -> PrefillTable | None:
-        """Prefill attention of all layers; None where nothing near was measured."""
-        grid = self.tables.grids.get(f"prefill_attention/{self._attention}")
-        match = match_heads(grid, *self._heads) if grid else None
-        ratio = self.reference.bf16_flops_per_s / self.gpu.bf16_flops_per_s
-        return PrefillTable(grid, match, self.model.layers * ratio) if grid and match else None
+    def _attention_table(self, name: str) -> tuple[Grid, HeadMatch] | None:
+        """A grid, and its rows for these heads; None where nothing near was measured."""
+        grid = self.tables.grids.get(name)
+        match = (
+            match_heads(grid, self.model.q_heads // self.tp, max(1, self.model.kv_heads // self.tp)) if grid else None
+        )
+        return (grid, match) if grid and match else None
 
-    def decode_curve(self, batch: int) -> PiecewiseLinear:
-        """Decode attention seconds of all layers against the batch's summed context, new tokens included."""
-        if self.decode is None:
-            launch_s = self.rates.attention.launch_s.value * self.model.layers
-            return PiecewiseLinear([0.0], [launch_s], self.rooflines.kv_s)
-        ratio = self.reference.memory_bytes_per_s / self.gpu.memory_bytes_per_s
-        return self.decode.curve(batch, self.model.layers * ratio)
+    def provenance(self) -> list[Provenance]:
+        """Every number behind these costs that is not in the tables, with its source, and every table behind them."""
+        return super().provenance() + [
+            Provenance(
+                f"table.{name}",
+                float(np.isfinite(self.tables.grids[name].latency_s).sum()),
+                "rows",
+                "assumed" if name == f"gemm/{STAND_IN}" else "roofline" if self.scaled else "measured",
+                self._origin(name),
+            )
+            for name in dict.fromkeys((f"gemm/{self._gemm}", "gemm/bfloat16", *self._attention_names, self._reduce))
+            if name in self.tables.grids
+        ]
 
-    @property
-    def _attention(self) -> str:
-        return f"{KV_DTYPE.get(self.precision.kv_bits, 'none')}/{self.model.head_dim}"
-
-    @property
-    def _heads(self) -> tuple[int, int]:
-        return self.model.q_heads // self.tp, max(1, self.model.kv_heads // self.tp)
-
-
-def _with_seconds(roofline: Cost, seconds: Floats) -> Cost:
-    """Measured seconds; the busy times stay rooflines, and never exceed them."""
-    return Cost(seconds, np.minimum(roofline.compute_s, seconds), np.minimum(roofline.memory_s, seconds))
+    def _origin(self, table: str) -> str:
+        operator, variant = table.split("/")[:2]
+        key = f"{operator}/{variant if variant == STAND_IN else 'all'}"
+        return ", ".join(self.tables.fingerprint[f"{key} {what}"] for what in ("source", "backend", "licence"))

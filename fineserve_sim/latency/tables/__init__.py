@@ -1,14 +1,15 @@
 """Measured latency tables: the file that carries them, and interpolation over them."""
 
-from fineserve_sim.latency.tables.attention import DecodeTable, PiecewiseLinear, PrefillTable, match_heads
+from fineserve_sim.latency.tables.attention import DecodeTable, HeadMatch, PiecewiseLinear, PrefillTable, match_heads
 from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic
-from fineserve_sim.latency.tables.grids import AXES, Grid, TableError, TableSet, load, save, shipped
+from fineserve_sim.latency.tables.grids import AXES, Grid, TableError, TableSet, load, measured_on, save, shipped
 
 __all__ = [
     "AXES",
     "DecodeTable",
     "GemmTable",
     "Grid",
+    "HeadMatch",
     "Line",
     "PiecewiseLinear",
     "PrefillTable",
@@ -18,6 +19,7 @@ __all__ = [
     "isotonic",
     "load",
     "match_heads",
+    "measured_on",
     "save",
     "shipped",
 ]

@@ -10,6 +10,7 @@ fewer KV heads with the same group (32/32 heads at batch b as 8/8 at batch 4b).
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -65,10 +66,24 @@ class PiecewiseLinear:
         self.slopes = [(v1 - v0) / (x1 - x0) for (x0, v0), (x1, v1) in ends] + [last_slope]
         self._arrays = tuple(np.array(part) for part in (starts, values, self.slopes))
 
+    def scaled(self, factor: float) -> PiecewiseLinear:
+        """``factor`` times the values."""
+        return PiecewiseLinear(self.starts, [factor * value for value in self.values], factor * self.slopes[-1])
+
     def at(self, x: float) -> float:
         """Value at ``x >= starts[0]``."""
         i = bisect_right(self.starts, x) - 1
         return self.values[i] + (x - self.starts[i]) * self.slopes[i]
+
+    def piece(self, x: float) -> tuple[float, float, float, float]:
+        """Start, value and slope of the piece at ``x >= starts[0]``, and where the next one starts."""
+        i = bisect_right(self.starts, x)
+        return (
+            self.starts[i - 1],
+            self.values[i - 1],
+            self.slopes[i - 1],
+            self.starts[i] if i < len(self.starts) else inf,
+        )
 
     def at_each(self, x: Ints) -> Floats:
         """Values at an array, by the operations of ``at``."""
@@ -133,29 +148,24 @@ class PrefillTable:
     """Prefill attention of one pair of head counts, ``scale`` x the seconds of one layer.
 
     Seconds at the measured batches and lengths never fall with either; between them they are linear in the batch and in
-    the work of a prompt, length * (length + TOKEN_KEYS).
+    the work of a prompt, length * (length + TOKEN_KEYS); beyond the longest prompt and the largest batch in proportion.
     """
 
-    __slots__ = ("_batch", "_factor", "_seconds", "_work", "exact", "floor_s", "longest")
+    __slots__ = ("_batch", "_factor", "_pieces", "_work", "exact", "floor_s", "longest")
 
     def __init__(self, grid: Grid, match: HeadMatch, scale: float) -> None:
         lengths = grid.axes["new_tokens"]
-        lines = np.array([isotonic(line) for line in np.log(_doubled_batches(match.latency_s))])
-        seconds = np.exp(np.maximum.accumulate(lines, axis=0)) * scale
-        self._seconds: list[list[float]] = seconds.tolist()
+        logs = np.array([isotonic(line) for line in np.log(_doubled_batches(match.latency_s))])
+        seconds = np.exp(np.maximum.accumulate(logs, axis=0)) * scale
         self._work: list[float] = (lengths * (lengths + TOKEN_KEYS)).tolist()
+        lines = [PiecewiseLinear(self._work, line, line[-1] / self._work[-1]) for line in seconds.tolist()]
+        self._pieces: list[list[tuple[float, float]]] = [  # at a length, for each batch: value and slope from there on
+            [(line.values[place], line.slopes[place]) for line in lines] for place in range(len(self._work))
+        ]
         self._batch: list[int] = grid.axes["batch"].tolist()
         self._factor = match.batch_factor
         self.exact, self.longest = match.exact, int(lengths[-1])
-        self.floor_s: float = self._seconds[0][0]
-
-    def _at_batch(self, row: int, work: float) -> float:
-        """Seconds at a measured batch of prompts of ``work`` each; in proportion beyond the longest."""
-        axis, seconds = self._work, self._seconds[row]
-        if work >= axis[-1]:
-            return seconds[-1] * (work / axis[-1])
-        i = bisect_right(axis, work) - 1
-        return seconds[i] + (seconds[i + 1] - seconds[i]) * ((work - axis[i]) / (axis[i + 1] - axis[i]))
+        self.floor_s: float = lines[0].values[0]
 
     def beyond_floor_s(self, tokens: int, pairs: float) -> float:
         """Seconds beyond ``floor_s`` of prompt chunks with ``tokens`` tokens and ``pairs`` query-key pairs in all.
@@ -165,13 +175,17 @@ class PrefillTable:
         """
         length = 2.0 * pairs / tokens - 1.0
         length = max(length, 1.0)
-        batch = tokens * self._factor / length
-        each = length * (length + TOKEN_KEYS)
+        batch, work = tokens * self._factor / length, length * (length + TOKEN_KEYS)
+        place = bisect_right(self._work, work) - 1
+        more, pieces = work - self._work[place], self._pieces[place]
         if batch <= 1.0:
-            return (self._at_batch(0, each) - self.floor_s) * batch
-        if batch >= self._batch[-1]:
-            return self._at_batch(-1, each) * (batch / self._batch[-1]) - self.floor_s
+            value, slope = pieces[0]
+            return (value + more * slope - self.floor_s) * batch
         row = bisect_right(self._batch, batch) - 1
-        low, high = self._at_batch(row, each), self._at_batch(row + 1, each)
+        value, slope = pieces[row]
+        low_s = value + more * slope
+        if row + 1 == len(pieces):
+            return low_s * (batch / self._batch[-1]) - self.floor_s
+        value, slope = pieces[row + 1]
         weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
-        return low + (high - low) * weight - self.floor_s
+        return low_s + (value + more * slope - low_s) * weight - self.floor_s

@@ -2,6 +2,8 @@
 
 * Latency never falls with more work. Measured lines do, by noise and tile effects, so a line is replaced by its isotonic
   regression in log space (Barlow et al. 1972, pool adjacent violators): steps up stay, dips are pooled.
+* A matrix product takes as long as its last tile is full: the time of a measured m holds to the end of its tile, and that of
+  the next measured m from the start of its own. Tiles have ``TILE_ROWS`` rows, those of a Hopper tensor-core instruction.
 * Between shapes (n, k) the ratio to the roofline is interpolated in log space: launch, tile and saturation losses change
   slowly, the roofline itself does not.
 * Outside the measured range the ratio of the nearest measured shape is kept, on the roofline; callers flag it.
@@ -21,6 +23,8 @@ PEAK = {"bfloat16": "bf16", "fp8": "fp8", "int4_wo": "bf16"}
 WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5}
 INPUT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 2.0}
 OUTPUT_BYTES = 2.0
+TILE_ROWS = 64
+SMALLEST_TILE = 16  # up to here kernels differ row by row
 
 
 def isotonic(values: Floats) -> Floats:
@@ -43,6 +47,18 @@ def gemm_roofline_s(gpu: GpuSpec, dtype: str, m: Floats, n: Floats | float, k: F
     compute_s = 2.0 * m * n * k / (gpu.bf16_flops_per_s if PEAK[dtype] == "bf16" else gpu.peak_flops_per_s("fp8"))
     moved = n * k * WEIGHT_BYTES[dtype] + m * k * INPUT_BYTES[dtype] + m * n * OUTPUT_BYTES
     return np.maximum(compute_s, moved / gpu.memory_bytes_per_s)
+
+
+def with_tile_edges(m: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """The points of a line over m, and between them the ends of full tiles with the seconds of the point in the same tile."""
+    last = np.maximum(np.ceil(m / TILE_ROWS) * TILE_ROWS, m)
+    first = np.minimum(last - TILE_ROWS + 1, m)
+    large = m > SMALLEST_TILE
+    ends = (large & (last > m) & (last < np.append(m[1:], m[-1])))[:-1]
+    starts = (large & (first > np.append(0.0, last[:-1])) & (first < m))[1:]
+    rows = np.concatenate([m, last[:-1][ends], first[1:][starts]])
+    order = np.argsort(rows, kind="stable")
+    return rows[order], np.concatenate([seconds, seconds[:-1][ends], seconds[1:][starts]])[order]
 
 
 class _Bracket(NamedTuple):
@@ -116,4 +132,4 @@ class GemmTable:
 
     def line(self, n: int, k: int, gpu: GpuSpec) -> Line:
         """Seconds of an (m, k) x (k, n) product against m on ``gpu``."""
-        return Line(self.m, np.exp(isotonic(np.log(self.raw_s(n, k, gpu)))))
+        return Line(*with_tile_edges(self.m, np.exp(isotonic(np.log(self.raw_s(n, k, gpu))))))

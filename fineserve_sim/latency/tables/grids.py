@@ -20,6 +20,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from fineserve_sim.catalog import GpuSpec
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -34,7 +36,7 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-SHIPPED_DEVICE = "NVIDIA H100 80GB HBM3"
+SHIPPED_GPU, SHIPPED_DEVICE = "h100-sxm", "NVIDIA H100 80GB HBM3"  # in the catalog, and as its driver reports it
 
 
 class TableError(ValueError):
@@ -109,5 +111,10 @@ def load(path: str | Path, device: str | None = None) -> TableSet:
 @cache
 def shipped() -> TableSet:
     """The compact H100 SXM tables that the simulator ships; see their fingerprint for source and licence."""
-    with as_file(files("fineserve_sim.latency.tables").joinpath("h100-sxm.npz")) as path:
+    with as_file(files("fineserve_sim.latency.tables").joinpath(f"{SHIPPED_GPU}.npz")) as path:
         return load(path, device=SHIPPED_DEVICE)
+
+
+def measured_on(gpu: GpuSpec) -> TableSet | None:
+    """The tables that were measured on a GPU of this type; None where none ship."""
+    return shipped() if gpu.name == SHIPPED_GPU else None

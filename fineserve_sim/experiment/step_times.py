@@ -1,0 +1,47 @@
+"""What the step times of runs rest on: pooled over runs, and what to warn of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from fineserve_sim.catalog import GpuSpec, Kind
+from fineserve_sim.cluster import EngineSettings
+from fineserve_sim.latency import measured_on
+
+
+def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """From the stored counters of runs: ``shares`` of the engines' busy time by kind (measured, fitted, roofline, assumed),
+    and ``beyond_tables``: the part of it, by operator, that left its table's range and is roofline therefore.
+
+    Sums over samples; empty where no step was sampled.
+    """
+    samples = sum(run["step_samples"] for run in runs)
+    if not samples:
+        return {}
+    shares: dict[str, float] = dict.fromkeys(get_args(Kind), 0.0)
+    beyond: dict[str, float] = defaultdict(float)
+    for run in runs:
+        weight = run["step_samples"] / samples
+        for part, sources in run["step_times"].items():
+            for source, share in sources.items():
+                shares["roofline" if source == "extrapolated" else source] += weight * share
+                if source == "extrapolated":
+                    beyond[part] += weight * share
+    return {"samples": samples, "shares": shares, "beyond_tables": dict(beyond)}
+
+
+def warnings(found: Mapping[str, Any], gpu: GpuSpec, engine: EngineSettings) -> Iterator[str]:
+    """One line for what leaves the measured range, one for a GPU without tables. ``found``: as ``pooled`` gives it."""
+    if engine.latency == "tables" and measured_on(gpu) is None:
+        yield f"no measured latency tables for GPU {gpu.name}: step times are rooflines scaled by its data sheet"
+    beyond = found.get("beyond_tables", {})
+    if beyond:
+        parts = ", ".join(f"{part} {share:.1%}" for part, share in sorted(beyond.items(), key=lambda item: -item[1]))
+        yield f"beyond the measured latency tables, by roofline, of the engines' time: {parts}"
+
+
+def sentence(shares: Mapping[str, float]) -> str:
+    """The shares for a reader."""
+    return "Step times, of the engines' time: " + ", ".join(f"{share:.0%} {kind}" for kind, share in shares.items())

@@ -1,0 +1,132 @@
+"""Attention of a step over all layers: by roofline, or by measured tables where there are any.
+
+    attention = max(decode[decodes](context), floor if any prefill) + prefill
+
+One kernel serves decodes and prefills, so its floor (launches) is paid once. Decode attention is piecewise linear in the
+summed context for each batch size. By roofline it reads the KV cache, and prefill is the larger of its query-key pairs over
+the compute rate and its KV over the bandwidth.
+
+By tables, prefill is that of prompts of equal length with as many keys per query, 2 * pairs / tokens - 1: exact for equal
+prompts without a prefix. A chunk after a cached prefix, which no table has, counts as the part of such a prompt that its
+tokens are, and takes at least the time to read the prefix's KV (assumed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from fineserve_sim.catalog import GemmKernel
+from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, MEASURED, ROOFLINE, rate_code
+from fineserve_sim.latency.tables import DecodeTable, PiecewiseLinear, PrefillTable
+
+
+class Attention(Protocol):
+    """Attention of one GPU over all layers.
+
+    ``pair_s`` and ``kv_s`` are the seconds for which a query-key pair of a prefill needs the compute units, and a cached
+    token the memory; ``floor_s`` those of the launches. Sources are codes of ``SOURCES``.
+    """
+
+    @property
+    def pair_s(self) -> float: ...
+    @property
+    def kv_s(self) -> float: ...
+    @property
+    def floor_s(self) -> float: ...
+
+    def decode(self, decodes: int) -> PiecewiseLinear:
+        """Seconds of ``decodes`` decoding sequences (> 0) against their summed context, new tokens included."""
+
+    def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
+        """Seconds beyond the floor of prompt chunks with these sums (``Batch``); ``tokens`` > 0."""
+
+    def decode_source(self, decodes: int, context: int) -> int:
+        """Where the decodes' seconds come from."""
+
+    def prefill_source(self, tokens: int, pairs: float, context: int) -> int:
+        """Where the seconds of prompt chunks come from."""
+
+
+@dataclass(frozen=True)
+class RooflineAttention:
+    """Attention by roofline, on one GPU and over all layers: FLOPs of a query-key pair of a prefill, KV bytes of a token."""
+
+    kernel: GemmKernel
+    layers: int
+    pair_flops: int
+    token_bytes: int
+
+    @cached_property
+    def pair_s(self) -> float:
+        return self.pair_flops / self.kernel.flops_per_s.value
+
+    @cached_property
+    def kv_s(self) -> float:
+        return self.token_bytes / self.kernel.bytes_per_s.value
+
+    @cached_property
+    def floor_s(self) -> float:
+        return self.kernel.launch_s.value * self.layers
+
+    def decode(self, decodes: int) -> PiecewiseLinear:
+        return PiecewiseLinear([0.0], [self.floor_s], self.kv_s)
+
+    def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
+        attend_s = pairs * self.pair_s
+        read_s = (context + tokens) * self.kv_s
+        return attend_s if attend_s > read_s else read_s
+
+    def decode_source(self, decodes: int, context: int) -> int:
+        return rate_code(self.kernel.bytes_per_s)
+
+    def prefill_source(self, tokens: int, pairs: float, context: int) -> int:
+        computes = pairs * self.pair_s > (context + tokens) * self.kv_s
+        return rate_code(self.kernel.flops_per_s if computes else self.kernel.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class TableAttention(RooflineAttention):
+    """Attention by tables, and by roofline where one is missing.
+
+    Decodes take ``decode_scale`` times the table's seconds of a layer. ``inside`` tells where interpolated seconds come
+    from: measured, or roofline on another GPU than the tables'.
+    """
+
+    decode_table: DecodeTable | None
+    prefill_table: PrefillTable | None
+    decode_scale: float
+    inside: int
+
+    @cached_property
+    def floor_s(self) -> float:
+        return self.prefill_table.floor_s if self.prefill_table else super().floor_s
+
+    def decode(self, decodes: int) -> PiecewiseLinear:
+        return self.decode_table.curve(decodes, self.decode_scale) if self.decode_table else super().decode(decodes)
+
+    def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
+        if self.prefill_table is None:
+            return super().prefill_s(tokens, pairs, context)
+        attend_s = self.prefill_table.beyond_floor_s(tokens, pairs)
+        read_s = (context + tokens) * self.kv_s
+        return attend_s if attend_s > read_s else read_s
+
+    def decode_source(self, decodes: int, context: int) -> int:
+        if self.decode_table is None:
+            return super().decode_source(decodes, context)
+        covered = self.decode_table.covers(decodes, context / decodes + 1)
+        return self._tabled(covered, self.decode_table.exact)
+
+    def prefill_source(self, tokens: int, pairs: float, context: int) -> int:
+        if self.prefill_table is None:
+            return super().prefill_source(tokens, pairs, context)
+        covered = 2.0 * pairs / tokens - 1.0 <= self.prefill_table.longest
+        return self._tabled(covered, self.prefill_table.exact and not context)
+
+    def _tabled(self, covered: bool, exact: bool) -> int:
+        """``exact``: the table has such rows itself; else what stands for them is assumed."""
+        if not covered and self.inside == MEASURED:
+            return EXTRAPOLATED
+        return self.inside if covered and exact else ASSUMED if covered else ROOFLINE

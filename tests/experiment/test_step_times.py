@@ -1,0 +1,39 @@
+"""What step times rest on, over the runs of an experiment: shares pooled by samples, and what is warned of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fineserve_sim.catalog import gpu
+from fineserve_sim.cluster import EngineSettings
+from fineserve_sim.experiment.step_times import pooled, sentence, warnings
+
+H100, A100 = gpu("h100-sxm"), gpu("a100-80gb")
+RUNS: list[dict[str, Any]] = [
+    {"step_samples": 30, "step_times": {"qkv": {"measured": 0.8}, "lm_head": {"extrapolated": 0.2}}},
+    {"step_samples": 10, "step_times": {"qkv": {"measured": 0.4, "fitted": 0.2}, "host_overhead": {"assumed": 0.4}}},
+    {"step_samples": 0, "step_times": {}},
+]
+
+
+def test_runs_weigh_as_much_as_their_samples() -> None:
+    found = pooled(RUNS)
+    assert found["samples"] == 40
+    assert found["shares"] == pytest.approx({"measured": 0.7, "fitted": 0.05, "roofline": 0.15, "assumed": 0.1})
+    assert found["beyond_tables"] == pytest.approx({"lm_head": 0.15})
+    assert pooled(RUNS[2:]) == {}
+    assert sentence(found["shares"]).endswith("70% measured, 5% fitted, 15% roofline, 10% assumed")
+
+
+def test_what_left_the_measured_range_is_warned_of_once_by_operator() -> None:
+    (line,) = warnings(pooled(RUNS), H100, EngineSettings())
+    assert "lm_head 15.0%" in line and "qkv" not in line
+    assert list(warnings(pooled(RUNS[1:]), H100, EngineSettings())) == []
+
+
+def test_a_gpu_without_tables_is_warned_of_unless_rooflines_were_asked_for() -> None:
+    (line,) = warnings({}, A100, EngineSettings())
+    assert "no measured latency tables for GPU a100-80gb" in line
+    assert list(warnings({}, A100, EngineSettings(latency="roofline"))) == []
