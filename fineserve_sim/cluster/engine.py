@@ -66,7 +66,7 @@ class Engine:
         self.kv = kv
         self.max_tokens = max_tokens
         self.slowdown = 1.0
-        self.iterations = 0
+        self._iterations = 0
         self.waiting: deque[SequenceState] = deque()
         self.composition_changed = False
         self.promised_blocks = 0
@@ -96,6 +96,11 @@ class Engine:
     def busy(self) -> bool:
         """An iteration is in flight."""
         return bool(self._ends)
+
+    @property
+    def iterations(self) -> int:
+        """Iterations done, up to the last settled boundary."""
+        return self._iterations + (self._settled if self._ends else 0)
 
     @property
     def running(self) -> int:
@@ -371,7 +376,7 @@ class Engine:
     def _complete(self, now: float) -> None:
         """The iteration ends at ``now``: tokens come out, sequences finish or go on to decode."""
         self._decodes.advance()
-        self.iterations += self._settled + 1
+        self._iterations += self._settled + 1
         finished = self._decodes.pop_finished()
         if self._chunks:
             self._cluster.progressed(self)

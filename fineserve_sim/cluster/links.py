@@ -1,0 +1,104 @@
+"""Links between GPUs, nodes and host memory: bytes take time, and who is served first is a choice.
+
+A link carries one chunk at a time, one direction, at its full rate. A transfer is cut into chunks of its own size;
+after each chunk the link looks again, and the waiting transfer of the highest priority goes on (the lowest number;
+first come, first served among equals). So an urgent transfer waits for one chunk at most, and a transfer without chunks
+is not interrupted: that is the difference between KunServe's coordinated exchange and a plain queue. What a link
+carries in all is its rate times its busy time, in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+from simpy.events import Event
+
+from fineserve_sim.cluster.clock import Clock, Kind, order_of
+
+Done = Callable[[float], None]
+"""Called with the time at which the last byte has arrived."""
+
+
+class Transfer:
+    """A transfer under way; ``left_bytes`` are not yet delivered."""
+
+    __slots__ = ("chunk_bytes", "left_bytes", "on_done")
+
+    def __init__(self, left_bytes: int, chunk_bytes: int, on_done: Done) -> None:
+        self.left_bytes = left_bytes
+        self.chunk_bytes = chunk_bytes
+        self.on_done: Done | None = on_done
+
+    def cancel(self) -> None:
+        """Send nothing more (a chunk in flight ends), and never call ``on_done``."""
+        self.on_done = None
+
+
+class Link:
+    """One direction of a link. ``entity`` (>= 1) orders its events among those of other links at the same moment.
+
+    ``sent_bytes`` and ``busy_s`` count what is delivered. Raises ValueError for a rate that is not positive.
+    """
+
+    def __init__(self, clock: Clock, bytes_per_s: float, entity: int) -> None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"a link carries {bytes_per_s:g} bytes/s; it must be more than 0")
+        self.bytes_per_s = bytes_per_s
+        self.sent_bytes = 0
+        self.busy_s = 0.0
+        self._clock = clock
+        self._order = order_of(Kind.TIMER, entity)
+        self._turns = count()
+        self._waiting: list[tuple[int, int, Transfer]] = []
+        self._carrying: tuple[int, int, Transfer] | None = None
+        self._chunk_bytes = 0
+
+    def send(self, bytes: int, priority: int, chunk_bytes: int | None, on_done: Done) -> Transfer:
+        """Queue ``bytes`` in chunks of ``chunk_bytes`` (None: all in one). A smaller ``priority`` goes first. Raises
+        ValueError for negative bytes or chunks under one byte."""
+        if bytes < 0 or (chunk_bytes is not None and chunk_bytes < 1):
+            raise ValueError(f"a transfer of {bytes} bytes in chunks of {chunk_bytes}; need bytes >= 0 and chunks >= 1")
+        transfer = Transfer(bytes, max(1, bytes) if chunk_bytes is None else chunk_bytes, on_done)
+        heappush(self._waiting, (priority, next(self._turns), transfer))
+        if self._carrying is None:
+            self._carry_next()
+        return transfer
+
+    def seconds(self, bytes: int) -> float:
+        """How long ``bytes`` take on the idle link."""
+        return bytes / self.bytes_per_s
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that were sent and have not arrived."""
+        queue = self._waiting if self._carrying is None else [*self._waiting, self._carrying]
+        return sum(transfer.left_bytes for _, _, transfer in queue if transfer.on_done is not None)
+
+    def _carry_next(self) -> None:
+        while self._waiting:
+            turn = heappop(self._waiting)
+            transfer = turn[2]
+            if transfer.on_done is None:
+                continue
+            self._carrying = turn
+            self._chunk_bytes = min(transfer.chunk_bytes, transfer.left_bytes)
+            ends_s = self._clock.now + self._chunk_bytes / self.bytes_per_s
+            self._clock.at(ends_s, self._order, self._on_chunk)
+            return
+
+    def _on_chunk(self, _: Event) -> None:
+        assert self._carrying is not None
+        turn, self._carrying = self._carrying, None
+        transfer = turn[2]
+        transfer.left_bytes -= self._chunk_bytes
+        self.sent_bytes += self._chunk_bytes
+        self.busy_s += self._chunk_bytes / self.bytes_per_s
+        done = transfer.on_done if transfer.left_bytes == 0 else None
+        if transfer.left_bytes:
+            heappush(self._waiting, turn)
+        self._carry_next()
+        if done is not None:
+            transfer.on_done = None
+            done(self._clock.now)
