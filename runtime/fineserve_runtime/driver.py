@@ -1,0 +1,399 @@
+"""The controller's driver on real engines: it tells the core what happens, and does what the core says.
+
+It takes no decision of its own. One lock guards the core and all requests; whoever has news (an engine at the end of its
+step, a client, the clock, a device thread) takes it, tells the core, carries out the commands and leaves. An engine's
+step report is the boundary between two iterations at which its scheduler may start requests.
+
+A request with a TTFT limit of its own enters the core with the arrival time that gives it its deadline: the core's
+deadline is arrival + SLO of the model.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fineserve_runtime.alarm import Alarm
+from fineserve_runtime.core import Core, CoreSpec, RuntimeEvent, StepMeasured
+from fineserve_runtime.decisions import Entry, command_entry, event_entry
+from fineserve_runtime.desk import Desk
+from fineserve_runtime.engines.api import EngineDied, EngineHost, StepReport, TokenChunk
+from fineserve_runtime.jobs import End, Job, Observer, Refused, finish_end
+from fineserve_runtime.listener import HostListener
+from fineserve_runtime.places import Place, Places
+from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evict, Reject, Survey
+from fineserve_sim.policy.events import (
+    EngineDrained,
+    EngineFailed,
+    EngineReady,
+    EngineStepped,
+    RequestAborted,
+    RequestArrived,
+    Tick,
+)
+from fineserve_sim.policy.interfaces import EngineState, Request
+from fineserve_sim.policy.residency import Status
+from fineserve_sim.systems.spec import FcfsSpec
+
+Log = Callable[[Entry], None]
+
+_LEAST_WAIT_S = 0.001
+"""A scheduler that may answer otherwise in an instant is not asked by the clock more often than an engine would ask it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """``queued_requests`` a model may wait for their first token; none waits longer than ``queued_s``."""
+
+    queued_requests: int = 100
+    queued_s: float = 300.0
+
+
+class Driver:
+    """Engines of ``hosts`` (by GPU id) under the core of ``spec``. The hosts' listeners are ``listener(gpu)``; call
+    ``start`` once they run."""
+
+    def __init__(
+        self,
+        spec: CoreSpec,
+        *,
+        bounds: Bounds = Bounds(),  # frozen
+        log: Log | None = None,
+        observers: Sequence[Observer] = (),
+        on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
+    ) -> None:
+        self._spec = spec
+        self._core = Core(spec)
+        self._controller = self._core.controller
+        self._slo_s = {model.id: model.slo_s for model in spec.models}
+        self._by_deadline = not isinstance(spec.scheduler, FcfsSpec)
+        self._bounds = bounds
+        self._log = log
+        self._on_incident = on_incident
+        self._places: Places
+        self._lock = threading.RLock()
+        self._empty = threading.Condition(self._lock)
+        self._desk = Desk(self._slo_s, observers)
+        self._leaving: set[int] = set()  # engines that drain and have not begun to sleep
+        self._next_id = 0
+        self._draining = False
+        self._epoch_s = time.monotonic()
+        if log is not None:
+            log({"core": spec.model_dump(mode="json")})
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def listener(self, gpu: int) -> HostListener:
+        return HostListener(self, gpu)
+
+    def start(self, hosts: Mapping[int, EngineHost]) -> None:
+        """Engines run; put to sleep those that are not resident at first."""
+        self._places = Places(hosts)
+        for engine, stay in enumerate(self._spec.stays):
+            self._places.settle(engine, stay.model, stay.gpu)
+            self._desk.open(engine)
+        for gpu, host in hosts.items():
+            for local, handle in host.engines.items():
+                if self._places.engine_at(Place(gpu, local)) is None:
+                    handle.sleep()
+        self._epoch_s = time.monotonic()
+        self._alarm = Alarm(self._on_alarm)
+        self._alarm.set(self._epoch_s)
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; those that are here go on."""
+        with self._lock:
+            self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Whether all requests ended within ``timeout_s``."""
+        with self._empty:
+            return self._empty.wait_for(lambda: not self._desk, timeout_s)
+
+    def close(self) -> None:
+        """End what is left, clearly, and stop. The hosts are their owner's to close."""
+        self._alarm.close()
+        with self._lock:
+            self._draining = True
+            for job in self._desk.all():
+                self._give_up(job, End("failed", "shutdown", "the server is shutting down"))
+        self._places.close()
+
+    def untouched(self, model: str) -> int:
+        """Requests of the model that have no token yet."""
+        return self._desk.untouched(model)
+
+    def now(self) -> float:
+        return time.monotonic() - self._epoch_s
+
+    # --- what clients ask ------------------------------------------------------------------------------------------
+
+    def submit(self, make: Callable[[int], Job]) -> Job:
+        """Take in the request that ``make`` builds with its id. Its sink hears of everything else, perhaps before this
+        returns. Raises Refused when the server drains or the model's queue is full."""
+        with self._lock:
+            if self._draining:
+                raise Refused("draining", "the server is shutting down")
+            job = make(self._next_id)
+            waiting = self._desk.untouched(job.model)
+            if waiting >= self._bounds.queued_requests:
+                raise Refused("queue_full", f"{waiting} requests wait for model {job.model} already; try again later")
+            self._next_id += 1
+            job.arrival_s = job.queued_s = self.now()
+            self._desk.take_in(job)
+            self._arrive(job)
+            return job
+
+    def abort(self, request_id: int) -> None:
+        """The client left. Unknown ids are ignored."""
+        with self._lock:
+            job = self._desk.get(request_id)
+            if job is not None:
+                self._give_up(job, End("aborted", "abort", "the client left"))
+
+    def _arrive(self, job: Job) -> None:
+        """Tell the core of a request, be it new or on its way again."""
+        request = Request(job.id, job.model, self._core_arrival_s(job), len(job.prompt) + len(job.generated))
+        self._tell(RequestArrived(request))
+        engine = self._controller.engine_of(job.id)
+        if engine is not None and self._is_idle(engine):
+            self._consult(engine)
+
+    def _core_arrival_s(self, job: Job) -> float:
+        """The arrival that gives the request its deadline. A request on its way again that has tokens out has met its TTFT
+        limit or missed it: it only must not wait for longer than anybody may."""
+        if not self._by_deadline:
+            return job.arrival_s
+        begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.arrival_s, job.slo_s)
+        return begin_s + limit_s - self._slo_s[job.model]
+
+    def _give_up(self, job: Job, end: End) -> None:
+        """Take a request out of wherever it is."""
+        self._tell(RequestAborted(job.id))
+        if job.engine is not None:
+            self._places.handle(job.engine).abort(job.id)
+        self._end(job, end)
+
+    def _end(self, job: Job, end: End) -> None:
+        engine = self._desk.end(job, end, self.now())
+        if engine is not None:
+            self._sleep_if_drained(engine)
+        if not self._desk:
+            self._empty.notify_all()
+
+    # --- what engines report ---------------------------------------------------------------------------------------
+
+    def stepped(self, gpu: int, report: StepReport) -> None:
+        with self._lock:
+            engine = self._places.engine_at(Place(gpu, report.engine))
+            if engine is None:
+                return
+            for chunk in report.chunks:
+                job = self._desk.get(chunk.request_id)
+                if job is not None and job.engine == engine:
+                    self._emit(job, chunk)
+            for request_id in report.preempted:
+                self._desk.note_preemption(request_id)
+            if report.prefill_tokens:
+                model = self._places.handle(engine).config.name
+                duration_s = report.ended_s - report.started_s
+                self._tell(StepMeasured(model, report.prefill_tokens, report.decodes, duration_s))
+            self._consult(engine)
+            self._consult_neighbours(engine)
+
+    def _emit(self, job: Job, chunk: TokenChunk) -> None:
+        if chunk.token_ids:
+            self._desk.emit(job, chunk, self.now())
+        if chunk.finish_reason is not None:
+            self._end(job, finish_end(chunk.finish_reason))
+
+    def died(self, gpu: int, local: int, reason: str) -> None:
+        """Its requests go to another engine once, from where they are; those that cannot fail."""
+        with self._lock:
+            engine = self._places.engine_at(Place(gpu, local))
+            if engine is None:
+                return
+            self._on_incident("engine died", {"engine": engine, "gpu": gpu, "reason": reason})
+            lost = self._desk.close(engine)
+            self._leaving.discard(engine)
+            self._places.leave(engine)
+            self._tell(EngineFailed(engine))
+            for job in lost:
+                self._send_again(job, reason)
+
+    def _send_again(self, job: Job, reason: str) -> None:
+        if job.retried or not job.can_resume:
+            self._end(job, End("failed", "engine_died", f"the engine died: {reason}"))
+            return
+        job.retried = True
+        job.queued_s = self.now()
+        self._arrive(job)
+
+    # --- schedulers ------------------------------------------------------------------------------------------------
+
+    def _consult(self, engine: int) -> None:
+        """The engine stands between two iterations: let its scheduler start requests."""
+        if not self._controller.waiting(engine):
+            return
+        states = self._states(self._controller.scope_of(engine))
+        if engine not in states:
+            return
+        self._tell(EngineStepped(engine, states))
+        self._ask_again(engine)
+
+    def _ask_again(self, engine: int) -> None:
+        """Busy engines ask at every step. Where all are idle and somebody still waits, the clock has to."""
+        states = self._states(self._controller.scope_of(engine))
+        if engine in states and self._controller.waiting(engine) and not any(s.running for s in states.values()):
+            at_s = self._controller.unchanged_until(self.now(), engine, states)
+            self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
+
+    def _consult_neighbours(self, engine: int) -> None:
+        """Memory that this engine freed may be what an idle one beside it waits for."""
+        for other in self._places.engines(self._places.gpu_of(engine)):
+            if other != engine and self._controller.waiting(other) and self._is_idle(other):
+                self._consult(other)
+
+    def _is_idle(self, engine: int) -> bool:
+        handle = self._places.handle(engine)
+        return handle.alive and handle.state().running == 0
+
+    def _states(self, engines: Sequence[int]) -> dict[int, EngineState]:
+        handles = {engine: self._places.handle(engine) for engine in engines}
+        return {engine: handle.state() for engine, handle in handles.items() if handle.alive and not handle.asleep}
+
+    # --- the clock -------------------------------------------------------------------------------------------------
+
+    def _on_alarm(self) -> None:
+        with self._lock:
+            if self.now() >= self._controller.next_tick_s:
+                self._tell(self._tick())
+                self._expire()
+            for engine in self._places.engines():
+                if self._controller.waiting(engine) and self._is_idle(engine):
+                    self._consult(engine)
+            self._alarm.set(self._epoch_s + self._controller.next_tick_s)
+
+    def _tick(self) -> Tick:
+        ready = [e for e in self._places.engines() if self._controller.status(e) in (Status.RESIDENT, Status.DRAINING)]
+        return Tick(self._states(ready), {gpu: self._free_bytes(gpu) for gpu in self._places.hosts})
+
+    def _free_bytes(self, gpu: int) -> int:
+        """What weights could take: the device's memory less KV in use and the weights of the engines that the core has there,
+        be they still loading, but not of those that it evicted, be they still leaving."""
+        weights = {model.id: model.weight_bytes for model in self._spec.models}
+        memory = {slot.id: slot.memory_bytes for slot in self._spec.gpus}
+        here = [self._places.handle(engine).config.name for engine in self._places.engines(gpu)]
+        ledger = self._places.hosts[gpu].ledger()
+        stats = [handle.stats() for handle in self._places.hosts[gpu].engines.values()]
+        kv_bytes = ledger.used_bytes + ledger.stranded_bytes + ledger.lost_bytes - sum(s.weight_bytes for s in stats)
+        return memory[gpu] - max(0, kv_bytes) - sum(weights[name] for name in here)
+
+    def _expire(self) -> None:
+        """Nobody waits for ever, be it that no engine comes back for his model."""
+        late_s = self.now() - self._bounds.queued_s
+        for job in self._desk.all():
+            if job.engine is None and job.queued_s < late_s:
+                message = f"no engine took the request in {self._bounds.queued_s:g} s"
+                self._give_up(job, End("refused", "queue_timeout", message))
+
+    # --- the core --------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: RuntimeEvent) -> None:
+        """Log the event, let the core decide, log the commands and carry them out."""
+        now = self.now()
+        commands = self._core.handle(now, event)
+        if self._log is not None:
+            self._log(event_entry(now, event))
+            for command in commands:
+                self._log(command_entry(now, command))
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Dispatch():
+                self._dispatch(command)
+            case Drop():
+                self._end(self._job(command), End("refused", "deadline", command.reason))
+            case Reject():
+                self._end(self._job(command), End("refused", "rejected", command.reason))
+            case Survey():
+                self._tell(self._tick())
+            case Activate():
+                self._activate(command)
+            case Evict():
+                self._evict(command)
+
+    def _job(self, command: Dispatch | Drop | Reject) -> Job:
+        job = self._desk.get(command.request_id)
+        assert job is not None, f"{command}: the core decides on a request that has ended"
+        return job
+
+    def _dispatch(self, command: Dispatch) -> None:
+        job = self._job(command)
+        self._desk.attach(job, command.engine, self.now())
+        try:
+            self._places.handle(command.engine).submit(job.submission())
+        except EngineDied:
+            return  # its death is reported to all of its requests together
+        except (ValueError, RuntimeError) as problem:
+            self._end(job, End("refused", "rejected", str(problem)))
+
+    # --- the life of engines ---------------------------------------------------------------------------------------
+
+    def _activate(self, command: Activate) -> None:
+        engine = command.engine
+        self._places.settle(engine, command.model, command.gpus[0])
+        self._desk.open(engine)
+
+        def done(seconds: float, problem: BaseException | None) -> None:
+            with self._lock:
+                facts: dict[str, object] = {"engine": engine, "model": command.model, "took_s": seconds}
+                if problem is None:
+                    self._on_incident("activated", facts)
+                    self._tell(EngineReady(engine))
+                    if self._controller.waiting(engine):
+                        self._consult(engine)
+                else:
+                    self._on_incident("activation failed", facts | {"reason": str(problem)})
+                    self._desk.close(engine)
+                    self._places.leave(engine)
+                    self._tell(EngineFailed(engine))
+
+        self._places.wake(engine, done)
+
+    def _evict(self, command: Evict) -> None:
+        engine = command.engine
+        if command.drain:
+            self._leaving.add(engine)
+            self._sleep_if_drained(engine)
+            return
+        again = self._desk.close(engine)
+        for job in again:
+            self._places.handle(engine).abort(job.id)
+        self._sleep(engine, drained=False)
+        for job in again:
+            self._arrive(job)
+
+    def _sleep_if_drained(self, engine: int) -> None:
+        if engine in self._leaving and not self._desk.on(engine):
+            self._leaving.discard(engine)
+            self._desk.close(engine)
+            self._sleep(engine, drained=True)
+
+    def _sleep(self, engine: int, *, drained: bool) -> None:
+        def done(seconds: float, problem: BaseException | None) -> None:
+            with self._lock:
+                self._on_incident("evicted", {"engine": engine, "took_s": seconds, "problem": problem and str(problem)})
+                if drained:
+                    self._tell(EngineDrained(engine))
+
+        self._places.sleep(engine, done)
+        self._places.leave(engine)

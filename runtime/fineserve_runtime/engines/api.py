@@ -1,0 +1,250 @@
+"""The contract between vLLM engines and whoever drives them (the controller, the replayer, tests, a fake).
+
+An `EngineHost` owns one device: its KV region and the engines on it. Engines step by themselves whenever they have work.
+After each step the host calls ``listener.on_step`` with everything that happened in it: new tokens, preemptions, the time
+it took and the state that a local scheduler sees. That call *is* the boundary between two iterations, so this is where a
+controller turns ``EngineStepped`` into ``submit`` calls. In mode ``in_process`` the next step waits for it; in mode
+``processes`` the engine goes on meanwhile, and what is submitted joins the step after the one in flight.
+
+An idle engine makes no steps: whoever submits to it first reads ``state()``.
+
+Threads: every method may be called from any thread, from inside a listener too. Listener calls come from threads of the
+host, one at a time an engine, and must return quickly. Times are ``time.monotonic()`` seconds, which all processes of a
+machine share. Engine ids are the positions in ``HostConfig.engines``; request ids are those of the policy core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from fineserve_sim.policy.interfaces import EngineState, KVLedger
+
+Mode = Literal["in_process", "processes"]
+Device = Literal["cpu", "cuda"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A model made on the spot: Llama shape, random weights from ``seed``, a local tokenizer; nothing is downloaded."""
+
+    seed: int = 0
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    vocab: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: a model in one precision. ``model`` is a folder in Hugging Face's format, or a tiny model.
+
+    ``kv_cache_dtype`` and ``quantization`` take vLLM's words; unknown or unsafe ones are refused (formats.py).
+    ``kv_limit_bytes`` bounds how much of the region the engine may lease for KV; None: all of it. Limits that sum up to the
+    region make a static split.
+    """
+
+    name: str
+    model: Path | TinyModel
+    dtype: str = "bfloat16"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    block_tokens: int = 32
+    max_model_len: int = 512
+    max_sequences: int = 16
+    max_batched_tokens: int = 512
+    prefix_caching: bool = False
+    kv_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """One device and its engines.
+
+    ``region_name`` names the shared files ``<region_dir>/fineserve-<region_name>.{kv,table}``: a second host on the same
+    name is refused. ``region_bytes`` covers KV and, with ``weights_in_region``, weights (only then can engines sleep).
+    ``slab_multiple`` is the paper's k: a slab is so many times the least common multiple of the block sizes. ``poison_freed``
+    fills every slab that is given back with 0xFF (tests, debugging).
+    """
+
+    engines: tuple[EngineConfig, ...]
+    region_bytes: int
+    mode: Mode = "in_process"
+    device: Device = "cpu"
+    region_name: str = "device0"
+    region_dir: Path = Path("/dev/shm")
+    slab_multiple: int = 1
+    weights_in_region: bool = False
+    poison_freed: bool = False
+    cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "fineserve")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """``temperature`` 0 is greedy. ``max_tokens`` bounds the output; ``ignore_eos`` makes it exact."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request handed to an engine: it may be prefilled from the next step on. Lower ``priority`` goes first."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    priority: int = 0
+
+
+class TokenChunk(NamedTuple):
+    """What one step brought a request; ``finish_reason`` is None while it goes on."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class StepReport(NamedTuple):
+    """One step of one engine, sent at its end.
+
+    ``prefill_tokens`` and ``decodes`` are its composition, ``context_tokens`` what its sequences had in cache before it;
+    ``schedule_s`` is the part of ``ended_s - started_s`` spent in the scheduler. ``preempted`` names requests that lost
+    their blocks in it and will be recomputed.
+    """
+
+    engine: int
+    started_s: float
+    ended_s: float
+    schedule_s: float
+    prefill_tokens: int
+    decodes: int
+    context_tokens: int
+    chunks: tuple[TokenChunk, ...]
+    preempted: tuple[int, ...]
+    state: EngineState
+
+
+class EngineStats(NamedTuple):
+    """Bytes of the region that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
+    cached prefixes (evictable), those of weights; and counters since the start."""
+
+    leased_bytes: int
+    used_bytes: int
+    stranded_bytes: int
+    cached_bytes: int
+    weight_bytes: int
+    steps: int
+    preemptions: int
+    slabs_leased: int
+    slabs_returned: int
+    blocks_zeroed: int
+
+
+class EngineListener(Protocol):
+    """Who hears of steps and deaths. ``lost`` are the requests that the engine held and that nobody will finish."""
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None: ...
+
+
+class EngineDied(RuntimeError):
+    """The engine's process is gone; its slabs are back."""
+
+
+class EngineHandle(Protocol):
+    """One engine, as its driver sees it."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def model_dir(self) -> Path:
+        """Where config.json, weights and tokenizer lie (made on the spot for a tiny model)."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that fit when no other engine holds KV (weights in the region stay where they are)."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def asleep(self) -> bool: ...
+
+    def submit(self, submission: Submission) -> None:
+        """Raises ValueError for an empty prompt or one that leaves no room under max_model_len, EngineDied when dead and
+        RuntimeError while asleep."""
+        ...
+
+    def abort(self, request_id: int) -> None:
+        """The client left: the request ends with finish_reason "abort" in a later report. Unknown ids are ignored."""
+        ...
+
+    def state(self) -> EngineState:
+        """As of the last boundary, plus what was submitted since. ``free_kv_tokens`` counts evictable prefixes."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no request is left; False when time ran out. Do not call it from a listener."""
+        ...
+
+    def sleep(self) -> float:
+        """Weights to host memory, every slab back. Returns the seconds it took. Raises RuntimeError while requests are left.
+        Do not call it from a listener."""
+        ...
+
+    def wake(self) -> float:
+        """Weights back onto the device; the engine accepts requests again. Returns the seconds it took. Raises RuntimeError
+        when the region has no room for them now. Do not call it from a listener."""
+        ...
+
+
+class EngineHost(Protocol):
+    """One device: ``start_host(config, listener)`` (host.py) builds it and returns when every engine is ready."""
+
+    @property
+    def config(self) -> HostConfig: ...
+
+    @property
+    def engines(self) -> Mapping[int, EngineHandle]: ...
+
+    def ledger(self) -> KVLedger:
+        """Bytes of the region: used by blocks, stranded in partly used slabs, free, lost to the null slab and the tail.
+        Weights and idle cached prefixes count as used."""
+        ...
+
+    def restart(self, engine: int) -> None:
+        """Start a dead engine's process again (mode ``processes``)."""
+        ...
+
+    def close(self) -> None:
+        """Stop every engine and remove the region. Idempotent."""
+        ...

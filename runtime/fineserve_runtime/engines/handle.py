@@ -1,0 +1,219 @@
+"""The host's side of one engine: what was sent to it, what it reported last, and who waits for an answer."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Literal
+
+from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, Submission
+from fineserve_runtime.engines.links import Link
+from fineserve_runtime.engines.loop import Abort, Call, Command, Reply, Stepped, Submit
+from fineserve_runtime.engines.table import SlabTable
+from fineserve_sim.policy.interfaces import EngineState
+
+
+class Handle:
+    """An `api.EngineHandle`. The host feeds it with its engine's messages."""
+
+    def __init__(
+        self,
+        engine: int,
+        config: EngineConfig,
+        model_dir: Path,
+        eos_token_ids: tuple[int, ...],
+        block_bytes: int,
+        table: SlabTable,
+    ) -> None:
+        self.id = engine
+        self.config = config
+        self.model_dir = model_dir
+        self.eos_token_ids = eos_token_ids
+        self.block_bytes = block_bytes
+        self.link: Link | None = None
+        self.ready = threading.Event()
+        self.death: str | None = None
+        self.asleep = False
+        self._table = table
+        self._changed = threading.Condition(threading.RLock())
+        self._sent = 0
+        self._base = EngineState(0, 0, 0, config.max_sequences, 0, 1.0)
+        self._pending: dict[int, Submission] = {}  # by number of the command, until a report takes it into account
+        self._unfinished: set[int] = set()
+        self._calls: dict[int, Future[float]] = {}
+        self._tickets = itertools.count()
+
+    # --- what drivers do ---------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self.death is None
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        header = self._table.header
+        slabs = header.slab_count - header.reserved_slabs
+        slabs -= sum(-(-row.get("weight_bytes") // header.slab_bytes) for row in self._table.counters)
+        return self._blocks_in(min(slabs, self._limit_slabs())) * self.config.block_tokens
+
+    def submit(self, submission: Submission) -> None:
+        tokens = len(submission.prompt_token_ids)
+        if not 0 < tokens < self.config.max_model_len:
+            raise ValueError(
+                f"{self.config.name}: prompt of {tokens} tokens; it must be 1 to {self.config.max_model_len - 1}"
+            )
+        with self._changed:
+            self._check_usable()
+            self._unfinished.add(submission.request_id)
+            self._pending[self._send(Submit(self.id, submission))] = submission
+
+    def abort(self, request_id: int) -> None:
+        with self._changed:
+            if self.alive and request_id in self._unfinished:
+                self._send(Abort(self.id, request_id))
+
+    def state(self) -> EngineState:
+        with self._changed:
+            pending = list(self._pending.values())
+            running = self._base.running + len(pending)
+            prefill_tokens = self._base.prefill_tokens + sum(len(item.prompt_token_ids) for item in pending)
+            return self._base._replace(
+                running=running,
+                prefill_tokens=prefill_tokens,
+                free_slots=max(0, self.config.max_sequences - running),
+                free_kv_tokens=self._free_kv_tokens(),
+            )
+
+    def stats(self) -> EngineStats:
+        row = self._table.counters[self.id]
+        header = self._table.header
+        weight_bytes = -(-row.get("weight_bytes") // header.slab_bytes) * header.slab_bytes
+        leased_bytes = self._table.owned_slabs(self.id) * header.slab_bytes - weight_bytes
+        used_bytes, cached_bytes = row.get("used_bytes"), row.get("cached_bytes")
+        return EngineStats(
+            leased_bytes=leased_bytes,
+            used_bytes=used_bytes - cached_bytes,
+            stranded_bytes=max(0, leased_bytes - used_bytes),
+            cached_bytes=cached_bytes,
+            weight_bytes=weight_bytes,
+            steps=row.get("steps"),
+            preemptions=row.get("preemptions"),
+            slabs_leased=row.get("slabs_leased"),
+            slabs_returned=row.get("slabs_returned"),
+            blocks_zeroed=row.get("blocks_zeroed"),
+        )
+
+    def drain(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, timeout_s)
+
+    def sleep(self) -> float:
+        with self._changed:
+            if self._unfinished:
+                raise RuntimeError(f"{self.config.name} still has {len(self._unfinished)} requests; drain it first")
+            if self.asleep:
+                return 0.0
+            self._check_usable()
+            self.asleep = True
+        try:
+            return self._call("sleep")
+        except RuntimeError:
+            self.asleep = False
+            raise
+
+    def wake(self) -> float:
+        if not self.asleep:
+            return 0.0
+        seconds = self._call("wake")
+        self.asleep = False
+        return seconds
+
+    # --- what the host does ------------------------------------------------------------------------------------------
+
+    def on_ready(self, state: EngineState) -> None:
+        self._base = state
+        self.ready.set()
+
+    def on_stepped(self, message: Stepped) -> None:
+        with self._changed:
+            self._base = message.report.state
+            for number in [number for number in self._pending if number <= message.seen]:
+                del self._pending[number]
+            finished = {chunk.request_id for chunk in message.report.chunks if chunk.finish_reason}
+            if finished:
+                self._unfinished -= finished
+                self._changed.notify_all()
+
+    def on_reply(self, reply: Reply) -> None:
+        with self._changed:
+            future = self._calls.pop(reply.ticket, None)
+        if future is not None and reply.error is None:
+            future.set_result(reply.seconds)
+        elif future is not None:
+            future.set_exception(RuntimeError(reply.error))
+
+    def on_died(self, reason: str) -> tuple[int, ...]:
+        """The requests that are lost."""
+        with self._changed:
+            self.death = reason
+            lost = tuple(sorted(self._unfinished))
+            self._unfinished.clear()
+            self._pending.clear()
+            calls, self._calls = list(self._calls.values()), {}
+            self._changed.notify_all()
+        for future in calls:
+            future.set_exception(EngineDied(f"{self.config.name}: {reason}"))
+        self.ready.set()
+        return lost
+
+    def revive(self) -> None:
+        """The engine is started again, with nothing in it."""
+        with self._changed:
+            self.death, self.asleep, self._sent = None, False, 0
+            self.ready.clear()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self.death is not None:
+            raise EngineDied(f"{self.config.name}: {self.death}")
+        if self.asleep:
+            raise RuntimeError(f"{self.config.name} is asleep; wake it first")
+
+    def _send(self, command: Command) -> int:
+        assert self.link is not None
+        self._sent += 1
+        self.link.send(command)
+        return self._sent
+
+    def _call(self, method: Literal["sleep", "wake"]) -> float:
+        future: Future[float] = Future()
+        with self._changed:
+            if self.death is not None:
+                raise EngineDied(f"{self.config.name}: {self.death}")
+            ticket = next(self._tickets)
+            self._calls[ticket] = future
+            self._send(Call(self.id, ticket, method))
+        started_s = time.monotonic()
+        future.result()
+        return time.monotonic() - started_s
+
+    def _limit_slabs(self) -> int:
+        limit = self.config.kv_limit_bytes
+        return self._table.header.slab_count if limit is None else limit // self._table.header.slab_bytes
+
+    def _blocks_in(self, slabs: int) -> int:
+        slab_bytes = self._table.header.slab_bytes
+        per_slab = slab_bytes // self.block_bytes - (slab_bytes % self.block_bytes != 0)
+        return slabs * per_slab
+
+    def _free_kv_tokens(self) -> int:
+        """From the table as it is now: other engines take and free slabs between this engine's reports."""
+        stats = self.stats()
+        slab_bytes = self._table.header.slab_bytes
+        leasable = min(self._table.free_slabs(), self._limit_slabs() - stats.leased_bytes // slab_bytes)
+        own_blocks = (stats.stranded_bytes + stats.cached_bytes) // self.block_bytes
+        return (own_blocks + self._blocks_in(max(0, leasable))) * self.config.block_tokens

@@ -1,0 +1,212 @@
+"""One engine's KV blocks: slabs leased from the owner table, blocks inside them kept by the core's `KVSlabManager`.
+
+**Why leases.** Every step of every engine takes and frees blocks. Were the manager's whole state shared, each of these would
+lock and rewrite it; a server in the middle would cost a round trip a step. What must be agreed on across processes is only
+who owns a slab, one byte of the table. So each engine keeps a manager of its own, over the whole region, in which a second
+owner, the LANDLORD, whose block is one slab, holds every slab that the engine does not lease:
+
+    lease:   the table grants slabs; the manager's landlord frees them       -> the engine can allocate there
+    return:  the landlord takes the slabs that drained; the table frees them -> others can lease them
+
+Block ids, the choice of a slab and the ledger are those of the core: id = first block of the slab + place in it. What is
+lost against one manager for all is that engines of equal block size do not share partly used slabs; what is gained is that
+a slab holds bytes of one model at a time, so stale bytes are a matter of slabs (``take_stale``).
+
+**Livelock.** Engines that starve preempt their own sequences, as vLLM does, and start again when there is room. Several of
+them could undo each other's work for ever: each takes what the other has just given up. So an engine whose last sequence
+found no block draws a ticket. While tickets are out, only the engine with the oldest one starts sequences and nobody keeps
+idle prefixes. Running sequences go on, so the others finish or give up theirs; in the end the ticket's holder can have the
+whole region, in which one sequence always fits. It gives the ticket up when a request of it finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from fineserve_runtime.engines.region import Region
+from fineserve_runtime.engines.table import SlabTable
+from fineserve_sim.policy.slab import KVSlabManager, SlabPlan
+
+ENGINE, LANDLORD = 0, 1
+POISON = 0xFF
+
+
+class SlabLease:
+    """The KV memory of engine ``engine``. Block ids count over the whole region, block 0 is in a reserved slab.
+
+    ``limit_slabs`` bounds what is leased at a time. ``poison_freed`` overwrites every slab before it goes back.
+    Not for several threads; other engines' instances may be used at the same time.
+    """
+
+    def __init__(
+        self,
+        table: SlabTable,
+        region: Region,
+        engine: int,
+        block_bytes: int,
+        *,
+        limit_slabs: int | None = None,
+        poison_freed: bool = False,
+    ) -> None:
+        header = table.header
+        self.block_bytes = block_bytes
+        self.slab_bytes = header.slab_bytes
+        self._table = table
+        self._region = region
+        self._engine = engine
+        self.counters = table.counters[engine]
+        self._poison = poison_freed
+        self._plan = SlabPlan(header.slab_bytes, tuple(sorted({block_bytes, header.slab_bytes})))
+        self._blocks_per_slab = header.slab_bytes // block_bytes - self._plan.is_grid(block_bytes)
+        self._manager = KVSlabManager(
+            header.slab_count * header.slab_bytes,
+            {ENGINE: block_bytes, LANDLORD: header.slab_bytes},
+            plan=self._plan,
+            reserved_slabs=header.reserved_slabs,
+        )
+        rentable = header.slab_count - header.reserved_slabs
+        self._manager.alloc(LANDLORD, rentable)
+        self._limit = rentable if limit_slabs is None else min(rentable, limit_slabs)
+        self._leased = 0
+        self._reserve = max(1, rentable // 16)
+        self._locked_free: int | None = None
+        self._stale: set[int] = set()
+        self._unzeroed: list[int] = []
+        self.counters.set("block_bytes", block_bytes)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """How many blocks the engine could hold if nobody else leased a slab."""
+        return self._limit * self._blocks_per_slab
+
+    @property
+    def virtual_blocks(self) -> int:
+        """Block ids are below this."""
+        return self._table.header.slab_count * self.slab_bytes // self.block_bytes
+
+    @property
+    def used_blocks(self) -> int:
+        return self._manager.used_bytes(ENGINE) // self.block_bytes
+
+    @property
+    def leased_slabs(self) -> int:
+        return self._leased
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Nobody else takes slabs meanwhile, so ``alloc`` grants what ``free_blocks`` promises. Not reentrant."""
+        with self._table.lock():
+            self._locked_free = self._table.free_slabs()
+            try:
+                yield
+            finally:
+                self._locked_free = None
+
+    def free_blocks(self) -> int:
+        """How many blocks ``alloc`` would grant; exact inside ``exclusive`` (for grid keys on the safe side), else a
+        snapshot."""
+        return self._manager.free_blocks(ENGINE) + self._rentable() * self._blocks_per_slab
+
+    def alloc(self, blocks: int) -> list[int] | None:
+        """``blocks`` block ids, or None when they do not all fit. Call it inside ``exclusive``."""
+        short = blocks - self._manager.free_blocks(ENGINE)
+        if short > 0 and not self._lease(-(-short // self._blocks_per_slab)):
+            return None
+        ids = self._manager.alloc(ENGINE, blocks)
+        assert ids is not None, "the slab manager counts fewer blocks than were leased"
+        if self._stale and (stale := self._stale.intersection(ids)):
+            self._unzeroed.extend(stale)
+        return ids
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back blocks; slabs that drain go back to the table at once. Raises ValueError for a block not held."""
+        self._manager.free(ENGINE, block_ids)
+        drained = self._manager.free_blocks(LANDLORD)
+        if drained:
+            slabs = self._manager.alloc(LANDLORD, drained)
+            assert slabs is not None
+            self._give_back(slabs)
+
+    def take_stale(self) -> list[int]:
+        """Blocks handed out since the last call that carry another model's bytes: zero them before the engine reads them.
+        Blocks freed again meanwhile are left out: their slab may be somebody else's by then."""
+        if not self._unzeroed:
+            return []
+        ids = sorted({block for block in self._unzeroed if block in self._stale and self._holds(block)})
+        self._unzeroed.clear()
+        self._stale.difference_update(ids)
+        self.counters.add("blocks_zeroed", len(ids))
+        return ids
+
+    def crowded(self) -> bool:
+        """Whether idle prefixes should make room: somebody else starves, or hardly a slab is free."""
+        starving = self._table.first_starving()
+        return starving not in (None, self._engine) or self._table_free() < self._reserve
+
+    def close(self) -> None:
+        self._table.close()
+
+    # --- livelock ----------------------------------------------------------------------------------------------------
+
+    def may_start(self) -> bool:
+        """Whether the engine may start or resume sequences now."""
+        return self._table.first_starving() in (None, self._engine)
+
+    def starve(self) -> None:
+        """No sequence of the engine finds room. Call it inside ``exclusive``."""
+        self._table.draw_ticket(self._engine)
+
+    def thrive(self) -> None:
+        """A request of the engine finished, or none is left."""
+        self._table.drop_ticket(self._engine)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _table_free(self) -> int:
+        return self._table.free_slabs() if self._locked_free is None else self._locked_free
+
+    def _rentable(self) -> int:
+        return min(self._table_free(), self._limit - self._leased)
+
+    def _holds(self, block: int) -> bool:
+        """Whether the slab of the block is (still) leased; the caller knows whether the block itself is held."""
+        slab, _ = self._manager.locate(ENGINE, block)
+        return self._table.owner_of(slab) == self._engine
+
+    def _lease(self, count: int) -> bool:
+        assert self._locked_free is not None, "slabs are leased under the table's lock"
+        if count > self._rentable():
+            return False
+        slabs = self._table.take(self._engine, count)
+        if slabs is None:
+            return False
+        self._locked_free -= count
+        self._leased += count
+        self.counters.add("slabs_leased", count)
+        self._manager.free(LANDLORD, slabs)
+        for slab in slabs:
+            if self._table.changed_hands(self._engine, slab):
+                self._stale.update(range(*self._plan.span(self.block_bytes, slab)))
+        return True
+
+    def _give_back(self, slabs: Sequence[int]) -> None:
+        for slab in slabs:
+            blocks = range(*self._plan.span(self.block_bytes, slab))
+            all_mine = self._stale.isdisjoint(blocks)
+            self._stale.difference_update(blocks)
+            if self._poison:
+                self._region.fill(slab * self.slab_bytes, self.slab_bytes, POISON)
+            self._table.give_back(self._engine, [slab], meaningful=all_mine and not self._poison)
+        self._leased -= len(slabs)
+        self.counters.add("slabs_returned", len(slabs))
+        if self._locked_free is not None:
+            self._locked_free += len(slabs)
+
+    def check(self) -> None:
+        """Raise AssertionError if the manager and the table disagree."""
+        self._manager.check()
+        leased = self._table.header.slab_count - self._table.header.reserved_slabs
+        leased -= self._manager.used_bytes(LANDLORD) // self.slab_bytes
+        assert self._leased == leased <= self._table.owned_slabs(self._engine), "slabs leased"
+        assert leased * self.slab_bytes >= self._manager.used_bytes(ENGINE), "more blocks than slabs"

@@ -1,0 +1,182 @@
+"""The loop that steps engines: commands in, messages out, the same in a thread of the host and in a process of its own.
+
+Engines of one loop take turns, a step each. vLLM keeps the state of a forward pass in module globals, so engines that share
+a process could not step at the same time anyway.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from fineserve_runtime.engines.api import StepReport, Submission
+from fineserve_sim.policy.interfaces import EngineState
+
+POLL_S = 0.005
+"""How often an idle engine that keeps cached prefixes looks whether others need the room."""
+
+STARVED_S = 0.001
+"""Pause after a round in which no engine found room for anything."""
+
+
+class Submit(NamedTuple):
+    engine: int
+    submission: Submission
+
+
+class Abort(NamedTuple):
+    engine: int
+    request_id: int
+
+
+class Call(NamedTuple):
+    """Run ``sleep`` or ``wake`` of an engine between two steps; answered by a `Reply` with the same ``ticket``."""
+
+    engine: int
+    ticket: int
+    method: Literal["sleep", "wake"]
+
+
+class Stop(NamedTuple):
+    pass
+
+
+Command = Submit | Abort | Call | Stop
+
+
+class Ready(NamedTuple):
+    engine: int
+    state: EngineState
+
+
+class Stepped(NamedTuple):
+    """``seen`` counts the commands of this engine that the report's state takes into account."""
+
+    seen: int
+    report: StepReport
+
+
+class Reply(NamedTuple):
+    engine: int
+    ticket: int
+    seconds: float
+    error: str | None
+
+
+class Died(NamedTuple):
+    engine: int
+    reason: str
+
+
+Message = Ready | Stepped | Reply | Died
+
+
+class Inbox(Protocol):
+    """Where commands arrive. ``take`` waits up to ``timeout_s`` (None: for ever) and returns None when nothing came."""
+
+    def take(self, timeout_s: float | None) -> Command | None: ...
+
+
+class EngineLoop:
+    """Steps engines until it is told to stop. ``build`` maps engine ids to functions that make a `SteppedCore`."""
+
+    def __init__(self, build: Mapping[int, Callable[[], Any]], inbox: Inbox, emit: Callable[[Message], None]) -> None:
+        self._build = build
+        self._inbox = inbox
+        self._emit = emit
+        self._cores: dict[int, Any] = {}
+        self._seen = dict.fromkeys(build, 0)
+        self._step_s = dict.fromkeys(build, 0.0)
+        self._stopping = False
+
+    def run(self) -> None:
+        for engine, build in self._build.items():
+            try:
+                self._cores[engine] = build()
+                self._cores[engine].publish()
+            except Exception as error:
+                self._emit(Died(engine, _one_line(error)))
+                continue
+            self._emit(Ready(engine, self._cores[engine].state()))
+        wait_s: float | None = None
+        while not self._stopping:
+            self._take_commands(wait_s)
+            wait_s = self._round()
+        for core in self._cores.values():
+            core.close()
+
+    def _take_commands(self, wait_s: float | None) -> None:
+        command = self._inbox.take(wait_s)
+        while command is not None and not self._stopping:
+            self._obey(command)
+            command = self._inbox.take(0.0)
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Stop):
+            self._stopping = True
+            return
+        self._seen[command.engine] += 1
+        core = self._cores.get(command.engine)
+        if core is None:
+            return
+        try:
+            if isinstance(command, Submit):
+                core.add(command.submission)
+            elif isinstance(command, Abort):
+                core.abort(command.request_id)
+            else:
+                self._call(core, command)
+        except Exception as error:
+            self._bury(command.engine, error)
+
+    def _call(self, core: Any, call: Call) -> None:
+        started_s, failure = time.monotonic(), None
+        try:
+            getattr(core, call.method)()
+        except RuntimeError as error:  # refused, nothing changed
+            failure = str(error)
+        core.publish()
+        self._emit(Reply(call.engine, call.ticket, time.monotonic() - started_s, failure))
+
+    def _round(self) -> float | None:
+        """One step of each engine that has work. Returns how long to wait for commands before the next round."""
+        wait_s: float | None = None
+        for engine, core in list(self._cores.items()):
+            try:
+                if core.has_work:
+                    wait_s = min(STARVED_S if self._step(engine, core) else 0.0, 1.0 if wait_s is None else wait_s)
+                elif core.keeps_prefixes:
+                    core.make_room()
+                    core.publish()
+                    wait_s = POLL_S if wait_s is None else wait_s
+            except Exception as error:
+                self._bury(engine, error)
+        return wait_s
+
+    def _step(self, engine: int, core: Any) -> bool:
+        """True when the engine found room for nothing."""
+        report = core.step()
+        if report is None:
+            return bool(core.starved)
+        self._step_s[engine] = report.ended_s - report.started_s
+        core.publish()
+        state = report.state._replace(slowdown=self._slowdown(engine))
+        self._emit(Stepped(self._seen[engine], report._replace(state=state)))
+        return False
+
+    def _slowdown(self, engine: int) -> float:
+        """Engines of one loop take turns: a step of each per step of one."""
+        busy_s = sum(self._step_s[other] for other, core in self._cores.items() if other == engine or core.has_work)
+        return busy_s / self._step_s[engine] if self._step_s[engine] else 1.0
+
+    def _bury(self, engine: int, error: Exception) -> None:
+        traceback.print_exception(error)
+        del self._cores[engine]
+        self._emit(Died(engine, _one_line(error)))
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

@@ -1,0 +1,51 @@
+"""What runs in an engine's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fineserve_runtime.engines.api import EngineConfig
+from fineserve_runtime.engines.links import PipeInbox
+from fineserve_runtime.engines.loop import EngineLoop, Message
+from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_runtime.engines.vllm_engine import SteppedCore, build_core, prepare_environment, slab_arguments
+
+
+def build_slab_core(
+    config: EngineConfig, model_dir: Path, settings: SlabSettings, region_bytes: int, eos_token_ids: tuple[int, ...]
+) -> SteppedCore:
+    """An engine over the slab region, in this process."""
+    prepare_environment()
+    from fineserve_runtime.engines.vllm_seams import check_contract
+
+    check_contract()
+    core = build_core(slab_arguments(config, model_dir, settings, region_bytes))
+    return SteppedCore(core, settings.engine, eos_token_ids)
+
+
+def main(
+    connection: Connection,
+    config: EngineConfig,
+    model_dir: Path,
+    settings: SlabSettings,
+    region_bytes: int,
+    eos_token_ids: tuple[int, ...],
+) -> None:
+    """Serve one engine until told to stop or the host is gone. In a session of its own: signals to the host's process group,
+    from a terminal or a supervisor, are the host's business, which then drains its engines."""
+    os.setsid()
+    sending = threading.Lock()
+
+    def emit(message: Message) -> None:
+        with sending:
+            connection.send(message)
+
+    def build() -> SteppedCore:
+        return build_slab_core(config, model_dir, settings, region_bytes, eos_token_ids)
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        EngineLoop({settings.engine: build}, PipeInbox(connection), emit).run()

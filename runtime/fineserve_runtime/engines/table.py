@@ -1,0 +1,228 @@
+"""The owner table: which engine leases which slab of a device's region, in shared memory beside the region.
+
+One byte a slab says who owns it, which is all that engines in several processes must agree on; what happens inside a
+slab is its owner's own business (lease.py). Who takes slabs holds the table's lock, so check-then-take is atomic. Giving
+back needs no lock: only the owner writes a byte that is not FREE, and a byte is written at once.
+
+A second byte remembers who wrote into the slab last, so that the next owner knows whether the bytes mean anything to it.
+
+The kernel drops the lock of a process that dies, and a half-done take leaves nothing but slabs owned by the dead, which
+`reclaim` frees. Each engine also has a row of counters for onlookers, and a *ticket* against livelock (lease.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+FREE = 0
+STRANGER = 254
+"""Last writer unknown: poisoned, weights, or an engine that died."""
+RESERVED = 255
+MAX_ENGINES = 253
+
+_MAGIC = 0x4653_534C_4142_0001  # "FSSLAB", layout 1
+_HEADER = struct.Struct("8q")
+_ROW = 16  # 64-bit words an engine
+
+
+class TableHeader(NamedTuple):
+    """What both sides must agree on. ``reserved_slabs``, the lowest, hold the engines' null blocks."""
+
+    slab_count: int
+    slab_bytes: int
+    reserved_slabs: int
+    engines: int
+    host_pid: int
+
+
+class RegionError(RuntimeError):
+    """A region or table that is missing, stale, of another layout or in use by another host."""
+
+
+class Counters:
+    """One engine's row, readable by every process; the engine's own process is its only writer, tickets apart."""
+
+    FIELDS = (
+        "pid",
+        "used_bytes",
+        "cached_bytes",
+        "weight_bytes",
+        "steps",
+        "preemptions",
+        "slabs_leased",
+        "slabs_returned",
+        "blocks_zeroed",
+        "ticket",
+        "block_bytes",
+    )
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def get(self, field: str) -> int:
+        return int(self._words[self.FIELDS.index(field)])
+
+    def set(self, field: str, value: int) -> None:
+        self._words[self.FIELDS.index(field)] = value
+
+    def add(self, field: str, by: int) -> None:
+        self._words[self.FIELDS.index(field)] += by
+
+    def clear(self) -> None:
+        for index in range(_ROW):
+            self._words[index] = 0
+
+
+class SlabTable:
+    """A process's view of the table. Engines are 0, 1, ...; their mark in the table is the number plus one.
+
+    Each instance opens the file anew, and the lock belongs to the open file: threads with an instance each exclude each
+    other as processes do.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Attach. Raises RegionError when there is no table of this layout."""
+        try:
+            self._file = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise RegionError(f"no slab table at {path}: {error.strerror}") from None
+        magic, *rest = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+        if magic != _MAGIC:
+            os.close(self._file)
+            raise RegionError(f"{path} is no slab table of this version; remove it")
+        self._map = mmap.mmap(self._file, 0)
+        self.header = TableHeader(*rest[:5])
+        self._view = memoryview(self._map)
+        words = self._view[_HEADER.size : _HEADER.size + self.header.engines * _ROW * 8].cast("q")
+        self.counters = [Counters(words[e * _ROW : (e + 1) * _ROW]) for e in range(self.header.engines)]
+        self._words = words
+        start = _HEADER.size + self.header.engines * _ROW * 8
+        count = self.header.slab_count
+        self._owners = self._view[start : start + count]
+        self._writers = self._view[start + count : start + 2 * count]
+        self._first_byte = start
+
+    @classmethod
+    def create(cls, path: Path, slab_count: int, slab_bytes: int, engines: int, reserved_slabs: int = 1) -> SlabTable:
+        """A new table with every slab free but the reserved ones, in place of whatever lay there. Raises ValueError when
+        there are too many engines or too few slabs."""
+        if not 1 <= engines <= MAX_ENGINES or slab_count <= reserved_slabs:
+            raise ValueError(
+                f"slab table: {engines} engines (1 to {MAX_ENGINES}) and {slab_count} slabs of {slab_bytes} bytes "
+                f"({reserved_slabs} are reserved); enlarge region_bytes"
+            )
+        header = _HEADER.pack(_MAGIC, slab_count, slab_bytes, reserved_slabs, engines, os.getpid(), 0, 0)
+        owners = bytes([RESERVED]) * reserved_slabs + bytes(slab_count - reserved_slabs)
+        content = header + bytes(engines * _ROW * 8) + owners + bytes(slab_count)
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_bytes(content)
+        fresh.replace(path)  # who still maps a former table keeps that one
+        return cls(path)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Exclude every other taker. Not reentrant."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def free_slabs(self) -> int:
+        return bytes(self._owners).count(FREE)
+
+    def owned_slabs(self, engine: int) -> int:
+        return bytes(self._owners).count(engine + 1)
+
+    def owner_of(self, slab: int) -> int | None:
+        """The engine that leases the slab; None while it is free or reserved."""
+        mark = self._owners[slab]
+        return mark - 1 if FREE < mark < STRANGER else None
+
+    def take(self, engine: int, count: int) -> list[int] | None:
+        """The lowest ``count`` free slabs, or None when there are fewer. Hold the lock."""
+        slabs: list[int] = []
+        at = self._first_byte
+        end = at + self.header.slab_count
+        for _ in range(count):
+            at = self._map.find(b"\0", at, end)
+            if at < 0:
+                return None
+            slabs.append(at - self._first_byte)
+            at += 1
+        for slab in slabs:
+            self._owners[slab] = engine + 1
+        return slabs
+
+    def take_run(self, engine: int, count: int) -> int | None:
+        """The first of ``count`` free slabs in a row, the highest there are (KV grows from the other end); None when no
+        gap is that long. Hold the lock."""
+        at = self._map.rfind(bytes(count), self._first_byte, self._first_byte + self.header.slab_count)
+        if at < 0:
+            return None
+        first = at - self._first_byte
+        self._owners[first : first + count] = bytes([engine + 1]) * count
+        return first
+
+    def give_back(self, engine: int, slabs: Sequence[int], *, meaningful: bool = True) -> None:
+        """Free slabs of this engine; no lock needed. ``meaningful``: their bytes are this engine's KV."""
+        for slab in slabs:
+            if self._owners[slab] != engine + 1:
+                raise RegionError(f"engine {engine} gives back slab {slab}, which it does not lease")
+            self._writers[slab] = engine + 1 if meaningful else STRANGER
+            self._owners[slab] = FREE
+
+    def changed_hands(self, engine: int, slab: int) -> bool:
+        """Whether somebody else wrote into the slab since this engine did. Fresh memory counts as its own: it is zero."""
+        return self._writers[slab] not in (FREE, engine + 1)
+
+    def mark_all_foreign(self) -> None:
+        """From now on nobody trusts what any slab holds."""
+        self._writers[:] = bytes([STRANGER]) * self.header.slab_count
+
+    def reclaim(self, engine: int) -> int:
+        """Free all slabs of an engine that is gone, forget its row, and return how many they were. Hold the lock."""
+        freed = 0
+        for slab in range(self.header.slab_count):
+            if engine + 1 in (self._owners[slab], self._writers[slab]):
+                self._writers[slab] = STRANGER
+            if self._owners[slab] == engine + 1:
+                self._owners[slab] = FREE
+                freed += 1
+        self.counters[engine].clear()
+        return freed
+
+    # --- tickets: who starves, in the order in which it began --------------------------------------------------------
+
+    def draw_ticket(self, engine: int) -> None:
+        """Queue up as starving, unless queued already. Hold the lock."""
+        if not self.counters[engine].get("ticket"):
+            last = max(row.get("ticket") for row in self.counters)
+            self.counters[engine].set("ticket", last + 1)
+
+    def drop_ticket(self, engine: int) -> None:
+        self.counters[engine].set("ticket", 0)
+
+    def first_starving(self) -> int | None:
+        """The engine that starves longest; None when nobody does."""
+        tickets = [(row.get("ticket"), engine) for engine, row in enumerate(self.counters) if row.get("ticket")]
+        return min(tickets)[1] if tickets else None
+
+    def close(self) -> None:
+        """Detach. The file stays."""
+        if self._file < 0:
+            return
+        for row in self.counters:
+            row._words.release()
+        for view in (self._words, self._owners, self._writers, self._view):
+            view.release()
+        self._map.close()
+        os.close(self._file)
+        self._file = -1

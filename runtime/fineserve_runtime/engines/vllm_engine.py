@@ -1,0 +1,233 @@
+"""One vLLM engine core in this process, stepped by hand: requests in, step reports out."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fineserve_runtime.engines.api import (
+    Device,
+    EngineConfig,
+    FinishReason,
+    Sampling,
+    StepReport,
+    Submission,
+    TokenChunk,
+)
+from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_sim.policy.interfaces import EngineState
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "OMP_NUM_THREADS": "1",
+}
+"""Set, where the user has not, before vllm is imported: engine cores in process, nothing fetched or sent, one thread an
+engine (two threads of two engines on two cores turn steps of 3 ms into 50)."""
+
+_SCHEDULER = {"cpu": "SlabScheduler", "cuda": "SlabAsyncScheduler"}
+_WORKER = {"cpu": "vllm_cpu.SlabCPUWorker", "cuda": "vllm_worker.SlabWorker"}
+_PACKAGE = "fineserve_runtime.engines"
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+
+
+def prepare_environment() -> None:
+    """Call it before anything imports vllm."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(config: EngineConfig, model_dir: Path, device: Device, region_bytes: int) -> dict[str, Any]:
+    """The arguments of vLLM's EngineArgs that a stock engine of this configuration would get."""
+    return {
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "block_size": config.block_tokens,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_sequences,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "enable_prefix_caching": config.prefix_caching,
+        "kv_cache_memory_bytes": region_bytes,
+        "gpu_memory_utilization": 0.05,
+        "enforce_eager": device == "cpu",
+        "scheduling_policy": "priority",
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+    }
+
+
+def slab_arguments(config: EngineConfig, model_dir: Path, settings: SlabSettings, region_bytes: int) -> dict[str, Any]:
+    """The same engine over the slab: other classes, and where the region is."""
+    arguments = engine_arguments(config, model_dir, settings.device, region_bytes)
+    return arguments | {
+        "scheduler_cls": f"{_PACKAGE}.vllm_scheduler.{_SCHEDULER[settings.device]}",
+        "worker_cls": f"{_PACKAGE}.{_WORKER[settings.device]}",
+        "additional_config": settings.as_additional_config(),
+        "enforce_eager": arguments["enforce_eager"] or settings.weights_in_region,
+    }
+
+
+def build_core(arguments: dict[str, Any]) -> Any:
+    """An EngineCore in this process. Takes seconds; raises whatever vLLM raises."""
+    prepare_environment()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    vllm_config = EngineArgs(**arguments).create_engine_config()
+    return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+
+
+class SteppedCore:
+    """An engine core and the requests in it. ``engine`` goes into its reports; ids are ints outside, strings in vLLM."""
+
+    def __init__(self, core: Any, engine: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.core = core
+        self.engine = engine
+        self._eos = eos_token_ids
+        self._arrivals = 0
+        self._aborted: list[TokenChunk] = []
+        self.steps = 0
+        self.preemptions = 0
+
+    def add(self, submission: Submission) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._arrivals += 1
+        request = EngineCoreRequest(
+            request_id=str(submission.request_id),
+            prompt_token_ids=list(submission.prompt_token_ids),
+            mm_features=None,
+            sampling_params=self._sampling(submission.sampling),
+            pooling_params=None,
+            arrival_time=float(self._arrivals),  # orders requests of equal priority
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            priority=submission.priority,
+        )
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def _sampling(self, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            stop_token_ids=sorted(stop),
+            ignore_eos=True,  # eos is among the stop ids where it counts
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def abort(self, request_id: int) -> None:
+        """The request ends with reason "abort" in the next report. Unknown ids are ignored."""
+        if str(request_id) in self.core.scheduler.requests:
+            self.core.abort_requests([str(request_id)])
+            self._aborted.append(TokenChunk(request_id, (), "abort"))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.core.scheduler.has_requests() or self._aborted or self.core.batch_queue)
+
+    @property
+    def starved(self) -> bool:
+        """Whether no sequence found room in the last step."""
+        return bool(self.core.scheduler.starved)
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        return tuple(map(int, self.core.scheduler.requests))
+
+    def step(self) -> StepReport | None:
+        """Run one step. None when nothing came of it: no request, no room for any, or the GPU's first step in flight."""
+        scheduler = self.core.scheduler
+        started_s = time.monotonic()
+        outputs, _ = self.core.step_fn()
+        chunks = tuple(_chunk(output) for batch in (outputs or {}).values() for output in batch.outputs)
+        chunks += tuple(self._aborted)
+        self._aborted.clear()
+        preempted = tuple(map(int, scheduler.preempted))
+        if not chunks and not preempted and not outputs:
+            return None
+        self.steps += 1
+        self.preemptions += len(preempted)
+        composition, schedule_s = scheduler.composition, scheduler.schedule_s
+        scheduler.preempted, scheduler.schedule_s = [], 0.0
+        return StepReport(
+            engine=self.engine,
+            started_s=started_s,
+            ended_s=time.monotonic(),
+            schedule_s=schedule_s,
+            prefill_tokens=composition.prefill_tokens,
+            decodes=composition.decodes,
+            context_tokens=composition.context_tokens,
+            chunks=chunks,
+            preempted=preempted,
+            state=self.state(),
+        )
+
+    def state(self) -> EngineState:
+        state: EngineState = self.core.scheduler.engine_state()
+        return state
+
+    def publish(self) -> None:
+        """Write the engine's figures into the table, for onlookers."""
+        scheduler = self.core.scheduler
+        lease, row = scheduler.lease, scheduler.lease.counters
+        row.set("used_bytes", lease.used_blocks * lease.block_bytes)
+        row.set("cached_bytes", scheduler.pool.idle_blocks * lease.block_bytes)
+        row.set("steps", self.steps)
+        row.set("preemptions", self.preemptions)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return bool(self.core.scheduler.pool.idle_blocks)
+
+    def make_room(self) -> None:
+        """Give up idle prefixes if others need the room."""
+        self.core.scheduler.pool.make_room()
+
+    def sleep(self) -> None:
+        """Weights to host memory, all slabs back. Raises RuntimeError while requests are left or weights lie elsewhere."""
+        if self.unfinished:
+            raise RuntimeError(f"engine {self.engine} still has {len(self.unfinished)} requests; drain it first")
+        weights = self._weights()
+        self.core.scheduler.reset_prefix_cache()
+        weights.evict()
+
+    def wake(self) -> None:
+        """Raises RegionError when no run of free slabs is long enough."""
+        self._weights().activate()
+
+    def _weights(self) -> Any:
+        weights = self.core.model_executor.driver_worker.worker.weights
+        if weights is None:
+            raise RuntimeError("an engine can sleep only when weights_in_region is set")
+        return weights
+
+    def close(self) -> None:
+        """Let go of the region. vLLM's own shutdown would also take the process groups that other engines here still use."""
+        self.core.scheduler.shutdown()
+        self.core.scheduler.lease.close()
+
+
+def _chunk(output: Any) -> TokenChunk:
+    reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
+    return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason)

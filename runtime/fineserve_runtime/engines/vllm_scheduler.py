@@ -1,0 +1,121 @@
+"""vLLM's schedulers over leased slabs: the plain one on a CPU, the asynchronous one on a GPU.
+
+``schedule`` runs under the table's lock, so what admission was promised it also gets. A block that is freed while a step
+that may write it is still in flight goes back only when that step's output has come (vLLM's own fence for deferred frees).
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from fineserve_runtime.engines import vllm_seams
+from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_runtime.engines.torch_region import open_region
+from fineserve_runtime.engines.vllm_block_pool import SlabBlockPool
+from fineserve_sim.policy.interfaces import EngineState
+
+
+class Composition(NamedTuple):
+    """What a step computed: prompt tokens, decodes, and tokens that its sequences had in cache before it."""
+
+    prefill_tokens: int
+    decodes: int
+    context_tokens: int
+
+
+class SlabScheduler(Scheduler):  # type: ignore[misc]
+    """For backends that run one step at a time. ``preempted`` and ``schedule_s`` gather what happened since they were last
+    taken; ``starved``: the last step found room for nothing."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        settings = SlabSettings.of(vllm_config.additional_config)
+        self.region, _ = open_region(settings.region_path, settings.device)
+        self.lease = settings.open_lease(self.region)
+        with vllm_seams.block_pool(partial(SlabBlockPool, lease=self.lease)):
+            super().__init__(vllm_config, *args, **kwargs)
+        limits = vllm_config.scheduler_config
+        self._active_limit = limits.max_num_active_seqs or limits.max_num_seqs
+        self.defer_block_free = vllm_config.max_concurrent_batches > 1
+        self.preempted: list[str] = []
+        self.schedule_s = 0.0
+        self.starved = False
+        self.composition = Composition(0, 0, 0)
+
+    @property
+    def pool(self) -> SlabBlockPool:
+        pool: SlabBlockPool = self.kv_cache_manager.block_pool
+        return pool
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        started_s = time.perf_counter()
+        with self.lease.exclusive():
+            self.pool.make_room()
+            self.max_num_active_reqs = self._active_limit if self.lease.may_start() else 0
+            output = super().schedule(throttle_prefills)
+            self.starved = bool(not output.total_num_scheduled_tokens and not self.running and self.waiting)
+            if self.starved:
+                self.lease.starve()
+        self.preempted.extend(output.preempted_req_ids or ())
+        self.schedule_s += time.perf_counter() - started_s
+        return output
+
+    def _get_new_block_ids_to_zero(self) -> list[int] | None:
+        self.kv_cache_manager.take_new_block_ids()
+        return self.lease.take_stale() or None
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        self.composition = _composition(scheduler_output)
+        unfinished = len(self.requests)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if len(self.requests) < unfinished:
+            self.lease.thrive()
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)
+        if finished:
+            self.lease.thrive()
+        return finished
+
+    def engine_state(self) -> EngineState:
+        """What a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator."""
+        decoding = prefill_tokens = 0
+        for request in self.requests.values():
+            left = request.num_tokens - request.num_computed_tokens
+            if request.num_output_tokens and left <= 1:
+                decoding += 1
+            else:
+                prefill_tokens += max(0, left)
+        promised = len(self.requests)
+        free_tokens = self.pool.get_num_free_blocks() * self.block_size
+        return EngineState(
+            promised, decoding, prefill_tokens, max(0, self._active_limit - promised), free_tokens, slowdown=1.0
+        )
+
+
+def _composition(output: SchedulerOutput) -> Composition:
+    prefill_tokens = decodes = context_tokens = 0
+    for new in output.scheduled_new_reqs:
+        prefill_tokens += output.num_scheduled_tokens[new.req_id]
+        context_tokens += new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for request_id, computed, generated in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+    ):
+        tokens = output.num_scheduled_tokens[request_id]
+        context_tokens += computed
+        if tokens == 1 and generated:
+            decodes += 1
+        else:
+            prefill_tokens += tokens
+    return Composition(prefill_tokens, decodes, context_tokens)
+
+
+class SlabAsyncScheduler(SlabScheduler, AsyncScheduler):  # type: ignore[misc]
+    """For GPUs: the next step is scheduled while the last one runs."""

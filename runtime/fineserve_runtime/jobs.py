@@ -1,0 +1,103 @@
+"""A request on its way through the runtime, and who hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+
+from fineserve_runtime.engines.api import FinishReason, Sampling, Submission
+
+
+class End(NamedTuple):
+    """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: nobody ever started it. ``failed``: it
+    was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people."""
+
+    kind: Literal["finished", "refused", "failed", "aborted"]
+    reason: str
+    message: str = ""
+
+
+class Refused(RuntimeError):
+    """The driver takes no such request now; ``reason`` is a word for machines."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class Sink(Protocol):
+    """Who waits for the tokens of one request. Calls come from engine threads and must return at once."""
+
+    def tokens(self, token_ids: tuple[int, ...]) -> None: ...
+
+    def ended(self, end: End) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request of ``model`` with its prompt, in the driver's hands until it ends.
+
+    ``slo_s`` is the TTFT limit that counts for it. ``engine`` is where it is now; None while it waits and when it
+    ended; ``served_by`` where it was dispatched last. Times are
+    seconds since the driver started.
+    """
+
+    id: int
+    model: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    sink: Sink
+    slo_s: float
+    priority: int = 0
+    arrival_s: float = 0.0
+    queued_s: float = 0.0
+    engine: int | None = None
+    served_by: int | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    generated: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    retried: bool = False
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether another engine can go on after the tokens generated so far as if nothing had happened. A seeded generator
+        and penalties on the output would start anew."""
+        sampling = self.sampling
+        anew = sampling.seed is not None or sampling.presence_penalty or sampling.frequency_penalty
+        return not (self.generated and anew)
+
+    def submission(self) -> Submission:
+        """What an engine is to do: the prompt with what was generated before, and the rest of the output."""
+        done = len(self.generated)
+        sampling = replace(
+            self.sampling,
+            max_tokens=self.sampling.max_tokens - done,
+            min_tokens=max(0, self.sampling.min_tokens - done),
+        )
+        return Submission(self.id, (*self.prompt, *self.generated), sampling, self.priority)
+
+
+class Observer(Protocol):
+    """Who counts. Calls come one at a time, from any thread."""
+
+    def arrived(self, job: Job) -> None: ...
+
+    def dispatched(self, job: Job, now: float) -> None: ...
+
+    def emitted(self, job: Job, tokens: int, now: float) -> None:
+        """Tokens came; called before the job's own times are set."""
+        ...
+
+    def preempted(self, job: Job) -> None: ...
+
+    def ended(self, job: Job, end: End, now: float) -> None: ...
+
+
+def finish_end(reason: FinishReason) -> End:
+    """The end that an engine reports."""
+    if reason in ("stop", "length"):
+        return End("finished", reason)
+    if reason == "abort":
+        return End("aborted", "abort", "the request was aborted")
+    return End("failed", "engine_error", "the engine could not go on with this request")

@@ -1,0 +1,204 @@
+"""From a file and a scenario to engines that run under their driver: place, start, measure, connect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fineserve_runtime.config import RuntimeFile
+from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
+from fineserve_runtime.driver import Bounds, Driver, Log
+from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig
+from fineserve_runtime.jobs import Observer
+from fineserve_runtime.step_times import MeasuredStep
+from fineserve_runtime.warmup import Relay, measure, read_table
+from fineserve_sim.cluster.compose import place
+from fineserve_sim.cluster.scenario import Scenario, ScenarioError
+from fineserve_sim.policy.fineserve_placement import base_footprint
+from fineserve_sim.policy.interfaces import ModelDemand, Placement
+from fineserve_sim.systems.spec import KvSlabSpec, PrivatePoolsSpec
+
+StartHost = Callable[[HostConfig, EngineListener], EngineHost]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Engines under a driver. ``placement`` is what the system's placement policy said."""
+
+    driver: Driver
+    hosts: Mapping[int, EngineHost]
+    spec: CoreSpec
+    placement: Placement
+
+    @property
+    def capacity_bytes(self) -> tuple[int, ...]:
+        return tuple(host.config.region_bytes for host in self.hosts.values())
+
+
+def start_real_host(config: HostConfig, listener: EngineListener) -> EngineHost:
+    """Real engines. Raises ValueError where vLLM is not installed."""
+    try:
+        from fineserve_runtime.engines.host import start_host
+    except ImportError as problem:
+        raise ValueError(f"vLLM cannot be imported ({problem}); install it as docs/runtime.md says") from None
+    return start_host(config, listener)
+
+
+@contextmanager
+def launch(
+    file: RuntimeFile,
+    scenario: Scenario,
+    *,
+    log: Log | None = None,
+    observers: Sequence[Observer] = (),
+    on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
+    start: StartHost = start_real_host,
+) -> Iterator[Running]:
+    """The scenario's system on real engines, until the block ends. Raises ValueError for what cannot run."""
+    placement, demands = place(scenario)
+    if placement.unplaced:
+        raise ScenarioError(f"system {scenario.system.name}: no room for {', '.join(placement.unplaced)}")
+    with ExitStack() as stack:
+        relays: dict[int, Relay] = {}
+        hosts: dict[int, EngineHost] = {}
+        for gpu, config in host_configs(file, scenario, placement, demands).items():
+            relays[gpu] = Relay()
+            hosts[gpu] = start(config, relays[gpu])
+            stack.callback(hosts[gpu].close)
+        spec = _core_spec(file, scenario, placement, hosts, _step_times(file, hosts, relays))
+        bounds = Bounds(file.section.queued_requests, file.section.queued_s)
+        driver = Driver(spec, bounds=bounds, log=log, observers=observers, on_incident=on_incident)
+        for gpu, relay in relays.items():
+            relay.to = driver.listener(gpu)
+        driver.start(hosts)
+        stack.callback(driver.close)
+        yield Running(driver, hosts, spec, placement)
+
+
+def host_configs(
+    file: RuntimeFile, scenario: Scenario, placement: Placement, demands: Mapping[str, ModelDemand]
+) -> dict[int, HostConfig]:
+    """One host a GPU that has engines. Where models come and go, every GPU has an engine of each."""
+    section = file.section
+    residency = scenario.system.residency is not None
+    gpus = [gpu.id for gpu in scenario.gpus] if residency else sorted({i.gpus[0] for i in placement.instances})
+    configs = {}
+    for gpu in gpus:
+        here = [i.model for i in placement.instances if i.gpus[0] == gpu]
+        names = [model.id for model in scenario.models] if residency else list(dict.fromkeys(here))
+        limits = _limits(scenario, section.region_bytes, names, demands)
+        configs[gpu] = HostConfig(
+            engines=tuple(_engine(file, scenario, name, limits[name]) for name in names),
+            region_bytes=section.region_bytes,
+            mode=section.engine_mode,
+            device=section.backend,
+            region_name=f"{section.region_name}{gpu}",
+            slab_multiple=getattr(scenario.system.memory, "slab_multiple", 1),
+            weights_in_region=section.weights_in_region,
+            poison_freed=section.poison_freed,
+        )
+    return configs
+
+
+def _engine(file: RuntimeFile, scenario: Scenario, name: str, limit_bytes: int | None) -> EngineConfig:
+    files = file.section.models[name]
+    return EngineConfig(
+        name=name,
+        model=file.folder / files.path,
+        dtype=files.dtype,
+        quantization=files.quantization,
+        kv_cache_dtype=files.kv_cache_dtype,
+        block_tokens=scenario.engine.block_tokens,
+        max_model_len=files.max_model_len,
+        max_sequences=scenario.engine.max_sequences,
+        max_batched_tokens=scenario.engine.token_budget,
+        prefix_caching=files.prefix_caching,
+        kv_limit_bytes=limit_bytes,
+    )
+
+
+def _limits(
+    scenario: Scenario, region_bytes: int, names: Sequence[str], demands: Mapping[str, ModelDemand]
+) -> dict[str, int | None]:
+    """How much of the region each engine may lease: all of a slab memory; its share where pools are private, as the
+    simulator divides them: memory in proportion to footprints, less what the engine takes beside KV."""
+    memory = scenario.system.memory
+    if isinstance(memory, KvSlabSpec):
+        return dict.fromkeys(names)
+    assert isinstance(memory, PrivatePoolsSpec)
+    if memory.split == "equal":
+        return {name: region_bytes // len(names) for name in names}
+    if memory.split != "footprint":
+        raise ScenarioError(f"system {scenario.system.name}: split {memory.split} is simulated only")
+    footprints = {name: base_footprint(demands[name], len(scenario.gpus)).footprint_bytes for name in names}
+    usable = region_bytes + sum(demands[name].weight_bytes for name in names)
+    return {
+        name: int(usable * footprints[name] / sum(footprints.values())) - demands[name].weight_bytes for name in names
+    }
+
+
+def _step_times(
+    file: RuntimeFile, hosts: Mapping[int, EngineHost], relays: Mapping[int, Relay]
+) -> dict[str, tuple[MeasuredStep, ...]]:
+    found: dict[str, tuple[MeasuredStep, ...]] = {}
+    for gpu, host in hosts.items():
+        for model, rows in measure(host, relays[gpu]).items():
+            found.setdefault(model, rows)
+    if file.section.step_times is not None:
+        found |= read_table(file.folder / file.section.step_times)
+    return found
+
+
+def _core_spec(
+    file: RuntimeFile,
+    scenario: Scenario,
+    placement: Placement,
+    hosts: Mapping[int, EngineHost],
+    measured: Mapping[str, tuple[MeasuredStep, ...]],
+) -> CoreSpec:
+    handles = {handle.config.name: handle for host in hosts.values() for handle in host.engines.values()}
+    weights = {name: handle.stats().weight_bytes for name, handle in handles.items()}
+    models = []
+    for served in scenario.models:
+        handle = handles[served.id]
+        token_bytes = handle.block_bytes // handle.config.block_tokens
+        models.append(
+            ModelFacts(
+                id=served.id,
+                rate_per_s=served.rate_per_s,
+                slo_s=served.ttft_slo_s,
+                weight_bytes=weights[served.id],
+                token_bytes=token_bytes,
+                max_tokens=min(handle.config.max_model_len, handle.kv_capacity_tokens),
+                block_tokens=handle.config.block_tokens,
+                measured=measured[served.id],
+            )
+        )
+    return CoreSpec(
+        placement=scenario.system.placement,
+        scheduler=scenario.system.scheduler,
+        residency=scenario.system.residency,
+        token_budget=scenario.engine.token_budget,
+        shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
+        gpus=tuple(GpuFacts(id=gpu, memory_bytes=_memory_bytes(host, weights)) for gpu, host in hosts.items()),
+        models=tuple(models),
+        stays=tuple(Stay(model=instance.model, gpu=instance.gpus[0]) for instance in placement.instances),
+    )
+
+
+def _memory_bytes(host: EngineHost, weights: Mapping[str, int]) -> int:
+    """The region; and the weights beside it, where they are not in it."""
+    if host.config.weights_in_region:
+        return host.config.region_bytes
+    return host.config.region_bytes + sum(weights[handle.config.name] for handle in host.engines.values())
+
+
+def decision_log(path: Path) -> tuple[Log, Callable[[], None]]:
+    """A log that writes to ``path``, and how to close it."""
+    from fineserve_runtime.decisions import write_entry
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w", encoding="utf-8")
+    return (lambda entry: write_entry(file, entry)), file.close

@@ -1,0 +1,163 @@
+"""Prometheus figures: under vLLM's names where vLLM has one (label ``model_name``), else under ``fineserve:``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fineserve_runtime.engines.api import EngineHost
+from fineserve_runtime.jobs import End, Job
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_E2E_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+_MODEL = ["model_name"]
+
+
+class Metrics:
+    """An ``Observer`` with a registry of its own. Counters of every model exist from the start, at 0."""
+
+    def __init__(self, models: Iterable[str]) -> None:
+        self.registry = CollectorRegistry()
+        self._live = dict.fromkeys(models, 0)
+        self._preemptions = self._counter("vllm:num_preemptions", "Requests that lost their KV blocks.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._success = self._counter("vllm:request_success", "Requests that finished.", "finished_reason")
+        self._unfinished = self._counter(
+            "fineserve:requests_unfinished", "Requests refused, failed or aborted.", "reason"
+        )
+        self._slo_met = self._counter("fineserve:ttft_slo_met", "Finished requests with the first token in time.")
+        self._slo_due = self._counter(
+            "fineserve:ttft_slo_due", "Requests that ended; those of clients that left apart."
+        )
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", _ITL_S)
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Arrival to dispatch.", _E2E_S)
+        for model in self._live:
+            for family in (
+                self._preemptions,
+                self._prompt_tokens,
+                self._generation_tokens,
+                self._slo_met,
+                self._slo_due,
+            ):
+                family.labels(model)
+
+    @property
+    def live(self) -> Mapping[str, int]:
+        """Requests that have not ended, by model."""
+        return self._live
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def turned_away(self, model: str, reason: str) -> None:
+        """A request that the driver never saw, or did not take."""
+        self._unfinished.labels(model, reason).inc()
+        self._slo_due.labels(model).inc()
+
+    # --- Observer --------------------------------------------------------------------------------------------------
+
+    def arrived(self, job: Job) -> None:
+        self._live[job.model] += 1
+
+    def dispatched(self, job: Job, now: float) -> None:
+        self._queue.labels(job.model).observe(now - job.arrival_s)
+
+    def emitted(self, job: Job, tokens: int, now: float) -> None:
+        self._generation_tokens.labels(job.model).inc(tokens)
+        if job.first_token_s is None:
+            self._prompt_tokens.labels(job.model).inc(len(job.prompt))
+            self._ttft.labels(job.model).observe(now - job.arrival_s)
+        elif job.last_token_s is not None:
+            self._itl.labels(job.model).observe((now - job.last_token_s) / tokens)
+
+    def preempted(self, job: Job) -> None:
+        self._preemptions.labels(job.model).inc()
+
+    def ended(self, job: Job, end: End, now: float) -> None:
+        self._live[job.model] -= 1
+        if end.kind == "finished":
+            self._success.labels(job.model, end.reason).inc()
+            self._e2e.labels(job.model).observe(now - job.arrival_s)
+        else:
+            self._unfinished.labels(job.model, end.reason).inc()
+        if end.kind == "aborted":
+            return
+        self._slo_due.labels(job.model).inc()
+        if end.kind == "finished" and job.first_token_s is not None and job.first_token_s - job.arrival_s <= job.slo_s:
+            self._slo_met.labels(job.model).inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*_MODEL, *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, _MODEL, buckets=buckets, registry=self.registry)
+
+
+class EngineFigures(Collector):
+    """What engines and devices hold at the moment of a scrape."""
+
+    def __init__(self, hosts: Mapping[int, EngineHost], live: Mapping[str, int]) -> None:
+        self._hosts = hosts
+        self._live = live
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._kv()
+        yield from self._devices()
+
+    def _requests(self) -> Iterator[Metric]:
+        running = dict.fromkeys(self._live, 0)
+        awake = dict.fromkeys(self._live, 0)
+        for host in self._hosts.values():
+            for handle in host.engines.values():
+                if handle.alive and not handle.asleep:
+                    running[handle.config.name] += handle.state().running
+                    awake[handle.config.name] += 1
+        waiting = {model: max(0, live - running[model]) for model, live in self._live.items()}
+        yield _gauge("vllm:num_requests_running", "Requests that hold a slot of an engine.", running)
+        yield _gauge("vllm:num_requests_waiting", "Requests without a slot.", waiting)
+        yield _gauge("fineserve:engines_awake", "Engines that are resident.", awake)
+
+    def _kv(self) -> Iterator[Metric]:
+        fields = ("leased_bytes", "used_bytes", "stranded_bytes", "cached_bytes", "weight_bytes")
+        sums = {field: dict.fromkeys(self._live, 0.0) for field in fields}
+        usage = dict.fromkeys(self._live, 0.0)
+        for host in self._hosts.values():
+            for handle in host.engines.values():
+                stats = handle.stats()
+                for field in fields:
+                    sums[field][handle.config.name] += getattr(stats, field)
+                usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
+        texts = {
+            "leased_bytes": "Bytes of slabs that the model's engines hold.",
+            "used_bytes": "Bytes of KV blocks in use.",
+            "stranded_bytes": "Free bytes in partly used slabs.",
+            "cached_bytes": "Bytes of idle cached prefixes.",
+            "weight_bytes": "Bytes of weights in the region.",
+        }
+        for field in fields:
+            yield _gauge(
+                f"fineserve:kv_{field}" if field != "weight_bytes" else f"fineserve:{field}", texts[field], sums[field]
+            )
+        yield _gauge("vllm:kv_cache_usage_perc", "Part of the region that the model's KV blocks use, 1 is all.", usage)
+
+    def _devices(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily("fineserve:region_bytes", "Bytes of a device's region.", labels=["device", "part"])
+        for gpu, host in self._hosts.items():
+            for part, value in host.ledger()._asdict().items():
+                family.add_metric([str(gpu), part.removesuffix("_bytes")], value)
+        yield family
+
+
+def _gauge(name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=_MODEL)
+    for model, value in values.items():
+        family.add_metric([model], value)
+    return family

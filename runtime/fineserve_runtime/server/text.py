@@ -1,0 +1,103 @@
+"""Between text and tokens: tokenizers, text out of a growing list of tokens, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        ...
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The prompt that asks for the next message. Raises ValueError when the model has no chat template."""
+        ...
+
+
+class LocalTokenizer:
+    """The tokenizer in a model's folder, through transformers; nothing is downloaded."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        return found
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        found: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return found
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError("the model has no chat template; use /v1/completions")
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.encode(text, special=False)
+
+
+class Detokenizer:
+    """Text as tokens come. A token may be part of a character, and how it reads may depend on the one before: so each new
+    piece is read together with the last one, and held back while it ends inside a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._last = 0
+        self._read = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self._tokens.extend(token_ids)
+        known = self._tokenizer.decode(self._tokens[self._last : self._read])
+        text = self._tokenizer.decode(self._tokens[self._last :])
+        if text.endswith(_INCOMPLETE):
+            return ""
+        self._last, self._read = self._read, len(self._tokens)
+        return text[len(known) :]
+
+    def rest(self) -> str:
+        """What was held back, when no more tokens come."""
+        known = self._tokenizer.decode(self._tokens[self._last : self._read])
+        text = self._tokenizer.decode(self._tokens[self._last :])
+        self._last = self._read = len(self._tokens)
+        return text[len(known) :]
+
+
+class StopStrings:
+    """Lets text through up to the first stop string; what may be the beginning of one waits for more."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.hit = False
+
+    def feed(self, text: str) -> str:
+        if not self._stops or self.hit:
+            return "" if self.hit else text
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.hit = True
+            out, self._held = self._held[: min(found)], ""
+            return out
+        keep = max(self._overlap(stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def rest(self) -> str:
+        out, self._held = self._held, ""
+        return out
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins ``stop``."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)

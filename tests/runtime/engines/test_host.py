@@ -1,0 +1,231 @@
+"""The life of engines in one process: state, aborts, starvation, sleep and wake, configurations that cannot work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fineserve_runtime.engines.api import EngineConfig, Sampling, StepReport, Submission, TinyModel
+
+from .conftest import BF16, FP8, SLAB_BYTES, draw_requests
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Stock = Callable[..., dict[int, tuple[int, ...]]]
+Start = Callable[..., tuple[Any, Any]]
+
+
+def test_all_engines_starve_and_all_finish(start: Start, stock: Stock) -> None:
+    """Each sequence grows into nearly the whole region, and those of three engines grow together: they take turns."""
+    small = TinyModel(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32)
+    configs = [
+        EngineConfig(f"m{seed}", replace(small, seed=seed), max_model_len=256, max_batched_tokens=64)
+        for seed in (1, 2, 3)
+    ]
+    host, heard = start(*configs, slabs=10, slab_bytes=8192)
+    requests = [
+        Submission(number, tuple(range(2 + number, 22 + number)), Sampling(max_tokens=230, ignore_eos=True))
+        for number in range(3)
+    ]
+    for request in requests:
+        for engine in range(3):
+            host.engines[engine].submit(request)
+    for engine in range(3):
+        assert host.engines[engine].drain(120), "livelock"
+        assert heard.preemptions(engine) > 1
+    for engine, config in enumerate(configs):
+        assert heard.of(engine) == stock(config, requests)
+    assert host.ledger().used_bytes == 0
+
+
+def test_state_and_step_reports(start: Start) -> None:
+    host, heard = start(BF16, slabs=33)
+    engine = host.engines[0]
+    assert engine.state() == (0, 0, 0, 16, 32 * 32, 1.0)
+    assert engine.kv_capacity_tokens == 32 * 32
+    states: list[Any] = []
+    heard.then = lambda report: states.append((report, engine.state()))
+    for number in range(3):
+        engine.submit(Submission(number, tuple(range(2, 102)), Sampling(max_tokens=8, ignore_eos=True)))
+    assert engine.drain(60)
+    assert sum(report.prefill_tokens for report in heard.reports) == 300
+    assert sum(report.decodes for report in heard.reports) == 21
+    assert all(report.started_s < report.ended_s for report in heard.reports)
+    assert all(0 < report.schedule_s < report.ended_s - report.started_s for report in heard.reports)
+    busiest = max(states, key=lambda entry: entry[0].state.decoding)[1]
+    assert busiest.running == busiest.decoding == 3
+    assert busiest.free_slots == 13
+    assert busiest.free_kv_tokens == (32 - 3 * 4) * 32
+    assert engine.state() == (0, 0, 0, 16, 32 * 32, 1.0)
+    assert engine.stats().steps == len(heard.reports)
+
+
+def test_priority_goes_first(start: Start) -> None:
+    host, heard = start(replace(BF16, max_sequences=1))
+    finished: list[int] = []
+    heard.then = lambda report: finished.extend(chunk.request_id for chunk in report.chunks if chunk.finish_reason)
+    for number, priority in enumerate((0, 5, 0, -1)):
+        host.engines[0].submit(Submission(number, tuple(range(2, 80)), Sampling(max_tokens=40), priority))
+    assert host.engines[0].drain(60)
+    assert finished.index(3) < finished.index(2) < finished.index(1)
+
+
+def test_abort(start: Start) -> None:
+    """Running, waiting and unknown requests; the others are not disturbed, and every request ends just once."""
+    host, heard = start(replace(BF16, max_sequences=2))
+    engine = host.engines[0]
+    requests = [
+        Submission(number, tuple(range(2, 50)), Sampling(max_tokens=64, ignore_eos=True)) for number in range(4)
+    ]
+
+    def abort_some(report: StepReport) -> None:
+        if len(heard.tokens.get((0, 0), ())) >= 3:
+            for number in (0, 3, 99):
+                engine.abort(number)
+
+    heard.then = abort_some
+    for request in requests:
+        engine.submit(request)
+    assert engine.drain(60)
+    assert heard.reasons == {(0, 0): "abort", (0, 3): "abort", (0, 1): "length", (0, 2): "length"}
+    assert len(heard.of(0)[0]) < 64
+    assert engine.stats().leased_bytes == 0
+
+
+def test_end_of_sequence_and_stop_tokens(start: Start, stock: Stock) -> None:
+    host, heard = start(BF16)
+    prompt = tuple(range(2, 50))
+    free = Submission(0, prompt, Sampling(max_tokens=30, ignore_eos=True))
+    tokens = stock(BF16, [free])[0]
+    host.engines[0].submit(Submission(1, prompt, Sampling(max_tokens=30, ignore_eos=True, stop_token_ids=(tokens[5],))))
+    assert host.engines[0].drain(60)
+    assert heard.reasons[0, 1] == "stop"
+    assert heard.of(0)[1] == tokens[: tokens.index(tokens[5]) + 1]
+    assert host.engines[0].eos_token_ids == (1,)
+
+
+def test_sleep_and_wake_move_weights_and_keep_tokens(start: Start) -> None:
+    """Weights are views of the region. While one model sleeps its bytes are the other's KV; it wakes in other slabs."""
+    weights = 4 * 2**20
+    small = TinyModel(seed=1, hidden=128, heads=2, kv_heads=2, head_dim=64, layers=4)
+    one = replace(BF16, name="one", model=small, prefix_caching=True)
+    other = replace(BF16, name="other", model=replace(small, seed=2))
+    host, heard = start(one, other, slabs=weights * 2 // SLAB_BYTES, weights_in_region=True)
+    requests = draw_requests(7, count=30)
+
+    def answers(engine: int) -> dict[int, tuple[int, ...]]:
+        heard.tokens.clear(), heard.reasons.clear()
+        for request in requests:
+            host.engines[engine].submit(request)
+        assert host.engines[engine].drain(60)
+        return dict(heard.of(engine))
+
+    before = answers(0), answers(1)
+    awake = host.ledger()
+    held = host.engines[0].stats().weight_bytes
+    assert held > 2**20
+    assert host.engines[0].sleep() < 5
+    assert host.engines[0].asleep
+    assert host.engines[0].stats().weight_bytes == host.engines[0].stats().cached_bytes == 0
+    assert host.ledger().free_bytes >= awake.free_bytes + held
+    with pytest.raises(RuntimeError, match="one is asleep; wake it first"):
+        host.engines[0].submit(requests[0])
+    assert host.engines[1].sleep() < 5
+    assert host.engines[0].wake() < 5  # into the slabs where the other one's weights were
+    assert host.engines[1].wake() < 5
+    assert (answers(0), answers(1)) == before
+
+
+def test_sleep_is_refused_while_requests_are_left_or_weights_lie_elsewhere(start: Start) -> None:
+    host, _ = start(BF16)
+    host.engines[0].submit(Submission(0, (2, 3, 4), Sampling(max_tokens=400, ignore_eos=True)))
+    with pytest.raises(RuntimeError, match="still has 1 requests; drain it first"):
+        host.engines[0].sleep()
+    assert host.engines[0].drain(60)
+    with pytest.raises(RuntimeError, match="only when weights_in_region is set"):
+        host.engines[0].sleep()
+    assert not host.engines[0].asleep
+
+
+def test_an_engine_that_fails_dies_alone(start: Start, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process too: its requests are lost, its slabs come back, the other one goes on."""
+    from fineserve_runtime.engines.vllm_worker import SlabWorker
+
+    host, heard = start(BF16, FP8, slabs=64)
+    execute = SlabWorker.execute_model
+
+    def fail_once(worker: Any, scheduler_output: Any) -> Any:
+        if worker._settings.engine == 0 and len(heard.reports) > 20:
+            raise RuntimeError("cosmic ray")
+        return execute(worker, scheduler_output)
+
+    monkeypatch.setattr(SlabWorker, "execute_model", fail_once)
+    first, second = draw_requests(1, count=40), draw_requests(2, count=40)
+    for one, other in zip(first, second, strict=True):
+        host.engines[0].submit(one)
+        host.engines[1].submit(other)
+    assert heard.died.wait(60)
+    assert heard.deaths[0][:2] == (0, "RuntimeError: cosmic ray")
+    assert heard.deaths[0][2]
+    assert host.engines[1].drain(60)
+    assert heard.of(1) == stock(FP8, second)
+    assert host.ledger().used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_model_len": 4096}, "bf16: its KV memory holds 2016 tokens, max_model_len is 4096"),
+        ({"kv_cache_dtype": "turboquant_4bit"}, "kv_cache_dtype 'turboquant_4bit' is not served"),
+        ({"model": Path("/nowhere")}, "model folder /nowhere: no config.json"),
+        ({"model": TinyModel(vocab=100)}, "vocab is 100"),
+    ],
+)
+def test_configurations_that_cannot_work(start: Start, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(replace(BF16, **change), slabs=64)
+    host, _ = start(BF16)  # and nothing is left behind
+    with pytest.raises(ValueError, match="prompt of 512 tokens; it must be 1 to 511"):
+        host.engines[0].submit(Submission(0, tuple(range(512)), Sampling()))
+
+
+def test_a_region_larger_than_its_folder_is_refused(start: Start) -> None:
+    """Running out of shared memory later would kill the process without a word."""
+    with pytest.raises(ValueError, match=r"region_bytes is \d+, but .* has room for \d+; lower it, or set region_dir"):
+        start(BF16, slabs=2**32)
+
+
+def test_contract_names_what_changed(vllm_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fineserve_runtime.engines.vllm_seams import UnsupportedVllm, check_contract, contract_problems
+    from vllm.v1.core.block_pool import BlockPool
+
+    assert contract_problems() == []
+    check_contract()
+    monkeypatch.delattr(BlockPool, "touch")
+    monkeypatch.setattr(BlockPool, "get_new_blocks", lambda self, count: [])
+    with pytest.raises(
+        UnsupportedVllm, match=r"get_new_blocks has no parameter num_blocks; .*touch is gone.*; install vLLM 0\.32\.0"
+    ):
+        check_contract()
+
+
+def test_idle_engine_gives_up_its_prefixes(start: Start) -> None:
+    """Its prefixes fill the region; when another engine needs slabs, it makes room without a request of its own."""
+    host, _ = start(replace(BF16, prefix_caching=True), replace(FP8, prefix_caching=True), slabs=40)
+    for number in range(6):
+        prompt = tuple(range(2 + number * 50, 202 + number * 50))
+        host.engines[0].submit(Submission(number, prompt, Sampling(max_tokens=8)))
+    assert host.engines[0].drain(60)
+    kept = host.engines[0].stats().cached_bytes
+    assert kept > 30 * SLAB_BYTES
+    for number in range(8):
+        host.engines[1].submit(Submission(number, tuple(range(2, 402)), Sampling(max_tokens=90, ignore_eos=True)))
+    assert host.engines[1].drain(60)
+    assert host.engines[0].stats().cached_bytes < kept
+    deadline = time.monotonic() + 5
+    while host.ledger().free_bytes < SLAB_BYTES and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert host.ledger().free_bytes >= SLAB_BYTES, "some slabs stay free for whoever comes"

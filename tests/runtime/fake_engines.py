@@ -1,0 +1,327 @@
+"""Engines without vLLM behind the protocols of ``engines/api.py``: they batch, preempt, run out of memory, sleep and die.
+
+The next token is a hash of everything before it, so a request that was preempted, or goes on elsewhere, must end with
+the same tokens as one that was left alone. With ``step_s=None`` engines step when a test says so; else by themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from zlib import crc32
+
+from fineserve_runtime.engines.api import (
+    EngineConfig,
+    EngineDied,
+    EngineListener,
+    EngineStats,
+    FinishReason,
+    HostConfig,
+    StepReport,
+    Submission,
+    TokenChunk,
+)
+
+from fineserve_sim.policy.interfaces import EngineState, KVLedger
+
+EOS = 1
+BLOCK_BYTES = 1024
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """2 to 201; never the end token."""
+    return 2 + crc32(b"".join(token.to_bytes(4, "little") for token in tokens)) % 200
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class Sequence_:
+    """A request in an engine: ``computed`` of its tokens are in KV memory."""
+
+    submission: Submission
+    tokens: list[int]
+    computed: int = 0
+    blocks: int = 0
+    generated: int = 0
+    aborted: bool = False
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < len(self.tokens) - (1 if self.generated else 0)
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    id: int
+    config: EngineConfig
+    host: FakeHost
+    alive: bool = True
+    asleep: bool = False
+    waiting: list[Sequence_] = field(default_factory=list)
+    running: list[Sequence_] = field(default_factory=list)
+    steps: int = 0
+    preemptions: int = 0
+    fails_to_wake: int = 0
+    submitted: list[Submission] = field(default_factory=list)
+    eos_token_ids: tuple[int, ...] = (EOS,)
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def model_dir(self) -> Path:
+        raise NotImplementedError("fake engines have no files")
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        weights = 0 if self.asleep else self.host.weight_bytes
+        limit = self.config.kv_limit_bytes or self.host.config.region_bytes - weights
+        return limit // BLOCK_BYTES * self.config.block_tokens
+
+    # --- the protocol ----------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> None:
+        with self.host.lock:
+            if not self.alive:
+                raise EngineDied(f"engine {self.id} is dead")
+            if self.asleep:
+                raise RuntimeError(f"engine {self.id} sleeps")
+            if not 0 < len(submission.prompt_token_ids) < self.config.max_model_len:
+                raise ValueError(f"prompt of {len(submission.prompt_token_ids)} tokens")
+            self.submitted.append(submission)
+            self.waiting.append(Sequence_(submission, list(submission.prompt_token_ids)))
+            self.waiting.sort(key=lambda s: s.submission.priority)
+            self.host.lock.notify_all()
+
+    def abort(self, request_id: int) -> None:
+        with self.host.lock:
+            for sequence in [*self.waiting, *self.running]:
+                if sequence.submission.request_id == request_id:
+                    sequence.aborted = True
+            self.host.lock.notify_all()
+
+    def state(self) -> EngineState:
+        with self.host.lock:
+            here = [*self.waiting, *self.running]
+            left = sum(len(s.tokens) - s.computed for s in here if s.prefilling)
+            decoding = sum(not s.prefilling for s in self.running)
+            free_tokens = self._free_blocks() * self.config.block_tokens
+            return EngineState(len(here), decoding, left, self.config.max_sequences - len(here), free_tokens, 1.0)
+
+    def stats(self) -> EngineStats:
+        with self.host.lock:
+            used = self.used_blocks * BLOCK_BYTES
+            weights = 0 if self.asleep or not self.alive else self.host.weight_bytes
+            return EngineStats(used, used, 0, 0, weights, self.steps, self.preemptions, 0, 0, 0)
+
+    def drain(self, timeout_s: float) -> bool:
+        if self.host.step_s is None:
+            while self.has_work:
+                self.host.step(self.id)
+            return True
+        with self.host.lock:
+            return self.host.lock.wait_for(lambda: not self.has_work, timeout_s)
+
+    def sleep(self) -> float:
+        with self.host.lock:
+            if self.has_work:
+                raise RuntimeError(f"engine {self.id} has requests")
+            self.asleep = True
+            return 0.001
+
+    def wake(self) -> float:
+        with self.host.lock:
+            if self.fails_to_wake:
+                self.fails_to_wake -= 1
+                raise RuntimeError("no memory for weights")
+            if self.host.free_bytes() < self.host.weight_bytes:
+                raise RuntimeError("no memory for weights")
+            self.asleep = False
+            return 0.001
+
+    # --- how it works ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(sequence.blocks for sequence in self.running)
+
+    def _free_blocks(self) -> int:
+        free = self.host.free_bytes() // BLOCK_BYTES
+        if self.config.kv_limit_bytes is not None:
+            free = min(free, self.config.kv_limit_bytes // BLOCK_BYTES - self.used_blocks)
+        return max(0, free)
+
+    def step(self) -> StepReport | None:
+        """One iteration: decodes first, then prompt chunks within the budget. None when nothing could be done."""
+        started_s = time.monotonic()
+        chunks = self._drop_aborted()
+        preempted: list[int] = []
+        context = sum(sequence.computed for sequence in self.running)
+        decodes = [s for s in self.running if not s.prefilling and self._grow(s, len(s.tokens), preempted)]
+        decodes = [s for s in decodes if s in self.running]
+        budget = self.config.max_batched_tokens - len(decodes)
+        prefilled = self._prefill(budget)
+        for sequence in decodes:
+            sequence.computed = len(sequence.tokens)
+        for sequence in [*decodes, *(s for s in self.running if s not in decodes)]:
+            if sequence.computed == len(sequence.tokens):
+                chunks.append(self._emit(sequence))
+        if not (chunks or prefilled or preempted):
+            if not self.running:
+                return None
+            self._put_back(self.running.pop(), preempted)  # partial prefills of several engines block one another
+        self.steps += 1
+        self.preemptions += len(preempted)
+        ended_s = max(time.monotonic(), started_s + 1e-6)
+        return StepReport(
+            self.id,
+            started_s,
+            ended_s,
+            0.0,
+            prefilled,
+            len(decodes),
+            context,
+            tuple(chunks),
+            tuple(preempted),
+            self.state(),
+        )
+
+    def _drop_aborted(self) -> list[TokenChunk]:
+        gone = [s for s in [*self.waiting, *self.running] if s.aborted]
+        self.waiting = [s for s in self.waiting if not s.aborted]
+        self.running = [s for s in self.running if not s.aborted]
+        return [TokenChunk(s.submission.request_id, (), "abort") for s in gone]
+
+    def _grow(self, sequence: Sequence_, tokens: int, preempted: list[int]) -> bool:
+        """Blocks for so many tokens; the latest running sequence makes room, perhaps this one itself."""
+        while sequence in self.running:
+            needed = -(-tokens // self.config.block_tokens) - sequence.blocks
+            if needed <= self._free_blocks():
+                sequence.blocks += max(0, needed)
+                return True
+            self._put_back(self.running.pop(), preempted)
+        return False
+
+    def _put_back(self, victim: Sequence_, preempted: list[int]) -> None:
+        victim.blocks = victim.computed = 0
+        self.waiting.insert(0, victim)
+        preempted.append(victim.submission.request_id)
+
+    def _prefill(self, budget: int) -> int:
+        done = 0
+        for sequence in [*(s for s in self.running if s.prefilling), *list(self.waiting)]:
+            chunk = min(budget - done, len(sequence.tokens) - sequence.computed)
+            needed = -(-(sequence.computed + chunk) // self.config.block_tokens) - sequence.blocks
+            room = sequence in self.running or len(self.running) < self.config.max_sequences
+            if chunk <= 0 or not room or needed > self._free_blocks():
+                break
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                self.running.append(sequence)
+            sequence.blocks += needed
+            sequence.computed += chunk
+            done += chunk
+        return done
+
+    def _emit(self, sequence: Sequence_) -> TokenChunk:
+        sampling = sequence.submission.sampling
+        token = next_token(sequence.tokens)
+        sequence.tokens.append(token)
+        sequence.generated += 1
+        reason: FinishReason | None = None
+        if token in sampling.stop_token_ids:
+            reason = "stop"
+        elif sequence.generated >= sampling.max_tokens or len(sequence.tokens) >= self.config.max_model_len:
+            reason = "length"
+        if reason:
+            self.running.remove(sequence)
+        return TokenChunk(sequence.submission.request_id, (token,), reason)
+
+
+class FakeHost:
+    """A device with ``region_bytes`` for weights (``weight_bytes`` an engine that is awake) and KV blocks of 1 KiB."""
+
+    def __init__(
+        self, config: HostConfig, listener: EngineListener, *, weight_bytes: int = 0, step_s: float | None = None
+    ) -> None:
+        self.config = config
+        self.listener = listener
+        self.weight_bytes = weight_bytes
+        self.step_s = step_s
+        self.lock = threading.Condition(threading.RLock())
+        self.engines: Mapping[int, FakeEngine] = {
+            id: FakeEngine(id, engine, self) for id, engine in enumerate(config.engines)
+        }
+        self.restarts: list[int] = []
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        if step_s is not None:
+            self._threads = [threading.Thread(target=self._run, args=(id,), daemon=True) for id in self.engines]
+            for thread in self._threads:
+                thread.start()
+
+    def free_bytes(self) -> int:
+        engines = self.engines.values()
+        weights = sum(self.weight_bytes for engine in engines if engine.alive and not engine.asleep)
+        return self.config.region_bytes - weights - sum(engine.used_blocks * BLOCK_BYTES for engine in engines)
+
+    def ledger(self) -> KVLedger:
+        with self.lock:
+            free = self.free_bytes()
+            return KVLedger(self.config.region_bytes, self.config.region_bytes - free, 0, free, 0)
+
+    def restart(self, engine: int) -> None:
+        with self.lock:
+            self.restarts.append(engine)
+            self.engines[engine].alive = True
+
+    def kill(self, engine: int) -> None:
+        """The process is gone, with all that it held."""
+        with self.lock:
+            dead = self.engines[engine]
+            lost = tuple(s.submission.request_id for s in [*dead.waiting, *dead.running])
+            dead.alive = False
+            dead.waiting, dead.running = [], []
+        self.listener.on_died(engine, "killed", lost)
+
+    def step(self, engine: int) -> bool:
+        """One iteration of one engine and its report; False when it had nothing to do."""
+        with self.lock:
+            here = self.engines[engine]
+            report = here.step() if here.alive and not here.asleep and here.has_work else None
+        if report is not None:
+            self.listener.on_step(report)
+        with self.lock:
+            self.lock.notify_all()
+        return report is not None
+
+    def step_all(self) -> bool:
+        return any([self.step(engine) for engine in self.engines])  # noqa: C419  # all of them
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed = True
+            self.lock.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, engine: int) -> None:
+        here = self.engines[engine]
+        assert self.step_s is not None
+        while not self._closed:
+            with self.lock:
+                self.lock.wait_for(lambda: self._closed or (here.alive and here.has_work))
+            time.sleep(self.step_s)
+            if not self._closed and not self.step(engine):
+                time.sleep(self.step_s)

@@ -1,0 +1,158 @@
+"""A driver over fake engines, and sinks that remember."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from fake_engines import BLOCK_BYTES, FakeHost
+from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
+from fineserve_runtime.decisions import Entry
+from fineserve_runtime.driver import Bounds, Driver
+from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, TinyModel
+from fineserve_runtime.jobs import End, Job, Observer
+from fineserve_runtime.step_times import MeasuredStep
+
+from fineserve_sim.systems.spec import AdaptiveSpec, DedicatedPlacementSpec, ResidencySpec, SchedulerSpec
+
+BLOCK_TOKENS = 16
+QUICK = (MeasuredStep(64, 0, 0.001), MeasuredStep(8, 4, 0.0002))
+
+
+def engine_config(name: str, **changes: object) -> EngineConfig:
+    settings: dict[str, object] = {"block_tokens": BLOCK_TOKENS, "max_sequences": 8, "max_batched_tokens": 64}
+    return EngineConfig(name, TinyModel(), **(settings | changes))  # type: ignore[arg-type]
+
+
+def core_spec(
+    models: tuple[str, ...] = ("A", "B"),
+    *,
+    scheduler: SchedulerSpec | None = None,
+    residency: ResidencySpec | None = None,
+    slo_s: float = 10.0,
+    blocks: int = 64,
+    weight_bytes: int = 0,
+    resident: tuple[str, ...] | None = None,
+    gpus: int = 1,
+    max_tokens: int = 512,
+    measured: tuple[MeasuredStep, ...] = QUICK,
+) -> CoreSpec:
+    facts = [
+        ModelFacts(
+            id=model,
+            rate_per_s=1.0,
+            slo_s=slo_s,
+            weight_bytes=weight_bytes,
+            token_bytes=BLOCK_BYTES // BLOCK_TOKENS,
+            max_tokens=max_tokens,
+            block_tokens=BLOCK_TOKENS,
+            measured=measured,
+        )
+        for model in models
+    ]
+    return CoreSpec(
+        scheduler=scheduler or AdaptiveSpec(),
+        placement=DedicatedPlacementSpec(),
+        residency=residency,
+        token_budget=64,
+        shares_memory=True,
+        gpus=tuple(GpuFacts(id=gpu, memory_bytes=blocks * BLOCK_BYTES) for gpu in range(gpus)),
+        models=tuple(facts),
+        stays=tuple(Stay(model=model, gpu=gpu) for gpu in range(gpus) for model in resident or models),
+    )
+
+
+@dataclass
+class Heard:
+    """A sink: what a client would have seen."""
+
+    tokens_: list[int] = field(default_factory=list)
+    end: End | None = None
+    ends: int = 0
+
+    def tokens(self, token_ids: tuple[int, ...]) -> None:
+        assert self.end is None
+        self.tokens_.extend(token_ids)
+
+    def ended(self, end: End) -> None:
+        self.end = end
+        self.ends += 1
+
+
+@dataclass
+class Runtime:
+    driver: Driver
+    hosts: dict[int, FakeHost]
+    log: list[Entry]
+    incidents: list[tuple[str, dict[str, object]]]
+
+    @property
+    def host(self) -> FakeHost:
+        return self.hosts[0]
+
+    def ask(
+        self,
+        model: str,
+        prompt: tuple[int, ...] = (5, 6, 7),
+        *,
+        tokens: int = 4,
+        slo_s: float = 10.0,
+        priority: int = 0,
+        sampling: Sampling | None = None,
+    ) -> tuple[Job, Heard]:
+        heard = Heard()
+        wanted = sampling or Sampling(max_tokens=tokens)
+        job = self.driver.submit(lambda id: Job(id, model, prompt, wanted, heard, slo_s, priority))
+        return job, heard
+
+    def run(self) -> bool:
+        """Step all engines until none has anything to do; True, for lambdas."""
+        while any([host.step_all() for host in self.hosts.values()]):  # noqa: C419  # all of them
+            pass
+        return True
+
+    def commands(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.log if entry.get("command") == kind]
+
+
+@contextmanager
+def runtime(
+    spec: CoreSpec,
+    *,
+    bounds: Bounds | None = None,
+    step_s: float | None = None,
+    observers: Sequence[Observer] = (),
+    **changes: object,
+) -> Iterator[Runtime]:
+    log: list[Entry] = []
+    incidents: list[tuple[str, dict[str, object]]] = []
+    driver = Driver(
+        spec,
+        bounds=bounds or Bounds(),
+        log=log.append,
+        observers=observers,
+        on_incident=lambda what, facts: incidents.append((what, facts)),
+    )
+    weights = spec.models[0].weight_bytes
+    hosts = {}
+    for gpu in spec.gpus:
+        engines = tuple(engine_config(model.id, **changes) for model in spec.models)
+        config = HostConfig(engines, gpu.memory_bytes, weights_in_region=weights > 0)
+        hosts[gpu.id] = FakeHost(config, driver.listener(gpu.id), weight_bytes=weights, step_s=step_s)
+    driver.start(hosts)
+    try:
+        yield Runtime(driver, hosts, log, incidents)
+    finally:
+        for host in hosts.values():
+            host.close()
+        driver.close()
+
+
+def eventually(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait for another thread."""
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end_s, "it never came true"
+        time.sleep(0.002)

@@ -1,0 +1,80 @@
+"""A real server on a real port over fake engines, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from fineserve_runtime.core import CoreSpec
+from fineserve_runtime.driver import Bounds
+from fineserve_runtime.metrics import EngineFigures, Metrics
+from fineserve_runtime.server.service import ServedName, Service
+from fineserve_runtime.server.serving import DrainingServer, bind
+from runtimekit import Runtime, core_spec, eventually, runtime
+
+
+class ByteTokenizer:
+    """Token = byte + 2; 0 and 1 are marks without text."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [byte + 2 for byte in text.encode()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token - 2 for token in token_ids if 2 <= token < 258).decode(errors="replace")
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if messages[0]["role"] == "untemplated":
+            raise ValueError("the model has no chat template; use /v1/completions")
+        return self.encode("".join(f"[{each['role']}] {each['content']}\n" for each in messages))
+
+
+@dataclass
+class Served:
+    url: str
+    runtime: Runtime
+    service: Service
+    server: DrainingServer
+    logged: list[tuple[str, dict[str, object]]]
+
+    def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=content, headers={"content-type": "application/json", **headers})
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.service.metrics.registry.get_sample_value(name, labels)
+        return 0.0 if value is None else value
+
+
+@contextmanager
+def served(
+    spec: CoreSpec | None = None,
+    *,
+    step_s: float | None = 0.0005,
+    bounds: Bounds | None = None,
+    api_key: str | None = None,
+    drain_s: float = 5,
+    **changes: object,
+) -> Iterator[Served]:
+    spec = spec or core_spec()
+    names = [model.id for model in spec.models]
+    metrics = Metrics(names)
+    with runtime(spec, bounds=bounds, step_s=step_s, observers=(metrics,), **changes) as here:
+        metrics.registry.register(EngineFigures(here.hosts, metrics.live))
+        models = {model.id: ServedName(model.id, ByteTokenizer(), 258, 512, model.slo_s) for model in spec.models}
+        logged: list[tuple[str, dict[str, object]]] = []
+        service = Service(here.driver, metrics, models, api_key, lambda event, facts: logged.append((event, facts)))
+        server = DrainingServer(service, drain_s)
+        bound = bind("127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, args=([bound],))
+        thread.start()
+        try:
+            eventually(lambda: server.started)
+            yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", here, service, server, logged)
+        finally:
+            server.should_exit = True
+            thread.join()
+            bound.close()

@@ -1,0 +1,122 @@
+"""Mistakes in a file are one line with its place; only formats that vLLM gets right are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filekit import write_file
+from fineserve_runtime.config import load_file
+from fineserve_runtime.formats import check_format
+from fineserve_runtime.serve import served_scenario
+
+from fineserve_sim.experiment.errors import ConfigError
+
+
+def line_of(file: Path, text: str) -> int:
+    return next(n for n, line in enumerate(file.read_text().splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "problem"),
+    [
+        ("  port: 0", "  prot: 0", "runtime.prot", 'unknown key; did you mean "port"?'),
+        ("  backend: cpu", "  backend: tpu", "runtime.backend", "unknown value 'tpu'"),
+        (
+            "  region_bytes: 16777216",
+            "  region_bytes: big",
+            "runtime.region_bytes",
+            "must be a whole number, not 'big'",
+        ),
+        ("    tiny-fp8: {path", "    tiny-fp9: {path", "runtime.models.tiny-fp9", 'did you mean "tiny-fp8"?'),
+        ("path: fp8,", "path: nowhere,", "runtime.models.tiny-fp8.path", "cannot be read; expected a model folder"),
+        ("fp8_e4m3", "turboquant_k8", "runtime.models.tiny-fp8", "'turboquant_k8' is not served; known good are auto"),
+        ("  port: 0", "  mode: in_process\n  backend: cuda", "runtime.backend", "given twice"),
+        ("  port: 0", "  api_key_env: NO_SUCH_VARIABLE", "runtime.api_key_env", "empty or not set"),
+    ],
+)
+def test_mistakes_name_their_line_and_key(tmp_path: Path, old: str, new: str, where: str, problem: str) -> None:
+    file = write_file(tmp_path)
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError) as raised:
+        load_file(file)
+    place, key, said = str(raised.value).split(": ", 2)
+    assert key == where and problem in said
+    assert place == f"{file}:{line_of(file, new.splitlines()[-1].strip() if 'models' not in where else new.strip())}"
+
+
+def test_a_file_without_the_section_is_for_the_simulator(tmp_path: Path) -> None:
+    file = write_file(tmp_path)
+    file.write_text(file.read_text().split("runtime:")[0])
+    with pytest.raises(ConfigError, match="runtime: missing; fineserve-run needs to know"):
+        load_file(file)
+
+
+def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
+    file = write_file(tmp_path)
+    prism = "{base: fineserve, name: p, residency: {policy: prism}}"
+    for item, problem in (
+        ("{base: fineserve, name: p, memory: {policy: kvcached}}", "memory kvcached is simulated only"),
+        (prism, "evicts models: set it to true"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load_file(file, [("systems", f"[{item}]")])
+    loaded = load_file(file, [("systems", f"[{prism}]"), ("runtime.weights_in_region", "true")])
+    assert served_scenario(loaded, None).system.name == "p"
+
+
+def test_a_server_wants_an_absolute_slo_and_a_system_of_the_file(tmp_path: Path) -> None:
+    file = write_file(tmp_path)
+    with pytest.raises(ConfigError, match='unknown system "static"; did you mean "static\\*"'):
+        served_scenario(load_file(file), "static")
+    text = file.read_text().replace(", ttft_slo_s: 5.0}", "}")
+    file.write_text(
+        text.replace(
+            "slo: {ttft_s: 5.0}",
+            "slo: {ttft: {reference: {system: dedicated, load: isolated, quantile: 0.95}, scale: 5}}",
+        )
+    )
+    with pytest.raises(ConfigError, match="a server needs an absolute TTFT SLO"):
+        served_scenario(load_file(file), None)
+
+
+def packed(kind: str, bits: int, inputs: Any = None) -> dict[str, Any]:
+    group = {"weights": {"type": kind, "num_bits": bits}, "input_activations": inputs}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}}
+
+
+GOOD = [
+    ({}, "auto", "fp8_e5m2", None),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "auto", "auto", "awq"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "float16", "auto", None),
+    (packed("int", 4), "bfloat16", "auto", None),
+    (packed("int", 8, {"type": "int", "num_bits": 8}), "auto", "auto", None),
+    (packed("float", 8, {"type": "float", "num_bits": 8}), "auto", "fp8", "compressed-tensors"),
+    ({"dtype": "float32"}, "auto", "auto", None),
+]
+BAD = [
+    ({}, "auto", "fp8_per_token_head", None),
+    ({}, "auto", "int8_per_channel", None),
+    ({}, "float64", "auto", None),
+    ({}, "auto", "auto", "fp8"),
+    ({"dtype": "float32"}, "auto", "bfloat16", None),
+    ({"dtype": "bfloat16"}, "float32", "bfloat16", None),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "auto", "auto", None),
+    ({"quantization_config": {"quant_method": "int8_per_channel_weight_only"}}, "auto", "auto", None),
+    (packed("int", 8), "auto", "auto", None),
+    (packed("float", 8, {"type": "int", "num_bits": 8}), "auto", "auto", None),
+]
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_good_formats_are_served(case: Any) -> None:
+    check_format(*case)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_other_formats_are_refused_with_a_sentence(case: Any) -> None:
+    with pytest.raises(ValueError, match=r"is not served|are not served|wrong tokens"):
+        check_format(*case)
