@@ -9,14 +9,14 @@ own is a domain by itself: nobody else looks at its memory, and counting its blo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
 from fineserve_sim.cluster.engine import Engine, Growth
 from fineserve_sim.cluster.kv import CountedBlocks
 from fineserve_sim.cluster.lone_engine import LoneEngine
-from fineserve_sim.cluster.sequence import DecodeSet
+from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
 from fineserve_sim.policy.interfaces import KVMemory, TimedKVManager
 
 
@@ -90,12 +90,16 @@ class SharedDomain:
                 growths += engine.pass_boundaries(now, order)
         if not growths:
             return
-        if len(growths) > 1:
-            growths.sort(key=_moment)
+        if len(growths) == 1:  # the common case, without detours
+            self._grow(growths[0][1], growths[0][2])
+            return
+        growths.sort(key=_moment)
         for index, run in groupby(growths, _engine):  # one engine's growths in a row come to one
-            sequences = [sequence for growth in run for sequence in growth[2]]
-            if not self._kv[index].grow_each(sequences):
-                raise AssertionError(f"engine {index}: no memory inside a span")
+            self._grow(index, [sequence for growth in run for sequence in growth[2]])
+
+    def _grow(self, index: int, sequences: Collection[SequenceState]) -> None:
+        if not self._kv[index].grow_each(sequences):
+            raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
         engine.promised_blocks = decodes.blocks_ahead(most - 1)

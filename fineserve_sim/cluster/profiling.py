@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
 from fineserve_sim.cluster.memory import geometry, peak_activation_bytes, resident_bytes
-from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Latency, Scenario, ServedModel
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel, measured_on, profile
+from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.interfaces import ModelDemand, OperatingPoint
 from fineserve_sim.policy.mme import mme_slope
 from fineserve_sim.systems import load_systems
@@ -32,13 +34,26 @@ def _step_model(
     precision: PrecisionSpec,
     tp: int,
     gpu: GpuSpec,
-    deployment_name: str,
-    latency: Latency,
+    settings: EngineSettings,
     kernel: str | None = None,
 ) -> StepModel:
-    tables = measured_on(gpu) if latency == "tables" else None
+    if settings.step_times is not None:
+        return _measured_steps(model, precision, tp, gpu, Path(settings.step_times.path))
+    tables = measured_on(gpu) if settings.latency == "tables" else None
     variant = attention_variant(kernel) if kernel else None
-    return StepModel(model, precision, tp, gpu, deployment(deployment_name), tables, variant)
+    return StepModel(model, precision, tp, gpu, deployment(settings.deployment), tables, variant)
+
+
+def _measured_steps(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, path: Path) -> StepModel:
+    """Raises ScenarioError for a table without such an engine."""
+    from fineserve_sim.latency.measured_steps import load_step_model  # SciPy's optimizers take a while to import
+
+    if tp != 1:
+        raise ScenarioError(f"{path.name}: steps are measured at tp 1; model {model.name} has tp {tp}")
+    try:
+        return load_step_model(path, model, precision, gpu)
+    except TableError as problem:
+        raise ScenarioError(str(problem)) from None
 
 
 def step_model(
@@ -46,7 +61,7 @@ def step_model(
 ) -> StepModel:
     """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another."""
     name = kernel and kernel.name
-    return _step_model(served.model, served.precision, served.tp, gpu, settings.deployment, settings.latency, name)
+    return _step_model(served.model, served.precision, served.tp, gpu, settings, name)
 
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
@@ -80,7 +95,7 @@ def _profile(
     prompt: int,
     output: int,
 ) -> tuple[OperatingPoint, ...]:
-    step = _step_model(model, precision, tp, gpu, settings.deployment, settings.latency)
+    step = _step_model(model, precision, tp, gpu, settings)
     return profile(step, prompt, output, settings.token_budget, settings.max_sequences)
 
 

@@ -55,10 +55,20 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """A table of measured engine steps, ``step.parquet`` of ``fineserve-calibrate``. ``digest`` (SHA-256) tells its contents
+    apart."""
+
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """How every engine batches (systems.md 1.2, 1.3): vLLM's knobs under vLLM's meanings.
 
     ``latency``: step times by the measured tables that ship for the GPU (rooflines where none do), or by rooflines alone.
+    ``step_times``: by steps of real engines instead, host time included, where GPU and ``deployment`` are out of the picture.
     """
 
     token_budget: int = 2048
@@ -69,6 +79,7 @@ class EngineSettings:
     deployment: str = "vllm-cudagraph"
     contention: Literal["composition", "step"] = "composition"
     latency: Latency = "tables"
+    step_times: MeasuredSteps | None = None
 
 
 @dataclass(frozen=True, slots=True)

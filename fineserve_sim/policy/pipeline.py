@@ -35,12 +35,3 @@ def lockstep_bound_s(cost_s: Sequence[float]) -> float:
     if not cost_s:
         return 0.0
     return cost_s[0] + sum(max(pair) for pair in pairwise(cost_s)) + cost_s[-1]
-
-
-def bubble_fraction(stage_s: Sequence[Sequence[float]], transfer_s: float = 0.0) -> float:
-    """Idle time of all stages over stages times makespan, until the last microbatch has left. 0 without microbatches."""
-    if not stage_s:
-        return 0.0
-    makespan_s = finish_times_s(stage_s, transfer_s)[-1][-1]
-    busy_s = sum(map(sum, stage_s))
-    return 1.0 - busy_s / (makespan_s * len(stage_s[0])) if makespan_s else 0.0

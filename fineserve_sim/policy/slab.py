@@ -162,6 +162,8 @@ class KVSlabManager:
             raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
         if blocks > self._available_blocks(pool):
             return None
+        if pool.blocks_per_slab == 1:
+            return self._take_lowest_slabs(holder, blocks)
         ids: list[int] = []
         held, per_slab = holder.held, pool.blocks_per_slab
         left = blocks
@@ -263,7 +265,7 @@ class KVSlabManager:
         why no slab ever has two entries in a heap."""
         slab = self._slabs[self._lowest_free()]
         first, end = self.plan.span(pool.block_bytes, slab.id)
-        slab.pool, slab.free_bits = pool, (1 << (end - first)) - 1
+        slab.pool, slab.free_bits, slab.used = pool, (1 << (end - first)) - 1, 0
         pool.slabs += 1
         pool.slab_blocks += end - first
         pool.partial.append((0, slab.id))
@@ -297,25 +299,49 @@ class KVSlabManager:
         """Slabs that are formatted for nobody."""
         return self._free_count()
 
+    def _take_lowest_slabs(self, holder: _Holder, blocks: int) -> list[int]:
+        """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
+        holes, slabs = self._holes, self._slabs
+        ids = [heappop(holes) for _ in range(min(blocks, len(holes)))]
+        fresh = range(len(slabs), len(slabs) + blocks - len(ids))
+        slabs += map(_Slab, fresh)
+        ids += fresh
+        holder.held |= dict.fromkeys(ids, 1)
+        self._count_slabs(holder, ids, 1)
+        return ids
+
     def _free_whole_slabs(self, holder: _Holder, block_ids: Sequence[int]) -> bool:
         """Give back blocks that are a slab each. False, and nothing done, unless all are held and named once."""
-        held, pool, slabs, holes = holder.held, holder.pool, self._slabs, self._holes
+        held, holes = holder.held, self._holes
         distinct = set(block_ids)
         if len(distinct) != len(block_ids) or not distinct <= held.keys():
             return False
         for slab_id in block_ids:
             del held[slab_id]
-            slab = slabs[slab_id]
-            slab.pool, slab.used = None, 0
             heappush(holes, slab_id)
-            if self._grid_pools:
-                self._shift_unformatted(slab_id, 1)
-        blocks = len(block_ids)
-        pool.slabs -= blocks
-        pool.slab_blocks -= blocks
-        pool.used_blocks -= blocks
-        holder.used_blocks -= blocks
+        self._count_slabs(holder, block_ids, -1)
         return True
+
+    def _count_slabs(self, holder: _Holder, slab_ids: Sequence[int], sign: int) -> None:
+        """Slabs that are a block each were taken (1) or given back (-1)."""
+        blocks, pool = sign * len(slab_ids), holder.pool
+        pool.slabs += blocks
+        pool.slab_blocks += blocks
+        pool.used_blocks += blocks
+        holder.used_blocks += blocks
+        if self._grid_pools:
+            for slab_id in slab_ids:
+                self._shift_unformatted(slab_id, -sign)
+
+    def _note_single_blocks(self) -> None:
+        """Write down which slabs are formatted to keys whose blocks are whole slabs."""
+        for slab in self._slabs:
+            if slab.pool is not None and slab.pool.blocks_per_slab == 1:
+                slab.pool, slab.used = None, 0
+        for holder in self._owners.values():
+            if holder.pool.blocks_per_slab == 1:
+                for slab_id in holder.held:
+                    self._slabs[slab_id].pool, self._slabs[slab_id].used = holder.pool, 1
 
     def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
         """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
@@ -397,6 +423,7 @@ class KVSlabManager:
 
     def slab_table(self) -> list[SlabEntry]:
         """One row per slab, by slab id."""
+        self._note_single_blocks()
         untouched = [SlabEntry(SlabState.FREE, None, 0)] * (self.slab_count - len(self._slabs))
         return [self._entry(slab) for slab in self._slabs] + untouched
 
@@ -424,6 +451,7 @@ class KVSlabManager:
 
     def check(self) -> None:
         """Raise AssertionError if the state contradicts itself: recomputes every counter from the slabs. O(slabs)."""
+        self._note_single_blocks()
         free = [slab.id for slab in self._slabs if slab.pool is None and slab.id >= self._reserved]
         assert sorted(self._holes) == free, "the free list is not the unformatted slabs"
         free += range(len(self._slabs), self.slab_count)

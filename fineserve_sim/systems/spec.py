@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class Spec(BaseModel):
@@ -127,6 +128,12 @@ class LeastLoadedDispatchSpec(Spec):
 
     policy: Literal["least_loaded"] = "least_loaded"
     queued: Literal["all", "head"] = "all"
+
+
+class LeastQueuedDispatchSpec(Spec):
+    """Each new request to the group with the fewest queued prompt tokens an instance, if its memory has room."""
+
+    policy: Literal["least_queued"] = "least_queued"
 
 
 class FreenessDispatchSpec(Spec):
@@ -286,7 +293,8 @@ MemorySpec = Annotated[
     Field(discriminator="policy"),
 ]
 DispatchSpec = Annotated[
-    RoundRobinDispatchSpec | LeastLoadedDispatchSpec | FreenessDispatchSpec, Field(discriminator="policy")
+    RoundRobinDispatchSpec | LeastLoadedDispatchSpec | LeastQueuedDispatchSpec | FreenessDispatchSpec,
+    Field(discriminator="policy"),
 ]
 
 
@@ -309,3 +317,12 @@ class SystemSpec(Spec):
     drop: KunServeDropSpec | None = None
     migration: LlumnixMigrationSpec | None = None
     scaling: SpareInstancesSpec | None = None
+
+    @model_validator(mode="after")
+    def _clusters_of_instances(self) -> SystemSpec:
+        if self.dispatch is None:
+            alone = [axis for axis in ("execution", "drop", "migration", "scaling") if getattr(self, axis) is not None]
+            alone += ["memory swap"] if isinstance(self.memory, SwapPoolsSpec) else []
+            if alone:
+                raise PydanticCustomError("needs_dispatch", "{axis} needs dispatch, too", {"axis": alone[0]})
+        return self

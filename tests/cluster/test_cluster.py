@@ -40,7 +40,7 @@ from fineserve_sim.systems import load_systems
 
 SCHEDULERS = ["fcfs", "adaptive", {"policy": "moore_hodgson", "late": "drop"}]
 MEMORIES = ["kv_slab", {"policy": "private", "split": "equal"}]
-A, B = served("a", "llama-3.2-1b", "fp16", slo_s=0.3), served("b", "llama-3.2-1b", "fp8", slo_s=0.3)
+A, B = served("a", "llama-3.2-1b", "fp16", slo_s=0.2), served("b", "llama-3.2-1b", "fp8", slo_s=0.2)
 
 
 def crowded(scheduler: object = "fcfs", memory: object = "kv_slab", *, requests: int = 60, seed: int = 0) -> Scenario:

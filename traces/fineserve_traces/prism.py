@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from fineserve_traces.lengths import LengthSource, generate, length_source
+from fineserve_traces.lengths import LengthPairs, LengthSource, generate, length_source
 from fineserve_traces.onoff import OnOff
 from fineserve_traces.readers import read_trace
 from fineserve_traces.schema import FloatArray, Trace, TraceError, merge
@@ -98,7 +98,7 @@ def arena_trace(
     rng: Generator, models: Sequence[str], duration_s: float, *, scale: float = 1.0, lengths: LengthSource | None = None
 ) -> Trace:
     """A trace like Arena-Chat for these models, the most popular first; see ``provider_trace``."""
-    return _trace(rng, ARENA, models, duration_s, scale, lengths or sketch_from_document(_arena_document()))
+    return _trace(rng, ARENA, models, duration_s, scale, lengths or arena_lengths())
 
 
 def _trace(
@@ -133,6 +133,14 @@ def arena_27models(rng: Generator, data_dir: str | Path | None = None) -> Trace:
         starts = np.repeat(np.arange(len(minutes)) * 60.0, minutes)
         parts.append(generate(np.sort(starts + rng.random(starts.size) * 60.0), lengths, rng, name))
     return merge(parts)
+
+
+def arena_lengths(data_dir: str | Path | None = None) -> LengthSource:
+    """Prompt and output lengths of the public Arena trace; ``data_dir`` and TraceError as in ``arena_27models``."""
+    if data_dir is None:
+        return sketch_from_document(_arena_document())
+    real = arena_27models(np.random.default_rng(0), data_dir)
+    return LengthPairs(real.prompt_tokens, real.output_tokens, real.source)
 
 
 def _arena_document() -> dict[str, Any]:

@@ -3,7 +3,7 @@ out what the policies decide."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from simpy.events import Event
@@ -164,11 +164,6 @@ class GroupCluster:
 
     def stopped(self, group: Group, now: float) -> None:
         self.regrouping.stopped(group, now)
-
-    @property
-    def held(self) -> Collection[Sequence]:
-        """Requests that no group could take yet."""
-        return self._held
 
     @property
     def iterations(self) -> int:

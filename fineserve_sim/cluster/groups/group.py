@@ -100,6 +100,12 @@ class Group:
         )
 
     @property
+    def most_blocks(self) -> int:
+        """Blocks of the group if no other group shared its instances' memory."""
+        sizes = zip(self.instances, self._block_bytes, strict=True)
+        return min(instance.kv_capacity_bytes // size for instance, size in sizes)
+
+    @property
     def running(self) -> int:
         """Sequences with a slot: decoding, in prefill, swapped, or waiting for their KV."""
         prefilling = sum(len(queue.prefilling) for queue in self.queues)
@@ -184,7 +190,7 @@ class Group:
         each other for ever)."""
         if self._preempted or not self._relief.admits or self.running >= self.settings.max_sequences * len(self.lanes):
             return False
-        return not sequence.preempted or self.free_blocks >= self.queues[0].demand(sequence)
+        return not sequence.preempted or self.free_blocks >= min(self.queues[0].demand(sequence), self.most_blocks)
 
     # --- requests --------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,6 @@ class Swap:
         self._returning: dict[Sequence, None] = {}
         self._paused: list[Sequence] = []
         self.extra_blocks = 0
-        self.swapped_bytes = 0
 
     @property
     def admits(self) -> bool:
@@ -154,6 +153,4 @@ class Swap:
         group.adopt(sequence)
 
     def _copy(self, link: Link, group: Group, blocks: int, done: Done) -> None:
-        bytes = blocks * group.settings.sizes.block_bytes
-        self.swapped_bytes += bytes
-        link.send(bytes, 0, None, done)
+        link.send(blocks * group.settings.sizes.block_bytes, 0, None, done)

@@ -1,0 +1,203 @@
+"""Single-model clusters: an engine alone as oracle, pipelines against the recurrence, laws under random systems and faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from groupkit import GROUP_SYSTEMS, burst, cluster, lawful, system
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from simkit import Row, pinned, served, solo, step_model
+
+from fineserve_sim.cluster import Fate, Scenario, ScenarioError, simulate
+from fineserve_sim.cluster.groups import Fault, simulate_groups
+from fineserve_sim.cluster.groups.cost import fit_chunk_cost
+from fineserve_sim.policy.pipeline import finish_times_s
+from fineserve_sim.systems import SystemSpec
+from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SwapPoolsSpec
+
+rows_of_requests = st.lists(
+    st.tuples(st.floats(0, 0.5), st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=40
+).map(lambda rows: sorted(rows, key=lambda row: row[0]))
+
+
+@given(rows_of_requests, st.sampled_from(GROUP_SYSTEMS), st.integers(70, 400), st.data())
+@settings(max_examples=120)
+def test_laws_hold_for_every_system_under_random_load_and_faults(
+    rows: list[Row], name: str, blocks: int, data: st.DataObject
+) -> None:
+    faults = data.draw(
+        st.lists(
+            st.builds(Fault, st.floats(0.01, 1), st.integers(0, 3), st.sampled_from([0.05, 1.0])),
+            max_size=2,
+            unique_by=lambda fault: fault.instance,
+        )
+    )
+    lawful(cluster(name, rows, blocks=blocks, per_node=data.draw(st.sampled_from([1, 2, 4]))), faults)
+
+
+@given(rows_of_requests, st.integers(70, 300))
+def test_one_instance_is_the_engine_alone(rows: list[Row], blocks: int) -> None:
+    """vLLM (DP) of one instance and the engine of ``cluster/engine.py`` are the same system by two codes."""
+    scenario = cluster("vllm-dp", rows, instances=1, blocks=blocks)
+    spec = system("vllm-dp").model_copy(update={"dispatch": None})
+    alone = simulate(replace(scenario, system=spec))
+    group = lawful(scenario).result
+    assert group.first_token_s == pytest.approx(alone.first_token_s, rel=1e-9, nan_ok=True)
+    assert group.finish_s == pytest.approx(alone.finish_s, rel=1e-9, nan_ok=True)
+    assert np.array_equal(group.fate, alone.fate)
+    assert np.array_equal(group.preemptions, alone.preemptions)
+
+
+@pytest.mark.parametrize("name", GROUP_SYSTEMS)
+def test_the_same_run_twice_gives_the_same_bytes(name: str) -> None:
+    scenario = cluster(name, burst(80, 300, 60), blocks=150)
+    first, second = simulate_groups(scenario), simulate_groups(scenario)
+    assert first.result.finish_s.tobytes() == second.result.finish_s.tobytes()
+    assert first.result.timeline.kv_used_bytes.tobytes() == second.result.timeline.kv_used_bytes.tobytes()
+    assert simulate(scenario).finish_s.tobytes() == first.result.finish_s.tobytes()
+
+
+def _stage_times(scenario: Scenario, chunks: list[int], stages: int) -> list[list[float]]:
+    step, prefix, rows = step_model(scenario.models[0], scenario.engine), 0, []
+    for number, chunk in enumerate(chunks):
+        pairs = chunk * prefix + chunk * (chunk + 1) // 2
+        last = number == len(chunks) - 1
+        whole_s = step.step_s(0, 0, chunk, pairs, prefix, int(last))
+        overhead_s = step.deployment.overhead_s.value
+        rows.append([overhead_s + (whole_s - overhead_s) / stages] * stages)
+        prefix += chunk
+    return rows
+
+
+def _makespan_s(rows: list[list[float]], transfer_s: float, in_flight: int) -> float:
+    """The recurrence, with a microbatch starting only when fewer than ``in_flight`` are under way."""
+    finish: list[list[float]] = []
+    for k, row in enumerate(rows):
+        ready_s = finish[k - in_flight][-1] if k >= in_flight else 0.0
+        times: list[float] = []
+        for stage, seconds in enumerate(row):
+            free_s = finish[-1][stage] if finish else 0.0
+            times.append(max(free_s, ready_s) + seconds)
+            ready_s = times[-1] + transfer_s
+        finish.append(times)
+    return finish[-1][-1]
+
+
+@pytest.mark.parametrize(("queues", "stages"), [("shared", 2), ("shared", 4), ("own", 2)])
+def test_a_lone_prompt_takes_the_time_of_the_recurrence(queues: str, stages: int) -> None:
+    """Chunks of one prompt follow each other through a shared queue; with queues of their own the next waits for the last to
+    leave the pipeline."""
+    spec = system("vllm-pp", execution={"stages": stages, "queues": queues})
+    scenario = cluster(spec, [(0.0, 1024, 1)], blocks=200, network_bytes_per_s=1e12)
+    rows = _stage_times(scenario, [256] * 4, stages)
+    transfer_s = 256 * scenario.models[0].model.hidden_size * 2 / 1e12
+    in_flight = 1 if queues == "own" else stages
+    expected = _makespan_s(rows, transfer_s, in_flight)
+    assert expected >= finish_times_s(rows, transfer_s)[-1][-1]
+    result = lawful(scenario).result
+    assert result.first_token_s[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_pipeline_of_two_holds_two_copies_less_one_of_weights() -> None:
+    pair = lawful(cluster("vllm-pp", [(0.0, 8, 2)], instances=2))
+    apart = lawful(cluster("vllm-dp", [(0.0, 8, 2)], instances=2))
+    freed = pair.capacity_bytes[0] - apart.capacity_bytes[0]
+    scenario = cluster("vllm-dp", [(0.0, 8, 2)])
+    from fineserve_sim.catalog import weight_bytes
+
+    copy = weight_bytes(scenario.models[0].model, scenario.models[0].precision, 1)
+    assert freed == copy - copy % scenario.models[0].model.layers
+
+
+def test_prompts_are_spread_by_demand_and_too_long_ones_refused() -> None:
+    scenario = cluster("vllm-dp", [(0.0, 100, 50), (0.0, 100, 50), (0.0, 100, 50), (0.0, 100, 50), (0.1, 5000, 1)])
+    run = lawful(scenario)
+    assert run.result.engine[:4].tolist() == [0, 1, 2, 3]
+    assert run.result.fate[4] == Fate.REJECTED
+
+
+@pytest.mark.parametrize("name", ["vllm-dp", "llumnix", "kunserve"])
+def test_a_preempted_request_as_large_as_the_memory_comes_back(name: str) -> None:
+    """Its prompt and all that it generated fill every block: no block more is to be had before it may return."""
+    rows: list[Row] = [(0.0, 1, 15), (1e-4, 300, 20)]
+    run = lawful(cluster(name, rows, instances=1, blocks=20))
+    assert (run.result.fate == Fate.FINISHED).all() and run.result.preemptions.tolist() == [0, 1]
+
+
+def test_swapping_instead_of_recomputing_loses_no_work() -> None:
+    rows = burst(60, 1500, 200)
+    recompute, swap = (cluster(name, rows, instances=1, blocks=600) for name in ("vllm-dp", "infercept"))
+    first, second = lawful(recompute), lawful(swap)
+    assert first.result.preemptions.sum() > 0
+    assert second.result.preemptions.sum() < first.result.preemptions.sum() / 4
+    assert second.result.end_s < first.result.end_s
+
+
+def test_a_slow_link_makes_swapped_requests_wait() -> None:
+    rows = burst(60, 200, 200)
+    fast = cluster("infercept", rows, instances=1, blocks=120)
+    slow = replace(fast, system=system("infercept", memory=SwapPoolsSpec(host_bytes_per_s=2e8)))
+    assert lawful(slow).result.end_s > lawful(fast).result.end_s
+
+
+def test_llumnix_moves_running_requests_to_free_instances() -> None:
+    """In turn, all long requests go to one of two instances; migration evens it out, and they end sooner."""
+    rows: list[Row] = [(i * 1e-3, 100, 800 if i % 2 == 0 else 2) for i in range(60)]
+    by_turn = system("llumnix", dispatch=RoundRobinDispatchSpec())
+    stays = by_turn.model_copy(update={"migration": None})
+    evened, stuck = (lawful(cluster(spec, rows, instances=2, blocks=400)) for spec in (by_turn, stays))
+    assert evened.migrations > 0 and stuck.migrations == 0
+    assert (evened.result.engine[::2] == 1).sum() > 5 and (stuck.result.engine[::2] == 0).all()
+    assert evened.result.finish_s.mean() < stuck.result.finish_s.mean()
+    assert evened.result.end_s < stuck.result.end_s
+
+
+def test_profiled_chunk_cost_predicts_the_step_model() -> None:
+    step = step_model(served(name="qwen2.5-14b"))
+    cost = fit_chunk_cost(step)
+    for prefix, chunk in ((0, 512), (0, 2048), (4096, 1024), (16384, 2048)):
+        pairs = chunk * prefix + chunk * (chunk + 1) // 2
+        assert cost.chunk(prefix, chunk) == pytest.approx(step.step_s(0, 0, chunk, pairs, prefix, 1), rel=0.15)
+    assert cost.alpha > 0 and cost.beta > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduler": MooreHodgsonSpec()}, "schedules by fcfs"),
+        ({"execution": system("vllm-pp").execution, "memory": SwapPoolsSpec()}, "swap memory is for instances alone"),
+        ({"execution": system("vllm-pp", execution={"stages": 3}).execution}, "pipelines of 3 stages"),
+        ({"memory": system("fineserve").memory}, "private or swap memory"),
+        ({"memory": system("vllm-dp").memory.model_copy(update={"prefix_cache": True})}, "without prefix"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes: dict[str, object], message: str) -> None:
+    spec = system("vllm-dp").model_copy(update=changes)
+    with pytest.raises(ScenarioError, match=message):
+        simulate_groups(cluster(spec, [(0.0, 8, 2)]))
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        ({"drop": {}}, "drop"),
+        ({"execution": {"stages": 2}}, "execution"),
+        ({"memory": {"policy": "swap"}}, "memory swap"),
+    ],
+)
+def test_axes_of_single_model_clusters_need_dispatch(axes: dict[str, object], named: str) -> None:
+    fields = system("dedicated").model_dump() | axes
+    with pytest.raises(ValidationError, match=f"{named} needs dispatch, too"):
+        SystemSpec.model_validate(fields)
+
+
+def test_two_models_are_refused() -> None:
+    two = solo([(0.0, 8, 2)])
+    scenario = replace(cluster("vllm-dp", [(0.0, 8, 2)]), models=(served("a"), served("b")))
+    assert two.system.dispatch is None and pinned({}) is not None
+    with pytest.raises(ScenarioError, match="serves one model"):
+        simulate_groups(scenario)

@@ -1,0 +1,162 @@
+"""Dispatch, Llumnix migration, and KunServe's trigger, restore and scale-out decisions on hand-made views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from fineserve_sim.policy.dispatch import LeastLoaded, LeastQueued, MostFree, RoundRobin, freeness
+from fineserve_sim.policy.group_view import GroupView, Phase
+from fineserve_sim.policy.migration import LlumnixMigration, Migrate
+from fineserve_sim.policy.throttle import AddInstance, DropLayers, KunServeDrop, RestoreLayers, ScaleOut, throttled
+
+BLOCK = 1000
+
+
+def view(group: int, used: int = 0, queued: int = 0, **changes: Any) -> GroupView:
+    base = GroupView(
+        group=group,
+        instances=(group,),
+        phase=Phase.SERVING,
+        capacity_blocks=100,
+        used_blocks=used,
+        queued_blocks=queued,
+        head_blocks=min(queued, 5),
+        running=max(1, used // 10),
+        used_bytes=used * BLOCK,
+        base_bytes=100 * BLOCK,
+    )
+    return base._replace(**changes)
+
+
+def test_round_robin_goes_around_the_groups_that_there_are() -> None:
+    policy = RoundRobin()
+    three = [view(0), view(1), view(2)]
+    assert [policy.choose(three) for _ in range(4)] == [0, 1, 2, 0]
+    assert [policy.choose([view(0), view(7)]) for _ in range(3)] == [7, 0, 7]
+
+
+def test_least_loaded_compares_demand_with_capacity() -> None:
+    large = view(1, used=120, capacity_blocks=400)
+    assert LeastLoaded().choose([view(0, used=40), large]) == 1
+    assert LeastLoaded().choose([view(0, used=40), view(1, used=40)]) == 0
+    queues = [view(0, used=50, queued=20), view(1, used=60)]
+    assert LeastLoaded("all").choose(queues) == 1
+    assert LeastLoaded("head").choose(queues) == 0
+
+
+def test_least_queued_looks_at_the_prefills_that_wait_if_there_is_room() -> None:
+    pair = view(1, used=100, queued=30, instances=(1, 2), capacity_blocks=266)
+    assert LeastQueued().choose([view(0, used=10, queued=20), pair]) == 1
+    assert LeastQueued().choose([view(0, used=90, queued=10), pair]) == 1  # the first has no room
+    assert LeastQueued().choose([view(0, used=90, queued=10), view(3, used=99, queued=9)]) == 3
+    assert LeastQueued().choose([view(0, used=20), view(3, used=10)]) == 3
+
+
+def test_freeness_is_free_blocks_a_running_request() -> None:
+    assert freeness(view(0, used=40, running=4)) == 15
+    assert freeness(view(0, used=40, queued=70, running=4), "all") == -2.5
+    assert freeness(view(0, used=0, running=0)) == 100
+    assert MostFree().choose([view(0, used=40, running=4), view(1, used=40, running=3)]) == 1
+
+
+def _movable(group: int, used: int, running: int, blocks: int = 4) -> GroupView:
+    return view(group, used=used, running=running, shortest=10 + group, shortest_blocks=blocks)
+
+
+def test_the_fullest_gives_its_shortest_to_the_freest() -> None:
+    groups = [_movable(0, 95, 10), _movable(1, 20, 4), _movable(2, 90, 10), _movable(3, 40, 4)]
+    moves = LlumnixMigration(out_blocks=3, in_blocks=10).tick(groups)
+    assert moves == [Migrate(10, 0, 1), Migrate(12, 2, 3)]
+
+
+def test_in_a_cluster_wide_spike_nothing_moves() -> None:
+    assert LlumnixMigration().tick([_movable(0, 95, 10), _movable(1, 96, 10)]) == []
+
+
+def test_a_request_that_does_not_fit_stays() -> None:
+    groups = [_movable(0, 100, 10, blocks=40), _movable(1, 70, 4)]
+    assert LlumnixMigration().tick(groups) == []
+    with pytest.raises(ValueError, match="in circles"):
+        LlumnixMigration(out_blocks=5, in_blocks=3)
+
+
+@pytest.mark.parametrize(
+    ("used", "queued", "expected"), [(95, 5, True), (94, 50, False), (95, 4, False), (100, 0, False), (100, 1, True)]
+)
+def test_throttled_is_nearly_full_with_a_queue_that_wants_what_is_left(used: int, queued: int, expected: bool) -> None:
+    assert throttled(view(0, used, queued)) is expected
+
+
+def drop(**options: Any) -> KunServeDrop:
+    return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, **options)
+
+
+def test_the_plan_covers_the_queue_less_what_is_free() -> None:
+    groups = [view(0, 96, 60), view(1, 96, 60), view(2, 96, 0), view(3, 96, 0)]
+    assert drop().tick(groups) == [DropLayers(((0, 1, 2, 3),), 150 * BLOCK, True)]  # 120 - 16 needs three merges of 50
+    groups[0] = view(0, 96, 20)
+    assert drop().tick(groups) == [DropLayers(((0, 1), (2, 3)), 100 * BLOCK, True)]
+
+
+def test_free_memory_elsewhere_counts_unless_gross_is_asked_for() -> None:
+    groups = [view(0, 96, 10), view(1, 10), view(2, 10), view(3, 10)]
+    assert drop().tick(groups) == []
+    assert drop(required="gross").tick(groups) == [DropLayers(((0, 1),), 50 * BLOCK, True)]
+
+
+def test_nothing_happens_while_a_group_changes() -> None:
+    groups = [view(0, 100, 500), view(1, 50, phase=Phase.CHANGING)]
+    assert drop().tick(groups) == []
+
+
+def test_pairs_merge_into_fours_and_draining_groups_stay_out() -> None:
+    pairs = [view(0, 100, 70, instances=(0, 1)), view(1, 100, 0, instances=(2, 3))]
+    old = view(2, 100, 0, instances=(4, 5), phase=Phase.DRAINING)
+    assert drop().tick([*pairs, old]) == [DropLayers(((0, 1, 2, 3),), 50 * BLOCK, False)]
+
+
+def _pair(used: int, queued: int = 0) -> GroupView:
+    return view(4, used, queued, instances=(0, 1), capacity_blocks=300, base_bytes=200 * BLOCK)
+
+
+def test_restore_under_half_of_the_base_memory() -> None:
+    assert drop().tick([_pair(99)]) == [RestoreLayers(4)]
+    assert drop().tick([_pair(100)]) == []
+    assert drop().tick([_pair(99, queued=1)]) == []
+    assert drop(restore=False).tick([_pair(99)]) == []
+    assert drop().tick([view(0, 10)]) == []  # an instance alone has nothing to restore
+
+
+def test_restore_may_wait_until_usage_no_longer_rises() -> None:
+    policy = drop(falling_samples=3)
+    answers = [bool(policy.tick([_pair(used)])) for used in (50, 60, 70, 65, 60)]
+    assert answers == [False, False, False, False, True]
+
+
+def test_thresholds_must_leave_a_gap() -> None:
+    with pytest.raises(ValueError, match="under the trigger"):
+        drop(trigger=0.5, restore_below=0.5)
+
+
+@dataclass
+class _Scale:
+    policy: ScaleOut
+
+    def asks(self, demand: Sequence[int], start_s: float = 0.0, pipelined: bool = True) -> list[bool]:
+        instances = (0, 1) if pipelined else (0,)
+        return [
+            self.policy.tick(start_s + i / 10, [view(0, used, instances=instances)]) == [AddInstance()]
+            for i, used in enumerate(demand)
+        ]
+
+
+def test_scale_out_needs_growth_after_a_drop_and_asks_once_in_a_while() -> None:
+    assert _Scale(ScaleOut(3, 30.0)).asks([10, 20, 30, 40, 50]) == [False, False, True, False, False]
+    assert not any(_Scale(ScaleOut(3, 30.0)).asks([10, 20, 30], pipelined=False))
+    assert not any(_Scale(ScaleOut(3, 30.0)).asks([30, 30, 30, 20]))
+    twice = _Scale(ScaleOut(3, 30.0))
+    assert any(twice.asks([1, 2, 3])) and any(twice.asks([4, 5, 6], start_s=40.0))
