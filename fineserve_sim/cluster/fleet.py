@@ -126,6 +126,7 @@ class FleetCluster(Cluster):
         for engine in self._loader.advance(now):
             self._join(engine)
             self._reform(now)
+            self._changed = True  # its queue may get those who waited for it, and no command says so
             self._hear(now, EngineReady(engine))
         self._await_loading()
 

@@ -142,11 +142,11 @@ class DecodeSet:
         """Advance over so many boundaries between iterations. Returns which of them (0, 1, ...) open blocks, and for whom."""
         first = self.iteration + 1
         buckets, block_tokens = self._buckets, self._block_tokens
-        growing = [
-            (offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])
-        ]
         self.advance(boundaries)
-        return growing
+        if boundaries == 1:  # the common case, without detours
+            bucket = buckets[first % block_tokens]
+            return [(0, bucket)] if bucket else []
+        return [(offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])]
 
     def __contains__(self, sequence: SequenceState) -> bool:
         return sequence.bucket >= 0

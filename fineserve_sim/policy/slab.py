@@ -301,12 +301,12 @@ class KVSlabManager:
 
     def _take_lowest_slabs(self, holder: _Holder, blocks: int) -> list[int]:
         """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
-        holes, slabs = self._holes, self._slabs
-        ids = [heappop(holes) for _ in range(min(blocks, len(holes)))]
-        fresh = range(len(slabs), len(slabs) + blocks - len(ids))
-        slabs += map(_Slab, fresh)
-        ids += fresh
-        holder.held |= dict.fromkeys(ids, 1)
+        holes, held = self._holes, holder.held
+        ids = []
+        for _ in range(blocks):
+            slab_id = heappop(holes) if holes else self._lowest_free()
+            held[slab_id] = 1
+            ids.append(slab_id)
         self._count_slabs(holder, ids, 1)
         return ids
 
