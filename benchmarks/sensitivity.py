@@ -134,7 +134,7 @@ ASSUMPTIONS = (
     ),
     Assumption("isolated SLO reference: prompts", _references),
     of_file("base rate A", "loads.A.rate_per_s", 0.888),
-    of_file("base rate B", "loads.B.rate_per_s", 5.5),
+    of_file("base rate B", "loads.B.rate_per_s", 5.0),
 )
 
 

@@ -41,6 +41,10 @@ def test_systems_combine_the_policies_of_the_matrix() -> None:
     assert axes["prism*"] == ("kvpr", "moore_hodgson", "kv_slab")
     assert axes["static*"] == ("fineserve", "fcfs", "private")
     assert axes["dedicated"] == ("dedicated", "fcfs", "private")
+    assert axes["kvcached"] == ("fineserve", "adaptive", "kvcached")
+    assert axes["flexinfer"] == ("dedicated", "fcfs", "vtensor")
+    assert axes["native"] == ("dedicated", "fcfs", "contiguous")
+    assert axes["vllm-v0.4.2"] == ("dedicated", "fcfs", "private")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fineserve_sim import __version__
-from fineserve_sim.cli import catalog, experiments, traces
+from fineserve_sim.cli import catalog, experiments, explain, reproduce, size, traces
 
 app = typer.Typer(
     name="fineserve-sim",
@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(traces.app, name="traces")
-for register in (experiments.register, catalog.register):
+for register in (experiments.register, explain.register, reproduce.register, size.register, catalog.register):
     register(app)
 
 

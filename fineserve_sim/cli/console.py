@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,3 +57,40 @@ def interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("fineserve-sim: interrupted; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
+
+
+def escaped(text: str) -> str:
+    """``text`` without rich markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr with the time left, on terminals only; yields what the runner calls after each simulation."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    stderr = console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("simulations,"),
+        TimeRemainingColumn(),
+        TextColumn("left [dim]{task.description}"),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def advance(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, description=escaped(name))
+
+        yield advance
+
+
+def axis_and_value(text: str) -> tuple[str, str]:
+    """``AXIS=VALUE`` of an option ``--at``. Raises ValueError for another text."""
+    axis, sign, value = text.partition("=")
+    if not sign or not axis:
+        raise ValueError(f"--at {text}: expected AXIS=VALUE, such as rate_scale=2")
+    return axis, value

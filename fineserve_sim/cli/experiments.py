@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fineserve_sim.cli.catalog import complete_gpu, complete_system
-from fineserve_sim.cli.console import JsonOption, console, examples, interruptible, print_json
+from fineserve_sim.cli.console import JsonOption, console, escaped, examples, interruptible, print_json, progress_bar
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
@@ -65,19 +64,33 @@ def run(
     exact_steps: Annotated[
         bool, typer.Option("--exact-steps", help="One event an engine iteration: the same results, slower.")
     ] = False,
+    trace_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace-out", metavar="FILE", help="Write the first cell of each system for Perfetto.", show_default=False
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run an experiment: tables here, figures and data in the results folder.
 
     Finished simulations are kept; the same command goes on where it stopped.
     Results of NAME.yaml go to results/NAME unless --out names a folder.
+    --trace-out implies --decisions and draws seed 0; see ui.perfetto.dev.
     """
     with interruptible():
         from fineserve_sim.experiment import load_experiment
 
         pairs = [_key_and_value(text) for text in overrides or ()]
         experiment = load_experiment(file, pairs, quick, seeds)
-        _run(experiment, out or Path("results") / file.stem, jobs, decisions, as_json, exact_steps)
+        folder = out or Path("results") / file.stem
+        _run(experiment, folder, jobs, decisions or trace_out is not None, as_json, exact_steps)
+        if trace_out:
+            from fineserve_sim.experiment.timelines.chrome import write_trace
+            from fineserve_sim.experiment.timelines.stored import stored_run
+
+            systems = dict.fromkeys(point.system for point in experiment.points)
+            write_trace((stored_run(folder, system) for system in systems), trace_out)
 
 
 def compare(
@@ -197,8 +210,8 @@ def _run(
 
     _say_what_is_run(experiment, jobs)
     try:
-        with _progress_bar() as advance:
-            summary_path = run_loaded(
+        with progress_bar() as advance:
+            run_loaded(
                 experiment,
                 out,
                 jobs=jobs,
@@ -210,12 +223,15 @@ def _run(
         typer.echo(f"fineserve-sim: {problem}", err=True)
         raise typer.Exit(130) from None
     figures = draw(out)
+    summary = read_summary(out)
+    for warning in summary["warnings"]:
+        typer.echo(f"fineserve-sim: warning: {warning}", err=True)
     if as_json:
-        print_json(json.loads(summary_path.read_text(encoding="utf-8")))
+        print_json(summary)
         return
     from fineserve_sim.experiment.report import report
 
-    console().print(report(read_summary(out)))
+    console().print(report(summary))
     typer.echo(
         f"Results in {out}: summary.json, cells.parquet, requests.parquet, {len(figures)} figure files in figures/"
     )
@@ -229,40 +245,12 @@ def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
     seeds, cells = experiment.file.seeds, len(experiment.points)
     systems = len({point.system for point in experiment.points})
     console(stderr=True).print(
-        f"[bold]{_escaped(experiment.file.title)}[/bold]\n"
+        f"[bold]{escaped(experiment.file.title)}[/bold]\n"
         f"{_counted(cells, 'cell')} of {_counted(systems, 'system')}, {_counted(seeds, 'seed')} each, "
-        f"{_counted(jobs or os.cpu_count() or 1, 'job')}; requests from {_escaped(describe(experiment.setup))}",
+        f"{_counted(jobs or os.cpu_count() or 1, 'job')}; requests from {escaped(describe(experiment.setup))}",
         soft_wrap=True,
     )
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr with the time left, on terminals only; yields what the runner calls after each simulation."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    stderr = console(stderr=True)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("simulations,"),
-        TimeRemainingColumn(),
-        TextColumn("left [dim]{task.description}"),
-    )
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def advance(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total, description=_escaped(name))
-
-        yield advance

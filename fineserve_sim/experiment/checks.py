@@ -43,10 +43,13 @@ def _check_workload(document: Document, file: schema.ExperimentFile) -> None:
     """Requests come from a trace, from phases, or from a length source and a number of requests."""
     work, path = file.workload, ("workload",)
     phases = any(model.phases for model in file.models)
+    many = isinstance(work.arrivals, schema.ManyModels)
     if work.trace is not None:
         for key in ("lengths", "data_dir"):
             if getattr(work, key) is not None:
                 raise document.error((*path, key), "not with a trace, which has its own lengths")
+        if work.conversations is not None:
+            raise document.error((*path, "conversations"), "not with a trace, which has its own prompts")
         if not isinstance(work.arrivals, schema.Replay | None):
             raise document.error((*path, "arrivals"), "not with a trace, which is replayed; leave it out")
         return
@@ -58,9 +61,11 @@ def _check_workload(document: Document, file: schema.ExperimentFile) -> None:
         raise document.error((*path, "assign"), "only with a trace")
     if work.data_dir is not None and not isinstance(work.lengths, str):
         raise document.error((*path, "data_dir"), "only with a named length source")
+    if many and work.requests is not None:
+        raise document.error((*path, "requests"), "not with these arrivals, whose duration sets the number of requests")
     if phases:
         _check_phased(document, file)
-    elif work.requests is None:
+    elif not many and work.requests is None:
         raise document.error((*path, "requests"), "missing; say how many requests a run measures")
 
 
@@ -79,12 +84,18 @@ def _check_loads(document: Document, file: schema.ExperimentFile) -> None:
     """Every model has exactly one kind of load, and a load is given where models share one."""
     replayed = file.workload.trace is not None
     by_share = file.workload.assign == "share"
+    many = isinstance(file.workload.arrivals, schema.ManyModels)
     for index, model in enumerate(file.models):
         given = [key for key in ("share", "rate_per_s", "phases") if getattr(model, key) is not None]
-        allowed = (["share"] if by_share else []) if replayed else ["share", "rate_per_s", "phases"]
+        allowed = (["share"] if by_share else []) if replayed or many else ["share", "rate_per_s", "phases"]
         for key in given:
             if key not in allowed:
-                raise document.error(("models", index, key), "not with a trace, whose arrivals say it all")
+                problem = (
+                    "not with a trace, whose arrivals say it all"
+                    if replayed
+                    else "not with arrivals of many models, whose order in the file sets their rates"
+                )
+                raise document.error(("models", index, key), problem)
         if allowed and len(given) != 1:
             problem = f"needs exactly one of {', '.join(allowed)}; it has {' and '.join(given) or 'none'}"
             raise document.error(("models", index), f"model {model.id} {problem}")
@@ -117,10 +128,15 @@ def _check_slo(document: Document, file: schema.ExperimentFile, setup: Setup) ->
         raise document.error(("slo",), "ttft_s and ttft are both given; choose one")
     if slo.ttft_s is None and slo.ttft is None and not own:
         raise document.error(("slo",), "needs ttft_s, or ttft with a reference, or a ttft_slo_s for every model")
-    if slo.ttft is None:
-        return
-    path: KeyPath = ("slo", "ttft", "reference", "system")
-    for name in slo.ttft.reference.system:
+    if slo.tpot_s is not None and slo.tpot is not None:
+        raise document.error(("slo",), "tpot_s and tpot are both given; choose one")
+    for key, limit in (("ttft", slo.ttft), ("tpot", slo.tpot)):
+        if limit is not None:
+            _check_reference(document, ("slo", key, "reference", "system"), limit.reference.system, setup)
+
+
+def _check_reference(document: Document, path: KeyPath, systems: list[str], setup: Setup) -> None:
+    for name in systems:
         if name not in setup.systems:
             raise document.error(path, f'unknown system "{name}"; {nearest(name, setup.systems)}')
         if not _slo_free(setup.systems[name]):
@@ -185,7 +201,7 @@ def _check_place(
     return sweep
 
 
-_COMPARED = ("ratio", "difference", "max_difference", "order")
+_COMPARED = ("ratio", "mean_ratio", "difference", "max_difference", "order")
 
 
 def _check_claim(

@@ -3,6 +3,7 @@
 A claim names a measure of cells and what the paper says of it:
 
 * value: a metric of one cell.  ratio: of one cell over another.  difference: one cell minus another.
+* mean_ratio: the mean of such ratios over all cells that ``at`` leaves open (a sweep).
 * max_difference: the largest difference over all cells that ``at`` leaves open (a sweep).
 * order: ``of`` is at least ``over`` at every such cell; our number is the smallest difference.
 * placement: which model went where, in the order of the decisions.
@@ -29,7 +30,7 @@ Cell = Mapping[str, Any]
 SINGLE = ("value", "ratio", "difference")
 """Measures of one cell, or one against another."""
 
-_NO_EFFECT = {"ratio": 1.0, "difference": 0.0, "max_difference": 0.0}
+_NO_EFFECT = {"ratio": 1.0, "mean_ratio": 1.0, "difference": 0.0, "max_difference": 0.0}
 
 
 class Finding(NamedTuple):
@@ -68,6 +69,10 @@ def _find(claim: Claim, cells: Sequence[Cell], placements: Sequence[Mapping[str,
     over = matching(cells, claim.over or claim.of, {**claim.at, **claim.over_at})
     if not of or (claim.over and not over):
         return Finding(math.nan, math.nan, "not reproduced", "No cell is there.")
+    if claim.measure == "mean_ratio":
+        ratios = [ratio(metric_of(cell, claim), metric_of(_twin(cell, over), claim)) for cell in of]
+        value = _mean(ratios)
+        return Finding(*value, _verdict(claim, value), f"Over {len(of)} points.")
     if claim.measure in ("max_difference", "order"):
         pairs = [(cell, difference(metric_of(cell, claim), metric_of(_twin(cell, over), claim))) for cell in of]
         return _order(pairs) if claim.measure == "order" else _largest(claim, pairs)
@@ -104,15 +109,19 @@ def _twin(cell: Cell, others: Sequence[Cell]) -> Cell:
 
 
 def _verdict(claim: Claim, ours: Estimate) -> str:
+    return judged(claim.paper, ours, claim.tolerance, _NO_EFFECT.get(claim.measure))
+
+
+def judged(paper: float | str, ours: Estimate, tolerance: float, neutral: float | None) -> str:
+    """The verdict on one number against a number or a comparison; ``neutral`` is what means no effect, if something does."""
     if not math.isfinite(ours.mean):
         return "not reproduced"
-    if isinstance(claim.paper, str):
-        return _compared(claim.paper, ours)
-    close = abs(ours.mean - claim.paper) <= claim.tolerance * abs(claim.paper)
-    neutral = _NO_EFFECT.get(claim.measure)
+    if isinstance(paper, str):
+        return _compared(paper, ours)
+    close = abs(ours.mean - paper) <= tolerance * abs(paper)
     if neutral is None:
         return "reproduced" if close else "not reproduced"
-    effect = (ours.mean - neutral) * (1 if claim.paper >= neutral else -1)
+    effect = (ours.mean - neutral) * (1 if paper >= neutral else -1)
     if close and effect > _slack(ours):
         return "reproduced"
     return "direction only" if effect > 0 else "not reproduced"
@@ -142,6 +151,14 @@ def _order(pairs: Sequence[tuple[Cell, Estimate]]) -> Finding:
     exceptions = "; ".join(_where(cell) for cell in against)
     note = f"Clear at {len(clear)} of {len(pairs)} points." + (f" Reversed at: {exceptions}." if exceptions else "")
     return Finding(*smallest, verdict, note)
+
+
+def _mean(values: Sequence[Estimate]) -> Estimate:
+    """The mean of independent numbers, with the interval of their sum."""
+    count = len(values)
+    return Estimate(
+        sum(value.mean for value in values) / count, math.hypot(*(_slack(value) for value in values)) / count
+    )
 
 
 def _slack(value: Estimate) -> float:

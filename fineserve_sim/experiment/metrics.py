@@ -10,9 +10,10 @@ the same. Latencies and attainment are those of the measured requests, however l
 * throughput: completions in the window a second; goodput: those that met their TTFT limit.
 * decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those
   inside the window a second; token throughput: with the first tokens.
-* percentiles of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
+* percentiles and means of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
   system that drops is judged by its attainment, not by these.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
+* counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/groups/counters.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fineserve_sim.cluster.groups.counters import COUNTERS
 from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.experiment.stats import Estimate, of_share, over_runs
 
@@ -31,7 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-PERCENTILES = (50, 95, 99)
+PERCENTILES = (50, 90, 95, 99, 99.9)
 ATTAINMENTS = ("ttft_attainment", "tpot_attainment")
 PER_MODEL = (
     "goodput_per_s",
@@ -39,11 +41,12 @@ PER_MODEL = (
     "decode_throughput_tokens_per_s",
     "token_throughput_per_s",
     *(f"{moment}_p{percent}_s" for moment in ("ttft", "tpot", "e2e") for percent in PERCENTILES),
+    *(f"{moment}_mean_s" for moment in ("ttft", "tpot", "e2e")),
     "waiting_mean",
     "waiting_max",
     "kv_used_peak_bytes",
 )
-CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken")
+CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken", *COUNTERS)
 METRICS = (*ATTAINMENTS, *PER_MODEL, *CLUSTER_WIDE)
 
 
@@ -71,6 +74,7 @@ class RunData:
     kv_used_bytes: Ints
     kv_capacity_bytes: int
     gpus: int
+    counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def measured(self) -> Mask:
@@ -110,13 +114,14 @@ def counts(run: RunData) -> dict[str, int]:
     return {"arrived": arrived, **found, "preemptions": int(run.preemptions[measured].sum())}
 
 
-def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: float | None) -> Measures:
-    """Evaluate one run under TTFT limits by model and, if given, one TPOT limit. AssertionError as in ``counts``."""
+def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[str, float] | None) -> Measures:
+    """Evaluate one run under TTFT limits and, if given, TPOT limits by model. AssertionError as in ``counts``."""
     limit_s = np.array([ttft_slo_s[name] for name in run.models])[run.model]
     finished = run.fate == Fate.FINISHED
     met = {"ttft_attainment": finished & (run.ttft_s <= limit_s)}
-    if tpot_slo_s is not None:
-        met["tpot_attainment"] = finished & ~(tpot_s(run) > tpot_slo_s)
+    if tpot_slo_s:
+        tpot_limit_s = np.array([tpot_slo_s[name] for name in run.models])[run.model]
+        met["tpot_attainment"] = finished & ~(tpot_s(run) > tpot_limit_s)
     groups = {"": np.ones(len(run.model), dtype=np.bool_)}
     groups |= {name: run.model == index for index, name in enumerate(run.models)}
     hits = {metric: {name: hit[group & run.measured] for name, group in groups.items()} for metric, hit in met.items()}
@@ -153,6 +158,7 @@ def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, floa
         known = latency_s[group & run.measured & np.isfinite(latency_s)]
         for percent in PERCENTILES:
             values[f"{moment}_p{percent}_s"] = float(np.percentile(known, percent)) if len(known) else math.nan
+        values[f"{moment}_mean_s"] = float(known.mean()) if len(known) else math.nan
     return values
 
 
@@ -193,7 +199,7 @@ def _cluster_values(run: RunData, values: Mapping[str, Mapping[str, float]]) -> 
         "kv_use_mean": float(used.mean()) / run.kv_capacity_bytes if known else math.nan,
         "kv_use_peak": float(used.max()) / run.kv_capacity_bytes if known else math.nan,
         "gpu_hours_per_mtoken": run.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
-    }
+    } | ({name: run.counters.get(name, math.nan) for name in COUNTERS} if run.counters else {})
 
 
 def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Estimate:

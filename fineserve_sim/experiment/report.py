@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fineserve_sim.experiment.labels import axis_text, distinct, interval, number, quantity, varying_axes
+from fineserve_sim.experiment.step_times import sentence
 
 Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
@@ -29,7 +30,9 @@ def report(summary: Mapping[str, Any]) -> Group:
         parts += sweep_tables(sweep, [cell for cell in summary["cells"] if cell["sweep"] == sweep])
     if summary["claims"]:
         parts += claims_table(summary["claims"])
-    flagged = list(flag_lines(summary["cells"]))
+    if summary["step_times"]:
+        parts.append(Text(sentence(summary["step_times"]["shares"])))
+    flagged = [*summary["warnings"], *flag_lines(summary["cells"])]
     if flagged:
         parts.append(Text("\n".join(["Handle with care:", *(f"  {line}" for line in flagged), ""])))
     return Group(*parts)

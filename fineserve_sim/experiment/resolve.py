@@ -6,7 +6,8 @@ Every failure names the line that asked for the thing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
-from fineserve_sim.cluster.scenario import EngineSettings, Gpu
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, MeasuredSteps
 from fineserve_sim.experiment import schema
 from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.validation import as_config_error
@@ -26,7 +27,11 @@ from fineserve_sim.systems.spec import PinnedPlacementSpec
 T = TypeVar("T")
 Overrides = tuple[tuple[str, Any], ...]
 """Dotted keys of a file and the values that replace its own, sorted by key."""
-_AXES = ("placement", "scheduler", "memory")
+_AXES = tuple(
+    axis
+    for axis in SystemSpec.model_fields
+    if axis in schema.SystemVariant.model_fields and axis not in ("name", "title")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,10 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
     """Look everything up. Raises ConfigError for a name that means nothing and for a model that no GPU can hold."""
     gpu = _gpu(document, file.cluster.gpu)
     count, per_node = file.cluster.count, file.cluster.gpus_per_node
+    network_bytes_per_s = file.cluster.network_bytes_per_s
     setup = Setup(
-        gpus=tuple(Gpu(number, number // per_node, gpu) for number in range(count)),
-        engine=EngineSettings(**dict(file.engine)),
+        gpus=tuple(Gpu(number, number // per_node, gpu, network_bytes_per_s) for number in range(count)),
+        engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=_systems(document, file),
         workload=file.workload,
@@ -99,6 +105,16 @@ def _gpu(document: Document, given: str | dict[str, Any]) -> GpuSpec:
         return GpuSpec.model_validate({"name": "inline", "efficiency": "roofline-scaled", "source": "inline"} | given)
     except ValidationError as problem:
         raise as_config_error(document, path, problem.errors()[0]) from None
+
+
+def _step_times(document: Document, engine: schema.Engine, folder: Path) -> MeasuredSteps | None:
+    if engine.step_times is None:
+        return None
+    path = (folder / engine.step_times).resolve()
+    try:
+        return MeasuredSteps(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+    except OSError as problem:
+        raise document.error(("engine", "step_times"), f"{path} cannot be read: {problem.strerror}") from None
 
 
 def _model(document: Document, index: int, entry: schema.Model, folder: Path) -> ResolvedModel:
@@ -164,17 +180,32 @@ def _variant(document: Document, path: KeyPath, item: schema.SystemVariant) -> S
         given = getattr(item, axis)
         if given is None:
             continue
-        policy = given.get("policy", raw[axis]["policy"])
+        present = raw[axis] or {"policy": next(iter(_policies(axis)))}
+        policy = given.get("policy", present["policy"])
         _check_options(document, (*path, axis), axis, policy, given)
-        raw[axis] = (raw[axis] if policy == raw[axis]["policy"] else {}) | given
+        raw[axis] = (present if policy == present["policy"] else {}) | given
     try:
         return SystemSpec.model_validate(raw)
     except ValidationError as problem:
         raise as_config_error(document, path, problem.errors()[0]) from None
 
 
+def _policies(axis: str) -> dict[str, type[BaseModel]]:
+    """The classes of an axis by the names of their policies."""
+
+    def kinds(annotation: Any) -> Iterator[type[BaseModel]]:
+        if isinstance(annotation, type):
+            if issubclass(annotation, BaseModel):
+                yield annotation
+            return
+        for part in get_args(annotation):
+            yield from kinds(part)
+
+    return {str(kind.model_fields["policy"].default): kind for kind in kinds(SystemSpec.model_fields[axis].annotation)}
+
+
 def _check_options(document: Document, path: KeyPath, axis: str, policy: object, given: dict[str, Any]) -> None:
-    classes = {kind.model_fields["policy"].default: kind for kind in get_args(SystemSpec.model_fields[axis].annotation)}
+    classes = _policies(axis)
     if policy not in classes:
         raise document.error((*path, "policy"), f"unknown {axis} policy {policy!r}; {nearest(policy, classes)}")
     for key in given:

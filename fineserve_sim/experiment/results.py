@@ -29,6 +29,7 @@ from fineserve_sim.experiment.metrics import CLUSTER_WIDE, Measures, RunData, es
 from fineserve_sim.experiment.plan import Experiment, Point
 from fineserve_sim.experiment.slo import BaseSlo
 from fineserve_sim.experiment.stats import Estimate
+from fineserve_sim.experiment.step_times import pooled, warnings
 from fineserve_sim.experiment.store import PARQUET, Store, code_digest
 from fineserve_sim.experiment.workload import describe, mean_lengths
 
@@ -43,15 +44,21 @@ _FATES = [fate.name.lower() for fate in sorted(Fate)]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished point: the base SLO of each model, and the key of its run for each seed."""
+    """A finished point: the base SLOs of each model (TPOT: of none where there is no limit), and the key of its run for each
+    seed."""
 
     point: Point
     slos: Mapping[str, BaseSlo]
+    tpot_slos: Mapping[str, BaseSlo]
     keys: tuple[str, ...]
 
     @property
     def limits_s(self) -> dict[str, float]:
         return {name: slo.at(self.point.slo_scale) for name, slo in self.slos.items()}
+
+    @property
+    def tpot_limits_s(self) -> dict[str, float]:
+        return {name: slo.at(self.point.slo_scale) for name, slo in self.tpot_slos.items()}
 
 
 def write_results(experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path) -> Path:
@@ -66,7 +73,7 @@ def write_results(experiment: Experiment, outcomes: Sequence[Outcome], store: St
             for seed, key in enumerate(outcome.keys):
                 run = store.read(key)
                 requests.write(outcome, seed, run)
-                measures.append(measure(run, outcome.limits_s, experiment.setup_of(outcome.point).slo.tpot_s))
+                measures.append(measure(run, outcome.limits_s, outcome.tpot_limits_s))
                 rows.append(_row(experiment, outcome, seed, measures[-1]))
             cells[outcome.point] = _cell(experiment, outcome, measures)
     with atomic(out / "cells.parquet") as temporary:
@@ -88,11 +95,13 @@ def environment() -> dict[str, Any]:
 
 def _write_resolved(experiment: Experiment, path: Path) -> None:
     """The file as it was run: every default written out, relative paths made absolute so that it runs from anywhere."""
-    data = experiment.file.model_dump(mode="json", exclude_none=True, exclude={"quick"})
+    data = experiment.file.model_dump(mode="json", exclude_none=True, exclude={"quick", "runtime"})
     folder = experiment.setup.folder
     for key in ("trace", "data_dir"):
         if key in data["workload"]:
             data["workload"][key] = str(folder / data["workload"][key])
+    if "step_times" in data["engine"]:
+        data["engine"]["step_times"] = str(folder / data["engine"]["step_times"])
     for model in data["models"]:
         if isinstance(model["model"], dict):
             model["model"]["config"] = str(folder / model["model"]["config"])
@@ -188,6 +197,7 @@ def _cell(experiment: Experiment, outcome: Outcome, runs: Sequence[Measures]) ->
         "requests": measured,
         **totals,
         "ttft_slo_s": outcome.limits_s,
+        **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
         "runs": list(outcome.keys),
         "metrics": metrics,
         "flags": list(_flags(runs, metrics)),
@@ -233,6 +243,8 @@ def _summary(
         for point in points
     ]
     placements = [_placement(outcome, store) for outcome in outcomes]
+    step_times = pooled([store.meta(key) for outcome in outcomes for key in outcome.keys])
+    setup = experiment.setup
     return {
         "schema": SCHEMA,
         "fineserve": __version__,
@@ -242,6 +254,8 @@ def _summary(
         "slo": _slo(outcomes),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
+        "step_times": step_times,
+        "warnings": list(warnings(step_times, setup.gpus[0].spec, setup.engine)),
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }

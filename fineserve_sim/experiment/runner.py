@@ -12,11 +12,12 @@ from pathlib import Path
 from fineserve_sim.cluster import simulate as simulate_cluster
 from fineserve_sim.experiment.errors import ConfigError, Interrupted
 from fineserve_sim.experiment.files import prepare, unwritable
+from fineserve_sim.experiment.metrics import RunData
 from fineserve_sim.experiment.plan import Experiment, Point, build
 from fineserve_sim.experiment.pool import Simulate, Task, Workers, keyed
 from fineserve_sim.experiment.results import Outcome, write_results
 from fineserve_sim.experiment.runs import Run
-from fineserve_sim.experiment.slo import BaseSlo, base_slos, reference_runs
+from fineserve_sim.experiment.slo import BaseSlo, base_slos, reference_runs, tpot_slos
 from fineserve_sim.experiment.store import Store
 from fineserve_sim.experiment.validation import validate
 from fineserve_sim.experiment.yaml_file import Document, parse_value, read_yaml
@@ -135,14 +136,19 @@ class _Session:
         """Reference runs first, then every cell under the SLOs that they give; the outcome of each point."""
         references = reference_runs(experiment)
         key_of_reference = dict(zip(references, self._ensure(references, decisions=False), strict=True))
-        read = lru_cache(maxsize=32)(self.store.read)
+        stored = lru_cache(maxsize=32)(self.store.read)
+
+        def read(run: Run) -> RunData:
+            return stored(key_of_reference[run])
+
         points = experiment.points
-        slos = [base_slos(experiment, point, lambda run: read(key_of_reference[run])) for point in points]
+        slos = [base_slos(experiment, point, read) for point in points]
+        tpots = [tpot_slos(experiment, point, read) for point in points]
         cells = [_cells(experiment, point, slo) for point, slo in zip(points, slos, strict=True)]
         keys = iter(self._ensure([run for runs in cells for run in runs], self.decisions))
         return [
-            Outcome(point, slo, tuple(next(keys) for _ in runs))
-            for point, slo, runs in zip(points, slos, cells, strict=True)
+            Outcome(point, slo, tpot, tuple(next(keys) for _ in runs))
+            for point, slo, tpot, runs in zip(points, slos, tpots, cells, strict=True)
         ]
 
     def _ensure(self, runs: Sequence[Run], decisions: bool) -> list[str]:

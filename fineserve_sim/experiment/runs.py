@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from fineserve_sim.cluster.scenario import Scenario, ServedModel
 from fineserve_sim.experiment.resolve import Overrides, Setup
 from fineserve_sim.experiment.workload import (
     ISOLATED_GAP_S,
+    alone_trace,
     build_trace,
     expected_rates,
     isolated_trace,
@@ -23,8 +25,8 @@ SAMPLE_S = 1.0
 class Run:
     """A simulation of ``system`` in one variant of the file (``setup``, named by the overridden keys ``variant``).
 
-    ``slo_s`` are the TTFT limits of the models in their order; ``isolated`` names the one model of a reference run in
-    which each request is alone.
+    ``slo_s`` are the TTFT limits of the models in their order. Reference runs have one model: ``isolated``, in which each
+    request is alone, or ``alone``, under its own arrivals on GPUs of its own.
     """
 
     setup: Setup = field(compare=False, repr=False)
@@ -35,17 +37,19 @@ class Run:
     seed: int
     slo_s: tuple[float, ...]
     isolated: str | None = None
+    alone: str | None = None
 
     @property
     def warmup(self) -> int:
         """Requests at the start that are not measured."""
-        return 0 if self.isolated else self.setup.workload.warmup_requests
+        return 0 if self.isolated or self.alone else self.setup.workload.warmup_requests
 
     def __str__(self) -> str:
         variant = "".join(f", {key} {value}" for key, value in self.variant)
         if self.isolated:
             return f"{self.system}, model {self.isolated} isolated{variant}"
         load = "" if self.load is None else f", load {self.load}"
+        load += f", model {self.alone} alone" if self.alone else ""
         return f"{self.system}{load}, rate scale {self.rate_scale:g}{variant}, seed {self.seed}"
 
 
@@ -55,13 +59,19 @@ def scenario(run: Run) -> Scenario:
     if run.isolated:
         rates = {run.isolated: 1 / ISOLATED_GAP_S}
         trace = isolated_trace(setup, run.isolated)
+    elif run.alone:
+        rates = {run.alone: expected_rates(setup, run.load, 1.0)[run.alone]}
+        trace = alone_trace(setup, run.alone, run.load, run.seed)
     else:
         rates = dict(expected_rates(setup, run.load, run.rate_scale))
         trace = build_trace(setup, run.load, run.rate_scale, run.seed)
+    gpus = setup.gpus
+    if run.alone:
+        gpus = gpus[: next(model.entry.tp for model in setup.models if model.id == run.alone)]
     return Scenario(
         system=setup.systems[run.system],
         models=_served(run, rates),
-        gpus=setup.gpus,
+        gpus=gpus,
         trace=trace,
         engine=setup.engine,
         sample_s=0.0 if run.isolated else SAMPLE_S,
@@ -70,6 +80,9 @@ def scenario(run: Run) -> Scenario:
 
 def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
     served = []
+    blind = (
+        run.setup.systems[run.system].dispatch is not None
+    )  # no policy of such a system sees an SLO: one run for all
     for model, slo_s in zip(run.setup.models, run.slo_s, strict=True):
         if model.id in rates:
             prompt, output = mean_lengths(run.setup, model.id)
@@ -80,7 +93,7 @@ def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
                     precision=model.precision,
                     tp=model.entry.tp,
                     rate_per_s=rates[model.id],
-                    ttft_slo_s=slo_s,
+                    ttft_slo_s=math.inf if blind else slo_s,
                     mean_prompt_tokens=prompt,
                     mean_output_tokens=output,
                 )

@@ -80,15 +80,18 @@ class FixedLengths(Strict):
 
 
 class Cluster(Strict):
-    """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own."""
+    """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
+    what each GPU sends to other nodes."""
 
     gpu: str | dict[str, Any]
     count: Count
     gpus_per_node: Count = 8
+    network_bytes_per_s: Positive = 25e9
 
 
 class Engine(Strict):
-    """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them."""
+    """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them. ``step_times``: the
+    ``step.parquet`` of ``fineserve-calibrate``, relative to the experiment file."""
 
     token_budget: Count = 2048
     max_sequences: Count = 256
@@ -97,6 +100,8 @@ class Engine(Strict):
     context_bytes: CountOrZero = 512 * 2**20
     deployment: str = "vllm-cudagraph"
     contention: Literal["composition", "step"] = "composition"
+    latency: Literal["tables", "roofline"] = "tables"
+    step_times: str | None = None
 
 
 class Phase(Strict):
@@ -146,6 +151,25 @@ class Replay(Strict):
     process: Literal["replay"]
 
 
+class ManyModels(Strict):
+    """Every model on and off by itself, as in Prism's traces (``fineserve_traces.prism``): like a provider's or like Chatbot
+    Arena's, for ``duration_s``. The first model of the file is the most popular. ``scale`` and a rate scale multiply requests
+    and leave the times on and off."""
+
+    process: Literal["provider", "arena"]
+    duration_s: Positive
+    scale: Positive = 1.0
+
+
+class Conversations(Strict):
+    """Every drawn request opens a conversation: ``turns`` turns, ``gap_s`` apart, each with as many new tokens, after
+    ``shared_tokens`` that begin every prompt."""
+
+    turns: Count = 1
+    gap_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
+    shared_tokens: CountOrZero = 0
+
+
 class Workload(Strict):
     """Requests a run: drawn from a length source and an arrival process, or read from a trace."""
 
@@ -157,19 +181,20 @@ class Workload(Strict):
         | None
     ) = None
     data_dir: str | None = None
-    arrivals: Annotated[Poisson | Gamma | Weibull | Replay, Field(discriminator="process")] | None = None
+    arrivals: Annotated[Poisson | Gamma | Weibull | ManyModels | Replay, Field(discriminator="process")] | None = None
     trace: str | None = None
     assign: Literal["share"] | None = None
     requests: Count | None = None
     warmup_requests: CountOrZero = 0
+    conversations: Conversations | None = None
 
 
 class Reference(Strict):
-    """The cells from which a base SLO is taken: a quantile of a model's TTFT under ``system`` (the best of several),
-    each request ``isolated`` or under the ``same`` arrivals."""
+    """The runs from which a base SLO is taken: a quantile of a model's TTFT under ``system`` (the best of several): each
+    request ``isolated``, all models under the ``same`` arrivals, or each model ``alone`` with its own at rate scale 1."""
 
     system: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
-    load: Literal["isolated", "same"]
+    load: Literal["isolated", "same", "alone"]
     metric: Literal["ttft_s"] = "ttft_s"
     quantile: Fraction
 
@@ -181,12 +206,28 @@ class TtftSlo(Strict):
     scale: Positive
 
 
+class TpotReference(Strict):
+    """As ``Reference``, of the time per token; isolated requests have one token, so they have none."""
+
+    system: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
+    load: Literal["same", "alone"]
+    quantile: Fraction
+
+
+class TpotSlo(Strict):
+    """Base TPOT SLO from reference cells, times ``scale``; without one, times the slo_scale axis."""
+
+    reference: TpotReference
+    scale: Positive | None = None
+
+
 class Slo(Strict):
-    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limit, absolute."""
+    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived."""
 
     ttft_s: Positive | None = None
     ttft: TtftSlo | None = None
     tpot_s: Positive | None = None
+    tpot: TpotSlo | None = None
 
 
 class SystemVariant(Strict):
@@ -198,6 +239,12 @@ class SystemVariant(Strict):
     placement: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
+    residency: dict[str, Any] | None = None
+    dispatch: dict[str, Any] | None = None
+    execution: dict[str, Any] | None = None
+    drop: dict[str, Any] | None = None
+    migration: dict[str, Any] | None = None
+    scaling: dict[str, Any] | None = None
 
 
 SystemItem = Annotated[
@@ -260,7 +307,7 @@ class Claim(Strict):
 
     id: Name
     paper: Annotated[Any, BeforeValidator(_paper)]
-    measure: Literal["value", "ratio", "difference", "max_difference", "order", "placement"]
+    measure: Literal["value", "ratio", "mean_ratio", "difference", "max_difference", "order", "placement"]
     metric: str | None = None
     of: str
     over: str | None = None
@@ -273,7 +320,7 @@ class Claim(Strict):
 
 
 class ExperimentFile(Strict):
-    """The whole file."""
+    """The whole file. ``runtime`` is for ``fineserve-run``, which checks it; a simulation does without."""
 
     fineserve: Literal[1]
     title: Name
@@ -290,3 +337,4 @@ class ExperimentFile(Strict):
     assumptions: list[Assumption] = []
     figures: list[Figure] = []
     claims: list[Claim] = []
+    runtime: dict[str, Any] = {}

@@ -1,8 +1,10 @@
 """Base SLOs: absolute numbers of the file, or quantiles of reference runs, which are therefore simulated first.
 
-An isolated reference runs each model by itself, one request after the other, so its TTFT is the prefill latency. A
-reference under the same load runs all models with the very arrivals of the cells that use it, every seed; its quantile
-is taken over the measured requests of all seeds, and a request without a first token counts as infinitely late.
+An isolated reference runs each model by itself, one request after the other, so its TTFT is the prefill latency. A reference
+alone runs each model by itself, under its own arrivals at rate scale 1, on GPUs that no other model uses. A reference
+under the same load runs all models with the very arrivals of the cells that use it. The last two run every seed; the quantile
+is taken over the measured requests of all seeds, and a request without a first token counts as infinitely late. So
+does, for its time per token, a request that did not finish; requests of one token have none.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from fineserve_sim.experiment.errors import ConfigError
-from fineserve_sim.experiment.metrics import RunData
+from fineserve_sim.experiment.metrics import Floats, RunData, tpot_s
 from fineserve_sim.experiment.plan import Experiment, Point
+from fineserve_sim.experiment.resolve import ResolvedModel
 from fineserve_sim.experiment.runs import Run
+from fineserve_sim.experiment.schema import Reference, TpotReference
 
 Read = Callable[[Run], RunData]
 
 
 class BaseSlo(NamedTuple):
-    """The TTFT limit of a model at SLO scale 1 and where it comes from. ``fixed``: no SLO scale applies to it."""
+    """The limit of a model at SLO scale 1 and where it comes from. ``fixed``: no SLO scale applies to it."""
 
     base_s: float
     reference: str
@@ -37,68 +41,104 @@ def reference_runs(experiment: Experiment) -> list[Run]:
     runs = (
         run
         for point in experiment.points
-        for system in _references(experiment, point)
-        for group in _runs_of(experiment, point, system).values()
-        for run in group
+        for model in experiment.setup_of(point).models
+        for reference in _references(experiment, point, model)
+        for system in reference.system
+        for run in _runs_of(experiment, point, reference, system, model.id)
     )
     return list(dict.fromkeys(runs))
 
 
-def _references(experiment: Experiment, point: Point) -> list[str]:
-    ttft = experiment.setup_of(point).slo.ttft
-    return ttft.reference.system if ttft else []
+def _references(experiment: Experiment, point: Point, model: ResolvedModel) -> Iterator[Reference | TpotReference]:
+    slo = experiment.setup_of(point).slo
+    if slo.ttft and model.entry.ttft_slo_s is None:
+        yield slo.ttft.reference
+    if slo.tpot:
+        yield slo.tpot.reference
 
 
-def _runs_of(experiment: Experiment, point: Point, system: str) -> dict[str, list[Run]]:
-    """The reference runs of one system for one point, by the models that need them; no SLO is known to them yet."""
+def _runs_of(
+    experiment: Experiment, point: Point, reference: Reference | TpotReference, system: str, model: str
+) -> list[Run]:
+    """The reference runs of one system for one model at one point; no SLO is known to them yet."""
     setup = experiment.setup_of(point)
-    assert setup.slo.ttft is not None
     where = (setup, point.overrides, system)
     unlimited = (math.inf,) * len(setup.models)
-    needing = [model.id for model in setup.models if model.entry.ttft_slo_s is None]
-    if setup.slo.ttft.reference.load == "isolated":
-        return {name: [Run(*where, None, 1.0, 0, unlimited, isolated=name)] for name in needing}
     seeds = range(experiment.file.seeds)
-    same = [Run(*where, point.load, point.rate_scale, seed, unlimited) for seed in seeds]
-    return dict.fromkeys(needing, same)
+    if reference.load == "isolated":
+        return [Run(*where, None, 1.0, 0, unlimited, isolated=model)]
+    if reference.load == "alone":
+        return [Run(*where, point.load, 1.0, seed, unlimited, alone=model) for seed in seeds]
+    return [Run(*where, point.load, point.rate_scale, seed, unlimited) for seed in seeds]
 
 
 def base_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, BaseSlo]:
-    """The base SLO of every model at one point. ``read`` gives a finished reference run.
+    """The base TTFT SLO of every model at one point. ``read`` gives a finished reference run.
 
     Raises ConfigError when so few reference requests got a first token that the quantile does not exist.
     """
-    return dict(_base_slos(experiment, point, read))
-
-
-def _base_slos(experiment: Experiment, point: Point, read: Read) -> Iterator[tuple[str, BaseSlo]]:
-    setup = experiment.setup_of(point)
-    runs = {system: _runs_of(experiment, point, system) for system in _references(experiment, point)}
-    for model in setup.models:
+    slo, found = experiment.setup_of(point).slo, {}
+    for model in experiment.setup_of(point).models:
         if model.entry.ttft_slo_s is not None:
-            yield model.id, BaseSlo(model.entry.ttft_slo_s, "absolute, of the model", fixed=True)
-        elif setup.slo.ttft_s is not None:
-            yield model.id, BaseSlo(setup.slo.ttft_s, "absolute")
+            found[model.id] = BaseSlo(model.entry.ttft_slo_s, "absolute, of the model", fixed=True)
+        elif slo.ttft_s is not None:
+            found[model.id] = BaseSlo(slo.ttft_s, "absolute")
         else:
-            assert setup.slo.ttft is not None
-            reference = setup.slo.ttft.reference
-            values = {
-                system: _quantile(by_model[model.id], model.id, reference.quantile, read)
-                for system, by_model in runs.items()
-            }
-            best = min(values, key=lambda system: values[system])
-            if not np.isfinite(values[best]):
-                problem = f"under {best} at {point}, too few requests of model {model.id} got a first token"
-                raise ConfigError(experiment.document.place(("slo", "ttft")), "slo.ttft.reference", problem)
-            percent = f"P{100 * reference.quantile:g}"
-            yield model.id, BaseSlo(values[best], f"{percent} TTFT of {best}, {reference.load} load")
+            assert slo.ttft is not None
+            found[model.id] = _derived(experiment, point, slo.ttft.reference, model.id, read)
+    return found
 
 
-def _quantile(runs: list[Run], model: str, quantile: float, read: Read) -> float:
-    ttft_s = []
+def tpot_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, BaseSlo]:
+    """The base TPOT SLO of every model at one point, of none without a limit. ConfigError as in ``base_slos``."""
+    slo, found = experiment.setup_of(point).slo, {}
+    for model in experiment.setup_of(point).models:
+        if slo.tpot_s is not None:
+            found[model.id] = BaseSlo(slo.tpot_s, "absolute", fixed=True)
+        elif slo.tpot is not None:
+            derived = _derived(experiment, point, slo.tpot.reference, model.id, read)
+            scale = slo.tpot.scale
+            found[model.id] = (
+                derived if scale is None else BaseSlo(derived.base_s * scale, derived.reference, fixed=True)
+            )
+    return found
+
+
+def _derived(
+    experiment: Experiment, point: Point, reference: Reference | TpotReference, model: str, read: Read
+) -> BaseSlo:
+    """The quantile under the best of the reference's systems."""
+    part, moment = ("tpot", _tpot_s) if isinstance(reference, TpotReference) else ("ttft", _ttft_s)
+    values = {
+        system: _quantile(
+            _runs_of(experiment, point, reference, system, model), model, reference.quantile, read, moment
+        )
+        for system in reference.system
+    }
+    best = min(values, key=lambda system: values[system])
+    if not np.isfinite(values[best]):
+        problem = f"under {best} at {point}, too few requests of model {model} got a first token"
+        raise ConfigError(experiment.document.place(("slo", part)), f"slo.{part}.reference", problem)
+    percent = f"P{100 * reference.quantile:g}"
+    return BaseSlo(values[best], f"{percent} {part.upper()} of {best}, {reference.load} load")
+
+
+def _quantile(runs: list[Run], model: str, quantile: float, read: Read, moment: Callable[[RunData], Floats]) -> float:
+    pooled = []
     for run in runs:
         data = read(run)
         own = data.measured & (data.model == data.models.index(model) if model in data.models else False)
-        ttft_s.append(np.nan_to_num(data.ttft_s[own], nan=np.inf))
-    pooled = np.concatenate(ttft_s)
-    return float(np.quantile(pooled, quantile, method="inverted_cdf")) if len(pooled) else float("inf")
+        latency_s = moment(data)[own]
+        pooled.append(latency_s[~np.isnan(latency_s)])
+    latency_s = np.concatenate(pooled)
+    return float(np.quantile(latency_s, quantile, method="inverted_cdf")) if len(latency_s) else float("inf")
+
+
+def _ttft_s(run: RunData) -> Floats:
+    return np.nan_to_num(run.ttft_s, nan=np.inf)
+
+
+def _tpot_s(run: RunData) -> Floats:
+    """NaN for requests of one token, which have no time per token; infinite for those that did not finish."""
+    several = np.where(np.isnan(run.finish_s), np.inf, tpot_s(run))
+    return np.where(run.output_tokens > 1, several, np.nan)

@@ -29,7 +29,7 @@ from fineserve_sim.experiment.metrics import RunData
 from fineserve_sim.experiment.resolve import plain
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the files of a run change their columns or meaning."""
 
 _REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
@@ -100,6 +100,9 @@ class Store:
             "placement": placement(result),
             "end_s": result.end_s,
             "iterations": result.iterations,
+            "step_times": result.step_times,
+            "step_samples": result.step_samples,
+            "counters": dict(result.counters),
         }
         write_json(self._cells / f"{key}.json", meta)
 
@@ -128,6 +131,7 @@ class Store:
             waiting=_by_engine(samples, "waiting", engines),
             kv_used_bytes=_by_engine(samples, "kv_used_bytes", engines),
             kv_capacity_bytes=sum(meta["kv_capacity_bytes"]),
+            counters=meta["counters"],
             gpus=meta["gpus"],
         )
 

@@ -49,7 +49,7 @@ class Timeline:
         """One array of shown values (T,) a model for engine panels, a GPU for the others."""
         names = owners = [f"GPU {index}" for index in range(self._gpus)]
         if panel in _ENGINE_PANELS:
-            names = [f"Model {model}" for model in self._models]
+            names = [f"Model {model}" for model in dict.fromkeys([*self._models, *self._engine_models])]
             owners = [f"Model {model}" for model in self._engine_models]
         summed = {name: np.zeros(len(self._table)) for name in names}
         for index, owner in enumerate(owners):

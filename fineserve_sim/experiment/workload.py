@@ -17,6 +17,8 @@ from zlib import crc32
 import fineserve_traces as traces
 import numpy as np
 from fineserve_traces import LengthPairs, LengthSource, Trace, TraceError
+from fineserve_traces.onoff import OnOff
+from fineserve_traces.prism import ARENA, PROVIDER, arena_lengths, processes
 
 from fineserve_sim.experiment import schema
 from fineserve_sim.experiment.errors import ConfigError, nearest
@@ -27,6 +29,8 @@ ISOLATED_REQUESTS = 4096  # common to all models: what sampling error is left mo
 ISOLATED_GAP_S = 1000.0
 """Isolated requests come so far apart that none meets another: no prefill lasts a thousand seconds."""
 _MEAN_SAMPLE = 200_000
+ARENA_LENGTHS = "arena_27models"
+"""Name of the length source that is the public Arena trace."""
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
@@ -62,8 +66,11 @@ def _lengths_key(setup: Setup) -> tuple[str | schema.FixedLengths, Path | None]:
 def _length_source(lengths: str | schema.FixedLengths, data_dir: Path | None) -> LengthSource:
     if isinstance(lengths, schema.FixedLengths):
         return traces.ConstantLengths(lengths.prompt_tokens, lengths.output_tokens)
-    if lengths not in traces.DATASETS:
-        raise ValueError(f'unknown length source "{lengths}"; {nearest(lengths, traces.DATASETS)}')
+    if lengths == ARENA_LENGTHS:
+        return arena_lengths(data_dir)
+    known = [*traces.DATASETS, *traces.FITTED, ARENA_LENGTHS]
+    if lengths not in known:
+        raise ValueError(f'unknown length source "{lengths}"; {nearest(lengths, known)}')
     return traces.length_source(lengths, data_dir)
 
 
@@ -103,6 +110,9 @@ def base_rates(setup: Setup, load: str | None) -> dict[str, float]:
     """Expected requests per second of each model at rate scale 1."""
     if setup.workload.trace is not None:
         return _recorded_rates(setup, load)
+    if isinstance(setup.workload.arrivals, schema.ManyModels):
+        scale, ids = setup.workload.arrivals.scale, [model.id for model in setup.models]
+        return {name: scale * process.rate_per_s for name, process in zip(ids, _on_off(setup), strict=True)}
     total_share = sum(model.entry.share or 0.0 for model in setup.models)
     span_s = _phased_s(setup)
     rates = {}
@@ -146,7 +156,9 @@ def _stretch(setup: Setup, load: str | None) -> float:
 def mean_lengths(setup: Setup, model: str) -> tuple[float, float]:
     """Mean prompt and output tokens that an operator would expect of ``model``: those of the source, not of one run."""
     if setup.workload.trace is None:
-        return _source_means(*_lengths_key(setup))
+        prompt, output = _source_means(*_lengths_key(setup))
+        told = setup.workload.conversations or schema.Conversations()
+        return told.shared_tokens + prompt + (told.turns - 1) / 2 * (prompt + output), output
     trace = recorded(setup)
     own = trace.model == trace.models.index(model)
     if not own.any():
@@ -169,10 +181,17 @@ def build_trace(setup: Setup, load: str | None, rate_scale: float, seed: int) ->
     work = setup.workload
     if work.trace is not None:
         trace = _replayed(setup, load, rate_scale, seed)
+    elif isinstance(work.arrivals, schema.ManyModels):
+        trace = _many_models(setup, work.arrivals.duration_s, work.arrivals.scale * rate_scale, seed)
     elif _phased_s(setup):
         trace = _phased(setup, load, rate_scale, seed)
     else:
         trace = _stationary(setup, load, rate_scale, seed)
+    if work.conversations is not None:
+        told = work.conversations
+        trace = traces.conversations(
+            trace, shared_tokens=told.shared_tokens, turns=told.turns, gap_s=told.gap_s / rate_scale
+        )
     if len(trace) <= work.warmup_requests:
         raise ValueError(
             f"{len(trace)} requests in all, {work.warmup_requests} of them warm-up: none is left to measure"
@@ -194,7 +213,7 @@ def _stationary(setup: Setup, load: str | None, rate_scale: float, seed: int) ->
 
 
 def _arrivals(
-    process: schema.Poisson | schema.Gamma | schema.Weibull | schema.Replay,
+    process: schema.Poisson | schema.Gamma | schema.Weibull | schema.ManyModels | schema.Replay,
     rng: np.random.Generator,
     rate_per_s: float,
     count: int,
@@ -220,6 +239,46 @@ def _phased(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Tra
     if not parts:
         raise ValueError("no request arrives in any phase")
     return replace(traces.merge(parts), source=lengths.source)
+
+
+def _on_off(setup: Setup) -> list[OnOff]:
+    """The process of each model, in the order of the file."""
+    arrivals = setup.workload.arrivals
+    kind = PROVIDER if isinstance(arrivals, schema.ManyModels) and arrivals.process == "provider" else ARENA
+    return processes(kind, len(setup.models))
+
+
+def _many_models(setup: Setup, duration_s: float, scale: float, seed: int) -> Trace:
+    lengths, parts = length_source(setup), []
+    for model, process in zip(setup.models, _on_off(setup), strict=True):
+        arrival_s = process.arrivals(stream(seed, f"arrivals/{model.id}"), duration_s, scale)
+        if len(arrival_s):
+            parts.append(traces.generate(arrival_s, lengths, stream(seed, f"lengths/{model.id}"), model=model.id))
+    if not parts:
+        raise ValueError(f"no request comes to any model in {duration_s:g} s")
+    return replace(traces.merge(parts), source=lengths.source)
+
+
+def alone_trace(setup: Setup, model: str, load: str | None, seed: int) -> Trace:
+    """The requests of one model at rate scale 1; of the next seed in which it has any, if it is quiet all through this one.
+    Raises ValueError when it never has."""
+    for each in range(seed, seed + 100):
+        trace = build_trace(setup, load, 1.0, each)
+        if model in trace.models and (trace.model == trace.models.index(model)).any():
+            return _requests_of(trace, model)
+    raise ValueError(f"model {model} has no request of its own to take an SLO from; make the run longer")
+
+
+def _requests_of(trace: Trace, model: str) -> Trace:
+    own = trace.model == trace.models.index(model)
+    return Trace(
+        arrival_s=trace.arrival_s[own],
+        model=np.zeros(int(own.sum()), dtype=np.int32),
+        prompt_tokens=trace.prompt_tokens[own],
+        output_tokens=trace.output_tokens[own],
+        models=(model,),
+        source=trace.source,
+    )
 
 
 def _replayed(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:

@@ -41,6 +41,7 @@ def test_each_says_a_value_a_unit_and_why(name: str) -> None:
         ("VT_5_prefix", 0),
         ("VT_5_overlap", 0),
         ("FS_3_order", True),
+        ("FS_eq3_props", True),
     ],
 )
 def test_values_worked_out_by_hand(name: str, expected: object) -> None:

@@ -31,7 +31,8 @@ CELLS = [
 
 def judged(cells: list[dict[str, Any]] = CELLS, **claim: Any) -> dict[str, Any]:
     defaults = {"id": "x", "measure": "ratio", "metric": "ttft_attainment", "of": "f", "over": "p"}
-    at = {"sweep": "slo"} | ({} if claim.get("measure") in ("order", "max_difference") else {"slo_scale": 20})
+    open_axes = ("order", "max_difference", "mean_ratio")
+    at = {"sweep": "slo"} | ({} if claim.get("measure") in open_axes else {"slo_scale": 20})
     whole = Claim.model_validate(defaults | {"at": at} | claim)
     (entry,) = evaluate_claims([whole], cells, PLACEMENTS)
     return entry
@@ -131,3 +132,16 @@ def test_placement_and_its_order() -> None:
 
 def test_an_input_is_never_counted() -> None:
     assert judged(paper=2.0, calibration=True)["verdict"] == "input"
+
+
+def test_a_mean_of_ratios_over_a_sweep() -> None:
+    """0.9 / 0.5 and 0.96 / 0.48, with half the root of the sum of their squared intervals."""
+    found = judged(measure="mean_ratio", paper=1.9)
+    assert found["ours"] == pytest.approx((1.8 + 2.0) / 2) and found["verdict"] == "reproduced"
+    assert found["half_width"] == pytest.approx(
+        0.5
+        * ((1.8 * (0.01 / 0.9)) ** 2 + (1.8 * 0.02) ** 2 + (2 * (0.01 / 0.96)) ** 2 + (2 * (0.01 / 0.48)) ** 2) ** 0.5
+    )
+    assert found["note"] == "Over 2 points."
+    assert judged(measure="mean_ratio", paper=4)["verdict"] == "direction only"
+    assert judged(measure="mean_ratio", paper=0.5)["verdict"] == "not reproduced"

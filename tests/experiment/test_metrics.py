@@ -68,7 +68,7 @@ def example() -> RunData:
 
 
 def test_the_example_by_hand() -> None:
-    found = measure(example(), {"A": 1.0, "B": 1.0}, 0.1)
+    found = measure(example(), {"A": 1.0, "B": 1.0}, {"A": 0.1, "B": 0.1})
     assert found.counts == {
         "arrived": 5, "finished": 3, "dropped": 1, "rejected": 0, "unfinished": 1, "preemptions": 5,
     }  # fmt: skip
@@ -82,6 +82,9 @@ def test_the_example_by_hand() -> None:
     assert values["token_throughput_per_s"] == pytest.approx((5 + 10 + 3) / 4)
     assert values["ttft_p50_s"] == pytest.approx(0.5)
     assert values["e2e_p50_s"] == pytest.approx(0.7)
+    run = example()
+    ttft_s = run.ttft_s[run.measured & np.isfinite(run.ttft_s)]
+    assert values["ttft_mean_s"] == pytest.approx(sum(ttft_s) / len(ttft_s))
     assert values["waiting_mean"] == pytest.approx(2.5)
     assert values["waiting_max"] == 4
     assert found.values["kv_used_peak_bytes"]["A"] == 30

@@ -39,10 +39,11 @@ def claim(verdict: str, paper: Any = 2.2, ours: Any = 2.0) -> dict[str, Any]:
     }
 
 
-def shown(cells: list[dict[str, Any]], claims: list[dict[str, Any]] | None = None) -> str:
+def shown(cells: list[dict[str, Any]], claims: list[dict[str, Any]] | None = None, **more: Any) -> str:
     console = Console(width=160, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(report({"cells": cells, "claims": claims or []}))
+        summary = {"cells": cells, "claims": claims or [], "step_times": {}, "warnings": []} | more
+        console.print(report(summary))
     return capture.get()
 
 
@@ -99,3 +100,11 @@ def test_flags_name_their_cells_and_end_after_a_dozen() -> None:
     assert sum(line.startswith("  flag ") for line in shown(many).splitlines()) == 12
     assert "and 3 more flags" in shown(many)
     assert "Handle with care" not in shown([cell("mine", 5.0, "A", 0.5, [])])
+
+
+def test_what_step_times_rest_on_is_said_and_warned_of() -> None:
+    shares = {"measured": 0.712, "fitted": 0.0, "roofline": 0.2, "assumed": 0.088}
+    cells = [cell("mine", 5.0, "A", 0.5, ["short run"])]
+    text = shown(cells, step_times={"shares": shares}, warnings=["beyond the measured latency tables: lm_head 4.0%"])
+    assert "of the engines' time: 71% measured, 0% fitted, 20% roofline, 9% assumed" in text
+    assert text.index("Handle with care") < text.index("lm_head 4.0%") < text.index("short run")

@@ -94,6 +94,22 @@ def test_phases_follow_their_rates(write_file) -> None:
     assert 110 < trace.arrival_s[trace.model == 1].max() < 120
 
 
+def test_conversations_repeat_what_was_said(write_file) -> None:
+    """Of 70 drawn requests each opens two turns; the second begins with 512 + 20 tokens of the first. Expected lengths are the
+    mean over turns, with the prefix that all share."""
+    change = (
+        "  warmup_requests: 10\n",
+        "  warmup_requests: 10\n  conversations: {turns: 2, gap_s: 2, shared_tokens: 256}\n",
+    )
+    setup = setup_of(write_file(change))
+    trace = build_trace(setup, "A", 2, 0)
+    assert len(trace) == 140 and sorted(set(trace.prompt_tokens.tolist())) == [768, 1300]
+    assert trace.prefix_hashes is not None and all(hashes[0] == 0 for hashes in trace.prefix_hashes)
+    first, second = (trace.arrival_s[trace.prompt_tokens == prompt] for prompt in (768, 1300))
+    np.testing.assert_allclose(second - first, 1.0)  # the gap shrinks with the rate scale
+    assert mean_lengths(setup, "A") == (768 + 266, 20)
+
+
 def test_isolated_requests_never_meet(write_file) -> None:
     trace = isolated_trace(setup_of(write_file(LENGTHS)), "B")
     assert np.diff(trace.arrival_s).min() >= 100

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 PREFIX = "evaluate_"
-MODULES = ("fineserve", "kunserve", "prism", "vtensor")
+MODULES = ("fineserve", "rooflines", "kunserve", "prism", "vtensor")
 
 
 class Finding(NamedTuple):

@@ -13,6 +13,7 @@ from fineserve_sim.cluster.profiling import demand_of
 from fineserve_sim.cluster.scenario import EngineSettings, ServedModel
 from fineserve_sim.experiment.analytic.finding import Finding
 from fineserve_sim.policy.geometry import KVGeometry, SlabPlan, plan_slabs
+from fineserve_sim.policy.mme import score_mean
 from fineserve_sim.policy.slab import KVSlabManager
 from fineserve_sim.policy.vmm import PAGE_BYTES, KvCachedManager, VirtualKV
 
@@ -130,6 +131,26 @@ def _slope(name: str, fmt: str) -> float:
     served = ServedModel("m", model(name), precision(fmt), 1, 1.0, 1.0, 512, 256)
     demand = demand_of(served, gpu("h100-sxm"), EngineSettings(), slope=True)
     return (demand.mme_tokens_per_byte or 0.0) * 2**30
+
+
+def evaluate_FS_eq3_props() -> Finding:
+    """The three properties of eq. 3's score, over 1,000 random sets of residents and a model that comes to them."""
+    rng = np.random.default_rng(0)
+    monotone = fewer_gain_more = damped = True
+    for _ in range(1000):
+        residents = rng.uniform(1, 10, rng.integers(1, 6)).tolist()
+        mu = float(rng.uniform(10, 20))
+        score, gain = score_mean(1, [*residents, mu]), score_mean(1, [*residents, mu]) - score_mean(1, residents)
+        monotone &= score_mean(1, [*residents, 1.1 * mu]) > score
+        crowded = residents * 2  # the same mean, twice as many
+        fewer_gain_more &= gain > score_mean(1, [*crowded, mu]) - score_mean(1, crowded)
+        slope = (score_mean(1, [*residents, 1e9]) - score) / (1e9 - mu)
+        damped &= abs(slope * (len(residents) + 1) - 1) < 1e-6
+    return Finding(
+        monotone and fewer_gain_more and damped,
+        "whether the three properties hold",
+        "The score grows with the mu of the model that comes, more where fewer models live, and by 1/n of it.",
+    )
 
 
 def evaluate_FS_8_blkid() -> Finding:

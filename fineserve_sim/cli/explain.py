@@ -1,0 +1,69 @@
+"""The command that tells why a request was late: explain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fineserve_sim.cli.console import JsonOption, axis_and_value, examples, interruptible, print_json, print_rows
+
+if TYPE_CHECKING:
+    from fineserve_sim.experiment.timelines.life import Life
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim run experiments/fig13.yaml --quick --decisions --out results/late",
+            "fineserve-sim explain results/late 25 --system fcfs --at rate_scale=2",
+        )
+    )(explain)
+
+
+def explain(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results folder of a run.", show_default=False)],
+    request: Annotated[int, typer.Argument(metavar="REQUEST", help="Its number, by arrival.", show_default=False)],
+    *,
+    system: Annotated[
+        str | None, typer.Option("--system", "-s", help="Of this system; else the first.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of this seed.")] = 0,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--at", metavar="AXIS=VALUE", help="Of the cell with this axis; may be repeated.", show_default=False
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The life of one request: what it waited for, how long, on which decision.
+
+    The experiment must have been run with --decisions.
+    """
+    with interruptible():
+        from fineserve_sim.experiment.timelines.life import life_of
+        from fineserve_sim.experiment.timelines.stored import stored_run
+
+        run = stored_run(folder, system, seed, dict(axis_and_value(text) for text in at or ()))
+        life = life_of(run, request)
+        if as_json:
+            print_json(asdict(life) | {"run": run.title})
+        else:
+            _print(life, run.title)
+
+
+def _print(life: Life, title: str) -> None:
+    typer.echo(
+        f"{title}\nrequest {life.request}: {life.model}, {life.prompt_tokens} prompt and {life.output_tokens} output tokens"
+    )
+    typer.echo(f"{life.verdict}\n")
+    rows = [[f"{moment.at_s:.3f}", f"+{moment.after_s:.3f}", moment.what] for moment in life.moments]
+    print_rows(("time, s", "after, s", "what"), rows, right=("time, s", "after, s"))
+    if life.waited_s:
+        typer.echo("")
+        waits = [[f"{seconds:.3f}", what] for what, seconds in life.waited_s.items()]
+        print_rows(("waited, s", "for"), waits, right=("waited, s",))

@@ -1,0 +1,77 @@
+"""The command that holds our numbers against the papers': reproduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fineserve_sim.cli.console import console, examples, interruptible, progress_bar
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim reproduce --quick",
+            "fineserve-sim reproduce --paper KunServe --json ledger.json",
+            "fineserve-sim reproduce --claims FS-10c,FS-10d",
+        )
+    )(reproduce)
+
+
+def reproduce(
+    *,
+    paper: Annotated[str | None, typer.Option(help="Only the claims of this paper.", show_default=False)] = None,
+    claims: Annotated[
+        list[str] | None,
+        typer.Option("--claims", metavar="ID", help="Only these, with commas; may be repeated.", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use the short version of every experiment.")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON.", show_default=False)
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", help="Put the ledger into a Markdown file.", show_default=False),
+    ] = None,
+    claims_file: Annotated[
+        Path | None,
+        typer.Option("--claims-file", metavar="FILE", help="Take targets from this ledger.", show_default=False),
+    ] = None,
+    experiments: Annotated[Path, typer.Option(metavar="DIR", help="Folder of experiment files.")] = Path("experiments"),
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
+    ] = None,
+) -> None:
+    """Run what the papers' claims need and give each a verdict.
+
+    Finished simulations are kept; the same command goes on where it stopped.
+    Results go to results/reproduce, or results/reproduce-quick, unless --out names a folder.
+    """
+    with interruptible():
+        from fineserve_sim.experiment import Interrupted
+        from fineserve_sim.experiment.files import write_json
+        from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
+        from fineserve_sim.experiment.reproduce import reproduce as decide
+        from fineserve_sim.experiment.reproduce.text import as_json, ledger, write_markdown
+
+        ids = [name for text in claims or () for name in text.replace(",", " ").split()]
+        wanted = chosen(read_ledger(claims_file) if claims_file else targets(), paper, ids)
+        folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
+        try:
+            with progress_bar() as advance:
+                rows = decide(wanted, load_all(experiments, quick), folder, jobs=jobs, on_progress=advance)
+        except Interrupted as problem:
+            typer.echo(f"fineserve-sim: {problem}", err=True)
+            raise typer.Exit(130) from None
+        console().print(ledger(rows))
+        if json_file:
+            write_json(json_file, as_json(rows))
+        if markdown:
+            write_markdown(rows, markdown)

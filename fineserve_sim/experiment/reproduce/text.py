@@ -1,0 +1,153 @@
+"""The ledger for readers: a table in the terminal, JSON, and the same table in Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fineserve_sim.experiment.files import atomic
+from fineserve_sim.experiment.labels import interval, number
+from fineserve_sim.experiment.reproduce.judge import VERDICTS, Quantity
+from fineserve_sim.experiment.reproduce.ledger import HOLDS, Expected, LedgerError, Target
+from fineserve_sim.experiment.reproduce.session import Row
+
+STYLES = {"reproduced": "green", "direction only": "yellow", "not reproduced": "red"}
+BEGIN, END = "<!-- begin of fineserve-sim reproduce -->", "<!-- end of fineserve-sim reproduce -->"
+"""Between these lines of a Markdown file stands the ledger."""
+
+
+def expected(target: Target) -> str:
+    """The paper's side in one line; empty where the ledger has no number."""
+    listed = "; ".join(_expected(value) for value in target.expect)
+    return f"{listed} {target.unit}".strip() if target.expect != (HOLDS,) else HOLDS
+
+
+def _expected(value: Expected) -> str:
+    if isinstance(value, tuple):
+        return f"{number(value[0])} to {number(value[1])}"
+    return value if isinstance(value, str) else number(value)
+
+
+def ours(row: Row) -> str:
+    """Our side in one line, each number with its interval."""
+    return "; ".join(_ours(quantity, row.target.scale) for quantity in row.quantities)
+
+
+def _ours(quantity: Quantity, scale: float) -> str:
+    value = quantity.value
+    if isinstance(value, bool):
+        text = HOLDS if value else "does not hold"
+    elif isinstance(value, str):
+        text = value
+    elif math.isnan(value):
+        text = "–"
+    else:
+        half_width = quantity.half_width * scale
+        text = interval(value * scale, None if math.isnan(half_width) else half_width)
+    return f"{quantity.label}: {text}" if quantity.label else text
+
+
+def counted(rows: Sequence[Row]) -> str:
+    """How many claims have which verdict; inputs and calibration apart."""
+    counts = Counter(row.verdict for row in rows)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+
+
+def ledger(rows: Sequence[Row]) -> Group:
+    """The terminal's view: a table a paper, then the inputs, then the counts."""
+    parts: list[RenderableType] = []
+    for title, members in _sections(rows):
+        parts += [Text(title, style="bold"), _table(members)]
+    return Group(*parts, Text(f"{len(rows)} claims: {counted(rows)}", style="bold"))
+
+
+def _sections(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    claims = [row for row in rows if row.target.role == "claim"]
+    for paper in dict.fromkeys(row.target.paper for row in claims):
+        yield paper, [row for row in claims if row.target.paper == paper]
+    if inputs := [row for row in rows if row.target.role != "claim"]:
+        yield "Inputs and load calibration, not evidence", inputs
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for header in ("Claim", "What", "Paper", "Ours", "Verdict", "Why"):
+        table.add_column(header, no_wrap=header == "Claim", overflow="fold")
+    for row in rows:
+        target = row.target
+        verdict = Text(row.verdict, style=STYLES.get(row.verdict, "dim"))
+        table.add_row(target.id, target.what, expected(target), ours(row), verdict, row.reason)
+    return table
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The ledger as data: counts, and an entry a claim."""
+    claims = [row for row in rows if row.target.role == "claim"]
+    return {
+        "counts": {
+            verdict: sum(row.verdict == verdict for row in claims) for verdict in VERDICTS if verdict != "input"
+        },
+        "inputs": sum(row.target.role != "claim" for row in rows),
+        "claims": [_entry(row) for row in rows],
+    }
+
+
+def _entry(row: Row) -> Mapping[str, Any]:
+    target = row.target
+    return {
+        "id": target.id,
+        "paper": target.paper,
+        "where": target.where,
+        "what": target.what,
+        "kind": target.kind,
+        "backend": target.backend,
+        "role": target.role,
+        "expected": [list(value) if isinstance(value, tuple) else value for value in target.expect],
+        "unit": target.unit,
+        "ours": [_quantity(quantity, target.scale) for quantity in row.quantities],
+        "verdict": row.verdict,
+        "by": row.by,
+        "reason": row.reason,
+    }
+
+
+def _quantity(quantity: Quantity, scale: float) -> Mapping[str, Any]:
+    value = quantity.value
+    plain = value if isinstance(value, str | bool) else _finite(value * scale)
+    return {"label": quantity.label, "value": plain, "half_width": _finite(quantity.half_width * scale)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def write_markdown(rows: Sequence[Row], path: Path) -> None:
+    """Put the ledger between the two lines of a Markdown file that are made for it. Raises LedgerError without them."""
+    text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise LedgerError(f"{path}: expected the lines {BEGIN} and {END}, between which the ledger goes")
+    with atomic(path) as temporary:
+        temporary.write_text("\n".join([f"{head}{BEGIN}", "", *_markdown(rows), f"{END}{tail}"]), encoding="utf-8")
+
+
+def _markdown(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"{len(rows)} claims: {counted(rows)}."
+    for title, members in _sections(rows):
+        yield f"\n### {title}\n"
+        yield "| claim | what | paper | ours | verdict | by |"
+        yield "|---|---|---|---|---|---|"
+        for row in members:
+            target = row.target
+            cells = (target.id, target.what, expected(target), ours(row) or row.reason, row.verdict, row.by)
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""

@@ -1,0 +1,55 @@
+"""Where a monotone yes-or-no question turns, in as few questions as possible.
+
+Along an axis on which things get easier, the answer turns once from no to yes. Two values that answer differently bracket the
+turn; halving the bracket finds it. Common random numbers (the same requests at every value) make the answers of one system
+monotone in practice, though no law says so: what is found is a turn, checked on both sides of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Holds = Callable[[float], bool]
+
+
+def first_integer(low: int, high: int, holds: Holds) -> int | None:
+    """The smallest integer from ``low`` to ``high`` at which ``holds``; None when it does not even hold at ``high``."""
+    if not holds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def easiest_turn(start: float, easier: float, limit: float, precision: float, holds: Holds) -> float | None:
+    """The hardest value at which ``holds``, to within a factor of 1 + ``precision``; None when none up to ``limit`` does.
+
+    ``easier`` is the factor of a step towards easier values (above or below 1). The search leaves ``start`` in such steps until
+    the answer changes, at most to ``limit`` times ``start`` or its inverse, and then halves the bracket in the logarithm. When
+    even the hardest of them holds, that is the answer.
+    """
+    steps = max(1, math.ceil(math.log(limit) / abs(math.log(easier))))
+    value, held = start, holds(start)
+    factor = 1 / easier if held else easier
+    for _ in range(steps):
+        following = value * factor
+        if holds(following) != held:
+            good, bad = (value, following) if held else (following, value)
+            return _halved(good, bad, precision, holds)
+        value = following
+    return value if held else None
+
+
+def _halved(good: float, bad: float, precision: float, holds: Holds) -> float:
+    while abs(math.log(bad / good)) > math.log1p(precision):
+        middle = math.sqrt(good * bad)
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return good

@@ -1,0 +1,106 @@
+"""The life of a request and the trace file, from a stored run with a decision log."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from fineserve_sim.experiment import run_experiment
+from fineserve_sim.experiment.timelines.chrome import write_trace
+from fineserve_sim.experiment.timelines.life import life_of
+from fineserve_sim.experiment.timelines.stored import RunError, StoredRun, stored_run
+
+CROWDED = """\
+fineserve: 1
+title: Crowded
+cluster: {gpu: h100-sxm, count: 1}
+engine: {max_sequences: 4}
+models:
+  - {id: A, model: llama-3.1-8b, precision: W16A16, rate_per_s: 40}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 30}, requests: 60}
+slo: {ttft_s: 1.0}
+systems: ["static*", fineserve]
+sweeps:
+  - {name: rate, axes: {rate_scale: [1, 2]}}
+seeds: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("crowded")
+    (folder / "crowded.yaml").write_text(CROWDED, encoding="utf-8")
+    run_experiment(folder / "crowded.yaml", folder / "out", jobs=1, decisions=True)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def run(out: Path) -> StoredRun:
+    return stored_run(out, "fineserve", at={"rate_scale": "2"})
+
+
+def test_what_it_waited_for_adds_up_to_its_wait_in_the_scheduler(run: StoredRun) -> None:
+    for request in range(0, 60, 7):
+        life = life_of(run, request)
+        dispatched = [moment for moment in life.moments if moment.what.startswith("Dispatch")]
+        if dispatched:
+            assert sum(life.waited_s.values()) == pytest.approx(dispatched[0].after_s, abs=1e-9)
+
+
+def test_with_four_slots_a_late_request_waits_for_a_slot(run: StoredRun) -> None:
+    life = life_of(run, 40)
+    assert next(iter(life.waited_s)) == "a free slot"
+    assert [moment.at_s for moment in life.moments] == sorted(moment.at_s for moment in life.moments)
+    assert life.moments[0].what.startswith("arrives; ")
+
+
+def test_moments_are_those_of_the_run(run: StoredRun) -> None:
+    life = life_of(run, 5)
+    by_what = {moment.what.split(",")[0]: moment for moment in life.moments}
+    assert by_what["first token"].at_s == run.data.first_token_s[5]
+    assert by_what["last token"].after_s == pytest.approx(run.data.finish_s[5] - run.data.arrival_s[5])
+    assert life.verdict.startswith(f"TTFT {run.data.ttft_s[5]:.3g} s, limit 1 s")
+
+
+def test_a_dropped_request_has_its_reason(run: StoredRun) -> None:
+    dropped = [request for request, fate in enumerate(run.data.fate) if fate == 2]
+    assert dropped
+    life = life_of(run, dropped[0])
+    assert life.verdict.startswith("dropped: a miss")
+    assert life.moments[-1].what.startswith("Drop: ")
+
+
+def test_cells_and_requests_that_are_not_there(out: Path, run: StoredRun) -> None:
+    with pytest.raises(RunError, match=r"no cell fits; systems: static\*, fineserve"):
+        stored_run(out, "prism")
+    with pytest.raises(RunError, match="no seed 3"):
+        stored_run(out, seed=3)
+    with pytest.raises(RunError, match="no request 60"):
+        life_of(run, 60)
+
+
+def test_without_a_decision_log(out: Path, tmp_path: Path) -> None:
+    path = tmp_path / "crowded.yaml"
+    path.write_text(CROWDED, encoding="utf-8")
+    run_experiment(path, tmp_path / "out", jobs=1, overrides=[("systems", "[dedicated]")])
+    with pytest.raises(RunError, match="again with --decisions"):
+        life_of(stored_run(tmp_path / "out"), 0)
+
+
+def test_spans_of_the_trace_file_open_and_close_in_order(run: StoredRun, tmp_path: Path) -> None:
+    write_trace([run, run], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    spans = defaultdict(list)
+    for event in events:
+        if event["ph"] in "be":
+            spans[event["id"], event["name"]].append((event["ph"], event["ts"]))
+    assert all([ph for ph, _ in pair] == ["b", "e"] and pair[0][1] <= pair[1][1] for pair in spans.values())
+    finished = int((run.data.fate == 1).sum())
+    assert len(spans) == 2 * 4 * finished
+    drops = [event for event in events if event["ph"] == "i" and event["name"] == "Drop"]
+    assert len(drops) == 2 * int((run.data.fate == 2).sum())
+    counters = [event for event in events if event["ph"] == "C"]
+    assert len(counters) == 2 * 2 * len(run.data.sample_s)

@@ -1,0 +1,119 @@
+"""Bisection against brute force, exact early stopping, and a search over a small experiment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, goal, size
+from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
+from fineserve_sim.experiment.sizing.probe import Prober, _sure
+
+ONE = """\
+fineserve: 1
+title: One model
+cluster: {gpu: h100-sxm, count: 2}
+models:
+  - {id: A, model: llama-3.1-8b, precision: W16A16, rate_per_s: 30}
+  - {id: B, model: llama-3.1-8b, precision: W16A16, rate_per_s: 30}
+workload: {lengths: {prompt_tokens: 1024, output_tokens: 4}, requests: 120}
+slo: {ttft_s: 0.3}
+systems: ["static*"]
+seeds: 3
+"""
+
+
+@given(st.integers(1, 40), st.integers(1, 60))
+def test_first_integer_is_brute_forces_and_asks_few(high: int, turn: int) -> None:
+    asked: list[float] = []
+
+    def holds(value: float) -> bool:
+        asked.append(value)
+        return value >= turn
+
+    expected = next((value for value in range(1, high + 1) if value >= turn), None)
+    assert first_integer(1, high, holds) == expected
+    assert len(asked) <= 1 + high.bit_length()
+
+
+@given(st.floats(0.02, 50.0), st.sampled_from([0.5, 2.0]), st.sampled_from([0.01, 0.2]))
+def test_the_turn_is_found_within_the_precision(turn: float, easier: float, precision: float) -> None:
+    """Easier values are those beyond the turn, in the direction of ``easier``."""
+
+    def holds(value: float) -> bool:
+        return value >= turn if easier > 1 else value <= turn
+
+    found = easiest_turn(1.0, easier, 64.0, precision, holds)
+    assert found is not None and holds(found)
+    assert max(found / turn, turn / found) <= 1 + precision + 1e-9
+
+
+def test_what_never_turns() -> None:
+    assert easiest_turn(1.0, 2.0, 8.0, 0.1, lambda value: False) is None
+    assert easiest_turn(1.0, 2.0, 8.0, 0.1, lambda value: True) == 1 / 8
+
+
+@given(st.lists(st.booleans(), min_size=12, max_size=12), st.sampled_from([0.5, 0.75, 0.9, 1.0]))
+def test_an_early_answer_is_the_late_one(hits: list[bool], share: float) -> None:
+    truth = sum(hits) >= share * len(hits)
+    answers = [_sure(sum(hits[:count]), count, len(hits), share) for count in range(len(hits) + 1)]
+    assert answers[-1] is truth
+    assert all(answer in (None, truth) for answer in answers)
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:2", "ttft:0", "e2e:0.9", "ttft:x"])
+def test_targets_that_are_none(text: str) -> None:
+    with pytest.raises(SizingError, match="expected ttft:SHARE"):
+        goal(text)
+
+
+def test_axes_and_targets() -> None:
+    assert goal("tpot:0.95") == Goal("tpot_attainment", 0.95)
+    with pytest.raises(SizingError, match="expected one of gpus, rate, slo_scale"):
+        axis_of("cards")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "one.yaml"
+    path.write_text(ONE, encoding="utf-8")
+    return path
+
+
+def test_the_answer_holds_and_its_neighbours_tell_why(file: Path, tmp_path: Path) -> None:
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.99")], jobs=1)
+    (answer,) = size(prober, axis_of("slo_scale"), precision=0.2)
+    assert answer.best is not None and answer.best.holds and answer.best.shares["ttft_attainment"] >= 0.98
+    tighter = [probe for probe in answer.probes if probe.value < answer.best.value]
+    assert tighter and not any(probe.holds for probe in tighter)
+    assert max(probe.value for probe in tighter) >= answer.best.value / 1.2 - 1e-9
+    assert any(probe.early and probe.seeds == 1 for probe in tighter)
+    assert answer.best.gpu_hours_per_mtoken
+
+
+def test_gpus_that_do_not_hold_the_models_do_not_hold(file: Path, tmp_path: Path) -> None:
+    large = ONE.replace("llama-3.1-8b", "qwen3-32b").replace("rate_per_s: 30", "rate_per_s: 1").replace("0.3}", "5.0}")
+    file.write_text(large, encoding="utf-8")
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1)
+    (answer,) = size(prober, axis_of("gpus"), most_gpus=2)
+    assert answer.best is not None and answer.best.value == 2
+
+
+def test_a_tpot_target_needs_a_limit(file: Path, tmp_path: Path) -> None:
+    prober = Prober(file, tmp_path / "out", [goal("tpot:0.9")], jobs=1)
+    with pytest.raises(SizingError, match=r"needs slo\.tpot_s"):
+        next(size(prober, axis_of("rate")))
+
+
+def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fineserve_sim.cli.app import app
+
+    arguments = ["size", str(file), "--target", "ttft:0.5", "--over", "gpus", "--most-gpus", "2", "--jobs", "1"]
+    app([*arguments, "--out", str(tmp_path / "out"), "--json"], standalone_mode=False)
+    data = json.loads(capsys.readouterr().out)
+    assert data["systems"][0]["answer"]["value"] in (1, 2)
+    assert (tmp_path / "out" / "figures" / "size.svg").exists() and (tmp_path / "out" / "size.json").exists()
