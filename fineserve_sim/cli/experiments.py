@@ -121,6 +121,10 @@ def compare(
         int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)
     ] = None,
     spread: Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")] = False,
+    anchors: Annotated[
+        bool,
+        typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
+    ] = True,
     out: OutOption = None,
     jobs: JobsOption = None,
     decisions: DecisionsOption = False,
@@ -146,6 +150,7 @@ def compare(
                 slo_scale=slo_scale,
                 rate_scale=rate_scale,
                 requests=requests,
+                anchors=anchors,
             )
         _run(experiment, out or Path("results") / f"compare-{experiment.name}", jobs, decisions, as_json)
 

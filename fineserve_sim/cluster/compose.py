@@ -30,14 +30,15 @@ from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec,
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A composed run. ``managers`` are the KV memories of the GPUs that host engines, by GPU id."""
+    """A composed run. ``kv_capacity_bytes`` are the sizes of the KV memories of the GPUs that host engines, by GPU id; where
+    engines come and go, what there could be at most."""
 
     clock: Clock
     cluster: Cluster
     outcomes: Outcomes
     sampler: Sampler
     step_times: StepTimes
-    managers: tuple[KVMemory, ...]
+    kv_capacity_bytes: tuple[int, ...]
     placement: Placement
 
 
@@ -93,7 +94,8 @@ def compose(scenario: Scenario) -> Parts:
     ]
     sampler = Sampler(columns, by_gpu)
     step_times = StepTimes(cluster.engines.values)
-    return Parts(clock, cluster, outcomes, sampler, step_times, by_gpu, placement)
+    capacities = tuple(manager.ledger().total_bytes for manager in by_gpu)
+    return Parts(clock, cluster, outcomes, sampler, step_times, capacities, placement)
 
 
 def _engine(seat: Seat, scenario: Scenario, clock: Clock, cluster: Cluster, shares_gpu: bool, asked: bool) -> Engine:

@@ -47,7 +47,8 @@ def compose_fleet(scenario: Scenario) -> Parts:
     managers = tuple(fleet.memory.managers[gpu] for gpu in sorted(fleet.memory.managers))
     columns = [Column(id, partial(cluster.engines_of, id), partial(cluster.queued_for, id)) for id in fleet.served]
     sampler = Sampler(columns, managers)
-    return Parts(fleet.clock, cluster, outcomes, sampler, StepTimes(cluster.resident), managers, placement)
+    usable = tuple(slot.memory_bytes for slot in fleet.slots)
+    return Parts(fleet.clock, cluster, outcomes, sampler, StepTimes(cluster.resident), usable, placement)
 
 
 class _Fleet:
@@ -59,8 +60,8 @@ class _Fleet:
         self.clock = Clock()
         self.served = {model.id: model for model in scenario.models}
         self._scenario = scenario
-        self._slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
-        self.memory = FleetMemory(scenario.system.memory, {slot.id: slot.memory_bytes for slot in self._slots})
+        self.slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+        self.memory = FleetMemory(scenario.system.memory, {slot.id: slot.memory_bytes for slot in self.slots})
         self.tenancies = {id: _tenancy(served, scenario.engine) for id, served in self.served.items()}
         self._models = {
             id: FleetModel(
@@ -73,11 +74,11 @@ class _Fleet:
 
     def controller(self, instances: Sequence[Instance]) -> FleetController:
         demands = {id: model.demand for id, model in self._models.items()}
-        residency = build_residency(self.residency, self._scenario.system.placement, demands, self._slots)
+        residency = build_residency(self.residency, self._scenario.system.placement, demands, self.slots)
         window_s = self.residency.rate_window_s if isinstance(self.residency, PrismResidencySpec) else 60.0
         return FleetController(
             self._models,
-            self._slots,
+            self.slots,
             instances,
             residency,
             self._schedulers,

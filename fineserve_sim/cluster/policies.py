@@ -1,13 +1,14 @@
 """From a system's specification to policy objects: one builder a policy, in one table an axis.
 
-A new policy is its class in the core, its options in ``systems/spec.py``, and its line here.
+A new policy of ours is its class in the core, its options in ``systems/spec.py``, and its line here; one from outside is its
+class and one call of ``register_scheduler`` or ``register_placement`` (docs/extending.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fineserve_sim.policy.activation_cost import ActivationCost, activation_cost
 from fineserve_sim.policy.adaptive import AdaptiveBatching
@@ -22,6 +23,7 @@ from fineserve_sim.policy.round_robin_placement import RoundRobinPlacement
 from fineserve_sim.policy.static_placement import DedicatedPlacement, PinnedPlacement, ReplicasPlacement
 from fineserve_sim.systems.spec import (
     AdaptiveSpec,
+    ClairvoyantSpec,
     DedicatedPlacementSpec,
     FcfsSpec,
     FineServePlacementSpec,
@@ -36,6 +38,8 @@ from fineserve_sim.systems.spec import (
     ResidencySpec,
     RoundRobinPlacementSpec,
     SchedulerSpec,
+    Spec,
+    add_choice,
 )
 
 
@@ -89,6 +93,10 @@ def _moore_hodgson(spec: MooreHodgsonSpec, engines: Sequence[EngineFactsheet]) -
     )
 
 
+def _clairvoyant(spec: ClairvoyantSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
+    raise ValueError("clairvoyant is a bound, not a scheduler: only a simulator knows the requests to come")
+
+
 def _own(sheet: EngineFactsheet) -> int:
     return sheet.engine
 
@@ -97,16 +105,35 @@ def _first_gpu(sheet: EngineFactsheet) -> int:
     return sheet.gpu
 
 
-_SCHEDULERS: dict[
-    type, tuple[Callable[[EngineFactsheet], int], Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler | None]]
-]
+SchedulerBuilder = Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler | None]
+
+_SCHEDULERS: dict[type, tuple[Callable[[EngineFactsheet], int], SchedulerBuilder]]
 _SCHEDULERS = {
     FcfsSpec: (_own, lambda spec, engines: None),
     AdaptiveSpec: (_own, _adaptive),
     MooreHodgsonSpec: (_first_gpu, _moore_hodgson),
+    ClairvoyantSpec: (_own, _clairvoyant),
 }
 """For each local scheduler: what its engines have in common (its scope), and how to build it for them (None: nothing is
 held back, the engine's own queue is first come first served)."""
+
+
+def register_scheduler(
+    spec: type[Spec], build: SchedulerBuilder, *, scope: Literal["engine", "gpu"] = "engine"
+) -> None:
+    """Make a local scheduler one that every system can name: ``build(spec, sheets)`` gives the scheduler of one scope.
+
+    ``scope``: one scheduler an engine, or one for all engines whose first GPU is the same. Raises ValueError for a name
+    that is taken or missing.
+    """
+    add_choice("scheduler", spec)
+    _SCHEDULERS[spec] = ({"engine": _own, "gpu": _first_gpu}[scope], build)
+
+
+def register_placement(spec: type[Spec], build: Callable[[Any], PlacementPolicy]) -> None:
+    """As ``register_scheduler``, for a placement: ``build(spec)`` gives the policy."""
+    add_choice("placement", spec)
+    _PLACEMENTS[spec] = build
 
 
 def build_schedulers(

@@ -10,6 +10,7 @@ import numpy as np
 from fineserve_traces import Trace
 from simpy.events import Event
 
+from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose import Parts, compose
 from fineserve_sim.cluster.fleet_compose import compose_fleet
@@ -19,6 +20,7 @@ from fineserve_sim.cluster.scenario import RunResult, Scenario
 from fineserve_sim.cluster.sequence import Prefix
 from fineserve_sim.cluster.virtual_memory import caches_prefixes
 from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.systems.spec import ClairvoyantSpec
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
 TIMER = order_of(Kind.TIMER, 0)
@@ -31,6 +33,8 @@ def simulate(scenario: Scenario) -> RunResult:
     """
     if scenario.system.dispatch is not None:
         return simulate_groups(scenario).result
+    if isinstance(scenario.system.scheduler, ClairvoyantSpec):
+        return simulate_clairvoyant(scenario)
     parts = compose(scenario) if scenario.system.residency is None else compose_fleet(scenario)
     run = _Run(scenario, parts)
     cpu_s = time.process_time()
@@ -120,7 +124,7 @@ class _Run:
             preemptions=np.array(outcomes.preemptions, dtype=np.int64),
             engine=np.array(outcomes.engine, dtype=np.int32),
             placement=parts.placement,
-            kv_capacity_bytes=tuple(manager.ledger().total_bytes for manager in parts.managers),
+            kv_capacity_bytes=parts.kv_capacity_bytes,
             timeline=parts.sampler.timeline(),
             end_s=self._horizon_s if outcomes.open else outcomes.last_end_s,
             iterations=parts.cluster.iterations(),

@@ -60,12 +60,13 @@ class Timeline:
 def timeline_figure(
     cells: Sequence[Mapping[str, Any]], at: Mapping[str, Any], *, panels: Sequence[str], title: str, results_dir: Path
 ) -> Figure:
-    """Draw the cell ``at`` one place of each system in ``cells``.
+    """Draw the cell ``at`` one place of each system in ``cells``; the clairvoyant bound has no engines to show.
 
     Raises ValueError when no cell is there, or when a run has no samples.
     """
     there = {cell["system"]: cell for cell in reversed(_matching_any(cells, at))}
-    shown = [there[system] for system in dict.fromkeys(cell["system"] for cell in cells) if system in there]
+    systems = dict.fromkeys(cell["system"] for cell in cells if cell["system"] in there)
+    shown = [there[system] for system in systems if _has_engines(results_dir, there[system]["runs"][0])]
     if not shown:
         place = ", ".join(axis_text(axis, value) for axis, value in at.items()) or "any place"
         raise ValueError(f'figure "{title}": no cell is at {place}')
@@ -87,6 +88,11 @@ def timeline_figure(
     legend = dict(sorted(legend.items(), key=lambda entry: entry[0] == _CAPACITY))
     set_heading(figure, title, ", ".join(note), legend)
     return figure
+
+
+def _has_engines(results_dir: Path, key: str) -> bool:
+    meta = json.loads((results_dir / "cells" / f"{key}.json").read_text(encoding="utf-8"))
+    return bool(meta["engine_models"])
 
 
 def _matching_any(cells: Sequence[Mapping[str, Any]], at: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -4,5 +4,6 @@ The core is sans-IO. It reads no clock, opens no file, owns no thread, draws fro
 the standard library alone; time is an argument. Two drivers execute its decisions: the SimPy cluster of
 ``fineserve_sim.cluster`` and real engines. Both show it the same facts (``interfaces``, ``events``) and carry out the
 same ``commands``. What a real system cannot know, such as the output length of a request that still runs, never
-enters: the types here have no field for it.
+enters: the types here have no field for it. One module is no policy but a bound on all, and knows the future:
+``clairvoyant``.
 """

@@ -7,7 +7,7 @@ line. ``SystemSpec`` validates them; ``fineserve_sim.cluster.compose`` turns the
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -76,6 +76,17 @@ class MooreHodgsonSpec(Spec):
     clock: Literal["dispatched", "now"] = "dispatched"
     reserve: Literal["fraction", "page"] = "fraction"
     reserve_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
+
+
+class ClairvoyantSpec(Spec):
+    """No scheduler but a bound on all of them: as many requests in time as anybody could serve who knew the future.
+
+    The simulator alone can tell it. Only its TTFT attainment is a bound; no decode, memory or neighbour takes time.
+    ``engines``: each model has one on every GPU, whatever the placement, or those "placed".
+    """
+
+    policy: Literal["clairvoyant"] = "clairvoyant"
+    engines: Literal["everywhere", "placed"] = "everywhere"
 
 
 class KvSlabSpec(Spec):
@@ -287,7 +298,7 @@ PlacementSpec = Annotated[
     Field(discriminator="policy"),
 ]
 ResidencySpec = Annotated[PrismResidencySpec | QlmResidencySpec, Field(discriminator="policy")]
-SchedulerSpec = Annotated[FcfsSpec | AdaptiveSpec | MooreHodgsonSpec, Field(discriminator="policy")]
+SchedulerSpec = Annotated[FcfsSpec | AdaptiveSpec | MooreHodgsonSpec | ClairvoyantSpec, Field(discriminator="policy")]
 MemorySpec = Annotated[
     KvSlabSpec | PrivatePoolsSpec | SwapPoolsSpec | KvCachedSpec | VTensorSpec | ContiguousSpec,
     Field(discriminator="policy"),
@@ -326,3 +337,18 @@ class SystemSpec(Spec):
             if alone:
                 raise PydanticCustomError("needs_dispatch", "{axis} needs dispatch, too", {"axis": alone[0]})
         return self
+
+
+def add_choice(axis: Literal["placement", "scheduler"], spec: type[Spec]) -> None:
+    """Let ``axis`` of every system take ``spec``, whose ``policy`` field has its name as the only value and default.
+
+    The way in from outside is ``fineserve_sim.cluster.policies``. Raises ValueError for a name that is taken or missing.
+    """
+    name = spec.model_fields["policy"].default if "policy" in spec.model_fields else None
+    if not isinstance(name, str):
+        raise ValueError(f'{spec.__name__} has no name: give it a field policy: Literal["NAME"] = "NAME"')
+    field = SystemSpec.model_fields[axis]
+    if any(kind.model_fields["policy"].default == name for kind in get_args(field.annotation)):
+        raise ValueError(f"a {axis} policy is called {name} already: choose another name")
+    field.annotation = field.annotation | spec  # type: ignore[assignment]
+    SystemSpec.model_rebuild(force=True)

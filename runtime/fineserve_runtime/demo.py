@@ -49,17 +49,64 @@ runtime:
     tiny-fp8: {{path: {fp8}, kv_cache_dtype: fp8_e4m3, max_model_len: 1024}}
 """
 
+ON_OFF = """\
+# FineServe's Fig. 4 in small, for fineserve-run replay: both models are active, then one alone. A static split of the KV memory
+# against the slab.
+fineserve: 1
+title: Two tiny models on and off, static and dynamic KV memory
+
+cluster:
+  count: 1
+  gpu: {{name: laptop-cpu, memory_gib: 4, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, fp8_flops_per_s: 1.0e+11,
+         pcie_bytes_per_s: 1.0e+9, efficiency: roofline-scaled, source: assumed}}
+engine: {{block_tokens: 32, max_sequences: 32, token_budget: 256, context_bytes: 0}}
+
+models:
+  - id: A
+    model: {{config: {bf16}/config.json}}
+    precision: W16A16
+    phases: [{{duration_s: 5, rate_per_s: 4}}, {{duration_s: 10, rate_per_s: 0}}]
+  - id: B
+    model: {{config: {fp8}/config.json}}
+    precision: W16A16
+    phases: [{{duration_s: 5, rate_per_s: 4}}, {{duration_s: 10, rate_per_s: 24}}]
+
+workload: {{lengths: {{prompt_tokens: 160, output_tokens: 190}}}}
+slo: {{ttft_s: 0.4}}
+systems:
+  - base: fineserve
+    name: static
+    placement: {{policy: pinned, groups: {{A: [[0]], B: [[0]]}}}}
+    memory: {{policy: private, split: equal}}
+  - base: fineserve
+    name: dynamic
+    placement: {{policy: pinned, groups: {{A: [[0]], B: [[0]]}}}}
+seeds: 5
+
+runtime:
+  region_bytes: 4194304
+  models:
+    A: {{path: {bf16}, max_model_len: 512}}
+    B: {{path: {fp8}, max_model_len: 512}}
+"""
+
 
 def make_demo(folder: Path, port: int) -> Path:
-    """Make models and file in ``folder``; models that are there stay. Raises ValueError where torch is not installed."""
+    """Make models and files in ``folder``; models that are there stay. Raises ValueError where torch is not installed."""
     try:
         from fineserve_runtime.engines.tiny_model import tiny_model
     except ImportError as problem:
         raise ValueError(f"the demo needs vLLM and torch ({problem}); install them as docs/runtime.md says") from None
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: tiny_model(spec, folder).name for name, spec in MODELS.items()}
+    return write_files(folder, paths["tiny-bf16"], paths["tiny-fp8"], port)
+
+
+def write_files(folder: Path, bf16: str, fp8: str, port: int) -> Path:
+    """demo.yaml, whose path is returned, and on_off.yaml, over two model folders in ``folder``."""
+    (folder / "on_off.yaml").write_text(ON_OFF.format(bf16=bf16, fp8=fp8), encoding="utf-8")
     file = folder / "demo.yaml"
-    file.write_text(FILE.format(bf16=paths["tiny-bf16"], fp8=paths["tiny-fp8"], port=port), encoding="utf-8")
+    file.write_text(FILE.format(bf16=bf16, fp8=fp8, port=port), encoding="utf-8")
     return file
 
 

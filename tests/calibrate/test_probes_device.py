@@ -25,7 +25,6 @@ from fineserve_calibrate.probes.models import LLAMA_8B, ONE_LAYER, TINY, model_f
 from fineserve_calibrate.probes.plan import CPU_FULL, GIB, plan
 from fineserve_calibrate.probes.session import Session
 from fineserve_calibrate.probes.simulated import SimulatedDevice, step_s
-from fineserve_calibrate.probes.step_model import MeasuredStepModel, fit_steps, load_step_model, read_steps
 from fineserve_calibrate.probes.torch_device import TorchDevice
 from fineserve_calibrate.probes.transfers import Handles
 from hypothesis import given
@@ -33,6 +32,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fineserve_sim.catalog import gpu, model_from_hf_config, precision
+from fineserve_sim.latency.measured_steps import MeasuredStepModel, fit_steps, load_step_model, read_steps
 from fineserve_sim.latency.tables import TableError
 
 H100 = gpu("h100-sxm")

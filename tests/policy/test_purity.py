@@ -1,9 +1,15 @@
-"""The policy core imports with nothing but the standard library at hand."""
+"""The policy core imports with nothing but the standard library at hand, and knows no future."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for top in ("fineserve_sim", "runtime/fineserve_runtime") for path in (ROOT / top).rglob("*.py")]
 
 PROGRAM = """
 import sys
@@ -34,3 +40,27 @@ def test_every_module_imports_without_third_parties() -> None:
     modules, _, foreign = run.stdout.strip().partition(" ")
     assert int(modules) >= 14
     assert foreign == "[]"
+
+
+def identifiers(path: Path) -> Iterator[str]:
+    """Names that a module binds, reads or imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        for attribute in ("name", "id", "attr", "arg"):
+            if isinstance(found := getattr(node, attribute, None), str):
+                yield found
+
+
+def test_no_policy_has_a_word_for_output_lengths() -> None:
+    core = [path for path in SOURCES if path.is_relative_to(ROOT / "fineserve_sim" / "policy")]
+    named = {name for path in core for name in identifiers(path)}
+    assert "prompt_tokens" in named
+    assert not [name for name in named if "output" in name]
+
+
+def test_one_exception_knows_the_future_and_only_the_bound_asks_it() -> None:
+    """``policy/clairvoyant.py`` takes requests before they come: no controller, scheduler or runtime may."""
+    module = "fineserve_sim.policy.clairvoyant"
+    asking = [path.relative_to(ROOT).as_posix() for path in SOURCES if module in identifiers(path)]
+    assert asking == ["fineserve_sim/cluster/clairvoyant.py"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engines import FakeHost
-from fineserve_runtime.demo import FILE
+from fineserve_runtime.demo import write_files
 from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig
 
 CONFIG = {
@@ -28,9 +28,7 @@ def write_file(folder: Path, port: int = 0, bf16: dict[str, Any] | None = None) 
     for name, changes in (("bf16", bf16 or {}), ("fp8", {})):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(CONFIG | changes))
-    file = folder / "file.yaml"
-    file.write_text(FILE.format(bf16="bf16", fp8="fp8", port=port))
-    return file
+    return write_files(folder, "bf16", "fp8", port).rename(folder / "file.yaml")
 
 
 def start_fake(config: HostConfig, listener: EngineListener) -> EngineHost:

@@ -120,3 +120,8 @@ def test_good_formats_are_served(case: Any) -> None:
 def test_other_formats_are_refused_with_a_sentence(case: Any) -> None:
     with pytest.raises(ValueError, match=r"is not served|are not served|wrong tokens"):
         check_format(*case)
+
+
+def test_the_demos_second_file_loads(tmp_path: Path) -> None:
+    file = load_file(write_file(tmp_path).with_name("on_off.yaml"))
+    assert [point.system for point in file.experiment.points] == ["static", "dynamic"]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,35 +130,3 @@ def test_the_log_of_real_engines_replays_and_an_altered_one_does_not(
     dispatch = next(index for index, entry in enumerate(log) if entry.get("command") == "Dispatch")
     log[dispatch - 1]["now_s"] += 1e6
     assert replay(log).difference is not None
-
-
-def test_a_real_server_answers_the_openai_client(tmp_path: Path) -> None:
-    """The demo, with the tokenizers of its models: streamed and whole answers agree."""
-    openai = pytest.importorskip("openai")
-    from fineserve_runtime.config import load_file
-    from fineserve_runtime.demo import MODELS as DEMO
-    from fineserve_runtime.demo import make_demo
-    from fineserve_runtime.serve import run_server
-
-    file = load_file(make_demo(tmp_path, 0), [("runtime.region_name", f"demo-{tmp_path.name}")])
-    texts: dict[str, list[str]] = {}
-
-    def client(url: str) -> None:
-        def talk() -> None:
-            try:
-                with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as ask:
-                    for model in DEMO:
-                        options = {"model": model, "prompt": "Hello there", "max_tokens": 24, "temperature": 0}
-                        whole = ask.completions.create(**options).choices[0].text
-                        stream = ask.completions.create(**options, stream=True)
-                        texts[model] = [whole, "".join(chunk.choices[0].text for chunk in stream)]
-            finally:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=talk).start()
-
-    run_server(file, None, ready=client)
-    assert set(texts) == set(DEMO)
-    for whole, streamed in texts.values():
-        assert whole == streamed and len(whole) > 24
-    assert texts["tiny-bf16"] != texts["tiny-fp8"]

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from fineserve_calibrate.checks import check
 from fineserve_calibrate.probes.parts import Finished, Measured
 from fineserve_calibrate.probes.roofline import Floats, ideal_s, measured_spec
-from fineserve_calibrate.probes.step_model import fit_steps
 from fineserve_calibrate.tables import COLUMNS, Table
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
+from fineserve_sim.latency.measured_steps import fit_steps
 from fineserve_sim.latency.tables import TableError
 
 SERIES = ("dtype", "kv_dtype", "operation", "direction", "host_memory")

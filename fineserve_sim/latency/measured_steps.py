@@ -20,15 +20,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from fineserve_calibrate.probes.schema import KEYS
-from fineserve_calibrate.tables import check_columns
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, Quantity
-from fineserve_sim.latency import Provenance, StepModel
 from fineserve_sim.latency.cost import EXTRAPOLATED, FITTED, Cost
+from fineserve_sim.latency.rates import Provenance
+from fineserve_sim.latency.step import StepModel
 from fineserve_sim.latency.table_operators import GEMM_DTYPE
 from fineserve_sim.latency.tables import PiecewiseLinear, TableError
 
 Floats = NDArray[np.float64]
+COLUMNS = ("model", "dtype", "mode", "decodes", "context", "prefill_tokens", "cached_tokens", "latency_s")
 ROUNDS = 20
 NOISE = 0.02  # relative error below which rows weigh alike
 
@@ -58,8 +58,10 @@ def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
         data = pq.read_table(path)
     except (OSError, ValueError) as error:
         raise TableError(f"{path.name}: not a Parquet file ({error})") from error
-    check_columns(path.name, data.column_names, (*KEYS["step"], "latency_s"))
-    columns = {name: data[name].to_numpy(zero_copy_only=False) for name in (*KEYS["step"], "latency_s")}
+    missing = [name for name in COLUMNS if name not in data.column_names]
+    if missing:
+        raise TableError(f"{path.name}: no column {', '.join(missing)}; expected {', '.join(COLUMNS)}")
+    columns = {name: data[name].to_numpy(zero_copy_only=False) for name in COLUMNS}
     keep = (columns["model"] == model) & (columns["dtype"] == dtype) & (columns["mode"] == mode)
     if not keep.any():
         engines = zip(*(columns[name].tolist() for name in ("model", "dtype", "mode")), strict=True)
