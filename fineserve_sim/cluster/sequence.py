@@ -146,7 +146,9 @@ class DecodeSet:
         if boundaries == 1:  # the common case, without detours
             bucket = buckets[first % block_tokens]
             return [(0, bucket)] if bucket else []
-        return [(offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])]
+        return [
+            (offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])
+        ]
 
     def __contains__(self, sequence: SequenceState) -> bool:
         return sequence.bucket >= 0

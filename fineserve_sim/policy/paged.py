@@ -48,7 +48,9 @@ class PagedPool:
         """Give back blocks. ValueError for a negative number or more than are held; then nothing is given back."""
         held = self.capacity_blocks - self.free_blocks
         if not 0 <= blocks <= held:
-            raise ValueError(f"paged pool: {blocks} blocks given back; it must be 0 to {held}, the blocks that are held")
+            raise ValueError(
+                f"paged pool: {blocks} blocks given back; it must be 0 to {held}, the blocks that are held"
+            )
         self.free_blocks += blocks
 
 

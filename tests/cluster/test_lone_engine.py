@@ -37,9 +37,7 @@ def test_the_run_ends_with_the_last_token_although_nobody_looks() -> None:
 
 
 @given(
-    rows=st.lists(
-        st.tuples(st.integers(0, 40), st.integers(1, 900), st.integers(1, 500)), min_size=1, max_size=25
-    ),
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 900), st.integers(1, 500)), min_size=1, max_size=25),
     blocks=st.sampled_from([64, 100, 100_000]),
     sample_s=st.sampled_from([0.0, 0.25, 1.0]),
     drain_s=st.sampled_from([0.5, 3600.0]),
