@@ -7,8 +7,8 @@
     python3 dev.py calibrate --gpu cpu --quick         the calibrator where vLLM is (any fineserve-calibrate command)
     python3 dev.py test-runtime                        the tests that need vLLM; pytest arguments as above
 
-Needs Python 3.11 or newer and a package index; nothing else. Environments live in .venv-sim, .venv-test and .venv-runtime (3 GB,
-vLLM on the CPU, Python 3.11) and are made anew when their lock file changes.
+Needs Python 3.11 or newer and a package index; nothing else. Environments live in .venv-sim, .venv-test and .venv-runtime
+(3 GB, vLLM on the CPU, Python 3.11) and are made anew when their lock file changes.
 """
 
 from __future__ import annotations
