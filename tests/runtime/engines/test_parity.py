@@ -1,5 +1,7 @@
 """Greedy tokens of engines over the slab equal those of vLLM's own engines, whatever happens to the memory.
 
+All of them, on processors whose kernels compute a row alike in every batch. Elsewhere a token may differ where vLLM's own two
+best logits tie (``same_tokens`` in conftest.py asks it).
 Freed slabs are filled with 0xFF, so a byte that is read before it is written turns into NaN and shows.
 """
 
@@ -16,6 +18,7 @@ from .conftest import BF16, FP8, draw_requests
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vllm and torch warn about themselves
 Stock = Callable[..., dict[int, tuple[int, ...]]]
+Check = Callable[..., None]
 Start = Callable[..., tuple[Any, Any]]
 TIGHT = 24  # slabs; the requests want about 150 at a time
 
@@ -30,23 +33,23 @@ def serve(host: Any, *workloads: list[Any]) -> None:
         assert host.engines[engine].drain(120), f"engine {engine} did not finish"
 
 
-def test_two_models_interleaved(start: Start, stock: Stock) -> None:
+def test_two_models_interleaved(start: Start, same_tokens: Check) -> None:
     host, heard = start(BF16, FP8)
     first, second = draw_requests(1), draw_requests(2)
     serve(host, first, second)
-    assert heard.of(0) == stock(BF16, first)
-    assert heard.of(1) == stock(FP8, second)
+    same_tokens(BF16, first, heard.of(0))
+    same_tokens(FP8, second, heard.of(1))
     assert not heard.preemptions(0)
 
 
-def test_under_pressure_with_slabs_changing_owners(start: Start, stock: Stock) -> None:
+def test_under_pressure_with_slabs_changing_owners(start: Start, same_tokens: Check) -> None:
     host, heard = start(BF16, FP8, slabs=TIGHT)
     first, second = draw_requests(1), draw_requests(2)
     serve(host, first, second)
     for engine, (config, requests) in enumerate([(BF16, first), (FP8, second)]):
         assert heard.preemptions(engine), "the memory was to be scarce"
         assert host.engines[engine].stats().blocks_zeroed > 50, "slabs were to change owners"
-        assert heard.of(engine) == stock(config, requests)
+        same_tokens(config, requests, heard.of(engine))
     assert host.ledger().used_bytes == 0
 
 
@@ -64,7 +67,7 @@ def test_without_zeroing_the_tokens_differ(start: Start, stock: Stock, monkeypat
 
 
 @pytest.mark.parametrize("slabs", [512, 48])
-def test_prefix_caching(start: Start, stock: Stock, slabs: int) -> None:
+def test_prefix_caching(start: Start, same_tokens: Check, slabs: int) -> None:
     """Prefixes are found again; where memory is scarce they are given up when the other engine needs their slabs."""
     configs = [replace(config, prefix_caching=True) for config in (BF16, FP8)]
     host, heard = start(*configs, slabs=slabs)
@@ -78,14 +81,14 @@ def test_prefix_caching(start: Start, stock: Stock, slabs: int) -> None:
     heard.then = watch
     serve(host, *workloads)
     for engine, config in enumerate((BF16, FP8)):
-        assert heard.of(engine) == stock(config, workloads[engine])
+        same_tokens(config, workloads[engine], heard.of(engine))
         assert most_cached[engine], "prefixes stay when their last reader leaves"
         prompts = sum(len(request.prompt_token_ids) for request in workloads[engine])
         computed = sum(report.prefill_tokens for report in heard.reports if report.engine == engine)
         assert (computed < 0.8 * prompts) if slabs == 512 else heard.preemptions(engine)
 
 
-def test_three_block_sizes_and_requests_that_come_in_waves(start: Start, stock: Stock) -> None:
+def test_three_block_sizes_and_requests_that_come_in_waves(start: Start, same_tokens: Check) -> None:
     """48 KiB beside 64 and 32: slabs of 192 KiB, several blocks each. New requests come while others run."""
     uneven = EngineConfig("uneven", TinyModel(seed=3, layers=3), max_model_len=512, max_batched_tokens=128)
     configs = (BF16, FP8, uneven)
@@ -101,11 +104,11 @@ def test_three_block_sizes_and_requests_that_come_in_waves(start: Start, stock: 
     heard.then = send_next
     serve(host, *(requests[:4] for requests in workloads))
     for engine, config in enumerate(configs):
-        assert heard.of(engine) == stock(config, workloads[engine])
+        same_tokens(config, workloads[engine], heard.of(engine))
     assert host.slab_plan.slab_bytes == 3 * 65536
 
 
-def test_a_static_split_is_a_limit_on_leases(start: Start, stock: Stock) -> None:
+def test_a_static_split_is_a_limit_on_leases(start: Start, same_tokens: Check) -> None:
     half = 12 * 65536
     host, heard = start(replace(BF16, kv_limit_bytes=half * 2), replace(FP8, kv_limit_bytes=half), slabs=40)
     first, second = draw_requests(1, count=40), draw_requests(2, count=40)
@@ -116,7 +119,7 @@ def test_a_static_split_is_a_limit_on_leases(start: Start, stock: Stock) -> None
 
     heard.then = watch
     serve(host, first, second)
-    assert heard.of(0) == stock(BF16, first)
-    assert heard.of(1) == stock(FP8, second)
+    same_tokens(BF16, first, heard.of(0))
+    same_tokens(FP8, second, heard.of(1))
     assert half < most[0] <= 2 * half
     assert 0 < most[1] <= half
