@@ -160,6 +160,14 @@ class Cluster:
             for other in scope.engines:
                 self._cut(self.engines[other], now)
 
+    def computed(self, engine: Engine, since_s: float, now: float) -> None:
+        """A span of iterations of an engine has ended: write it down, with the time at which it began."""
+        if self._log is not None:
+            iterations, decodes, prefill_tokens = engine.in_flight()
+            span = {"engine": engine.index, "seconds": now - since_s, "iterations": iterations}
+            batch = {"decodes": decodes, "prefill_tokens": prefill_tokens}
+            self._log({"now_s": since_s, "event": "EngineComputed", **span, **batch})
+
     # --- what engines share ----------------------------------------------------------------------------------------
 
     def settle(self, engine: Engine, now: float, order: int) -> None:
@@ -188,10 +196,11 @@ class Cluster:
     def steps_that_fit(self, engine: Engine, decodes: DecodeSet, most: int) -> int:
         return self._domain_of[engine.index].steps_that_fit(engine, decodes, most)
 
-    def launched(self, engine: Engine) -> None:
-        """The engine took blocks for an iteration: if the spans of the others are no longer sure of theirs, they end early."""
+    def launched(self, engine: Engine, *, sure: bool) -> None:
+        """The engine took blocks for an iteration: if the spans of the others are no longer sure of theirs, they end early.
+        They are ``sure`` when the engine's own span was planned beside them."""
         domain = self._domain_of[engine.index]
-        if not domain.promises_hold(engine):
+        if not (sure or domain.promises_hold(engine)):
             for other in domain.engines:
                 if other is not engine:
                     other.cut()

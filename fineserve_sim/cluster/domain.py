@@ -132,7 +132,10 @@ class SharedDomain:
 
     def _promises_fit(self) -> bool:
         demands = {engine.index: engine.promised_blocks for engine in self.engines}
-        return all(memory.fits(demands) for memory in self._memories)
+        for memory in self._memories:  # noqa: SIM110 - half the time of a generator
+            if not memory.fits(demands):
+                return False
+        return True
 
 
 def domains_of(

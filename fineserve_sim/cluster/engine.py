@@ -82,8 +82,7 @@ class Engine:
         self._chunks: list[tuple[SequenceState, int]] = []
         self._ends: list[float] = []
         self._settled = 0
-        self._pending: Event | None = None
-        self._pending_s = NEVER
+        self._alarms_s: list[float] = []  # step-end events to come, the next one last
         self.starting = False
         self._preempting = False
         self._launched_s = -NEVER
@@ -201,7 +200,7 @@ class Engine:
         lost = sorted(self.waiting, key=arrival_order)
         self.waiting.clear()
         self._backlog_tokens = 0
-        self._chunks, self._ends, self._pending = [], [], None
+        self._chunks, self._ends = [], []
         self.next_boundary_s = NEVER
         self.starting = False
         return lost
@@ -225,11 +224,10 @@ class Engine:
         if not self._ends:
             self._plan(now)
 
-    def _on_step_end(self, event: Event) -> None:
-        if event is not self._pending:
+    def _on_step_end(self, _: Event) -> None:
+        now = self._alarms_s.pop()
+        if not self._ends:
             return  # the span came to end sooner
-        now = self._pending_s
-        self._pending = None
         if self._ends[-1] > now:
             self._schedule_end()  # it came to end later
             return
@@ -240,6 +238,7 @@ class Engine:
         """The last iteration of the span ends; all boundaries inside it must be settled."""
         self._ends = []
         self.next_boundary_s = NEVER
+        self._cluster.computed(self, self._launched_s, now)
         self._complete(now)
         self._plan(now)
 
@@ -318,10 +317,10 @@ class Engine:
         self.promised_blocks = 0
         if self.kv.timed:
             now += self.kv.exposed_s()
-            self._launched_s = now
+        self._launched_s = now
         self._ends = self._one_end(now, batch) if self._chunks else self._span_ends(now)
         self._schedule_end()
-        self._cluster.launched(self)
+        self._cluster.launched(self, sure=len(self._ends) > 1)
 
     def _one_end(self, now: float, batch: tuple[int, int, int, int, int, int]) -> list[float]:
         return [now + self.step.step_s(*batch) * self.slowdown]
@@ -358,9 +357,13 @@ class Engine:
     def _schedule_end(self) -> None:
         """See to it that an event comes at the end of the span. One that comes before will set the right one."""
         self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER
-        if self._pending is None or self._ends[-1] < self._pending_s:
-            self._pending_s = self._ends[-1]
-            self._pending = self._clock.at(self._pending_s, self._order, self._on_step_end)
+        if not self._alarms_s or self._ends[-1] < self._alarms_s[-1]:
+            self._alarms_s.append(self._ends[-1])
+            self._clock.at(self._ends[-1], self._order, self._on_step_end)
+
+    def in_flight(self) -> tuple[int, int, int]:
+        """Iterations of the span, and decodes and prompt tokens of its last one."""
+        return self._settled + 1, self._decodes.size, sum(chunk for _, chunk in self._chunks)
 
     def _rest(self, now: float) -> None:
         """Nothing to run: idle, or stalled for memory."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import accumulate, chain
 from typing import Literal
 
@@ -64,6 +65,8 @@ class AdaptiveBatching:
         self._waiting: dict[int, Request] = {}
         self._by_length = _LengthOrder()
         self._by_deadline: list[tuple[float, int, int]] = []  # (arrival_s, id, prompt tokens)
+        self._pace: tuple[int, float] | None = None
+        self._ttft_at_pace: Callable[[int], float]
         self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
 
     def __len__(self) -> int:
@@ -118,8 +121,13 @@ class AdaptiveBatching:
         return not self._waiting or (self._skips_prefill and state.prefill_tokens > 0)
 
     def _ttft(self, state: EngineState) -> Callable[[int], float]:
-        prefill, decoding, slowdown = self._prefill, state.decoding, state.slowdown
-        return lambda tokens: prefill(tokens, decoding) * slowdown
+        """TTFT by number of tokens. A call and ``unchanged_until`` after it ask for the same few numbers: they are kept."""
+        pace = state.decoding, state.slowdown
+        if pace != self._pace:
+            prefill, (decoding, slowdown) = self._prefill, pace
+            self._pace = pace
+            self._ttft_at_pace = cache(lambda tokens: prefill(tokens, decoding) * slowdown)
+        return self._ttft_at_pace
 
     def _max_tokens(self, state: EngineState) -> int:
         return state.free_kv_tokens - self._block_tokens * state.running

@@ -95,8 +95,8 @@ class _Holders(dict[int, _Holder]):
 
 def _take_lowest(bits: int, limit: int, first: int, ids: list[int]) -> int:
     """Append ``first + i`` for the lowest set bits i of ``bits``, ``limit`` at most; returns these bits."""
-    if limit == 1:  # the common case: a sequence grows by one block
-        lowest = bits & -bits
+    lowest = bits & -bits
+    if limit == 1 or lowest == bits:  # the common cases: one block is wanted, or left
         ids.append(first + lowest.bit_length() - 1)
         return lowest
     taken = 0
@@ -144,6 +144,7 @@ class KVSlabManager:
         self._reserved = reserved_slabs
         self._slabs = [_Slab(slab_id) for slab_id in range(reserved_slabs)]  # those ever touched; the rest is free
         self._holes: list[int] = []  # free slabs among them, a min-heap
+        self._free_slabs = self.slab_count - reserved_slabs
         self._pools = {key: _Pool(key, self.plan, self._capacity(key)) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = _Holders({owner: _Holder(self._pools[key]) for owner, key in owners.items()})
@@ -279,34 +280,32 @@ class KVSlabManager:
         pool.slab_blocks -= slab.free_bits.bit_length()
         slab.pool = None
         slab.free_bits = 0
+        self._free_slabs += 1
         heappush(self._holes, slab.id)
         if self._grid_pools:
             self._shift_unformatted(slab.id, 1)
 
     def _lowest_free(self) -> int:
         """The lowest free slab, which is then taken. There must be one."""
+        self._free_slabs -= 1
         if self._holes:
             return heappop(self._holes)
         slab_id = len(self._slabs)
         self._slabs.append(_Slab(slab_id))
         return slab_id
 
-    def _free_count(self) -> int:
-        return len(self._holes) + self.slab_count - len(self._slabs)
-
     @property
     def free_slabs(self) -> int:
         """Slabs that are formatted for nobody."""
-        return self._free_count()
+        return self._free_slabs
 
     def _take_lowest_slabs(self, holder: _Holder, blocks: int) -> list[int]:
         """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
-        holes, held = self._holes, holder.held
-        ids = []
-        for _ in range(blocks):
-            slab_id = heappop(holes) if holes else self._lowest_free()
-            held[slab_id] = 1
-            ids.append(slab_id)
+        holes = min(blocks, len(self._holes))
+        ids = [heappop(self._holes) for _ in range(holes)]
+        self._free_slabs -= holes
+        ids += [self._lowest_free() for _ in range(blocks - holes)]
+        holder.held.update(dict.fromkeys(ids, 1))
         self._count_slabs(holder, ids, 1)
         return ids
 
@@ -319,6 +318,7 @@ class KVSlabManager:
         for slab_id in block_ids:
             del held[slab_id]
             heappush(holes, slab_id)
+        self._free_slabs += len(block_ids)
         self._count_slabs(holder, block_ids, -1)
         return True
 
@@ -349,9 +349,9 @@ class KVSlabManager:
         per_slab = pool.blocks_per_slab
         full = (1 << per_slab) - 1
         count = blocks // per_slab
-        slabs, holes = self._slabs, self._holes
+        slabs = self._slabs
         for _ in range(count):
-            slab_id = heappop(holes) if holes else self._lowest_free()
+            slab_id = self._lowest_free()
             slab = slabs[slab_id]
             slab.pool, slab.used = pool, per_slab
             held[slab_id] = full
@@ -369,7 +369,7 @@ class KVSlabManager:
 
     def _available_blocks(self, pool: _Pool) -> int:
         per_slab = pool.blocks_per_slab
-        unformatted = self._free_count() * per_slab if per_slab else pool.unformatted_blocks
+        unformatted = self._free_slabs * per_slab if per_slab else pool.unformatted_blocks
         return pool.slab_blocks - pool.used_blocks + unformatted
 
     def free_blocks(self, owner: int) -> int:
@@ -388,7 +388,7 @@ class KVSlabManager:
     def fits(self, demands: Mapping[int, int]) -> bool:
         """Whether all these blocks (owner to number) would be granted in whatever order; owners not registered here are
         ignored. Exact for aligned keys; for grid keys, whose slabs differ by a block, on the safe side."""
-        if sum(demands.values()) <= self._free_count():
+        if sum(demands.values()) <= self._free_slabs:
             return True  # even if every block takes a slab of its own
         needed: dict[int, int] = {}
         for owner, blocks in demands.items():
@@ -401,7 +401,7 @@ class KVSlabManager:
             beyond = blocks - (pool.slab_blocks - pool.used_blocks)
             if beyond > 0:
                 slabs += -(-beyond // (pool.blocks_per_slab or self.plan.slab_bytes // key - 1))
-        return slabs <= self._free_count()
+        return slabs <= self._free_slabs
 
     def stranded_by_key(self) -> dict[int, int]:
         """Bytes of free blocks in PARTIAL slabs, by block size: only owners of that block size can take them."""
@@ -417,7 +417,7 @@ class KVSlabManager:
             total_bytes=self._total_bytes,
             used_bytes=used,
             stranded_bytes=sum(self.stranded_by_key().values()),
-            free_bytes=self._free_count() * slab_bytes,
+            free_bytes=self._free_slabs * slab_bytes,
             lost_bytes=self._total_bytes % slab_bytes + self._reserved * slab_bytes + remainders,
         )
 
@@ -455,6 +455,7 @@ class KVSlabManager:
         free = [slab.id for slab in self._slabs if slab.pool is None and slab.id >= self._reserved]
         assert sorted(self._holes) == free, "the free list is not the unformatted slabs"
         free += range(len(self._slabs), self.slab_count)
+        assert self._free_slabs == len(free), "the free slabs are miscounted"
         for slab in self._slabs:
             self._check_slab(slab)
         for pool in self._pools.values():
