@@ -1,11 +1,12 @@
 """What each assumed number is worth: moves it by 20 % and prints the change of the SLO attainment of Fig. 10.
 
-    python benchmarks/sensitivity.py [--quick] [--only TEXT] [--jobs N] [--json]
+    python benchmarks/sensitivity.py [--quick] [--seeds N] [--only TEXT] [--jobs N] [--json]
 
 One line an assumption of ``docs/fidelity.md`` that is a number and acts on ``experiments/fig10.yaml``: change in points of
 TTFT attainment of FineServe, Prism* and Static* when it is 20 % smaller / 20 % larger, at SLO scale 20 and rate scale 8,
 under loads A and B. All runs see the same requests (common random numbers), so a change is the assumption's own; the base
-SLOs are computed anew each time, as they depend on the assumption too. ``--quick`` takes the file's short version.
+SLOs are computed anew each time, as they depend on the assumption too. ``--quick`` takes the file's short version. The first
+line tells the command, the seeds and the requests of a run, as ``docs/fidelity.md`` states them.
 
 Catalog numbers (kernel rates, launches, host times, driver independent) are changed in the catalog of a fresh process;
 engine settings and policy options by the keys of the experiment file.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import Quantity
@@ -79,11 +83,11 @@ def _shares(factor: float) -> Sequence[tuple[str, str]]:
 
     plain = StepModel.shares
 
-    def scaled(step: StepModel, *batch: float) -> tuple[float, float]:
-        compute, memory = plain(step, *batch)  # type: ignore[arg-type]
+    def scaled(step: StepModel, *batch: Any) -> tuple[float, float]:
+        compute, memory = plain(step, *batch)
         return compute * factor, memory * factor
 
-    StepModel.shares = scaled  # type: ignore[assignment]
+    mock.patch.object(StepModel, "shares", scaled).start()  # ends with the process
     return ()
 
 
@@ -171,6 +175,14 @@ def _change(moved: Attainment, base: Attainment, cell: str) -> str:
     return f"{moved[cell] - base[cell]:+.1f}" if moved else "-"
 
 
+def conditions(arguments: Sequence[str], quick: bool, seeds: int | None) -> str:
+    """The command, and what it simulates."""
+    file = load_experiment(FIG10, POINT, quick, seeds).file
+    command = shlex.join(["python", "benchmarks/sensitivity.py", *arguments])
+    numbers = f"{file.workload.warmup_requests} + {file.workload.requests} requests a run"
+    return f"{command}: seeds {', '.join(map(str, range(file.seeds)))}; {numbers}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the file's short version")
@@ -180,12 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON: points of attainment")
     args = parser.parse_args(arguments)
     rows = changes(args.only, args.quick, args.seeds, args.jobs)
+    said = conditions(sys.argv[1:] if arguments is None else arguments, args.quick, args.seeds)
     if args.json:
-        print(json.dumps([{"assumption": name, "base": base, "moved": moved} for name, base, moved in rows], indent=1))
+        found = [{"assumption": name, "base": base, "moved": moved} for name, base, moved in rows]
+        print(json.dumps({"conditions": said, "changes": found}, indent=1))
         return 0
+    print(said, flush=True)
     for name, base, moved in rows:
-        found = (f"{cell} {'/'.join(_change(run, base, cell) for run in moved)}" for cell in base)
-        print(f"{name:44} {', '.join(found)}", flush=True)
+        cells = (f"{cell} {'/'.join(_change(run, base, cell) for run in moved)}" for cell in base)
+        print(f"{name:44} {', '.join(cells)}", flush=True)
     return 0
 
 

@@ -61,7 +61,7 @@ def _decode(thinned: Grid, whole: Grid, variant: str) -> Floats:
             raise ValueError(f"heads {q}/{kv} left the thinned table")
         table = DecodeTable(thinned, match)
         for column, batch in enumerate(whole.axes["batch"].tolist()):
-            result[row, column] = table.curve(batch, 1.0).at_each(batch * context)
+            result[row, column] = table.curve(batch, 1, 1.0).at_each(batch * context)
     return result
 
 
@@ -72,7 +72,7 @@ def _prefill(thinned: Grid, whole: Grid, variant: str) -> Floats:
         match = match_heads(thinned, q, kv)
         if match is None:
             raise ValueError(f"heads {q}/{kv} left the thinned table")
-        table = PrefillTable(thinned, match, 1.0)
+        table = PrefillTable(thinned, match, 1, 1.0)
         for column, batch in enumerate(whole.axes["batch"].tolist()):
             prompts = [(batch * tokens, batch * tokens * (tokens + 1) / 2) for tokens in length]
             result[row, column] = [table.floor_s + table.beyond_floor_s(*prompt) for prompt in prompts]

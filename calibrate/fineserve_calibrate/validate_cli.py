@@ -31,6 +31,8 @@ from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.tables import shipped
 
 PIPE_WIDTH = 200
+MOST_PARTS = 3
+"""Parts of a set (scenarios, GPUs) whose sensitivities are printed one by one."""
 
 
 class Latency(StrEnum):
@@ -129,22 +131,33 @@ def _notes(measured: MeasuredSet) -> list[str]:
     if measured.kind != "prediction":
         notes.append(f"{measured.kind}: what it alone records is taken from rows that are not reported")
     if measured.shares_prefixes:
-        notes.append("prompts share prefixes: an engine with a prefix cache skips part of their prefill")
+        notes.append("prompts share prefixes, which the engines' caches keep in the simulation, too")
     for (backend, model, reason), n in sorted(measured.unsupported.items()):
         notes.append(f"unsupported: {n} rows, {backend} {model}: {reason}")
     return notes
 
 
 def _moves(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
-    """Median absolute errors over all rows that were tried, as assumed and read otherwise."""
-    parts = []
+    """Median absolute errors as assumed and read otherwise: of each part of a set that has few, else over all rows tried."""
+    parts = list(dict.fromkeys(one.case.label.set for one in before))
+    if not 1 < len(parts) <= MOST_PARTS:
+        return _moved(before, after)
+    found = []
+    for part in parts:
+        mine = ([one for one in side if one.case.label.set == part] for side in (before, after))
+        found.append(f"{part.rsplit(', ', 1)[-1]}: {_moved(*mine)}")
+    return "; ".join(found)
+
+
+def _moved(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
+    changes = []
     for column, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
         medians = []
         for found in (before, after):
-            errors = [relative(getattr(one, column), getattr(one.case, column)) for one in found]
-            medians.append(float(np.median(np.abs(np.concatenate(errors)))))
-        parts.append(f"{name} {medians[0]:.1%} -> {medians[1]:.1%}")
-    return ", ".join(parts)
+            errors = np.concatenate([relative(getattr(one, column), getattr(one.case, column)) for one in found])
+            medians.append(float(np.median(np.abs(errors))) if len(errors) else np.nan)
+        changes.append(f"{name} {medians[0]:.1%} -> {medians[1]:.1%}")
+    return ", ".join(changes)
 
 
 def _percent(value: float | None) -> str:

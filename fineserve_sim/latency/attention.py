@@ -90,13 +90,13 @@ class RooflineAttention:
 class TableAttention(RooflineAttention):
     """Attention by tables, and by roofline where one is missing.
 
-    Decodes take ``decode_scale`` times the table's seconds of a layer. ``inside`` tells where interpolated seconds come
-    from: measured, or roofline on another GPU than the tables'.
+    Beyond a launch, decodes take ``decode_slowdown`` times the table's seconds. ``inside`` tells where interpolated seconds
+    come from: measured, or roofline on another GPU than the tables'.
     """
 
     decode_table: DecodeTable | None
     prefill_table: PrefillTable | None
-    decode_scale: float
+    decode_slowdown: float
     inside: int
 
     @cached_property
@@ -104,7 +104,9 @@ class TableAttention(RooflineAttention):
         return self.prefill_table.floor_s if self.prefill_table else super().floor_s
 
     def decode(self, decodes: int) -> PiecewiseLinear:
-        return self.decode_table.curve(decodes, self.decode_scale) if self.decode_table else super().decode(decodes)
+        if self.decode_table is None:
+            return super().decode(decodes)
+        return self.decode_table.curve(decodes, self.layers, self.decode_slowdown)
 
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         if self.prefill_table is None:

@@ -58,7 +58,8 @@ class _Counts:
 def _sum(costs: dict[str, Cost], what: str) -> Floats:
     """Over operators, one after the other."""
     first, *others = (getattr(cost, what) for cost in costs.values())
-    return sum(others, first)  # type: ignore[no-any-return]
+    total: Floats = sum(others, first)
+    return total
 
 
 class StepModel:

@@ -161,8 +161,8 @@ class TableOperators(Operators):
         return TableAttention(
             *self._attention_work,
             decode_table=DecodeTable(*decode) if decode else None,
-            prefill_table=PrefillTable(*prefill, self.model.layers * compute) if prefill else None,
-            decode_scale=self.model.layers * memory,
+            prefill_table=PrefillTable(*prefill, self.model.layers, compute) if prefill else None,
+            decode_slowdown=memory,
             inside=self._inside,
         )
 

@@ -250,6 +250,17 @@ def test_times_in_milliseconds_are_reported(tmp_path: Path) -> None:
     assert "look like milliseconds" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
+def test_alternatives_are_compared_at_the_points_that_both_have(tmp_path: Path) -> None:
+    """Hand-worked: every row takes a millisecond, and Machete fails at 16 rows."""
+    points = grid("int4_gemm", kernel=["machete", "marlin"], m=[1, 16], n=[4096], k=[4096])
+    part = Part("int4-kernels", "int4_gemm", points, QUICK, 60.0, 1.0)
+    session(device(fail=fails_at(kernel="machete", m=16)), tmp_path).measure([part])
+    conclude(tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "* int4_gemm: marlin takes 1.00 times as long as machete" in text
+    assert "| int4_gemm | simulated | 3 |" in text
+
+
 def test_nothing_measured_still_gives_a_report(tmp_path: Path) -> None:
     session(device(fail=fails_at()), tmp_path).measure([GEMM])
     conclude(tmp_path)

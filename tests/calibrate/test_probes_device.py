@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fineserve_calibrate import cli
-from fineserve_calibrate.probes import devices, libcuda, mps
+from fineserve_calibrate.probes import devices, libcuda, mps, streams
 from fineserve_calibrate.probes.backend import ProbeError, Unavailable
 from fineserve_calibrate.probes.conclusion import conclude
 from fineserve_calibrate.probes.engine_points import side_by_side
@@ -481,6 +482,46 @@ def test_kernels_are_timed_in_a_graph_and_else_between_events(graphs: bool, name
     assert ran[1] == ran[2] > 0  # the buffers take turns
     prepared.close()
     assert sum(graph.resets for graph in made) == graphs
+
+
+@pytest.mark.parametrize(("neighbour", "outlasts"), [("none", True), ("memory", True), ("compute", False)])
+def test_a_product_is_timed_while_its_neighbour_runs(neighbour: str, outlasts: bool) -> None:
+    """Replays take turns on this clock, so a product takes its own time; a neighbour that ended first is no neighbour."""
+    clock, streams_used = [0.0], []
+    device, made = cuda_device(clock, graphs=True)
+
+    class Event(FakeEvent):
+        def __init__(self) -> None:
+            super().__init__(clock)
+
+        def record(self, stream: object = None) -> None:
+            super().record()
+
+        def synchronize(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return not outlasts
+
+    def stream(given: object) -> nullcontext[None]:
+        streams_used.append(given)
+        return nullcontext()
+
+    def mm(x: object, weight: object, out: object) -> None:
+        clock[0] += 1e-3
+
+    device.torch.mm, device.torch.empty, device.name = mm, lambda *size, **rest: None, "cuda"
+    device.random = lambda *size, dtype=None: SimpleNamespace(dtype="bfloat16")  # type: ignore[method-assign]
+    cuda = device.torch.cuda
+    cuda.Event, cuda.Stream, cuda.stream = lambda enable_timing: Event(), object, stream
+    prepared = streams.streams(device, {"kernel": "compute", "neighbour": neighbour})
+    if outlasts:
+        assert prepared.sample(2) == pytest.approx([1e-3] * 2)
+    else:
+        with pytest.raises(Unavailable, match="the neighbour ended first"):
+            prepared.sample(1)
+    assert len(made) == (1 if neighbour == "none" else 2)
+    assert len(streams_used) == (0 if neighbour == "none" else 2 if outlasts else 1)
 
 
 def test_buffers_outsize_the_cache_twice_but_not_the_memory() -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fineserve_calibrate.probes import attention
 from fineserve_calibrate.probes.backend import Unavailable
 from fineserve_calibrate.probes.models import ONE_LAYER, TINY
 from fineserve_calibrate.probes.operators import PREPARE
-from fineserve_calibrate.probes.plan import CPU_QUICK, grid, plan
+from fineserve_calibrate.probes.plan import CPU_QUICK, LAYOUTS, grid, plan
 from fineserve_calibrate.probes.schema import KEYS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -129,30 +130,11 @@ def test_a_real_engine_runs_the_steps_that_are_asked_for(device: TorchDevice) ->
     assert all(0.5 < value < 300 for value in starts.values())
 
 
-CUDA_CALLS: dict[str, tuple[str, ...]] = {
-    "vllm._custom_ops:cutlass_scaled_mm": ("a", "b", "scale_a", "scale_b", "out_dtype"),
-    "vllm._custom_ops:machete_prepack_B": ("b_q_weight", "a_type", "b_type", "group_scales_type"),
-    "vllm._custom_ops:machete_mm": ("a", "b_q", "b_type", "b_group_scales", "b_group_zeros", "b_group_size"),
-    "vllm._custom_ops:gptq_marlin_repack": ("b_q_weight", "size_k", "size_n", "num_bits"),
-    "vllm.model_executor.layers.quantization.utils.marlin_utils:apply_gptq_marlin_linear": (
-        *("input", "weight", "weight_scale", "weight_zp", "workspace", "wtype"),
-        *("output_size_per_partition", "input_size_per_partition"),
-    ),
-    "vllm.model_executor.layers.quantization.utils.marlin_utils:marlin_permute_scales": (
-        *("s", "size_k", "size_n", "group_size"),
-    ),
-    "vllm_flash_attn/flash_attn_interface.py:flash_attn_varlen_func": (
-        *("q", "k", "v", "out", "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "causal", "block_table"),
-        *("fa_version", "q_descale", "k_descale", "v_descale"),
-    ),
-}
-"""What the kernels of a GPU are called with; without a GPU their signatures are all that can be checked."""
+# --- the calls of a GPU's kernels, against the signatures of the vLLM that is installed ------------------------------
 
 
-def _loaded(module: str) -> ModuleType:
-    """A module by its name, or by its file where its package imports on a GPU alone."""
-    if not module.endswith(".py"):
-        return importlib.import_module(module)
+def _by_file(module: str) -> ModuleType:
+    """A module of vLLM whose package imports on a GPU alone."""
     package = importlib.util.find_spec("vllm")
     assert package is not None and package.origin is not None
     spec = importlib.util.spec_from_file_location("by_file", Path(package.origin).parent / module)
@@ -162,14 +144,139 @@ def _loaded(module: str) -> ModuleType:
     return loaded
 
 
-@pytest.mark.skipif(not VLLM, reason="vllm is not installed")
-@pytest.mark.parametrize("name", CUDA_CALLS, ids=lambda name: name.split(":")[1])
-def test_vllm_takes_what_cuda_kernels_are_called_with(name: str) -> None:
-    module, function = name.split(":")
-    parameters = inspect.signature(getattr(_loaded(module), function)).parameters
-    assert set(CUDA_CALLS[name]) <= set(parameters)
-    required = {key for key, value in parameters.items() if value.default is inspect.Parameter.empty}
-    assert required <= set(CUDA_CALLS[name])
+class Calls:
+    """Functions that only check whether the real ones would take their arguments, and note them."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, dict[str, Any]]] = []
+
+    def instead_of(self, real: Callable[..., Any], answer: object = None) -> Callable[..., Any]:
+        signature = inspect.signature(real)
+
+        def call(*arguments: Any, **named: Any) -> object:
+            self.made.append((real.__name__, dict(signature.bind(*arguments, **named).arguments)))
+            return answer
+
+        return call
+
+    def of(self, name: str) -> dict[str, Any]:
+        return next(arguments for function, arguments in self.made if function == name)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """vLLM's attention package as a GPU has it, without its kernels."""
+    found, real = Calls(), _by_file("vllm_flash_attn/flash_attn_interface.py")
+    plan = torch.zeros(1)
+    package = ModuleType("vllm.vllm_flash_attn")
+    package.flash_attn_varlen_func = found.instead_of(real.flash_attn_varlen_func)  # type: ignore[attr-defined]
+    package.get_scheduler_metadata = found.instead_of(real.get_scheduler_metadata, plan)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", package)
+    return found
+
+
+@pytest.fixture
+def hopper(calls: Calls) -> TorchDevice:
+    """A Hopper GPU whose tensors lie on the CPU, with vLLM's operators checked and not run."""
+    from vllm import _custom_ops as real
+
+    used = ("cutlass_scaled_mm", "machete_prepack_B", "machete_mm", "gptq_marlin_repack", "rms_norm")
+    used += ("fused_add_rms_norm", "rotary_embedding")
+    gpu = TorchDevice.__new__(TorchDevice)
+    gpu.torch, gpu.on_cpu, gpu.name, gpu.capability, gpu.cache_bytes = torch, False, "cpu", (9, 0), 1
+    gpu.ops = SimpleNamespace(**{name: calls.instead_of(getattr(real, name), torch.zeros(8)) for name in used})
+    gpu._random = torch.Generator()
+    return gpu
+
+
+needs_vllm = pytest.mark.skipif(not VLLM, reason="vllm is not installed")
+
+
+@needs_vllm
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("version", [2, 3])
+def test_attention_is_called_as_vllms_backend_calls_it(
+    hopper: TorchDevice, calls: Calls, kv_dtype: str, version: int
+) -> None:
+    shape = attention.Shape(batch=3, new=5, keys=40, q_heads=8, kv_heads=2, head_dim=64, kv_dtype=kv_dtype)
+    (call,) = attention._flash(hopper, shape, version)
+    call()
+    given = calls.of("flash_attn_varlen_func")
+    assert given["k"].shape == given["v"].shape == (9, 16, 2, 64)  # 3 sequences of 3 blocks
+    assert given["q"].shape == given["out"].shape == (15, 8, 64)
+    assert given["block_table"].shape == (3, 3) and given["block_table"].dtype == torch.int32
+    assert given["cu_seqlens_q"].tolist() == [0, 5, 10, 15] and given["seqused_k"].tolist() == [40, 40, 40]
+    assert sorted(given["block_table"].flatten().tolist()) == list(range(9))
+    assert (given["k_descale"] is not None) == (kv_dtype == "fp8")
+    planned = "get_scheduler_metadata" in {name for name, _ in calls.made}
+    assert planned == (version == 3) == (given["scheduler_metadata"] is not None)
+
+
+@needs_vllm
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kv_layouts_are_vllms(hopper: TorchDevice, layout: str) -> None:
+    """The strides of a layer's keys are those of vLLM's own view of a cache in this layout."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    shape = attention.Shape(batch=1, new=1, keys=64, q_heads=8, kv_heads=2, head_dim=64, kv_dtype="bfloat16")
+    layers = attention.cache_layers(hopper, layout, 3, 4, shape)
+    logical = (3, 4, 2, 16, 128)  # layers, blocks, heads, tokens, keys and values of a token
+    order = KVCacheLayout[layout].stride_order
+    physical = torch.empty([logical[axis] for axis in order]).permute([order.index(axis) for axis in range(5)])
+    assert physical.shape == logical
+    expected = physical[0].transpose(1, 2)[..., :64]
+    for keys, values in layers:
+        assert keys.shape == values.shape == (4, 16, 2, 64)
+        assert keys.stride() == values.stride() == expected.stride()
+    assert len({keys.data_ptr() for keys, _ in layers}) == 3
+
+
+@needs_vllm
+@pytest.mark.parametrize("operator", ["gemm", "elementwise", "int4_gemm"])
+def test_products_and_small_kernels_are_called_with_what_they_take(
+    hopper: TorchDevice, calls: Calls, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel of the plan but torch's own, on a small shape."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    for name in ("marlin_make_workspace_new", "apply_gptq_marlin_linear"):
+        monkeypatch.setattr(marlin_utils, name, calls.instead_of(getattr(marlin_utils, name)))
+    monkeypatch.setattr(hopper, "timed", lambda made, name: [call() for call in made] and name, raising=False)
+    monkeypatch.setattr(torch.ops._C, "silu_and_mul", lambda out, x: None, raising=False)
+    small = {"m": 4, "n": 256, "k": 256, "tokens": 4, "width": 1280}
+    points = {
+        tuple((small | dict(point) | small)[name] for name in KEYS[operator])
+        for part in plan(False, False, TINY.name)
+        if part.operator == operator
+        for point in part.points
+    }
+    for values in sorted(points):
+        PREPARE[operator](hopper, dict(zip(KEYS[operator], values, strict=True)))
+    wanted = {
+        "gemm": {"cutlass_scaled_mm", "machete_prepack_B", "machete_mm"},
+        "elementwise": {"rms_norm", "fused_add_rms_norm", "rotary_embedding"},
+        "int4_gemm": {"machete_mm", "gptq_marlin_repack", "marlin_make_workspace_new", "apply_gptq_marlin_linear"},
+    }
+    assert wanted[operator] <= {name for name, _ in calls.made}
+
+
+@needs_vllm
+def test_vllm_chooses_its_flash_attention_by_this_function() -> None:
+    from vllm.v1.attention.backends import fa_utils
+
+    assert not [
+        parameter
+        for parameter in inspect.signature(fa_utils.get_flash_attn_version).parameters.values()
+        if parameter.default is inspect.Parameter.empty
+    ]
+
+
+@needs_vllm
+def test_operators_of_torch_ops_that_probes_name_are_in_vllms_sources() -> None:
+    """``silu_and_mul`` has no Python wrapper: vLLM's own layers call it as the probe does."""
+    from vllm.model_executor.layers import activation
+
+    assert "torch.ops._C.silu_and_mul" in inspect.getsource(activation)
 
 
 @pytest.mark.skipif(not VLLM, reason="vllm is not installed")

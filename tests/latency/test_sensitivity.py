@@ -44,5 +44,11 @@ def test_a_number_that_cannot_be_is_shown_as_a_dash() -> None:
     assert sensitivity._change({"A x": 1.5}, {"A x": 1.0}, "A x") == "+0.5"
 
 
+def test_the_output_says_how_it_was_made() -> None:
+    said = sensitivity.conditions(["--quick", "--only", "host time"], quick=True, seeds=2)
+    assert said.startswith("python benchmarks/sensitivity.py --quick --only 'host time': seeds 0, 1; ")
+    assert said.endswith("50 + 300 requests a run")
+
+
 def _index(name: str) -> int:
     return [assumption.name for assumption in sensitivity.ASSUMPTIONS].index(name)

@@ -15,6 +15,7 @@ from fineserve_sim.latency.tables import (
     DecodeTable,
     GemmTable,
     Grid,
+    HeadMatch,
     PiecewiseLinear,
     PrefillTable,
     TableError,
@@ -109,16 +110,35 @@ def test_decode_attention_is_linear_in_context_and_saturates_in_batch() -> None:
     assert match is not None and match.exact
     table = DecodeTable(grid, match)
     for batch, context in ((1, 700), (4, 1024), (32, 200)):
-        assert table.curve(batch, 1.0).at(batch * context) == pytest.approx(1e-5 + batch * context * 1e-9, rel=1e-9)
+        assert table.curve(batch, 1, 1.0).at(batch * context) == pytest.approx(1e-5 + batch * context * 1e-9, rel=1e-9)
     assert table.covers(32, 256) and not table.covers(32, 257) and not table.covers(33, 2)
-    assert table.curve(32, 1.0).at(32 * 1024) == pytest.approx(4 * (1e-5 + 8192e-9), rel=1e-9)  # twice half the batch
+    assert table.curve(32, 1, 1.0).at(32 * 1024) == pytest.approx(
+        4 * (1e-5 + 8192e-9), rel=1e-9
+    )  # twice half the batch
+
+
+def test_a_launch_takes_as_long_on_any_gpu() -> None:
+    """A GPU of a quarter of the bandwidth: four times the measured seconds but for the smallest row, which is a launch."""
+    grid = attention_grid("context", 1e-9)
+    match = match_heads(grid, 32, 8)
+    assert match is not None
+    launch_s = float(np.nanmin(match.latency_s))
+    decode, layers = DecodeTable(grid, match), 3
+    for batch, context in ((1, 2), (4, 1024)):
+        here_s = decode.curve(batch, layers, 1.0).at(batch * context)
+        there_s = decode.curve(batch, layers, 4.0).at(batch * context)
+        assert there_s == pytest.approx(layers * launch_s + 4 * (here_s - layers * launch_s), rel=1e-9)
+    squares = attention_grid("new_tokens", 1e-12)
+    slow, same = (PrefillTable(squares, HeadMatch(squares.latency_s[1], 1, True), 3, by) for by in (4.0, 1.0))
+    assert slow.floor_s == pytest.approx(same.floor_s)
+    assert slow.beyond_floor_s(512, 512 * 513 / 2) == pytest.approx(4 * same.beyond_floor_s(512, 512 * 513 / 2))
 
 
 def test_heads_that_were_not_measured_are_a_larger_batch_of_fewer() -> None:
     grid = attention_grid("context", 1e-9)
     match = match_heads(grid, 32, 32)
     assert match is not None and match.batch_factor == 4 and not match.exact
-    assert DecodeTable(grid, match).curve(2, 1.0).at(2 * 512) == pytest.approx(1e-5 + 8 * 512e-9, rel=1e-9)
+    assert DecodeTable(grid, match).curve(2, 1, 1.0).at(2 * 512) == pytest.approx(1e-5 + 8 * 512e-9, rel=1e-9)
     assert match_heads(grid, 7, 1) is None
 
 
@@ -126,7 +146,7 @@ def test_prefill_attention_between_measured_lengths_and_batches() -> None:
     grid = attention_grid("new_tokens", 1e-12)
     match = match_heads(grid, 32, 8)
     assert match is not None
-    table = PrefillTable(grid, match, 2.0)
+    table = PrefillTable(grid, match, 2, 1.0)
     for batch, length in ((1, 300), (3, 600), (8, 1024), (5, 70)):
         expected = 2 * (1e-5 + batch * length * (length + 1024) * 1e-12)
         got = table.floor_s + table.beyond_floor_s(batch * length, batch * length * (length + 1) / 2)

@@ -106,7 +106,7 @@ def second_chunk_is_slower(evidence: Evidence) -> Verdict:
     match = match_heads(grid, 40, 8) or match_heads(grid, 32, 8)
     if match is None:
         return undecided("prefill attention of 32 or 40 query heads over 8")
-    table = PrefillTable(grid, match, 1.0)
+    table = PrefillTable(grid, match, 1, 1.0)
 
     def attend_s(tokens: int) -> float:
         return table.floor_s + table.beyond_floor_s(tokens, tokens * (tokens + 1) / 2)

@@ -1,6 +1,9 @@
 """Paged attention of one layer: vLLM's FlashAttention or CPU kernel, else torch's attention over contiguous keys.
 
-The blocks of a sequence lie anywhere in the cache, as they do in an engine that has served a while.
+The blocks of a sequence lie anywhere in the cache, as they do in an engine that has served a while. On a GPU the cache, its
+layouts and the call are those of vLLM's FlashAttention backend (0.32): keys and values share a row, axes are layers L,
+blocks B, KV heads H, tokens of a block N and that row C, a layout is their order in memory, and what FlashAttention 3 plans
+for a batch is planned once, not in every layer.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import Call, TorchDevice
 
 CUDA_BLOCK, CPU_BLOCK = 16, 32
-HOPPER = (9, 0)
+LAYOUT = "LBNHC"
+"""vLLM's own choice where nothing asks for another."""
+LAYERS = 32  # of a cache whose layouts are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +57,71 @@ def _pages(device: TorchDevice, shape: Shape, block: int) -> tuple[int, Any, Any
     return total, table, starts, keys
 
 
-def _flash(device: TorchDevice, shape: Shape, version: int) -> Call:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+def cache_layers(device: TorchDevice, layout: str, layers: int, blocks: int, shape: Shape) -> list[tuple[Any, Any]]:
+    """Keys and values of each layer, shape (blocks, tokens, KV heads, head dimension), as views of one cache."""
+    sizes = {"L": layers, "B": blocks, "H": shape.kv_heads, "N": CUDA_BLOCK, "C": 2 * shape.head_dim}
+    dtype = device.torch.float8_e4m3fn if shape.kv_dtype == "fp8" else device.torch.bfloat16
+    cache = device.random(*(sizes[axis] for axis in layout), dtype=dtype)
+    ordered = cache.permute([layout.index(axis) for axis in "LBNHC"])
+    return [tuple(layer.split(shape.head_dim, dim=-1)) for layer in ordered]
+
+
+def _flash_version() -> int:
+    """The FlashAttention that vLLM chooses on this GPU: 3 on Hopper, 4 on Blackwell, else 2."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version()
+    if version is None:
+        raise Unavailable("vLLM has no FlashAttention for this GPU")
+    return int(version)
+
+
+def _flash(device: TorchDevice, shape: Shape, version: int, layout: str = LAYOUT, layers: int = 1) -> list[Call]:
+    """A call for each layer of one batch."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     torch, eight = device.torch, shape.kv_dtype == "fp8"
-    dtype = torch.float8_e4m3fn if eight else torch.bfloat16
     total, table, starts, keys = _pages(device, shape, CUDA_BLOCK)
+    dtype = torch.float8_e4m3fn if eight else torch.bfloat16
     query = device.random(shape.batch * shape.new, shape.q_heads, shape.head_dim, dtype=dtype)
-    k, v = (device.random(total, CUDA_BLOCK, shape.kv_heads, shape.head_dim, dtype=dtype) for _ in range(2))
     out = torch.empty(query.shape, device=device.name, dtype=torch.bfloat16)
     scale = torch.ones(1, device=device.name).expand(shape.batch, shape.kv_heads) if eight else None
-    return lambda: flash_attn_varlen_func(
-        q=query,
-        k=k,
-        v=v,
-        out=out,
-        max_seqlen_q=shape.new,
-        cu_seqlens_q=starts,
-        max_seqlen_k=shape.keys,
-        seqused_k=keys,
-        causal=True,
-        block_table=table,
-        fa_version=version,
-        q_descale=scale,
-        k_descale=scale,
-        v_descale=scale,
-    )
+    plan = None
+    if version == 3:
+        plan = get_scheduler_metadata(
+            batch_size=shape.batch,
+            max_seqlen_q=shape.new,
+            max_seqlen_k=shape.keys,
+            num_heads_q=shape.q_heads,
+            num_heads_kv=shape.kv_heads,
+            headdim=shape.head_dim,
+            cache_seqlens=keys,
+            qkv_dtype=dtype,
+            cu_seqlens_q=starts,
+            page_size=CUDA_BLOCK,
+            causal=True,
+        )
+
+    def attend(k: Any, v: Any) -> Call:
+        return lambda: flash_attn_varlen_func(
+            q=query,
+            k=k,
+            v=v,
+            out=out,
+            max_seqlen_q=shape.new,
+            cu_seqlens_q=starts,
+            max_seqlen_k=shape.keys,
+            seqused_k=keys,
+            causal=True,
+            block_table=table,
+            scheduler_metadata=plan,
+            fa_version=version,
+            q_descale=scale,
+            k_descale=scale,
+            v_descale=scale,
+        )
+
+    return [attend(k, v) for k, v in cache_layers(device, layout, layers, total, shape)]
 
 
 def _cpu(device: TorchDevice, shape: Shape) -> Call:
@@ -143,10 +187,11 @@ def _prepare(device: TorchDevice, shape: Shape) -> Prepared:
         return device.timed([_torch(device, shape) for _ in range(buffers)], "torch attention, not paged")
     if device.on_cpu:
         return device.timed([_cpu(device, shape) for _ in range(buffers)], "vllm cpu attention")
-    version = 3 if device.capability == HOPPER else 2
+    version = _flash_version()
     if shape.kv_dtype == "fp8" and version == 2:
         raise Unavailable("FlashAttention 2 has no fp8 KV cache")
-    return device.timed([_flash(device, shape, version) for _ in range(buffers)], f"vllm FlashAttention {version}")
+    calls = [call for _ in range(buffers) for call in _flash(device, shape, version)]
+    return device.timed(calls, f"vllm FlashAttention {version}")
 
 
 def prefill(device: TorchDevice, point: Point) -> Prepared:
@@ -158,3 +203,12 @@ def prefill(device: TorchDevice, point: Point) -> Prepared:
 def decode(device: TorchDevice, point: Point) -> Prepared:
     """Attention of one new token a sequence over its context."""
     return _prepare(device, _shape(point, 1, int(point["context"])))
+
+
+def kv_layout(device: TorchDevice, point: Point) -> Prepared:
+    """Decode attention of one layer, taken over all layers of a cache in one layout after the other."""
+    if device.on_cpu or device.ops is None:
+        raise Unavailable("layouts are those of vLLM's caches on a GPU")
+    shape = _shape(point, 1, int(point["context"]))
+    calls = _flash(device, shape, _flash_version(), str(point["layout"]), LAYERS)
+    return device.timed(calls, f"vllm FlashAttention {_flash_version()}")

@@ -93,6 +93,18 @@ def _product(device: TorchDevice, dtype: str) -> Product:
     return (_machete, "vllm machete_mm") if device.capability == HOPPER else (_marlin, "vllm marlin_gemm")
 
 
+def int4_gemm(device: TorchDevice, point: Point) -> Prepared:
+    """x (m, k) times 4-bit weights (k, n), by the kernel that the point names."""
+    if device.on_cpu or device.ops is None:
+        raise Unavailable("Machete and Marlin are vLLM's kernels on a GPU")
+    if point["kernel"] == "machete" and device.capability != HOPPER:
+        raise Unavailable("Machete needs a Hopper GPU")
+    make = _machete if point["kernel"] == "machete" else _marlin
+    m, n, k = (int(point[axis]) for axis in "mnk")
+    buffers = device.buffers(n * k * WEIGHT_BYTES["int4_wo"] + 2 * m * (n + k))
+    return device.timed([make(device, m, n, k) for _ in range(buffers)], f"vllm {point['kernel']}")
+
+
 WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5}
 
 

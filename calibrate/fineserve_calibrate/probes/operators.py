@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from fineserve_calibrate.probes import attention, engine_points, kernels, transfers
+from fineserve_calibrate.probes import attention, engine_points, kernels, streams, transfers
 from fineserve_calibrate.probes.backend import Prepared
 from fineserve_calibrate.probes.schema import Point
 from fineserve_calibrate.probes.torch_device import TorchDevice
@@ -13,9 +13,12 @@ from fineserve_calibrate.probes.torch_device import TorchDevice
 PREPARE: Mapping[str, Callable[[TorchDevice, Point], Prepared]] = MappingProxyType(
     {
         "gemm": kernels.gemm,
+        "int4_gemm": kernels.int4_gemm,
         "elementwise": kernels.elementwise,
         "prefill_attention": attention.prefill,
         "decode_attention": attention.decode,
+        "kv_layout": attention.kv_layout,
+        "streams": streams.streams,
         "copy": transfers.copy,
         "weight_load": transfers.weight_load,
         "all_reduce": transfers.all_reduce,

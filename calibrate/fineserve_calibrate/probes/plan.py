@@ -12,6 +12,7 @@ from itertools import product
 
 from fineserve_calibrate.probes.runner import FULL, ONCE, QUICK, Effort, Part
 from fineserve_calibrate.probes.schema import KEYS, Point, Value
+from fineserve_calibrate.probes.streams import ROWS
 from fineserve_calibrate.probes.transfers import CALLS
 
 PART_LIMIT_S, ENGINE_LIMIT_S = 420.0, 270.0
@@ -19,6 +20,9 @@ PART_LIMIT_S, ENGINE_LIMIT_S = 420.0, 270.0
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 Axis = Sequence[Value]
 HEADS = ("q_heads", "kv_heads", "head_dim")
+LAYOUTS = ("LBNHC", "LBHNC", "BLHNC")
+"""vLLM's default, heads before tokens, and blocks outermost: a block of all layers is one piece, as a KV slab needs it."""
+LAYOUT_TOKENS = 2**17  # over 32 layers of an 8B model 16 GiB
 
 
 def grid(operator: str, keep: Callable[..., bool] = lambda **point: True, /, **axes: Axis) -> tuple[Point, ...]:
@@ -65,6 +69,10 @@ class Grids:
     """(dtype, mode) of the engines whose steps are timed."""
     pairs: tuple[tuple[str, str], ...]
     """dtypes of two engines on the device at once."""
+    int4: dict[str, Axis]
+    """m, n and k of the products that Machete and Marlin are compared on; empty where neither runs."""
+    layouts: dict[str, Axis]
+    """batch and context of the decodes that KV layouts are compared on; empty likewise."""
 
 
 _ACROSS = tuple(product(("host_to_device", "device_to_host"), ("pinned", "pageable")))
@@ -109,6 +117,8 @@ GPU_FULL = Grids(
         (_INT4, "eager"),
     ),
     pairs=((_BF16, _BF16), (_BF16, _FP8), (_FP8, _FP8), (_BF16, _INT4), (_INT4, _INT4), (_FP8, _INT4)),
+    int4={"m": (1, 8, 16, 32, 64, 128, 256, 1024, 4096), "n": (4096, 14336), "k": (4096, 14336)},
+    layouts={"batch": powers(1, 64, 4), "context": powers(128, 8192, 4)},
 )
 GPU_QUICK = Grids(
     gemm={"m": (1, 16, 64, 256, 1024, 4096), "n": (4096, 14336), "k": (4096, 14336)},
@@ -134,6 +144,8 @@ GPU_QUICK = Grids(
     context_tokens=20_000,
     engines=((_BF16, "eager"),),
     pairs=(),
+    int4={"m": (16, 256), "n": (4096,), "k": (4096,)},
+    layouts={"batch": (16,), "context": (2048,)},
 )
 CPU_FULL = Grids(
     gemm={"m": powers(1, 2048), "n": powers(256, 4096), "k": powers(256, 4096)},
@@ -159,6 +171,8 @@ CPU_FULL = Grids(
     context_tokens=70_000,
     engines=((_BF16, "eager"), (_INT4, "eager"), (_FP8, "eager")),
     pairs=((_BF16, _BF16), (_BF16, _INT4)),
+    int4={},
+    layouts={},
 )
 CPU_QUICK = Grids(
     gemm={"m": powers(1, 1024, 4), "n": powers(256, 1024), "k": powers(256, 1024)},
@@ -184,6 +198,8 @@ CPU_QUICK = Grids(
     context_tokens=20_000,
     engines=((_BF16, "eager"),),
     pairs=((_BF16, _BF16),),
+    int4={},
+    layouts={},
 )
 
 
@@ -261,6 +277,25 @@ class Planner:
         for operation, width in grids.widths.items():
             points += grid("elementwise", operation=[operation], dtype=[_BF16], tokens=grids.tokens, width=[width])
         yield self._part("elementwise", "elementwise", points, 5)
+        if not self.on_cpu:
+            yield from self._compared()
+
+    def _compared(self) -> Iterator[Part]:
+        """Kernels and layouts against each other, and kernels beside each other."""
+        grids, shape = self.grids, dict(zip(HEADS, ([value] for value in self.grids.heads[0]), strict=True))
+        int4 = grid("int4_gemm", kernel=["machete", "marlin"], **grids.int4)
+        yield self._part("int4-kernels", "int4_gemm", int4, 4)
+        layouts = grid(
+            "kv_layout",
+            lambda batch, context, **_: batch * context <= LAYOUT_TOKENS,
+            layout=LAYOUTS,
+            kv_dtype=[_BF16, _FP8],
+            **shape,
+            **grids.layouts,
+        )
+        yield self._part("kv-layouts", "kv_layout", layouts, 4)
+        neighbours = [*ROWS, "none"]
+        yield self._part("streams", "streams", grid("streams", kernel=[*ROWS], neighbour=neighbours), 3)
 
     def _attention(self, kv_dtype: str) -> Iterator[Part]:
         grids = self.grids

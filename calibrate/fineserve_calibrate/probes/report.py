@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from fineserve_calibrate.checks import check
 from fineserve_calibrate.probes.parts import Finished, Measured
 from fineserve_calibrate.probes.roofline import Floats, ideal_s, measured_spec
+from fineserve_calibrate.probes.schema import KEYS
 from fineserve_calibrate.tables import COLUMNS, Table
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
@@ -21,6 +22,8 @@ from fineserve_sim.latency.tables import TableError
 
 SERIES = ("dtype", "kv_dtype", "operation", "direction", "host_memory")
 """Columns whose values are drawn in colours of their own."""
+COMPARED = {"int4_gemm": ("kernel", "machete"), "kv_layout": ("layout", "LBNHC"), "streams": ("neighbour", "none")}
+"""Operators that exist to compare: the column, and the value that the others are held against."""
 PANELS_A_ROW = 3
 RESTLESS = 0.1
 """Median spread above which the report warns."""
@@ -35,7 +38,8 @@ def write_report(
     figures = _figures(folder / "figures", tables, spec)
     lines = [f"# Probes of {measured.identity.device}", "", *_conditions(tables), "", *_operators(tables, spec), ""]
     lines += [f"![Achieved against roofline](figures/{path.name})\n" for path in figures if path.suffix == ".png"]
-    lines += [*_steps(tables), *_checks(tables, data_sheet), *_missing(measured.parts), f"* Compact set: {note}", ""]
+    lines += [*_compared(tables), *_steps(tables), *_checks(tables, data_sheet), *_missing(measured.parts)]
+    lines += [f"* Compact set: {note}", ""]
     path = folder / "report.md"
     path.write_text("\n".join(lines), encoding="utf-8")
     return [path, *figures]
@@ -71,6 +75,25 @@ def _operators(tables: Sequence[Table], spec: GpuSpec | None) -> list[str]:
             share = f"{np.median(achieved):.1%} / {achieved.max():.1%}"
         spread = float(np.median(table.columns["spread"]))
         lines.append(f"| {table.operator} | {kinds} | {len(table)} | {spread:.1%} | {share} |")
+    return lines
+
+
+def _compared(tables: Sequence[Table]) -> list[str]:
+    """How much longer each alternative takes, in the median over points that both have."""
+    lines = []
+    for table in tables:
+        if table.operator not in COMPARED:
+            continue
+        column, base = COMPARED[table.operator]
+        rest = [name for name in KEYS[table.operator] if name != column]
+        seconds: dict[str, dict[tuple[str, ...], float]] = {}
+        for place, value in enumerate(table.columns[column]):
+            point = tuple(str(table.columns[name][place]) for name in rest)
+            seconds.setdefault(str(value), {})[point] = float(table.columns["latency_s"][place])
+        for value, mine in seconds.items():
+            ratios = [mine[point] / held for point, held in seconds.get(base, {}).items() if point in mine]
+            if value != base and ratios:
+                lines.append(f"* {table.operator}: {value} takes {np.median(ratios):.2f} times as long as {base}")
     return lines
 
 

@@ -9,6 +9,11 @@ operator           columns; ``latency_s`` is the time of ...
 ================== =========================================================================================
 elementwise        operation (rms_norm, add_rms_norm, rope, silu_and_mul, greedy, random), dtype, tokens, width
                    (elements a token reads): one call
+int4_gemm          kernel (machete, marlin), m, n, k: one product by 4-bit weights
+kv_layout          layout (of the KV cache: the order of its axes, see ``attention``), kv_dtype, q_heads, kv_heads,
+                   head_dim, batch, context: decode attention of one of 32 layers
+streams            kernel (compute, memory), neighbour (compute, memory, none): one product while the neighbour's run on
+                   another stream
 point_to_point     message_bytes: a copy from one GPU to another
 copy               direction (host_to_device, device_to_host, host_to_host), host_memory (pinned, pageable), bytes:
                    one copy
@@ -46,6 +51,9 @@ KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "prefill_attention": (*_HEADS, "new_tokens", "cached_tokens"),
         "decode_attention": (*_HEADS, "context"),
         "all_reduce": ("dtype", "gpus", "message_bytes"),
+        "int4_gemm": ("kernel", "m", "n", "k"),
+        "kv_layout": ("layout", *_HEADS[1:], "context"),
+        "streams": ("kernel", "neighbour"),
         "elementwise": ("operation", "dtype", "tokens", "width"),
         "point_to_point": ("message_bytes",),
         "copy": ("direction", "host_memory", "bytes"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from fineserve_calibrate.probes.backend import Backend, ProbeError
 from fineserve_calibrate.probes.parts import finished, write_part
@@ -35,11 +35,11 @@ class Session:
                 progress.update(task, description=part.name)
                 self._run(part, progress, task)
 
-    def _run(self, part: Part, progress: Progress, task: object) -> None:
+    def _run(self, part: Part, progress: Progress, task: TaskID) -> None:
         each_s = part.expected_s / max(1, len(part.points))
 
         def advance(points: int) -> None:
-            progress.advance(task, points * each_s)  # type: ignore[arg-type]
+            progress.advance(task, points * each_s)
 
         outcome = run_part(part, self.backend, advance)
         write_part(self.folder, part, self.backend.identity, self.effort, outcome)

@@ -197,7 +197,7 @@ class TorchDevice:
         short = time.perf_counter() - start < LONG_S
         repeated = list(calls) * (math.ceil(LEAST_CALLS / len(calls)) if short else 1)
         try:
-            graph = self._captured(repeated)
+            graph = self.captured(repeated)
         except RuntimeError:
             self.synchronize()
             return Prepared(self._events(_in_turn(repeated), len(repeated)), f"{implementation}, eager")
@@ -212,7 +212,8 @@ class TorchDevice:
 
         return Prepared(_wall_clock([finished]), implementation, *([close] if close else []))
 
-    def _captured(self, calls: Sequence[Call]) -> Any:
+    def captured(self, calls: Sequence[Call]) -> Any:
+        """A CUDA graph of these calls. Raises RuntimeError for what cannot be captured."""
         torch = self.torch
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -15,6 +15,10 @@ from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+PHASES = 8
+"""Whether a request comes early or late in a step decides up to a step of its TTFT, and steps known to a few percent do not
+tell after twenty of them."""
+
 
 class Label(NamedTuple):
     """What errors are grouped by."""
@@ -29,7 +33,8 @@ class Label(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Serving:
     """One engine setting. ``memory_utilization`` is the share of the GPU that one engine may take; ``front_end_s`` what a
-    request spends before the engine sees it."""
+    request spends before the engine sees it; ``steps_ahead`` the steps that are already scheduled when it comes, which it
+    waits for beside the running one."""
 
     model: ModelSpec
     precision: PrecisionSpec
@@ -40,6 +45,7 @@ class Serving:
     max_sequences: int
     memory_utilization: float = 0.9
     front_end_s: float = 0.0
+    steps_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,12 @@ class ClosedLoop:
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLoop:
     """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` of one model on GPUs of
-    their own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model."""
+    their own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model.
+
+    ``conversation``, shape (n,): of two prompts of one conversation, the shorter begins the longer, and the engines cache
+    prefixes. None: no prompts are known to begin alike. ``phases``: the runs whose mean predicts single requests, each with
+    requests delayed by a random part of a step; one run has them at their times.
+    """
 
     arrival_s: Floats
     model: Ints
@@ -82,6 +93,8 @@ class OpenLoop:
     replicas: int = 1
     shared_kv: bool = False
     each: bool = True
+    conversation: Ints | None = None
+    phases: int = PHASES
 
 
 Load = StaticBatch | ClosedLoop | OpenLoop

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from fineserve_traces import arrivals
 
 from fineserve_calibrate.validate.cases import Case, ClosedLoop, OpenLoop, StaticBatch
 from fineserve_sim.catalog import precision
 
 Change = Callable[[Case], Case]
+SEED = 20240711
 
 
 def with_budget(token_budget: int) -> Change:
@@ -59,6 +61,42 @@ def with_8bit_kv(case: Case) -> Case:
 def with_utilization(share: float) -> Change:
     """Another share of the GPU's memory."""
     return lambda case: replace(case, serving=replace(case.serving, memory_utilization=share))
+
+
+def with_steps_ahead(steps: int) -> Change:
+    """Another number of steps scheduled ahead."""
+    return lambda case: replace(case, serving=replace(case.serving, steps_ahead=steps))
+
+
+def with_replicas(replicas: int, utilization: float) -> Change:
+    """Another number of engines that share the requests, with another share of their GPUs' memory."""
+
+    def change(case: Case) -> Case:
+        if not isinstance(case.load, OpenLoop):
+            return case
+        return with_utilization(utilization)(replace(case, load=replace(case.load, replicas=replicas)))
+
+    return change
+
+
+def with_one_run(case: Case) -> Case:
+    """Requests come exactly when the record says."""
+    return replace(case, load=replace(case.load, phases=1)) if isinstance(case.load, OpenLoop) else case
+
+
+def with_poisson_arrivals(case: Case) -> Case:
+    """Arrivals of an open loop at random, at the same mean rate."""
+    if not isinstance(case.load, OpenLoop):
+        return case
+    times = case.load.arrival_s
+    rate_per_s = (len(times) - 1) / float(times[-1] - times[0])
+    drawn = arrivals.poisson(np.random.default_rng(SEED), rate_per_s, len(times))
+    return replace(case, load=replace(case.load, arrival_s=drawn))
+
+
+def without_prefix_cache(case: Case) -> Case:
+    """No prompt is found in a cache."""
+    return replace(case, load=replace(case.load, conversation=None)) if isinstance(case.load, OpenLoop) else case
 
 
 def with_cached_prefix(share: float) -> Change:

@@ -7,7 +7,7 @@ see it yet, as with a real client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,14 @@ from fineserve_sim.cluster.engine import Engine
 from fineserve_sim.cluster.kv import GpuMemory, engine_kv
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.sequence import Prefix
 from fineserve_sim.cluster.simulation import ARRIVAL
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fcfs import FcfsScheduler
 from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.policy.paged import PrivatePools
+from fineserve_sim.policy.prefix_pools import PrefixPools
 from fineserve_sim.policy.slab import KVSlabManager, plan_slabs
 
 
@@ -41,6 +43,10 @@ class Instance:
     step: StepModel
     kv_bytes: int
     block_bytes: int
+
+
+MakeMemory = Callable[[Mapping[int, Instance]], GpuMemory]
+"""The KV memory of the engines of one GPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +78,17 @@ class Times:
 
 
 class EngineRun:
-    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes."""
+    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes. With ``prefixes``,
+    one a request, engines have pools of their own that cache them."""
 
     def __init__(
-        self, instances: Sequence[Instance], requests: Requests, settings: EngineSettings, *, shared_kv: bool = False
+        self,
+        instances: Sequence[Instance],
+        requests: Requests,
+        settings: EngineSettings,
+        *,
+        shared_kv: bool = False,
+        prefixes: Sequence[Prefix] = (),
     ) -> None:
         n = len(requests.prompt_tokens)
         names = tuple(str(model) for model in sorted({instance.model for instance in instances}))
@@ -90,7 +103,9 @@ class EngineRun:
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
         self._clock, self._outcomes = Clock(), Outcomes(trace)
-        self._cluster = _connect(instances, settings, self._clock, self._outcomes, shared_kv)
+        memory = _shared if shared_kv else _caching if prefixes else _private
+        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory)
+        self._cluster.prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
         """Request i comes at ``arrival_s[i]``, non-decreasing."""
@@ -131,10 +146,13 @@ class EngineRun:
 
 
 def _connect(
-    instances: Sequence[Instance], settings: EngineSettings, clock: Clock, outcomes: Outcomes, shared_kv: bool
+    instances: Sequence[Instance], settings: EngineSettings, clock: Clock, outcomes: Outcomes, memory: MakeMemory
 ) -> Cluster:
     contention = Contention([(instance.gpu,) for instance in instances])
-    managers = {gpu: _manager(instances, gpu, shared_kv) for gpu in sorted({instance.gpu for instance in instances})}
+    managers = {
+        gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
+        for gpu in sorted({instance.gpu for instance in instances})
+    }
     kvs = [engine_kv(index, [managers[i.gpu]], settings.block_tokens) for index, i in enumerate(instances)]
     limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
     routes: dict[str, list[Route]] = {}
@@ -150,9 +168,18 @@ def _connect(
     return cluster
 
 
-def _manager(instances: Sequence[Instance], gpu: int, shared_kv: bool) -> GpuMemory:
-    here = {index: instance for index, instance in enumerate(instances) if instance.gpu == gpu}
-    if not shared_kv:
-        return PrivatePools({index: (i.block_bytes, i.kv_bytes) for index, i in here.items()})
-    owners = {index: i.block_bytes for index, i in here.items()}
+def _pools(here: Mapping[int, Instance]) -> dict[int, tuple[int, int]]:
+    return {index: (instance.block_bytes, instance.kv_bytes) for index, instance in here.items()}
+
+
+def _private(here: Mapping[int, Instance]) -> GpuMemory:
+    return PrivatePools(_pools(here))
+
+
+def _caching(here: Mapping[int, Instance]) -> GpuMemory:
+    return PrefixPools(_pools(here))
+
+
+def _shared(here: Mapping[int, Instance]) -> GpuMemory:
+    owners = {index: instance.block_bytes for index, instance in here.items()}
     return KVSlabManager(sum(i.kv_bytes for i in here.values()), owners, plan=plan_slabs(owners.values()))

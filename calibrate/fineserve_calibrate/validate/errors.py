@@ -61,5 +61,8 @@ def _statistics(errors: Floats) -> tuple[float | None, float | None, float | Non
         return None, None, None
     size = np.abs(errors)
     p90 = np.quantile(size, 0.9, method="higher")  # interpolation would turn infinities into NaN
-    values = (float(np.median(size)), float(p90), float(np.median(errors)))
-    return tuple(value if np.isfinite(value) else None for value in values)  # type: ignore[return-value]
+    median, high, bias = (
+        value if np.isfinite(value) else None
+        for value in (float(np.median(size)), float(p90), float(np.median(errors)))
+    )
+    return median, high, bias

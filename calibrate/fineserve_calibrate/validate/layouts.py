@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from fineserve_calibrate.validate import authors, open_loops, silicon
+from fineserve_calibrate.validate import authors, lmbench, open_loops, silicon
 from fineserve_calibrate.validate.cases import MeasuredSet
 from fineserve_calibrate.validate.predict import StepFactory
 from fineserve_calibrate.validate.tables import LayoutError, read_columns
@@ -38,7 +38,7 @@ LAYOUTS = (
     Layout("FineServe profile", authors.COLUMNS, lambda frame, path, _: authors.read_authors(frame, path)),
     Layout("aiconfigurator silicon", silicon.COLUMNS, lambda frame, path, _: silicon.read_silicon(frame, path)),
     Layout("BLIS", open_loops.BLIS_COLUMNS, lambda frame, path, _: open_loops.read_blis(frame, path)),
-    Layout("llm-d LMBench", open_loops.LMBENCH_COLUMNS, lambda frame, path, _: open_loops.read_lmbench(frame, path)),
+    Layout("llm-d LMBench", lmbench.COLUMNS, lambda frame, path, _: lmbench.read_lmbench(frame, path)),
     Layout("kvcached", open_loops.KVCACHED_COLUMNS, lambda frame, path, _: open_loops.read_kvcached(frame, path)),
     Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
 )
@@ -53,6 +53,17 @@ def read_set(path: Path, make_step: StepFactory) -> MeasuredSet:
     frame = read_columns(path)
     for layout in LAYOUTS:
         if set(layout.columns) <= set(frame.columns):
+            if frame.empty:
+                raise LayoutError(f"{path}: columns of the layout of {layout.name}, but no rows")
             return layout.read(frame, path, make_step)
+    raise LayoutError(f"{path}: {_what_is_missing(set(map(str, frame.columns)))}")
+
+
+def _what_is_missing(columns: set[str]) -> str:
+    """The columns that the nearest layout would have; all layouts where none has half of its columns there."""
+    nearest = max(LAYOUTS, key=lambda layout: len(columns & set(layout.columns)) / len(layout.columns))
+    missing = [name for name in nearest.columns if name not in columns]
+    if 2 * len(missing) <= len(nearest.columns):
+        return f"no column {', '.join(missing)}; the layout of {nearest.name} has {', '.join(nearest.columns)}"
     known = "; ".join(f"{layout.name} ({', '.join(layout.columns[:3])}, ...)" for layout in LAYOUTS)
-    raise LayoutError(f"{path}: unknown column layout ({', '.join(map(str, frame.columns[:4]))}, ...); known: {known}")
+    return f"unknown column layout ({', '.join(sorted(columns)[:4])}, ...); known: {known}"

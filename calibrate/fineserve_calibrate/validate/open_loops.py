@@ -1,11 +1,10 @@
-"""Sets with open arrivals: BLIS (means of long runs), llm-d LMBench and DistServe (single requests), kvcached (several models
-on one GPU, means a model)."""
+"""Sets with open arrivals: BLIS (means of long runs), DistServe (single requests), kvcached (several models on one GPU, means a
+model)."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,19 @@ import numpy as np
 import pandas as pd
 from fineserve_traces import arrivals
 
-from fineserve_calibrate.validate.cases import Case, Floats, Label, MeasuredSet, OpenLoop, Sensitivity, Serving
-from fineserve_calibrate.validate.changes import with_budget, with_cached_prefix, with_tp, with_utilization
-from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named
+from fineserve_calibrate.validate.cases import Case, Label, MeasuredSet, OpenLoop, Sensitivity, Serving
+from fineserve_calibrate.validate.changes import (
+    with_budget,
+    with_poisson_arrivals,
+    with_steps_ahead,
+    without_prefix_cache,
+)
+from fineserve_calibrate.validate.hosts import FRONT_END_S, STEPS_AHEAD, SYNCHRONOUS_V1
+from fineserve_calibrate.validate.names import UnsupportedRow, model_named
 from fineserve_calibrate.validate.supported import supported
 from fineserve_calibrate.validate.tables import check_positive, stem
 from fineserve_sim.catalog import deployment, gpu, precision
 
-HOST = "vllm-cudagraph"
 SEED = 20240711
 
 BLIS_COLUMNS = (
@@ -28,15 +32,10 @@ BLIS_COLUMNS = (
 )  # fmt: skip
 BLIS_REQUESTS = 2000
 """Requests simulated of each run of thousands: its means have settled by then."""
-
-LMBENCH_COLUMNS = (
-    "config", "gpu", "scenario", "qps", "launch_s", "prompt_tokens", "generation_tokens", "ttft_s", "generation_s",
-)  # fmt: skip
-LMBENCH_TP = 2
-LMBENCH_FRONT_END_S = 0.0097
-"""Gateway, HTTP and tokenizer: median of what TTFT exceeds the engine's in the runs at up to ``LMBENCH_FITTED_QPS``, where
-nobody waits. Those runs are not reported."""
-LMBENCH_FITTED_QPS = 1.0
+BLIS_PROMPTS = 44
+"""Different prompts of a run, in turn: inference-perf's shared-prefix load draws the questions of all users once, and each asks
+the same again (11 groups of 4 users in its code generation profile)."""
+BLIS_SEQUENCES = 128
 
 FITTED_RATE = 1.0
 DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
@@ -49,9 +48,12 @@ _KVCACHED_FILE = re.compile(r"-(?P<instance>\d+)-delay-(?P<delay_s>\d+)-model-nu
 
 
 def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Poisson arrivals at the measured rate, all requests of mean length. TPOT is (E2E - TTFT) / (output - 1): the set's ITL
-    column holds half of it. What an input holds beyond its question (``spec_question_len``, where recorded) is the prefix that
-    the prompts share, and found in vLLM's prefix cache."""
+    """Arrivals at the measured rate, evenly spaced, all requests of mean length. TPOT is (E2E - TTFT) / (output - 1): the set's
+    ITL column holds half of it. Prompts recur, and are found in vLLM's prefix cache.
+
+    The engines' settings and the load generator: inference-sim/inference-sim hypotheses/h-stepml/problem.md @ 2b8e42ccd1ad
+    (vLLM 0.15.1, 2,048 batched tokens, 128 sequences, prefix caching) and its profiles of inference-perf.
+    """
     check_positive(frame, BLIS_COLUMNS[1:], path)
     cases, unsupported = [], Counter[tuple[str, str, str]]()
     for row in frame.to_dict("records"):
@@ -64,13 +66,16 @@ def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         tuple(cases),
         unsupported,
         assumptions=(
-            f"Poisson arrivals, first {BLIS_REQUESTS} requests, mean lengths, 16-bit, token budget 2048, 256 sequences",
-            "the shared prefix (input beyond the question) is cached and not computed; its keys are not read either",
+            f"evenly spaced arrivals at the mean rate (the runs had two rates, not recorded), first {BLIS_REQUESTS} "
+            f"requests, mean lengths, 16-bit, token budget 2048, {BLIS_SEQUENCES} sequences",
+            f"{BLIS_PROMPTS} prompts in turn: from the second time on, all of one but its last block is in the prefix cache",
+            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; steps are scheduled one ahead (vLLM 0.15)",
         ),
         sensitivities=(
+            Sensitivity("no prompt is cached", without_prefix_cache),
+            Sensitivity("Poisson arrivals", with_poisson_arrivals),
+            Sensitivity("no step scheduled ahead", with_steps_ahead(0)),
             Sensitivity("token budget 8192", with_budget(8192)),
-            Sensitivity("a prefix of a quarter more computed", with_cached_prefix(-0.25)),
-            Sensitivity("half of each question cached", with_cached_prefix(0.5)),
         ),
         shares_prefixes=True,
     )
@@ -79,81 +84,30 @@ def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
 def _blis_case(row: dict[Any, Any], name: str) -> Case:
     tp, served = int(row["tp"]), model_named(row["model"])
     n = min(BLIS_REQUESTS, int(row["gt_requests"]))
-    computed = min(row["gt_input_mean"], row.get("spec_question_len", row["gt_input_mean"]))
     load = OpenLoop(
-        arrival_s=arrivals.poisson(np.random.default_rng(SEED), row["gt_arrival_rate_rps"], n),
+        arrival_s=np.arange(n) / row["gt_arrival_rate_rps"],
         model=np.zeros(n, dtype=np.int64),
-        prompt_tokens=np.full(n, round(computed)),
+        prompt_tokens=np.full(n, round(row["gt_input_mean"])),
         output_tokens=np.full(n, round(row["gt_output_mean"])),
         each=False,
+        conversation=np.arange(n) % BLIS_PROMPTS,
     )
-    serving = supported(Serving(served, precision("fp16"), tp, gpu("h100-sxm"), deployment(HOST), 2048, 256))
-    tpot_s = (row["gt_e2e_ms"] - row["gt_ttft_ms"]) / (row["gt_output_mean"] - 1) / 1e3
+    host, device = deployment("vllm-cudagraph"), gpu("h100-sxm")
+    engine = Serving(
+        served,
+        precision("fp16"),
+        tp,
+        device,
+        host,
+        2048,
+        BLIS_SEQUENCES,
+        front_end_s=FRONT_END_S,
+        steps_ahead=STEPS_AHEAD,
+    )
+    later = row["gt_output_mean"] - 1 if row["gt_output_mean"] > 1 else np.nan
+    tpot_s = (row["gt_e2e_ms"] - row["gt_ttft_ms"]) / later / 1e3
     label = Label(name, "vllm", str(row["model"]), "W16A16", tp)
-    return Case(label, serving, load, np.array([row["gt_ttft_ms"] / 1e3]), np.array([tpot_s]))
-
-
-def read_lmbench(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """One case a run (configuration, scenario, rate); its rows are requests."""
-    cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
-    for (config, scenario, qps), rows in frame.groupby(["config", "scenario", "qps"], sort=False):
-        try:
-            case = _lmbench_case(str(config), str(scenario), rows, path)
-        except UnsupportedRow as reason:
-            unsupported["vllm", str(config), str(reason)] += len(rows)
-            continue
-        if float(str(qps)) <= LMBENCH_FITTED_QPS:
-            fitted += len(rows)
-        else:
-            cases.append(case)
-    return MeasuredSet(
-        stem(path),
-        tuple(cases),
-        unsupported,
-        assumptions=(
-            f"two replicas at TP {LMBENCH_TP}, 16-bit, round robin; token budget 2048; memory utilization 0.9 (vLLM's default)",
-            f"{LMBENCH_FRONT_END_S * 1e3:g} ms before the engine sees a request, fitted on the runs at up to "
-            f"{LMBENCH_FITTED_QPS:g} requests/s ({fitted} rows, not reported)",
-            "predicted without prefix cache",
-        ),
-        sensitivities=(
-            Sensitivity("TP 4 a replica", with_tp(4)),
-            Sensitivity("GPU memory utilization 0.95", with_utilization(0.95)),
-            Sensitivity("token budget 8192", with_budget(8192)),
-            Sensitivity("half of each prompt cached", with_cached_prefix(0.5)),
-        ),
-        shares_prefixes=True,
-        kind="fitted on part of the set" if fitted else "prediction",
-    )
-
-
-def _lmbench_case(config: str, scenario: str, rows: pd.DataFrame, path: Path) -> Case:
-    if "scout" in config:
-        raise UnsupportedRow("mixture of experts")
-    if not re.fullmatch(r"exp\d+-vllm-70b-2replicas", config):
-        raise UnsupportedRow("not plain vLLM replicas of the 70B model")
-    rows = rows.sort_values("launch_s", kind="stable")
-    check_positive(rows, ("prompt_tokens", "generation_tokens", "ttft_s"), path)
-    n, outputs = len(rows), rows.generation_tokens.to_numpy(np.int64)
-    load = OpenLoop(
-        arrival_s=rows.launch_s.to_numpy(np.float64),
-        model=np.zeros(n, dtype=np.int64),
-        prompt_tokens=rows.prompt_tokens.to_numpy(np.int64),
-        output_tokens=outputs,
-        replicas=2,
-    )
-    served = model_named("llama-3.1-70b")
-    device = gpu_named(str(rows.gpu.iloc[0]))
-    engine = Serving(served, precision("fp16"), LMBENCH_TP, device, deployment(HOST), 2048, 256)
-    serving = supported(replace(engine, front_end_s=LMBENCH_FRONT_END_S))
-    label = Label(f"{stem(path)}, {scenario}", "vllm", served.name, "W16A16", LMBENCH_TP)
-    return Case(label, serving, load, rows.ttft_s.to_numpy(np.float64), _per_token(rows.generation_s, outputs))
-
-
-def _per_token(seconds: pd.Series, outputs: np.ndarray[Any, np.dtype[np.int64]]) -> Floats:
-    gaps = np.where(outputs > 1, outputs - 1, np.nan)
-    result: Floats = seconds.to_numpy(np.float64) / gaps
-    return result
+    return Case(label, supported(engine), load, np.array([row["gt_ttft_ms"] / 1e3]), np.array([tpot_s]))
 
 
 def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
@@ -186,7 +140,8 @@ def _distserve_case(rows: pd.DataFrame, path: Path) -> Case:
     load = OpenLoop(
         rows.issue_s.to_numpy(np.float64), np.zeros(n, dtype=np.int64), rows.prompt_len.to_numpy(np.int64), outputs
     )
-    serving = Serving(model_named("opt-13b"), precision("fp16"), 1, gpu("a100-80gb"), deployment("vllm-v0"), 2048, 256)
+    host, device = deployment("vllm-v0"), gpu("a100-80gb")
+    serving = Serving(model_named("opt-13b"), precision("fp16"), 1, device, host, 2048, 256, front_end_s=FRONT_END_S)
     tpot_s = np.where(outputs > 1, rows.tpot_ms.to_numpy(np.float64) / 1e3, np.nan)
     label = Label(stem(path), "vllm", "opt-13b", "W16A16", 1)
     return Case(label, serving, load, rows.ttft_ms.to_numpy(np.float64) / 1e3, tpot_s)
@@ -228,8 +183,8 @@ def _kvcached_case(rows: pd.DataFrame, path: Path) -> Case:
     rows = rows.assign(instance=rows["instance"].astype(int)).sort_values("instance")
     check_positive(rows, ("completed", "total_input_tokens", "total_output_tokens", "mean_ttft_ms"), path)
     served, elastic = model_named(str(first["model_id"])), bool(first["kvcached"])
-    share = 0.9 / len(rows)
-    serving = supported(Serving(served, precision("fp16"), 1, gpu("a100-80gb"), deployment(HOST), 2048, 256, share))
+    device, share = gpu("a100-80gb"), 0.9 / len(rows)
+    serving = supported(Serving(served, precision("fp16"), 1, device, SYNCHRONOUS_V1, 2048, 256, share, FRONT_END_S))
     label = Label(f"{stem(path)}, {'kvcached' if elastic else 'fixed shares'}", "vllm", served.name, "W16A16", 1)
     ttft_s, tpot_s = (rows[column].to_numpy(np.float64) / 1e3 for column in ("mean_ttft_ms", "mean_tpot_ms"))
     return Case(label, serving, _kvcached_load(rows, elastic), ttft_s, tpot_s)

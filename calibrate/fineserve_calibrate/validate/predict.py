@@ -21,6 +21,7 @@ from fineserve_calibrate.validate.cases import (
 from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.sequence import Prefix
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.memory_budget import MemoryBudget, MemorySettings, predict_kv_blocks
 
@@ -31,6 +32,8 @@ SEED = 20240711
 BLOCK_TOKENS = 16
 SEND_GAP_S = 1e-5
 """Between the requests of a static batch: shorter than any step, so that only their order matters."""
+MOST_BLOCKS = 2**20
+"""Of a prompt; keeps the block ids of conversations apart."""
 SENSITIVITY_STRIDE = 4
 """Another assumption is tried on every fourth case."""
 
@@ -79,7 +82,8 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
         ttft, tpot = _closed(step, load, serving)
     else:
         ttft, tpot = _open(step, load, serving)
-    return Predicted(case, ttft + serving.front_end_s, tpot)
+    ahead_s = serving.steps_ahead * float(np.nan_to_num(_mean(tpot)))
+    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot)
 
 
 def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
@@ -89,7 +93,13 @@ def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Float
     running = min(serving.max_sequences, serving.token_budget)
     run = EngineRun([_instance(0, 0, step, memory_budget(serving))], requests, _settings(serving, running))
     times = run.open_loop(np.arange(n, dtype=np.float64) * (0.0 if load.together else SEND_GAP_S))
-    return np.array([np.nanmean(times.ttft_s)]), np.array([np.nanmean(times.tpot_s(requests.output_tokens))])
+    return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _mean(values: Floats) -> float:
+    """Over the requests that have the value; NaN where none has."""
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else np.nan
 
 
 def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats, Floats]:
@@ -104,22 +114,58 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     budget = memory_budget(serving)
     run = EngineRun([_instance(0, 0, step, budget)], requests, _settings(serving, running))
     times = run.closed_loop(load.clients)
-    tpot = times.tpot_s(requests.output_tokens)
-    return np.array([np.nanmean(times.ttft_s)]), np.array([np.nanmean(tpot)])
+    return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 
 
 def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+    """Of single requests the mean over the phases' runs; else means a model of one run."""
+    if load.each and load.phases > 1:
+        rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
+        delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
+        runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
+        ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
+        return ttft, tpot
+    ttft, tpot = _open_run(step, load, serving)
+    if load.each:
+        return ttft, tpot
+    of = [load.model == model for model in range(load.models)]
+    return np.array([_mean(ttft[mine]) for mine in of]), np.array([_mean(tpot[mine]) for mine in of])
+
+
+def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Floats) -> tuple[Floats, Floats]:
+    """Seconds of each request when the engines see it ``delay_s`` later."""
+    arrival_s = load.arrival_s + delay_s
+    order = np.argsort(arrival_s, kind="stable")
+    columns = {name: getattr(load, name)[order] for name in ("model", "prompt_tokens", "output_tokens")}
+    conversation = None if load.conversation is None else load.conversation[order]
+    delayed = replace(load, arrival_s=arrival_s[order], conversation=conversation, **columns)
+    back = np.argsort(order)
+    ttft, tpot = _open_run(step, delayed, serving)
+    return ttft[back], tpot[back]
+
+
+def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+    """TTFT and TPOT of each request, shape (n,)."""
     budget = memory_budget(serving)
     instances = [_instance(model, 0, step, budget) for model in range(load.models)]
     instances += [_instance(0, gpu, step, budget) for gpu in range(1, load.replicas)]
     requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
-    run = EngineRun(instances, requests, _settings(serving, serving.max_sequences), shared_kv=load.shared_kv)
+    settings = _settings(serving, serving.max_sequences)
+    run = EngineRun(instances, requests, settings, shared_kv=load.shared_kv, prefixes=_prefixes(load))
     times = run.open_loop(load.arrival_s)
-    ttft, tpot = times.ttft_s, times.tpot_s(load.output_tokens)
-    if load.each:
-        return ttft, tpot
-    of = [load.model == model for model in range(load.models)]
-    return np.array([np.nanmean(ttft[mine]) for mine in of]), np.array([np.nanmean(tpot[mine]) for mine in of])
+    return times.ttft_s, times.tpot_s(load.output_tokens)
+
+
+def _prefixes(load: OpenLoop) -> list[Prefix]:
+    """What is known of each request's prompt: its full blocks are those of its conversation."""
+    if load.conversation is None:
+        return []
+    prefixes = []
+    for conversation, prompt in zip(load.conversation.tolist(), load.prompt_tokens.tolist(), strict=True):
+        blocks = prompt // BLOCK_TOKENS
+        ids = tuple(range(conversation * MOST_BLOCKS, conversation * MOST_BLOCKS + blocks))
+        prefixes.append(Prefix(ids, BLOCK_TOKENS, blocks * BLOCK_TOKENS))
+    return prefixes
 
 
 def memory_budget(serving: Serving) -> MemoryBudget:

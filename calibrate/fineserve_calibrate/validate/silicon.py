@@ -23,7 +23,9 @@ from fineserve_calibrate.validate.changes import (
     with_cached_prefix,
     with_full_lengths,
     with_rounds,
+    with_steps_ahead,
 )
+from fineserve_calibrate.validate.hosts import FRONT_END_S
 from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
 from fineserve_calibrate.validate.supported import supported
 from fineserve_calibrate.validate.tables import check_positive, stem
@@ -64,7 +66,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             "than clients, inferred from these rows' own TTFT",
             f"InferenceMAX rows: lengths uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal; others: nominal lengths",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
-            "kernels of vLLM, whatever the backend",
+            f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
         ),
         sensitivities=(
             Sensitivity("5 requests a client", with_rounds(5)),
@@ -74,6 +76,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             Sensitivity("nominal lengths everywhere", with_full_lengths),
             Sensitivity("FP8 checkpoints with 8-bit KV", with_8bit_kv),
             Sensitivity("half of each prompt found in a prefix cache", with_cached_prefix(0.5)),
+            Sensitivity("steps are scheduled one ahead", with_steps_ahead(1)),
         ),
     )
 
@@ -109,7 +112,7 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     generated = row["backend"] == "trtllm" and not inferencemax
     budget = clients + int(row["isl"]) + GENERATOR_MARGIN if generated else TOKEN_BUDGET
     host = deployment(DEPLOYMENTS[row["backend"]])
-    serving = supported(Serving(served, precision, tp, gpu, host, budget, clients))
+    serving = supported(Serving(served, precision, tp, gpu, host, budget, clients, front_end_s=FRONT_END_S))
     shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
     running = max(1, clients - 1) if generated else clients
     load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, running)

@@ -5,6 +5,8 @@ breakpoints; between measured batch sizes log-log. Prefill: seconds are linear i
 between measured ones; the work of a token is the keys it sees, and as much as a number of keys for itself.
 Attention runs in parallel over sequences and KV heads, so a head count that was not measured is read as a larger batch of
 fewer KV heads with the same group (32/32 heads at batch b as 8/8 at batch 4b).
+
+On another GPU, what exceeds the smallest measured latency takes ``slowdown`` times as long; that itself, a launch, stays.
 """
 
 from __future__ import annotations
@@ -131,21 +133,22 @@ class DecodeTable:
         longest = int(np.flatnonzero(self._measured[row])[-1])
         return context <= float(self._context[longest])
 
-    def curve(self, batch: int, scale: float) -> PiecewiseLinear:
-        """``scale`` x seconds against the batch's summed context, the new tokens included."""
+    def curve(self, batch: int, layers: int, slowdown: float) -> PiecewiseLinear:
+        """Seconds of ``layers`` layers against the batch's summed context, the new tokens included."""
         scaled = batch * self._match.batch_factor
         position = np.interp(np.log(scaled), np.log(self._batch), np.arange(len(self._batch)))
         low = min(int(position), len(self._batch) - 2)
         weight = position - low
         seconds = np.exp((1 - weight) * self._logs[low] + weight * self._logs[low + 1])
-        seconds = seconds * (scale * max(scaled / self._batch[-1], 1.0))
+        launch_s = float(np.exp(self._logs[0, 0]))
+        seconds = (launch_s * (1 - slowdown) + seconds * slowdown) * (layers * max(scaled / self._batch[-1], 1.0))
         starts = [0.0, *(float(batch * context) for context in self._context)]
         values = [float(seconds[0]), *seconds.tolist()]
         return PiecewiseLinear(starts, values, values[-1] / starts[-1])
 
 
 class PrefillTable:
-    """Prefill attention of one pair of head counts, ``scale`` x the seconds of one layer.
+    """Prefill attention of one pair of head counts over ``layers`` layers.
 
     Seconds at the measured batches and lengths never fall with either; between them they are linear in the batch and in
     the work of a prompt, length * (length + TOKEN_KEYS); beyond the longest prompt and the largest batch in proportion.
@@ -153,10 +156,11 @@ class PrefillTable:
 
     __slots__ = ("_batch", "_factor", "_pieces", "_work", "exact", "floor_s", "longest")
 
-    def __init__(self, grid: Grid, match: HeadMatch, scale: float) -> None:
+    def __init__(self, grid: Grid, match: HeadMatch, layers: int, slowdown: float) -> None:
         lengths = grid.axes["new_tokens"]
         logs = np.array([isotonic(line) for line in np.log(_doubled_batches(match.latency_s))])
-        seconds = np.exp(np.maximum.accumulate(logs, axis=0)) * scale
+        seconds = np.exp(np.maximum.accumulate(logs, axis=0))
+        seconds = (seconds[0, 0] * (1 - slowdown) + seconds * slowdown) * layers
         self._work: list[float] = (lengths * (lengths + TOKEN_KEYS)).tolist()
         lines = [PiecewiseLinear(self._work, line, line[-1] / self._work[-1]) for line in seconds.tolist()]
         self._pieces: list[list[tuple[float, float]]] = [  # at a length, for each batch: value and slope from there on
