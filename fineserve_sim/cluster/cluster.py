@@ -166,7 +166,7 @@ class Cluster:
             iterations, decodes, prefill_tokens = engine.in_flight()
             span = {"engine": engine.index, "seconds": now - since_s, "iterations": iterations}
             batch = {"decodes": decodes, "prefill_tokens": prefill_tokens}
-            self._log({"now_s": since_s, "event": "EngineComputed", **span, **batch})
+            self._log({"now_s": since_s, "span": "EngineComputed", **span, **batch})
 
     # --- what engines share ----------------------------------------------------------------------------------------
 
@@ -187,9 +187,11 @@ class Cluster:
         if slowdown != engine.slowdown:
             engine.slowdown = slowdown
             self._ask_again(engine, now)
+        settled = self._domain_of[engine.index]  # when its event began
         for other in changed:
             neighbour = self.engines[other]
-            self._domain_of[other].settle(now, self._order)
+            if self._domain_of[other] is not settled:
+                self._domain_of[other].settle(now, self._order)
             neighbour.rescale(now, self._contention.slowdowns[other])
             self._ask_again(neighbour, now)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from simpy.events import Event
@@ -81,6 +82,7 @@ class Engine:
         self._backlog_tokens = 0
         self._chunks: list[tuple[SequenceState, int]] = []
         self._ends: list[float] = []
+        self._alone_s: list[float] = []  # what each iteration of a span would take without neighbours
         self._settled = 0
         self._alarms_s: list[float] = []  # step-end events to come, the next one last
         self.starting = False
@@ -144,12 +146,8 @@ class Engine:
             end_s = self._ends[self._settled]
             since_s = max(now, self._launched_s)
             end_s = since_s + (end_s - since_s) * (slowdown / self.slowdown)
-            behind = min(len(self._ends) - 1 - self._settled, SHARED_SPAN)
-            self._ends[self._settled :] = [end_s]
-            if behind:
-                decodes = self._decodes.size
-                context_tokens = self._decodes.context_tokens + decodes
-                self._ends += self.step.decode_ends_s(end_s, decodes, context_tokens, behind, slowdown)
+            behind = self._alone_s[self._settled + 1 : len(self._ends)]
+            self._ends[self._settled :] = accumulate([alone_s * slowdown for alone_s in behind], initial=end_s)
             self._schedule_end()
         self.slowdown = slowdown
 
@@ -337,7 +335,9 @@ class Engine:
         return ends
 
     def _ends_of(self, now: float, steps: int) -> list[float]:
-        return self.step.decode_ends_s(now, self._decodes.size, self._decodes.context_tokens, steps, self.slowdown)
+        decodes = self._decodes
+        ends, self._alone_s = self.step.decode_span_s(now, decodes.size, decodes.context_tokens, steps, self.slowdown)
+        return ends
 
     def batch(self) -> tuple[int, int, int, int, int, int]:
         """The running sums that the latency model asks for (see ``StepModel.step_s``)."""

@@ -154,34 +154,39 @@ class StepModel:
         seconds: Floats = self.overhead_s + np.maximum(device_s, self.floor_s)
         return seconds
 
+    def decode_span_s(
+        self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
+    ) -> tuple[list[float], list[float]]:
+        """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
+        if steps > SCALAR_STEPS:
+            ends = self.decode_ends_s(start_s, decodes, decode_context, steps, slowdown)
+            return ends, self.decode_steps_s(decodes, decode_context, steps).tolist()
+        self._reserve(decodes, decodes)
+        batch_s, overhead_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.overhead_s, self.floor_s
+        curve, next_piece = self._decode_curve(decodes), 0.0
+        now, ends, alone_s = start_s, [], []
+        for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
+            if context >= next_piece:
+                piece_start, value, slope, next_piece = curve.piece(context)
+            device_s = batch_s + (value + (context - piece_start) * slope)
+            step_s = overhead_s + (device_s if device_s > floor_s else floor_s)
+            now += step_s * slowdown
+            alone_s.append(step_s)
+            ends.append(now)
+        return ends, alone_s
+
     def decode_ends_s(
         self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
     ) -> list[float]:
         """End times of consecutive decode-only steps from ``start_s``, each ``slowdown`` times as long as alone: the same
         bits as adding ``step_s(...) * slowdown`` one by one."""
         if steps <= SCALAR_STEPS:
-            return self._decode_ends_s(start_s, decodes, decode_context, steps, slowdown)
+            return self.decode_span_s(start_s, decodes, decode_context, steps, slowdown)[0]
         times = np.empty(steps + 1)
         times[0] = start_s
         np.multiply(self.decode_steps_s(decodes, decode_context, steps), slowdown, out=times[1:])
         result: list[float] = np.cumsum(times)[1:].tolist()  # cumsum adds one by one, in order
         return result
-
-    def _decode_ends_s(
-        self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
-    ) -> list[float]:
-        """``decode_ends_s`` by a loop."""
-        self._reserve(decodes, decodes)
-        batch_s, overhead_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.overhead_s, self.floor_s
-        curve, next_piece = self._decode_curve(decodes), 0.0
-        now, ends = start_s, []
-        for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
-            if context >= next_piece:
-                piece_start, value, slope, next_piece = curve.piece(context)
-            device_s = batch_s + (value + (context - piece_start) * slope)
-            now += (overhead_s + (device_s if device_s > floor_s else floor_s)) * slowdown
-            ends.append(now)
-        return ends
 
     def shares(
         self,
