@@ -152,6 +152,7 @@ def test_vector_and_scalar_agree_bit_for_bit(step: StepModel, decodes: int, cont
     assert step.decode_steps_s(decodes, context, steps).tolist() == one_by_one
     ends = list(itertools.accumulate((seconds * 1.25 for seconds in one_by_one), initial=5.0))[1:]
     assert step.decode_ends_s(5.0, decodes, context, steps, 1.25) == ends
+    assert step.decode_span_s(5.0, decodes, context, steps, 1.25) == (ends, one_by_one)
 
 
 @pytest.mark.parametrize("latency", ["roofline", "tables"])
