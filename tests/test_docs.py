@@ -26,7 +26,12 @@ from fineserve_sim.experiment import load_experiment
 from fineserve_sim.latency import Provenance, StepModel
 
 ROOT = Path(__file__).parents[1]
-DOCS = (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = (
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "traces" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
 FOLDERS = ("", "fineserve_sim", "traces")
 """Where a path in a document may start."""
@@ -198,7 +203,9 @@ def test_every_option_and_engine_default_is_in_the_table() -> None:
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_assumptions_and_claims_of_experiments_are_written_up(path: Path) -> None:
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    table, claims = text("docs/fidelity.md"), text("docs/reproduction.md")
+    pages = (ROOT / "docs" / "reproduction").glob("*.md")
+    table = text("docs/fidelity.md")
+    claims = "".join([text("docs/reproduction.md"), *(page.read_text(encoding="utf-8") for page in pages)])
     for assumption in data["assumptions"]:
         where = "all figures" if assumption["what"] == "engine" else f"`experiments/{path.name}`"
         assert f"| {where} | {assumption['what']} |" in table

@@ -53,16 +53,19 @@ def reproduce(
 
     Finished simulations are kept; the same command goes on where it stopped.
     Results go to results/reproduce, or results/reproduce-quick, unless --out names a folder.
+    Claims whose experiment is missing, broken or cannot run stay open; then the exit code is 1.
     """
     with interruptible():
         from fineserve_sim.experiment import Interrupted
         from fineserve_sim.experiment.files import write_json
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
-        from fineserve_sim.experiment.reproduce.text import as_json, ledger, write_markdown
+        from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
 
         ids = [name for text in claims or () for name in text.replace(",", " ").split()]
         wanted = chosen(read_ledger(claims_file) if claims_file else targets(), paper, ids)
+        if markdown:
+            check_markdown(markdown)
         folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
         try:
             with progress_bar() as advance:
@@ -75,3 +78,7 @@ def reproduce(
             write_json(json_file, as_json(rows))
         if markdown:
             write_markdown(rows, markdown)
+        if failed := {row.reason: None for row in rows if row.failed}:
+            for reason in failed:
+                typer.echo(f"fineserve-sim: {reason}", err=True)
+            raise typer.Exit(1)

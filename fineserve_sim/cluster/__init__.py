@@ -3,6 +3,7 @@
 from fineserve_sim.cluster.scenario import (
     EngineSettings,
     Fate,
+    Fault,
     Gpu,
     RunResult,
     Scenario,
@@ -15,6 +16,7 @@ from fineserve_sim.cluster.simulation import simulate, simulate_step_by_step
 __all__ = [
     "EngineSettings",
     "Fate",
+    "Fault",
     "Gpu",
     "RunResult",
     "Scenario",

@@ -208,11 +208,14 @@ class FleetCluster(Cluster):
         self._changed = True
 
     def _leave(self, engine: int, now: float) -> None:
-        """An empty engine leaves its GPUs."""
+        """An empty engine leaves its GPUs, and at once those who are asked together."""
         gone = self.engines[engine]
+        self.settle(gone, now, self._order)
         self.set_shares(gone, now, 0.0, 0.0)
         self._contention.leave(engine)
         self._iterations_gone += gone.iterations
+        scope = self._scope_of.pop(engine)
+        scope.engines = tuple(other for other in scope.engines if other != engine)
         del self.engines[engine]
         self._memory.leave(engine, self._stays[engine].gpus)
         self._give_up(engine)

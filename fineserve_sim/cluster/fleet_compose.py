@@ -65,7 +65,8 @@ class _Fleet:
         self.tenancies = {id: _tenancy(served, scenario.engine) for id, served in self.served.items()}
         self._models = {
             id: FleetModel(
-                replace(demand, weight_bytes=self.tenancies[id].fixed_bytes), self.served[id].model.max_context_tokens
+                replace(demand, weight_bytes=self.tenancies[id].fixed_bytes, activation_bytes=0),
+                self.served[id].model.max_context_tokens,
             )
             for id, demand in demands.items()
         }

@@ -59,7 +59,9 @@ class EngineFactsheet:
 
 _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
     FineServePlacementSpec: lambda spec: FineServePlacement(spec.score, spec.colocation, spec.replicas),
-    KvprPlacementSpec: lambda spec: KvprPlacement(spec.evaluate, spec.weight, tau=spec.tau, threshold=spec.threshold),
+    KvprPlacementSpec: lambda spec: KvprPlacement(
+        spec.evaluate, spec.weight, tau=spec.tau, threshold=spec.threshold, charges=spec.charges
+    ),
     PinnedPlacementSpec: lambda spec: PinnedPlacement(spec.groups),
     DedicatedPlacementSpec: lambda spec: DedicatedPlacement(),
     ReplicasPlacementSpec: lambda spec: ReplicasPlacement(),

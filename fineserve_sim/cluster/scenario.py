@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -83,11 +84,36 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """Instance ``instance`` of a single-model cluster is lost at ``time_s``, with all KV of its group; with ``repair_s`` it is
+    back so much later, and loads its weights then."""
+
+    time_s: float
+    instance: int
+    repair_s: float | None = None
+
+
+def wrong_fault(faults: Sequence[Fault], instances: int) -> tuple[int, str] | None:
+    """The first fault, by its place, that a cluster of so many serving instances cannot have, and why; else None."""
+    for index, fault in enumerate(faults):
+        if not 0 <= fault.instance < instances:
+            return index, f"there is no serving instance {fault.instance}; expected 0 to {instances - 1}"
+        for other in faults:
+            back_s = math.inf if other.repair_s is None else other.time_s + other.repair_s
+            if other is not fault and other.instance == fault.instance and other.time_s <= fault.time_s < back_s:
+                return (
+                    index,
+                    f"instance {fault.instance} is lost at {other.time_s:g} s and not back at {fault.time_s:g} s",
+                )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """One run. ``trace.models`` must be ids of ``models``. ``sample_s`` spaces the timeline samples (0: none);
     ``exact_steps`` plans every engine iteration by itself instead of merging equal ones (same results, slower);
     ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
-    ``drain_s`` is how long after the last arrival the run may go on."""
+    ``drain_s`` is how long after the last arrival the run may go on; ``faults`` are for single-model clusters alone."""
 
     system: SystemSpec
     models: tuple[ServedModel, ...]
@@ -96,6 +122,7 @@ class Scenario:
     engine: EngineSettings = field(default_factory=EngineSettings)
     sample_s: float = 1.0
     drain_s: float = 3600.0
+    faults: tuple[Fault, ...] = ()
     exact_steps: bool = False
     check: bool = False
     log: Callable[[dict[str, object]], None] | None = None

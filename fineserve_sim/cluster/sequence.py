@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from itertools import chain, count
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 
 class Prefix(NamedTuple):
@@ -23,17 +23,16 @@ class Prefix(NamedTuple):
     known_tokens: int
 
 
-class SequenceState:
+class BaseSequence:
     """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
 
-    ``target_tokens`` are to be prefilled: the prompt, and after a preemption the generated tokens too. ``cached_tokens`` have
-    their KV in memory. Of a sequence that decodes, ``DecodeSet`` knows both ``cached_tokens`` and ``generated_tokens``, and
-    writes them down when it leaves. ``blocks`` holds the block ids, where blocks have names, one list a TP rank.
+    ``target_tokens`` are to be prefilled: the prompt, and after a loss of KV the generated tokens too. ``cached_tokens`` have
+    their KV in memory. Of a sequence that decodes, ``Decodes`` knows both ``cached_tokens`` and ``generated_tokens``, and
+    writes them down when it leaves.
     """
 
     __slots__ = (
         "arrival_s",
-        "blocks",
         "bucket",
         "cached_tokens",
         "finish_iteration",
@@ -41,7 +40,6 @@ class SequenceState:
         "index",
         "output_tokens",
         "preempted",
-        "prefix",
         "prompt_tokens",
         "target_tokens",
     )
@@ -55,30 +53,44 @@ class SequenceState:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.preempted = False
-        self.prefix: Prefix | None = None
-        self.blocks: list[list[int]] = []
         self.finish_iteration = -1
         self.bucket = -1
 
 
-class DecodeSet:
-    """The decoding sequences of one engine. ``iteration`` counts steps done; ``context_tokens`` is the sum of cached tokens."""
+class SequenceState(BaseSequence):
+    """A sequence of an engine alone: ``prefix`` is what is known of its tokens; ``blocks`` holds the block ids, where blocks
+    have names, one list a TP rank."""
+
+    __slots__ = ("blocks", "prefix")
+
+    def __init__(self, index: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
+        super().__init__(index, arrival_s, prompt_tokens, output_tokens)
+        self.prefix: Prefix | None = None
+        self.blocks: list[list[int]] = []
+
+
+S = TypeVar("S", bound=BaseSequence)
+
+
+class Decodes(Generic[S]):
+    """The decoding sequences of one engine, or of one lane of a pipeline. ``iteration`` counts steps done;
+    ``context_tokens`` is the sum of cached tokens."""
 
     __slots__ = ("_block_tokens", "_buckets", "_due", "_joins", "_sizes", "context_tokens", "iteration", "size")
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._buckets: list[dict[SequenceState, None]] = [{} for _ in range(block_tokens)]
+        self._buckets: list[dict[S, None]] = [{} for _ in range(block_tokens)]
         self._sizes = [0] * block_tokens
-        self._due: list[tuple[int, int, SequenceState]] = []  # (-finish iteration, -turn): the next to end is the last
+        self._due: list[tuple[int, int, S]] = []  # (-finish iteration, -turn): the next to end is the last
         self._joins = count()
         self.iteration = 0
         self.context_tokens = 0
         self.size = 0
 
-    def join(self, sequence: SequenceState) -> None:
-        """A sequence whose prefill is done, with ``generated_tokens`` fewer than its output, decodes from the next step on."""
-        cached = sequence.target_tokens
+    def join(self, sequence: S) -> None:
+        """A sequence with all its KV in place, ``generated_tokens`` of its output done, decodes from the next step on."""
+        cached = sequence.cached_tokens
         sequence.finish_iteration = self.iteration + sequence.output_tokens - sequence.generated_tokens
         sequence.bucket = (self.iteration - cached) % self._block_tokens
         self._buckets[sequence.bucket][sequence] = None
@@ -92,7 +104,7 @@ class DecodeSet:
         self.iteration += steps
         self.context_tokens += steps * self.size
 
-    def pop_finished(self) -> list[SequenceState]:
+    def pop_finished(self) -> list[S]:
         """Remove and return the sequences whose last token has come, in the order in which they joined."""
         finished = []
         while self._due and -self._due[-1][0] <= self.iteration:
@@ -101,15 +113,24 @@ class DecodeSet:
             finished.append(sequence)
         return finished
 
-    def preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence out; its generated tokens will have to be prefilled again."""
+    def remove(self, sequence: S) -> None:
+        """Take a sequence out before its end; what it has generated and cached by now is written down."""
         self._due = [entry for entry in self._due if entry[2] is not sequence]
         self._remove(sequence)
+
+    def preempt(self, sequence: S) -> None:
+        """Take a sequence out; its generated tokens will have to be prefilled again."""
+        self.remove(sequence)
         sequence.target_tokens = sequence.prompt_tokens + sequence.generated_tokens
 
-    def needing_block(self) -> dict[SequenceState, None]:
-        """The sequences whose next token opens a new block, in the order in which they joined."""
-        return self._buckets[self.iteration % self._block_tokens]
+    def needing_block(self, steps_ahead: int = 0) -> dict[S, None]:
+        """The sequences that open a new block with their next token, or so many tokens after it, in the order in which they
+        joined."""
+        return self._buckets[(self.iteration + steps_ahead) % self._block_tokens]
+
+    def cached_tokens_of(self, sequence: S) -> int:
+        """Tokens of a member with KV in memory now."""
+        return sequence.prompt_tokens + self._generated_tokens_of(sequence) - 1  # the last token has no KV yet
 
     def steps_to_finish(self) -> int:
         """Iterations until the next sequence ends; at least 1. The set must not be empty."""
@@ -138,7 +159,7 @@ class DecodeSet:
             extra += sum(self._sizes[: last - self._block_tokens])
         return cycles * self.size + extra
 
-    def pass_boundaries(self, boundaries: int) -> list[tuple[int, dict[SequenceState, None]]]:
+    def pass_boundaries(self, boundaries: int) -> list[tuple[int, dict[S, None]]]:
         """Advance over so many boundaries between iterations. Returns which of them (0, 1, ...) open blocks, and for whom."""
         first = self.iteration + 1
         buckets, block_tokens = self._buckets, self._block_tokens
@@ -150,17 +171,24 @@ class DecodeSet:
             (offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])
         ]
 
-    def __contains__(self, sequence: SequenceState) -> bool:
-        return sequence.bucket >= 0
+    def __contains__(self, sequence: S) -> bool:
+        return sequence.bucket >= 0 and sequence in self._buckets[sequence.bucket]
 
-    def __iter__(self) -> Iterator[SequenceState]:
+    def __iter__(self) -> Iterator[S]:
         return chain.from_iterable(self._buckets)
 
-    def _remove(self, sequence: SequenceState) -> None:
+    def _remove(self, sequence: S) -> None:
         del self._buckets[sequence.bucket][sequence]
         self._sizes[sequence.bucket] -= 1
         sequence.bucket = -1
-        sequence.generated_tokens = sequence.output_tokens - (sequence.finish_iteration - self.iteration)
+        sequence.generated_tokens = self._generated_tokens_of(sequence)
         sequence.cached_tokens = sequence.prompt_tokens + sequence.generated_tokens - 1
         self.context_tokens -= sequence.cached_tokens
         self.size -= 1
+
+    def _generated_tokens_of(self, sequence: S) -> int:
+        return sequence.output_tokens - (sequence.finish_iteration - self.iteration)
+
+
+DecodeSet: TypeAlias = Decodes[SequenceState]
+"""The decoding sequences of an engine alone."""

@@ -16,7 +16,7 @@ from fineserve_sim.cluster.compose import Parts, compose
 from fineserve_sim.cluster.fleet_compose import compose_fleet
 from fineserve_sim.cluster.groups import simulate_groups
 from fineserve_sim.cluster.lone_engine import LoneEngine
-from fineserve_sim.cluster.scenario import RunResult, Scenario
+from fineserve_sim.cluster.scenario import RunResult, Scenario, ScenarioError
 from fineserve_sim.cluster.sequence import Prefix
 from fineserve_sim.cluster.virtual_memory import caches_prefixes
 from fineserve_sim.policy.interfaces import Request
@@ -29,10 +29,14 @@ TIMER = order_of(Kind.TIMER, 0)
 def simulate(scenario: Scenario) -> RunResult:
     """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival.
 
-    Raises ScenarioError when a model fits on no GPU of the cluster.
+    Raises ScenarioError when a model fits on no GPU of the cluster, and for faults of a system without dispatch.
     """
     if scenario.system.dispatch is not None:
         return simulate_groups(scenario).result
+    if scenario.faults:
+        raise ScenarioError(
+            f"system {scenario.system.name}: faults are for clusters of one model (systems with dispatch)"
+        )
     if isinstance(scenario.system.scheduler, ClairvoyantSpec):
         return simulate_clairvoyant(scenario)
     parts = compose(scenario) if scenario.system.residency is None else compose_fleet(scenario)

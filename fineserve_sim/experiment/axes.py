@@ -10,7 +10,7 @@ from fineserve_sim.experiment.resolve import Setup
 from fineserve_sim.experiment.yaml_file import Document, KeyPath
 
 LOAD_AXES = ("load", "rate_scale", "slo_scale")
-SWEEPABLE = ("cluster", "engine", "models", "workload", "slo", "systems")
+SWEEPABLE = ("cluster", "engine", "models", "workload", "slo", "faults", "systems")
 
 
 def check_axis(document: Document, path: KeyPath, axis: str, values: list[Any], setup: Setup) -> None:

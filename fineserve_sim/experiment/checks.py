@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fineserve_sim.cluster.scenario import wrong_fault
 from fineserve_sim.experiment import schema
 from fineserve_sim.experiment.axes import LOAD_AXES, check_axis
 from fineserve_sim.experiment.errors import ConfigError, nearest
@@ -14,7 +15,15 @@ from fineserve_sim.experiment.yaml_file import Document, KeyPath
 from fineserve_sim.systems import SystemSpec
 from fineserve_sim.systems.spec import FcfsSpec, KvprPlacementSpec
 
-TIMELINE_PANELS = ("waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes")
+TIMELINE_PANELS = (
+    "waiting",
+    "running",
+    "kv_used_bytes",
+    "gpu_stranded_bytes",
+    "gpu_free_bytes",
+    "windowed_ttft_s",
+    "output_tokens_per_s",
+)
 
 
 def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
@@ -27,10 +36,23 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
     _check_loads(document, file)
     _check_lengths(document, file, setup)
     _check_slo(document, file, setup)
+    _check_faults(document, file, setup)
     for index, figure in enumerate(file.figures):
         _check_figure(document, ("figures", index), figure, file, setup)
     for index, claim in enumerate(file.claims):
         _check_claim(document, ("claims", index), claim, file, setup)
+
+
+def _check_faults(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """Instances that fail are those of single-model clusters; which of them serve, the simulation knows of each system."""
+    if not file.faults:
+        return
+    for item in file.systems:
+        name = item if isinstance(item, str) else item.name
+        if setup.systems[name].dispatch is None:
+            raise document.error(("faults",), f"system {name} has no dispatch: only clusters of one model have faults")
+    if wrong := wrong_fault(setup.faults, len(setup.gpus) // setup.models[0].entry.tp):
+        raise document.error(("faults", wrong[0]), wrong[1])
 
 
 def _unique(document: Document, part: str, names: list[str]) -> None:

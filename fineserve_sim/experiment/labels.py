@@ -43,6 +43,8 @@ _KNOWN = {
     "kv_demand_peak": Quantity("KV demand of capacity without drop, peak", "%", 100),
     "bubble_fraction": Quantity("Idle stage time in pipelines", "%", 100),
     "running": Quantity("Running requests"),
+    "windowed_ttft_s": Quantity("Mean TTFT in 2 s", "s"),
+    "output_tokens_per_s": Quantity("Output", "tokens/s"),
     "rate_scale": Quantity("Rate scale"),
     "slo_scale": Quantity("SLO scale"),
     "load": Quantity("Load"),

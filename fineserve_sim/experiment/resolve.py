@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
-from fineserve_sim.cluster.scenario import EngineSettings, Gpu, MeasuredSteps
+from fineserve_sim.cluster.scenario import EngineSettings, Fault, Gpu, MeasuredSteps
 from fineserve_sim.experiment import schema
 from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.validation import as_config_error
@@ -62,6 +62,7 @@ class Setup:
     workload: schema.Workload
     loads: dict[str, schema.Load]
     slo: schema.Slo
+    faults: tuple[Fault, ...]
     folder: Path
 
 
@@ -78,6 +79,7 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         workload=file.workload,
         loads=file.loads,
         slo=file.slo,
+        faults=tuple(Fault(fault.time_s, fault.instance, fault.repair_s) for fault in file.faults),
         folder=folder,
     )
     _check_hardware(document, setup)

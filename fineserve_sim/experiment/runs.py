@@ -75,6 +75,7 @@ def scenario(run: Run) -> Scenario:
         trace=trace,
         engine=setup.engine,
         sample_s=0.0 if run.isolated else SAMPLE_S,
+        faults=() if run.isolated or run.alone else setup.faults,
     )
 
 

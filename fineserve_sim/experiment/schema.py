@@ -29,6 +29,7 @@ COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
 """How a claim without a number is written: ``> 1``."""
 
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
@@ -64,6 +65,14 @@ class Strict(BaseModel):
 
 def _shape(value: Any) -> str:
     return "mapping" if isinstance(value, dict | BaseModel) else "name"
+
+
+class Fault(Strict):
+    """An instance of a single-model cluster is lost at ``time_s``, and back after ``repair_s`` (never, without)."""
+
+    time_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+    instance: CountOrZero
+    repair_s: Positive | None = None
 
 
 class ConfigJson(Strict):
@@ -153,10 +162,10 @@ class Replay(Strict):
 
 class ManyModels(Strict):
     """Every model on and off by itself, as in Prism's traces (``fineserve_traces.prism``): like a provider's or like Chatbot
-    Arena's, for ``duration_s``. The first model of the file is the most popular. ``scale`` and a rate scale multiply requests
-    and leave the times on and off."""
+    Arena's, for ``duration_s``; or one client of ServeGen a model, whose day passes in it (``fineserve_traces.servegen``). The
+    first model of the file is the most popular. ``scale`` and a rate scale multiply requests and leave the times on and off."""
 
-    process: Literal["provider", "arena"]
+    process: Literal["provider", "arena", "servegen"]
     duration_s: Positive
     scale: Positive = 1.0
 
@@ -191,12 +200,14 @@ class Workload(Strict):
 
 class Reference(Strict):
     """The runs from which a base SLO is taken: a quantile of a model's TTFT under ``system`` (the best of several): each
-    request ``isolated``, all models under the ``same`` arrivals, or each model ``alone`` with its own at rate scale 1."""
+    request ``isolated``, all models under the ``same`` arrivals, or each model ``alone`` with its own at rate scale 1. A
+    quantile below ``least_s`` counts as this: what a front end takes that is not simulated."""
 
     system: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
     load: Literal["isolated", "same", "alone"]
     metric: Literal["ttft_s"] = "ttft_s"
     quantile: Fraction
+    least_s: NonNegative = 0.0
 
 
 class TtftSlo(Strict):
@@ -331,6 +342,7 @@ class ExperimentFile(Strict):
     slo: Slo
     systems: Annotated[list[SystemItem], Field(min_length=1)]
     loads: dict[str, Load] = {}
+    faults: list[Fault] = []
     sweeps: list[Sweep] = []
     seeds: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
     quick: dict[str, Any] = {}

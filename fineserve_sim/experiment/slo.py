@@ -107,8 +107,11 @@ def tpot_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, Bas
 def _derived(
     experiment: Experiment, point: Point, reference: Reference | TpotReference, model: str, read: Read
 ) -> BaseSlo:
-    """The quantile under the best of the reference's systems."""
-    part, moment = ("tpot", _tpot_s) if isinstance(reference, TpotReference) else ("ttft", _ttft_s)
+    """The quantile under the best of the reference's systems, or the least base SLO where this is more."""
+    if isinstance(reference, TpotReference):
+        part, moment, least_s = "tpot", _tpot_s, 0.0
+    else:
+        part, moment, least_s = "ttft", _ttft_s, reference.least_s
     values = {
         system: _quantile(
             _runs_of(experiment, point, reference, system, model), model, reference.quantile, read, moment
@@ -120,7 +123,8 @@ def _derived(
         problem = f"under {best} at {point}, too few requests of model {model} got a first token"
         raise ConfigError(experiment.document.place(("slo", part)), f"slo.{part}.reference", problem)
     percent = f"P{100 * reference.quantile:g}"
-    return BaseSlo(values[best], f"{percent} {part.upper()} of {best}, {reference.load} load")
+    described = f"{percent} {part.upper()} of {best}, {reference.load} load"
+    return BaseSlo(max(values[best], least_s), described if not least_s else f"{described}, at least {least_s:g} s")
 
 
 def _quantile(runs: list[Run], model: str, quantile: float, read: Read, moment: Callable[[RunData], Floats]) -> float:

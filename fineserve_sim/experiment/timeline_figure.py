@@ -1,6 +1,8 @@
 """The figure of one moment after another: one row a panel, one column a system, one line a model (or a GPU).
 
-Drawn from the timeline samples of the first seed of one cell a system. Engines of the same model are added up.
+Drawn from the timeline samples of the first seed of one cell a system. Engines of the same model are added up. What clients
+see comes from the requests of the run: mean TTFT of those that arrived in the same 2 s, and output as if the tokens of a
+request came evenly.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from fineserve_sim.experiment.labels import axis_text, quantity
 from fineserve_sim.experiment.plot_style import COLOURS, Handle, panel_grid, set_heading
 
 _ENGINE_PANELS = ("waiting", "running", "kv_used_bytes")
+_REQUEST_PANELS = ("windowed_ttft_s", "output_tokens_per_s")
+_WINDOW_S = 2.0
 _CAPACITY = "KV capacity of the cluster"
 _COLOURS = COLOURS[3:] + COLOURS[:3]
 """Models start at other colours than systems, so that nobody takes one for the other."""
@@ -35,6 +39,7 @@ class Timeline:
         if not path.is_file():
             raise ValueError(f"{path}: not there; run the experiment again to write it anew")
         self._table = pq.read_table(path)
+        self._requests_path = results_dir / "cells" / f"{key}.parquet"
         meta = json.loads((results_dir / "cells" / f"{key}.json").read_text(encoding="utf-8"))
         self._models: list[str] = meta["models"]
         self._engine_models: list[str] = meta["engine_models"]
@@ -46,7 +51,9 @@ class Timeline:
         return np.asarray(self._table.column("time_s").to_numpy(), dtype=np.float64)
 
     def series(self, panel: str) -> dict[str, NDArray[np.float64]]:
-        """One array of shown values (T,) a model for engine panels, a GPU for the others."""
+        """One array of shown values (T,) a model for panels of engines and requests, a GPU for the others."""
+        if panel in _REQUEST_PANELS:
+            return self._request_series(panel)
         names = owners = [f"GPU {index}" for index in range(self._gpus)]
         if panel in _ENGINE_PANELS:
             names = [f"Model {model}" for model in dict.fromkeys([*self._models, *self._engine_models])]
@@ -55,6 +62,42 @@ class Timeline:
         for index, owner in enumerate(owners):
             summed[owner] += self._table.column(f"{panel}.{index}").to_numpy() * quantity(panel).scale
         return summed
+
+    def _request_series(self, panel: str) -> dict[str, NDArray[np.float64]]:
+        table = pq.read_table(self._requests_path)
+        columns = {name: table.column(name).to_numpy() for name in table.column_names}
+        shown = {}
+        for index, model in enumerate(self._models):
+            own = {name: values[columns["model"] == index] for name, values in columns.items()}
+            measure = _windowed_ttft_s if panel == "windowed_ttft_s" else _output_tokens_per_s
+            shown[f"Model {model}"] = measure(self.time_s, own)
+        return shown
+
+
+def _windowed_ttft_s(time_s: NDArray[np.float64], requests: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    """Mean TTFT of the requests that arrived in the window of each sample; NaN where none did."""
+    ttft_s = requests["first_token_s"] - requests["arrival_s"]
+    known = np.isfinite(ttft_s)
+    windows = (requests["arrival_s"][known] // _WINDOW_S).astype(np.int64)
+    length = int(max([-1, *windows, *(time_s // _WINDOW_S)])) + 1
+    counts = np.bincount(windows, minlength=length)
+    sums = np.bincount(windows, ttft_s[known], length)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return np.asarray(means[(time_s // _WINDOW_S).astype(np.int64)], dtype=np.float64)
+
+
+def _output_tokens_per_s(time_s: NDArray[np.float64], requests: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    """Sum of the rates of the requests that put out tokens at each sample: their tokens after the first over their time."""
+    finished = np.isfinite(requests["finish_s"]) & (requests["finish_s"] > requests["first_token_s"])
+    first_s, finish_s = requests["first_token_s"][finished], requests["finish_s"][finished]
+    rates = (requests["output_tokens"][finished] - 1) / (finish_s - first_s)
+
+    def begun(at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        order = np.argsort(at_s, kind="stable")
+        sums = np.concatenate([[0.0], np.cumsum(rates[order])])
+        return np.asarray(sums[np.searchsorted(at_s[order], time_s, side="right")])
+
+    return np.maximum(begun(first_s) - begun(finish_s), 0.0)
 
 
 def timeline_figure(

@@ -8,7 +8,7 @@ every rate. Phases are the exception: their durations are fixed, so a higher rat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from fineserve_traces import LengthPairs, LengthSource, Trace, TraceError
 from fineserve_traces.onoff import OnOff
 from fineserve_traces.prism import ARENA, PROVIDER, arena_lengths, processes
+from fineserve_traces.servegen import Client, servegen_clients
 
 from fineserve_sim.experiment import schema
 from fineserve_sim.experiment.errors import ConfigError, nearest
@@ -50,6 +51,11 @@ def check_sources(document: Document, setup: Setup) -> None:
         raise
     except ValueError as problem:
         raise document.error(("workload", key), str(problem)) from None
+    if isinstance(setup.workload.arrivals, schema.ManyModels):
+        try:
+            _processes(setup)
+        except ValueError as problem:
+            raise document.error(("workload", "arrivals"), str(problem)) from None
 
 
 def length_source(setup: Setup) -> LengthSource:
@@ -112,7 +118,7 @@ def base_rates(setup: Setup, load: str | None) -> dict[str, float]:
         return _recorded_rates(setup, load)
     if isinstance(setup.workload.arrivals, schema.ManyModels):
         scale, ids = setup.workload.arrivals.scale, [model.id for model in setup.models]
-        return {name: scale * process.rate_per_s for name, process in zip(ids, _on_off(setup), strict=True)}
+        return {name: scale * process.rate_per_s for name, process in zip(ids, _processes(setup), strict=True)}
     total_share = sum(model.entry.share or 0.0 for model in setup.models)
     span_s = _phased_s(setup)
     rates = {}
@@ -241,16 +247,23 @@ def _phased(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Tra
     return replace(traces.merge(parts), source=lengths.source)
 
 
-def _on_off(setup: Setup) -> list[OnOff]:
+def _processes(setup: Setup) -> Sequence[OnOff | Client]:
     """The process of each model, in the order of the file."""
-    arrivals = setup.workload.arrivals
-    kind = PROVIDER if isinstance(arrivals, schema.ManyModels) and arrivals.process == "provider" else ARENA
-    return processes(kind, len(setup.models))
+    arrivals, models = setup.workload.arrivals, len(setup.models)
+    assert isinstance(arrivals, schema.ManyModels)
+    if arrivals.process == "servegen":
+        return _clients(models, _lengths_key(setup)[1])
+    return processes(PROVIDER if arrivals.process == "provider" else ARENA, models)
+
+
+@lru_cache(maxsize=4)
+def _clients(models: int, data_dir: Path | None) -> list[Client]:
+    return servegen_clients(models, data_dir)
 
 
 def _many_models(setup: Setup, duration_s: float, scale: float, seed: int) -> Trace:
     lengths, parts = length_source(setup), []
-    for model, process in zip(setup.models, _on_off(setup), strict=True):
+    for model, process in zip(setup.models, _processes(setup), strict=True):
         arrival_s = process.arrivals(stream(seed, f"arrivals/{model.id}"), duration_s, scale)
         if len(arrival_s):
             parts.append(traces.generate(arrival_s, lengths, stream(seed, f"lengths/{model.id}"), model=model.id))

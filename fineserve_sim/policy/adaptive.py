@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from itertools import accumulate, chain
 from typing import Literal
 
@@ -66,7 +65,7 @@ class AdaptiveBatching:
         self._by_length = _LengthOrder()
         self._by_deadline: list[tuple[float, int, int]] = []  # (arrival_s, id, prompt tokens)
         self._pace: tuple[int, float] | None = None
-        self._ttft_at_pace: Callable[[int], float]
+        self._ttft_s: dict[int, float] = {}  # at that pace, by number of tokens
         self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
 
     def __len__(self) -> int:
@@ -122,12 +121,18 @@ class AdaptiveBatching:
 
     def _ttft(self, state: EngineState) -> Callable[[int], float]:
         """TTFT by number of tokens. A call and ``unchanged_until`` after it ask for the same few numbers: they are kept."""
-        pace = state.decoding, state.slowdown
+        decoding, slowdown = pace = state.decoding, state.slowdown
         if pace != self._pace:
-            prefill, (decoding, slowdown) = self._prefill, pace
-            self._pace = pace
-            self._ttft_at_pace = cache(lambda tokens: prefill(tokens, decoding) * slowdown)
-        return self._ttft_at_pace
+            self._pace, self._ttft_s = pace, {}
+        prefill, known = self._prefill, self._ttft_s
+
+        def ttft(tokens: int) -> float:
+            seconds = known.get(tokens)
+            if seconds is None:
+                seconds = known[tokens] = prefill(tokens, decoding) * slowdown
+            return seconds
+
+        return ttft
 
     def _max_tokens(self, state: EngineState) -> int:
         return state.free_kv_tokens - self._block_tokens * state.running

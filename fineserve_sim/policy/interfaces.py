@@ -170,7 +170,8 @@ class ModelDemand:
     """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
 
     ``slo_s`` is the TTFT SLO, ``tpot_slo_s`` that of the time per token (None: none is set); ``tokens_per_request`` is the
-    expected prompt and output together.
+    expected prompt and output together. ``weight_bytes`` are the weights and the engine's context, ``activation_bytes`` what
+    a full step needs at most.
     """
 
     id: str
@@ -183,6 +184,12 @@ class ModelDemand:
     mme_tokens_per_byte: float | None = None
     tokens_per_request: float = 0.0
     tpot_slo_s: float | None = None
+    activation_bytes: int = 0
+
+    @property
+    def engine_bytes(self) -> int:
+        """All that an engine takes beside KV."""
+        return self.weight_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """KVPR greedy placement (Prism, Algorithm 1; Prism* of FineServe runs it once).
 
 KV pressure ratio of a GPU = SLO-weighted request rate of its models / memory left for their KV caches. Models, by
-falling weight, go where the ratio is lowest, so that the largest ratio stays small. Memory is charged with weights
-only. A GPU must keep some memory for KV after taking a model, else it is skipped.
+falling weight, go where the ratio is lowest, so that the largest ratio stays small. A GPU must keep some memory for KV
+after taking a model, else it is skipped. Prism* charges memory with weights only; who measures what is left for KV, as
+Prism's engines do, charges an engine's activations, too.
 
 A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. Parts go to distinct GPUs of
 one node: if the lowest ratio is on a GPU that hosts a sibling, the next lowest one takes the part. For equal parts this
@@ -27,7 +28,8 @@ class KvprPlacement:
     token / TPOT SLO.
     ``tau`` and ``threshold`` matter to models that have a place already: they move only if the best ratio is below
     tau x the ratio of their place ("relative"), or lower by more than tau ("absolute"). Ties: lower model id, lower
-    GPU id. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
+    GPU id. ``charges``: what a model takes from KV memory, its "weights" or all that its "engine" takes.
+    Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class KvprPlacement:
         *,
         tau: float = 0.8,
         threshold: Literal["relative", "absolute"] = "relative",
+        charges: Literal["weights", "engine"] = "weights",
     ) -> None:
+        if charges not in ("weights", "engine"):
+            raise ValueError(f"charges is {charges!r}: use 'weights' or 'engine'")
         if evaluate not in ("pre", "post"):
             raise ValueError(f"evaluate is {evaluate!r}: use 'pre' or 'post'")
         if weight not in ("req_rate", "token_rate"):
@@ -50,6 +55,7 @@ class KvprPlacement:
         self._by_tokens = weight == "token_rate"
         self._tau = tau
         self._relative = threshold == "relative"
+        self._charges_engine = charges == "engine"
 
     def place(
         self,
@@ -73,7 +79,7 @@ class KvprPlacement:
                 continue
             for gpu in group:
                 loads[gpu].weight += weight
-                loads[gpu].shared_kv_bytes -= model.weight_bytes
+                loads[gpu].shared_kv_bytes -= self._charge(model)
             instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
         placed = {instance.model for instance in instances}
         return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
@@ -90,7 +96,10 @@ class KvprPlacement:
 
     def ratio(self, load: GpuLoad, model: ModelDemand, part_weight: float) -> float:
         """KVPR by which a GPU is judged for a part of ``model``: before taking it, or with it."""
-        return load.ratio(part_weight, model.weight_bytes) if self._adds_first else load.ratio(0.0, 0)
+        return load.ratio(part_weight, self._charge(model)) if self._adds_first else load.ratio(0.0, 0)
+
+    def _charge(self, model: ModelDemand) -> int:
+        return model.engine_bytes if self._charges_engine else model.weight_bytes
 
     def _target(
         self, model: ModelDemand, weight: float, loads: Mapping[int, GpuLoad], current: tuple[int, ...] | None
@@ -100,8 +109,9 @@ class KvprPlacement:
         def ratio(gpu: int) -> float:
             return self.ratio(loads[gpu], model, weight)
 
-        best = best_group(model.tp, loads, ratio_of={gpu: ratio(gpu) for gpu in _roomy(model, loads)})
-        if best is None or current is None or not _roomy(model, loads) >= set(current):
+        roomy = {gpu for gpu, load in loads.items() if load.shared_kv_bytes > self._charge(model)}
+        best = best_group(model.tp, loads, ratio_of={gpu: ratio(gpu) for gpu in roomy})
+        if best is None or current is None or not roomy >= set(current):
             return best
         best_ratio, current_ratio = max(map(ratio, best)), max(map(ratio, current))
         moves = best_ratio < self._tau * current_ratio if self._relative else current_ratio - best_ratio > self._tau
@@ -118,11 +128,6 @@ class GpuLoad:
 
     def ratio(self, added_weight: float, added_bytes: int) -> float:
         return (self.weight + added_weight) / (self.shared_kv_bytes - added_bytes)
-
-
-def _roomy(model: ModelDemand, loads: Mapping[int, GpuLoad]) -> set[int]:
-    """GPUs that would keep memory for KV after taking a part."""
-    return {gpu for gpu, load in loads.items() if load.shared_kv_bytes > model.weight_bytes}
 
 
 def best_group(tp: int, loads: Mapping[int, GpuLoad], ratio_of: Mapping[int, float]) -> tuple[int, ...] | None:

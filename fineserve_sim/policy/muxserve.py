@@ -10,7 +10,7 @@ A mesh is estimated from profiles. Alone, a batch of b requests has the throughp
 
 and a model runs with the smallest b that meets its rate, found by bisection. Together, prefills come one after another
 and decodes side by side, so everybody waits for all prefills: T_prefill becomes their sum. When the batches do not all
-fit into the KV memory that weights leave, all shrink by one factor, found by bisection as well.
+fit into the KV memory that the engines leave, all shrink by one factor, found by bisection as well.
 
 The TP degree of a model is given here, so a mesh takes the models of its own size only, and cuts into sizes that no model has
 are left out. If no cut places all models, KVPR's greedy does (``kvpr.py``). Ties, frequent while rates are met
@@ -86,8 +86,8 @@ def _alone_per_s(model: ModelDemand, size: float) -> float:
 
 def mesh_throughput(models: Sequence[ModelDemand], memory_bytes: int) -> float:
     """Requests per second that the models of a mesh complete together, each at most its rate; ``memory_bytes`` is the usable
-    memory of each GPU. Minus infinity when their weights leave no memory for KV."""
-    kv_bytes = memory_bytes - sum(model.weight_bytes for model in models)
+    memory of each GPU. Minus infinity when their engines leave no memory for KV."""
+    kv_bytes = memory_bytes - sum(model.engine_bytes for model in models)
     if kv_bytes <= 0:
         return float("-inf")
     wanted = {model.id: least_batch(model) for model in models}
@@ -137,7 +137,7 @@ class MuxServePlacement:
         sizes = {model.tp for model in models}
         found = [meshes for cut in _cuts(gpus, sizes) if (meshes := _assign(order, cut)) is not None]
         if not found:
-            return KvprPlacement().place(models, gpus)
+            return KvprPlacement(charges="engine").place(models, gpus)
         best = max(found, key=lambda meshes: sum(mesh.throughput_per_s for mesh in meshes))  # the first of equals
         home = {model.id: mesh.gpus for mesh in best for model in mesh.models}
         return Placement(

@@ -10,7 +10,7 @@ from fineserve_sim.policy.tp_groups import tp_groups
 
 class RoundRobinPlacement:
     """Models by falling weights of all their parts, each to the next GPU or TP group in turn. A group that does not hold
-    the weights, with at least a byte left for KV, is passed over; models that fit nowhere are unplaced. Ties: lower id."""
+    the engine, with at least a byte left for KV, is passed over; models that fit nowhere are unplaced. Ties: lower id."""
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
@@ -21,10 +21,10 @@ class RoundRobinPlacement:
             turn = turns.get(model.tp, 0)
             for offset in range(len(groups)):
                 group = groups[(turn + offset) % len(groups)]
-                if all(left_bytes[gpu] > model.weight_bytes for gpu in group):
+                if all(left_bytes[gpu] > model.engine_bytes for gpu in group):
                     turns[model.tp] = turn + offset + 1
                     for gpu in group:
-                        left_bytes[gpu] -= model.weight_bytes
+                        left_bytes[gpu] -= model.engine_bytes
                     instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
                     break
         placed = {instance.model for instance in instances}

@@ -95,10 +95,6 @@ class _Holders(dict[int, _Holder]):
 
 def _take_lowest(bits: int, limit: int, first: int, ids: list[int]) -> int:
     """Append ``first + i`` for the lowest set bits i of ``bits``, ``limit`` at most; returns these bits."""
-    lowest = bits & -bits
-    if limit == 1 or lowest == bits:  # the common cases: one block is wanted, or left
-        ids.append(first + lowest.bit_length() - 1)
-        return lowest
     taken = 0
     while limit and bits:
         start = (bits & -bits).bit_length() - 1
@@ -175,14 +171,20 @@ class KVSlabManager:
                     left -= self._take_whole_slabs(pool, left, held, ids)
                     continue
                 slab = self._format(pool)
-            first = slab.id * per_slab or self.plan.span(pool.block_bytes, slab.id)[0]
-            mask = _take_lowest(slab.free_bits, left, first, ids)
-            slab.free_bits ^= mask
-            held[slab.id] = held.get(slab.id, 0) | mask
-            slab.used += left - blocks + len(ids)
-            left = blocks - len(ids)
-            if slab.free_bits:
-                pool.partial[0] = (-slab.used, slab.id)  # lower than before, so it stays the top
+            slab_id, free = slab.id, slab.free_bits
+            first = slab_id * per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
+            mask, taken = free & -free, 1
+            if left == 1 or mask == free:  # the common cases: one block is wanted, or left
+                ids.append(first + mask.bit_length() - 1)
+            else:
+                mask = _take_lowest(free, left, first, ids)
+                taken = mask.bit_count()
+            left -= taken
+            slab.used += taken
+            slab.free_bits = free = free ^ mask
+            held[slab_id] = held.get(slab_id, 0) | mask
+            if free:
+                pool.partial[0] = (-slab.used, slab_id)  # lower than before, so it stays the top
             else:
                 heappop(pool.partial)
         pool.used_blocks += blocks

@@ -33,6 +33,7 @@ class KvprPlacementSpec(Spec):
     """Prism's greedy placement by KV pressure ratio (request rate over SLO, per byte left for KV).
 
     ``tau`` and ``threshold`` matter where models may move: to a ratio below tau of their own, or lower by more than tau.
+    ``charges``: KV memory is what the weights leave, or what whole engines leave.
     """
 
     policy: Literal["kvpr"] = "kvpr"
@@ -40,6 +41,7 @@ class KvprPlacementSpec(Spec):
     weight: Literal["req_rate", "token_rate"] = "req_rate"
     tau: Annotated[float, Field(ge=0)] = 0.8
     threshold: Literal["relative", "absolute"] = "relative"
+    charges: Literal["weights", "engine"] = "weights"
 
 
 class PinnedPlacementSpec(Spec):

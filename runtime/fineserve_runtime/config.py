@@ -40,14 +40,23 @@ class ModelFiles(Strict):
     prefix_caching: bool = False
 
 
+class RayCluster(Strict):
+    """The Ray cluster to join, in Ray's words: ``HOST:PORT``, ``auto`` or ``local``."""
+
+    ray: Annotated[str, Field(min_length=1)]
+
+
 class RuntimeSection(Strict):
     """``region_bytes``: of each device, for KV (and weights, where ``weights_in_region``). ``mode``: engines in this process
-    or one process each. ``step_times``: a table of measured steps (CSV: model, prefill_tokens, decodes, duration_s); without
-    one a few steps are timed at the start. ``api_key_env``: the environment variable that holds the API key. A model has at
-    most ``queued_requests`` without a first token, none for longer than ``queued_s``; SIGTERM gives ``drain_s``."""
+    or one process each; by default the former for one CPU. ``cluster``: devices are actors of this Ray cluster; ``ray``: of
+    the one that RAY_ADDRESS names or that runs here, else of a new one. ``step_times``: a table of measured steps (CSV:
+    model, prefill_tokens, decodes, duration_s); without one a few steps are timed at the start. ``api_key_env``: the
+    environment variable that holds the API key. A model has at most ``queued_requests`` without a first token, none for
+    longer than ``queued_s``; SIGTERM gives ``drain_s``."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
     mode: Literal["in_process", "processes"] | None = None
+    cluster: Literal["ray"] | RayCluster | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
     api_key_env: str | None = None
@@ -63,9 +72,8 @@ class RuntimeSection(Strict):
     decisions: str | None = None
 
     @property
-    def engine_mode(self) -> Literal["in_process", "processes"]:
-        """In this process on a CPU, where a process an engine takes half a minute to start; never on a GPU."""
-        return self.mode or ("in_process" if self.backend == "cpu" else "processes")
+    def ray_address(self) -> str | None:
+        return self.cluster.ray if isinstance(self.cluster, RayCluster) else None
 
 
 @dataclass(frozen=True, slots=True)

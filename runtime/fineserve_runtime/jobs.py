@@ -17,6 +17,14 @@ class End(NamedTuple):
     message: str = ""
 
 
+class Limits(NamedTuple):
+    """What a request is to keep: seconds to its first token, by which schedulers go, and seconds per token after it, which
+    are counted only; None: no limit."""
+
+    ttft_s: float
+    tpot_s: float | None = None
+
+
 class Refused(RuntimeError):
     """The driver takes no such request now; ``reason`` is a word for machines."""
 
@@ -37,9 +45,9 @@ class Sink(Protocol):
 class Job:
     """A request of ``model`` with its prompt, in the driver's hands until it ends.
 
-    ``slo_s`` is the TTFT limit that counts for it. ``engine`` is where it is now; None while it waits and when it
-    ended; ``served_by`` where it was dispatched last. Times are
-    seconds since the driver started.
+    ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now;
+    None while it waits and when it ended; ``served_by`` where it was dispatched last. Times are seconds since the driver
+    started.
     """
 
     id: int
@@ -49,6 +57,7 @@ class Job:
     sink: Sink
     slo_s: float
     priority: int = 0
+    tpot_slo_s: float | None = None
     arrival_s: float = 0.0
     queued_s: float = 0.0
     engine: int | None = None
@@ -58,6 +67,13 @@ class Job:
     generated: list[int] = field(default_factory=list)
     preemptions: int = 0
     retried: bool = False
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first so far; None before the second."""
+        if self.first_token_s is None or self.last_token_s is None or len(self.generated) < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (len(self.generated) - 1)
 
     @property
     def can_resume(self) -> bool:

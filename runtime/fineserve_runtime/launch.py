@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fineserve_runtime.config import RuntimeFile
+from fineserve_runtime.config import RuntimeFile, RuntimeSection
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.driver import Bounds, Driver, Log
-from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig
+from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep
 from fineserve_runtime.warmup import Relay, measure, read_table
@@ -47,6 +48,21 @@ def start_real_host(config: HostConfig, listener: EngineListener) -> EngineHost:
 
 
 @contextmanager
+def starting(section: RuntimeSection, devices: int) -> Iterator[StartHost]:
+    """How the hosts of so many devices are started: on this machine, or on the Ray cluster of ``section``. Raises ValueError
+    for a cluster that is not there."""
+    if section.cluster is None:
+        yield start_real_host
+        return
+    try:
+        from fineserve_runtime.engines.ray_cluster import ray_cluster
+    except ImportError as problem:
+        raise ValueError(f"runtime.cluster: Ray cannot be imported ({problem}); pip install 'fineserve[ray]'") from None
+    with ray_cluster(section.ray_address, devices, section.backend) as cluster:
+        yield cluster.start_host
+
+
+@contextmanager
 def launch(
     file: RuntimeFile,
     scenario: Scenario,
@@ -54,19 +70,18 @@ def launch(
     log: Log | None = None,
     observers: Sequence[Observer] = (),
     on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
-    start: StartHost = start_real_host,
+    start: StartHost | None = None,
 ) -> Iterator[Running]:
-    """The scenario's system on real engines, until the block ends. Raises ValueError for what cannot run."""
+    """The scenario's system on real engines, until the block ends. ``start`` replaces how the file says that hosts start.
+    Raises ValueError for what cannot run."""
     placement, demands = place(scenario)
     if placement.unplaced:
         raise ScenarioError(f"system {scenario.system.name}: no room for {', '.join(placement.unplaced)}")
     with ExitStack() as stack:
-        relays: dict[int, Relay] = {}
-        hosts: dict[int, EngineHost] = {}
-        for gpu, config in host_configs(file, scenario, placement, demands).items():
-            relays[gpu] = Relay()
-            hosts[gpu] = start(config, relays[gpu])
-            stack.callback(hosts[gpu].close)
+        configs = host_configs(file, scenario, placement, demands)
+        relays = {gpu: Relay() for gpu in configs}
+        start = start or stack.enter_context(starting(file.section, len(configs)))
+        hosts = _start_hosts(configs, relays, start, stack, together=file.section.cluster is not None)
         spec = _core_spec(file, scenario, placement, hosts, _step_times(file, hosts, relays))
         bounds = Bounds(file.section.queued_requests, file.section.queued_s)
         driver = Driver(spec, bounds=bounds, log=log, observers=observers, on_incident=on_incident)
@@ -77,13 +92,36 @@ def launch(
         yield Running(driver, hosts, spec, placement)
 
 
+def _start_hosts(
+    configs: Mapping[int, HostConfig],
+    relays: Mapping[int, Relay],
+    start: StartHost,
+    stack: ExitStack,
+    *,
+    together: bool,
+) -> dict[int, EngineHost]:
+    """``stack`` closes them. ``together`` for machines of their own; on this one, engines in a process start one by one."""
+
+    def begin(gpu: int) -> EngineHost:
+        host = start(configs[gpu], relays[gpu])
+        stack.callback(host.close)
+        return host
+
+    if not together:
+        return {gpu: begin(gpu) for gpu in configs}
+    with ThreadPoolExecutor(len(configs)) as pool:
+        return dict(zip(configs, pool.map(begin, configs), strict=True))
+
+
 def host_configs(
     file: RuntimeFile, scenario: Scenario, placement: Placement, demands: Mapping[str, ModelDemand]
 ) -> dict[int, HostConfig]:
-    """One host a GPU that has engines. Where models come and go, every GPU has an engine of each."""
+    """One host a GPU that has engines. Where models come and go, every GPU has an engine of each. Raises ScenarioError for
+    devices that one machine cannot have side by side."""
     section = file.section
     residency = scenario.system.residency is not None
     gpus = [gpu.id for gpu in scenario.gpus] if residency else sorted({i.gpus[0] for i in placement.instances})
+    mode = _mode(section, len(gpus))
     configs = {}
     for gpu in gpus:
         here = [i.model for i in placement.instances if i.gpus[0] == gpu]
@@ -92,7 +130,7 @@ def host_configs(
         configs[gpu] = HostConfig(
             engines=tuple(_engine(file, scenario, name, limits[name]) for name in names),
             region_bytes=section.region_bytes,
-            mode=section.engine_mode,
+            mode=mode,
             device=section.backend,
             region_name=f"{section.region_name}{gpu}",
             slab_multiple=getattr(scenario.system.memory, "slab_multiple", 1),
@@ -100,6 +138,18 @@ def host_configs(
             poison_freed=section.poison_freed,
         )
     return configs
+
+
+def _mode(section: RuntimeSection, devices: int) -> Mode:
+    """In this process on a CPU, where a process an engine takes half a minute to start; but what steps in one process steps in
+    turn, and vLLM's GPU backend keeps one engine a process. On a cluster each device has a process of its own, and Ray gives
+    it a GPU of its own."""
+    beside = section.cluster is None and devices > 1
+    if beside and section.backend == "cuda":
+        raise ScenarioError(f"engines on {devices} GPUs need runtime.cluster: ray, on one machine, too")
+    if beside and section.mode == "in_process":
+        raise ScenarioError(f"runtime.mode: engines on {devices} devices need processes; leave mode out")
+    return section.mode or ("processes" if beside or section.backend == "cuda" else "in_process")
 
 
 def _engine(file: RuntimeFile, scenario: Scenario, name: str, limit_bytes: int | None) -> EngineConfig:

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fineserve_runtime.engines.api import EngineHost
-from fineserve_runtime.jobs import End, Job
+from fineserve_runtime.jobs import End, Job, Limits
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -34,6 +34,10 @@ class Metrics:
         self._slo_due = self._counter(
             "fineserve:ttft_slo_due", "Requests that ended; those of clients that left apart."
         )
+        self._tpot_met = self._counter(
+            "fineserve:tpot_slo_met", "Finished requests with their time per token in limits."
+        )
+        self._tpot_due = self._counter("fineserve:tpot_slo_due", "As ttft_slo_due, of requests with a TPOT limit.")
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", _ITL_S)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
@@ -45,6 +49,8 @@ class Metrics:
                 self._generation_tokens,
                 self._slo_met,
                 self._slo_due,
+                self._tpot_met,
+                self._tpot_due,
             ):
                 family.labels(model)
 
@@ -56,10 +62,12 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    def turned_away(self, model: str, reason: str) -> None:
-        """A request that the driver never saw, or did not take."""
+    def turned_away(self, model: str, reason: str, limits: Limits) -> None:
+        """A request that the driver did not take."""
         self._unfinished.labels(model, reason).inc()
         self._slo_due.labels(model).inc()
+        if limits.tpot_s is not None:
+            self._tpot_due.labels(model).inc()
 
     # --- Observer --------------------------------------------------------------------------------------------------
 
@@ -87,11 +95,18 @@ class Metrics:
             self._e2e.labels(job.model).observe(now - job.arrival_s)
         else:
             self._unfinished.labels(job.model, end.reason).inc()
-        if end.kind == "aborted":
-            return
+        if end.kind != "aborted":
+            self._judge(job, finished=end.kind == "finished")
+
+    def _judge(self, job: Job, *, finished: bool) -> None:
+        """A request of one token has no time per token, and meets any limit of it."""
         self._slo_due.labels(job.model).inc()
-        if end.kind == "finished" and job.first_token_s is not None and job.first_token_s - job.arrival_s <= job.slo_s:
+        if finished and job.first_token_s is not None and job.first_token_s - job.arrival_s <= job.slo_s:
             self._slo_met.labels(job.model).inc()
+        if job.tpot_slo_s is not None:
+            self._tpot_due.labels(job.model).inc()
+            if finished and (job.tpot_s is None or job.tpot_s <= job.tpot_slo_s):
+                self._tpot_met.labels(job.model).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, [*_MODEL, *labels], registry=self.registry)

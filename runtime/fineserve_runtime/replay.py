@@ -21,7 +21,7 @@ from fineserve_runtime.core import Stay
 from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import End, Job, Refused
-from fineserve_runtime.launch import Running, StartHost, launch, start_real_host
+from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, Timeline
 from fineserve_sim.experiment.errors import ConfigError
 from fineserve_sim.experiment.files import write_json
@@ -37,7 +37,7 @@ _TOKENS = range(10, 250)
 """Token ids that every vocabulary has."""
 
 
-def replay_on(file: RuntimeFile, *, start: StartHost = start_real_host) -> Callable[[Scenario], RunResult]:
+def replay_on(file: RuntimeFile, *, start: StartHost | None = None) -> Callable[[Scenario], RunResult]:
     """Raises, when called, what ``launch`` raises."""
 
     def play(scenario: Scenario) -> RunResult:

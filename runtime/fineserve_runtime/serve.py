@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fineserve_runtime.config import RuntimeFile
-from fineserve_runtime.launch import Running, StartHost, decision_log, launch, start_real_host
+from fineserve_runtime.jobs import Limits
+from fineserve_runtime.launch import Running, StartHost, decision_log, launch
 from fineserve_runtime.logs import JsonLog
 from fineserve_runtime.metrics import EngineFigures, Metrics
 from fineserve_runtime.server.service import ServedName, Service
@@ -24,7 +25,7 @@ def run_server(
     file: RuntimeFile,
     system: str | None,
     *,
-    start: StartHost = start_real_host,
+    start: StartHost | None = None,
     tokenizer: Callable[[Path], Tokenizer] = LocalTokenizer,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -87,7 +88,7 @@ def _service(
             tokenizer(file.folder / file.section.models[model.id].path),
             model.model.vocab_size,
             longest[model.id],
-            model.ttft_slo_s if math.isfinite(model.ttft_slo_s) else 3600.0,
+            Limits(model.ttft_slo_s if math.isfinite(model.ttft_slo_s) else 3600.0, file.experiment.file.slo.tpot_s),
         )
         for model in served.models
     }

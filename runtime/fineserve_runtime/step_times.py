@@ -18,7 +18,8 @@ from typing import NamedTuple
 _MEMORY_STEPS = 256
 """A step seen so many steps ago weighs 1/e of the present one."""
 
-_SUBSETS = [subset for size in (3, 2, 1) for subset in combinations(range(3), size)]
+_SUBSETS = [subset for size in (3, 2, 1) for subset in combinations(range(3), size) if subset != (2,)]
+"""A step without decodes takes time, whatever noise may say: not only decodes count."""
 
 
 class MeasuredStep(NamedTuple):
@@ -83,7 +84,7 @@ class StepTimes:
         best, best_gain = (0.0, 0.0, 0.0), 0.0
         for subset in _SUBSETS:
             solved = _solve([[self._normal[i][j] for j in subset] for i in subset], [self._moment[i] for i in subset])
-            if solved is None or min(solved) < 0:
+            if solved is None or min(solved) <= 0:
                 continue
             gain = sum(value * self._moment[i] for value, i in zip(solved, subset, strict=True))  # explained squares
             if gain > best_gain * (1 + 1e-12):

@@ -11,7 +11,8 @@ from fineserve_traces import Trace
 from simkit import H100, Row, served, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import EngineSettings, Fate, Gpu, Scenario
-from fineserve_sim.cluster.groups import Fault, GroupRun, simulate_groups
+from fineserve_sim.cluster.groups import GroupRun, simulate_groups
+from fineserve_sim.cluster.scenario import Fault
 from fineserve_sim.systems import SystemSpec, load_systems
 
 GROUP_SYSTEMS = (
@@ -63,7 +64,7 @@ def burst(requests: int, prompt: int, output: int, gap_s: float = 1e-3) -> list[
 def lawful(scenario: Scenario, faults: Sequence[Fault] = ()) -> GroupRun:
     """Run it and assert the laws: every request ends, once, effects follow causes, all memory is given back."""
     log: list[dict[str, object]] = []
-    run = simulate_groups(replace(scenario, log=log.append), faults)
+    run = simulate_groups(replace(scenario, log=log.append, faults=tuple(faults)))
     result, arrival_s = run.result, scenario.trace.arrival_s
     assert (result.fate != Fate.UNFINISHED).all()
     finished = result.fate == Fate.FINISHED

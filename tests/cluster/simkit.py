@@ -102,7 +102,7 @@ def solo(
 
 
 class Logged(NamedTuple):
-    """A run and its decision log."""
+    """A run and its decision log, without the spans that say when engines compute."""
 
     result: RunResult
     log: list[dict[str, Any]]
@@ -114,7 +114,8 @@ class Logged(NamedTuple):
 
 def logged(scenario: Scenario, **changes: Any) -> Logged:
     log: list[dict[str, Any]] = []
-    return Logged(simulate(replace(scenario, log=log.append, **changes)), log)
+    result = simulate(replace(scenario, log=log.append, **changes))
+    return Logged(result, [line for line in log if "span" not in line])
 
 
 def assert_lawful(scenario: Scenario, run: Logged) -> None:

@@ -141,6 +141,24 @@ def test_a_swap_of_qlm_takes_its_time() -> None:
     assert waited_s[0] < 0.05 and 7.0 < waited_s[1] < 9.5
 
 
+def test_who_left_is_not_asked_any_more() -> None:
+    """Eight models on two GPUs of three. A move ends: the engine it replaces goes at once, and as models wait for room the
+    controller looks at everything, before the queue that they shared is formed anew."""
+    rows: list[Row] = [(0.75, 190, 154, 2), (0.75, 270, 65, 1), (0.75, 469, 133, 7), (1.0, 214, 28, 6)]
+    rows += [(2.25, 163, 52, 7), (2.5, 352, 32, 3), (2.5, 504, 69, 5)]
+    quick = PRISM | {"idle_s": 1.0, "replace_s": 1.0, "min_stay_s": 0.5}
+    sc = scenario(fleet(quick, {"policy": "moore_hodgson"}), rows, 8, 2, 4000)
+    rates = (2.0, 0.5, 0.1, 0.5, 0.1, 2.0, 0.1, 0.5)
+    models = tuple(replace(model, rate_per_s=rate) for model, rate in zip(sc.models, rates, strict=True))
+    one = resident_bytes(models[0], sc.engine) + peak_activation_bytes(models[0], sc.engine)
+    engine = replace(sc.engine, memory_utilization=sc.engine.memory_utilization + one / H100.memory_bytes)
+    sc = replace(sc, models=models, engine=engine)
+    run = logged(sc)
+    assert_fleet_lawful(run, sc)
+    assert run.commands == logged(sc, exact_steps=True).commands
+    assert (run.result.fate == Fate.FINISHED).all()
+
+
 def test_residency_needs_memory_that_can_follow() -> None:
     spec = fleet(PRISM, {"policy": "fcfs"}).model_copy(update={"memory": load_systems()["fineserve"].memory})
     with pytest.raises(ScenarioError, match="needs memory kvcached or private, not kv_slab"):

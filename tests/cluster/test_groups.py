@@ -13,11 +13,12 @@ from pydantic import ValidationError
 from simkit import Row, pinned, served, solo, step_model
 
 from fineserve_sim.cluster import Fate, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.groups import Fault, simulate_groups
+from fineserve_sim.cluster.groups import simulate_groups
 from fineserve_sim.cluster.groups.cost import fit_chunk_cost
+from fineserve_sim.cluster.scenario import Fault, wrong_fault
 from fineserve_sim.policy.pipeline import finish_times_s
 from fineserve_sim.systems import SystemSpec
-from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SwapPoolsSpec
+from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SpareInstancesSpec, SwapPoolsSpec
 
 rows_of_requests = st.lists(
     st.tuples(st.floats(0, 0.5), st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=40
@@ -29,14 +30,55 @@ rows_of_requests = st.lists(
 def test_laws_hold_for_every_system_under_random_load_and_faults(
     rows: list[Row], name: str, blocks: int, data: st.DataObject
 ) -> None:
-    faults = data.draw(
-        st.lists(
-            st.builds(Fault, st.floats(0.01, 1), st.integers(0, 3), st.sampled_from([0.05, 1.0])),
-            max_size=2,
-            unique_by=lambda fault: fault.instance,
-        )
-    )
+    """With faults that may come again, even while the instance loads its weights."""
+    anyhow = st.builds(Fault, st.floats(0.01, 1), st.integers(0, 3), st.sampled_from([0.001, 0.05, 1.0]))
+    faults = data.draw(st.lists(anyhow, max_size=4).filter(lambda faults: not wrong_fault(faults, 4)))
     lawful(cluster(name, rows, blocks=blocks, per_node=data.draw(st.sampled_from([1, 2, 4]))), faults)
+
+
+@st.composite
+def systems_of_any_options(draw: st.DrawFn) -> SystemSpec:
+    """Dispatch, memory, pipelines, drop, migration and spares put together at random, as far as they go together."""
+    dispatch = draw(st.sampled_from(["round_robin", "least_loaded", "least_queued", "freeness"]))
+    stages = draw(st.sampled_from([1, 1, 2, 4]))
+    execution = {
+        "stages": stages,
+        "microbatches": draw(st.sampled_from(["token_count", "lookahead"])),
+        "lookahead": draw(st.sampled_from(["balanced", "literal", "direct"])),
+        "queues": draw(st.sampled_from(["shared", "own"])),
+        "min_tokens": draw(st.sampled_from([None, 64, 512])),
+    }
+    axes: dict[str, object] = {"dispatch": {"policy": dispatch}, "execution": execution}
+    kind = draw(st.sampled_from(["drop", "drop", "swap", "migration", "none"] if stages == 1 else ["drop", "none"]))
+    if kind == "drop":
+        axes["drop"] = {
+            "exchange": draw(st.sampled_from(["coordinated", "bulk"])),
+            "restore": draw(st.booleans()),
+            "trigger": draw(st.sampled_from([0.6, 0.95, 1.0])),
+            "restore_below": draw(st.sampled_from([0.1, 0.5])),
+            "required": draw(st.sampled_from(["net", "gross"])),
+            "max_group": draw(st.sampled_from([None, 2, 3])),
+            "falling_samples": draw(st.sampled_from([0, 3])),
+        }
+        if stages == 1 and draw(st.booleans()):
+            axes["scaling"] = {"instances": 1, "start_s": 0.05, "growing_samples": 2}
+    elif kind == "swap":
+        axes["memory"] = {"policy": "swap"}
+    elif kind == "migration":
+        axes["migration"] = {"policy": "llumnix", "out_blocks": 3.0, "in_blocks": draw(st.sampled_from([3.0, 30.0]))}
+    return SystemSpec.model_validate(system("vllm-dp").model_dump() | axes)
+
+
+@given(rows_of_requests, systems_of_any_options(), st.integers(70, 250), st.data())
+@settings(max_examples=80)
+def test_laws_hold_for_systems_of_any_options(
+    rows: list[Row], spec: SystemSpec, blocks: int, data: st.DataObject
+) -> None:
+    serving = 4 - (0 if spec.scaling is None else spec.scaling.instances)
+    anyhow = st.builds(Fault, st.floats(0.01, 1), st.integers(0, serving - 1), st.sampled_from([0.02, 0.3]))
+    faults = data.draw(st.lists(anyhow, max_size=2).filter(lambda faults: not wrong_fault(faults, serving)))
+    network = data.draw(st.sampled_from([1e8, 25e9]))
+    lawful(cluster(spec, rows, blocks=blocks, network_bytes_per_s=network), faults)
 
 
 @given(rows_of_requests, st.integers(70, 300))
@@ -193,6 +235,24 @@ def test_axes_of_single_model_clusters_need_dispatch(axes: dict[str, object], na
     fields = system("dedicated").model_dump() | axes
     with pytest.raises(ValidationError, match=f"{named} needs dispatch, too"):
         SystemSpec.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ([Fault(1.0, 4)], "fault 0: there is no serving instance 4; expected 0 to 3"),
+        ([Fault(1.0, 0), Fault(2.0, 0)], "fault 1: instance 0 is lost at 1 s and not back at 2 s"),
+        ([Fault(2.0, 1, 0.5), Fault(1.0, 1, 1.5)], "fault 0: instance 1 is lost at 1 s and not back at 2 s"),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(faults: list[Fault], message: str) -> None:
+    with pytest.raises(ScenarioError, match=f"system vllm-dp, {message}"):
+        lawful(cluster("vllm-dp", [(0.0, 8, 2)]), faults)
+    spares = system("kunserve").model_copy(update={"scaling": SpareInstancesSpec(instances=1)})
+    with pytest.raises(ScenarioError, match="there is no serving instance 3; expected 0 to 2"):
+        lawful(cluster(spares, [(0.0, 8, 2)]), [Fault(1.0, 3)])
+    with pytest.raises(ScenarioError, match="faults are for clusters of one model"):
+        simulate(replace(solo([(0.0, 8, 2)]), faults=(Fault(1.0, 0),)))
 
 
 def test_two_models_are_refused() -> None:

@@ -12,8 +12,9 @@ from simkit import Row
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario
-from fineserve_sim.cluster.groups import Fault, GroupRun
+from fineserve_sim.cluster.groups import GroupRun
 from fineserve_sim.cluster.memory import geometry
+from fineserve_sim.cluster.scenario import Fault
 from fineserve_sim.systems.spec import SpareInstancesSpec
 
 DROPS = ("kunserve-drop", "kunserve-exchange", "kunserve")
@@ -138,6 +139,13 @@ def test_a_pipeline_of_three_and_one_alone_merge_although_layers_have_to_move() 
     layers = scenario.models[0].model.layers
     moved_layers = run.report.weight_bytes / (copy_bytes(scenario) // layers)
     assert moved_layers > (restored + 1) * layers  # beside those of restores and of the repair
+
+
+def test_an_instance_that_fails_while_it_loads_serves_once_when_it_is_back() -> None:
+    scenario = cluster("kunserve", burst(60, 100, 100, gap_s=0.02))
+    run = lawful(scenario, [Fault(0.1, 0, 0.001), Fault(0.11, 0, 0.001), Fault(0.12, 0, 0.05)])
+    assert (run.result.fate == Fate.FINISHED).all()
+    assert run.groups[-1] == 4
 
 
 def test_when_all_instances_fail_requests_wait_for_the_repair() -> None:

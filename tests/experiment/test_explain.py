@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,19 @@ sweeps:
 seeds: 1
 """
 
+SPIKE = """\
+fineserve: 1
+title: Spike
+cluster: {gpu: a800, count: 4, gpus_per_node: 1}
+engine: {memory_utilization: 0.42}
+models:
+  - {id: A, model: qwen2.5-14b, precision: fp16, phases: [{duration_s: 5, rate_per_s: 40}, {duration_s: 40, rate_per_s: 0.2}]}
+workload: {lengths: {prompt_tokens: 800, output_tokens: 300}}
+slo: {ttft_s: 1.0}
+systems: [kunserve]
+seeds: 1
+"""
+
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,6 +54,64 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(out: Path) -> StoredRun:
     return stored_run(out, "fineserve", at={"rate_scale": "2"})
+
+
+@pytest.fixture(scope="module")
+def spike(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+    folder = tmp_path_factory.mktemp("spike")
+    (folder / "spike.yaml").write_text(SPIKE, encoding="utf-8")
+    run_experiment(folder / "spike.yaml", folder / "out", jobs=1, decisions=True)
+    return stored_run(folder / "out")
+
+
+def test_the_life_of_a_request_in_a_group(spike: StoredRun) -> None:
+    """Between its dispatch and its first chunk it waits in its group's queue, and every moment of that has a reason."""
+    assert spike.data.counters["drops"] and spike.data.counters["restores"]
+    reasons = set()
+    for request in range(0, len(spike.data.arrival_s), 9):
+        life = life_of(spike, request)
+        begins = [moment.after_s for moment in life.moments if moment.what.startswith("prefill begins on")]
+        assert len(begins) == 1
+        again = any("again" in moment.what for moment in life.moments)
+        assert again or sum(life.waited_s.values()) == pytest.approx(begins[0], abs=1e-9)
+        assert begins[0] <= spike.data.ttft_s[request]
+        reasons |= set(life.waited_s)
+    assert {"KV memory for its prompt", "prompts admitted before it"} <= reasons
+    told = [
+        moment.what for request in range(0, len(spike.data.arrival_s), 9) for moment in life_of(spike, request).moments
+    ]
+    assert any(what.startswith("DropLayers: ") for what in told)
+    assert any(what.startswith("KV exchange of engines [") for what in told)
+
+
+def test_the_trace_file_shows_when_engines_are_busy(run: StoredRun, tmp_path: Path) -> None:
+    """Every first token comes out at the end of a span, and all prompt tokens are in spans that do not overlap."""
+    write_trace([run], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    spans = sorted((event["ts"], event["ts"] + event["dur"], event["args"]) for event in events if event["ph"] == "X")
+    assert all(end <= begin + 1e-3 for (_, end, _), (begin, _, _) in pairwise(spans))
+    ends_s = [end / 1e6 for _, end, _ in spans]
+    finished = run.data.fate == 1
+    assert all(min(abs(end - at_s) for end in ends_s) < 1e-9 for at_s in run.data.first_token_s[finished])
+    assert sum(arguments["prefill_tokens"] for *_, arguments in spans) == run.data.prompt_tokens[finished].sum()
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"engine 0: A"}
+
+
+def test_the_trace_file_shows_what_instances_compute_and_send(spike: StoredRun, tmp_path: Path) -> None:
+    """Spans of an engine do not overlap, and together are the time that it was busy."""
+    write_trace([spike], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    busy = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            busy[event["tid"]].append((event["ts"], event["dur"], event["args"]["prefill_tokens"]))
+    assert set(busy) == {0, 1, 2, 3}
+    for spans in busy.values():
+        assert all(start + length <= after + 1 for (start, length, _), (after, _, _) in pairwise(spans))
+    stages = sum(tokens for spans in busy.values() for *_, tokens in spans)
+    assert stages >= spike.data.prompt_tokens.sum()  # a prompt token passes through every stage of its pipeline
+    names = {event["name"] for event in events if event["ph"] == "b"}
+    assert {"KV exchange", "restore"} <= names
 
 
 def test_what_it_waited_for_adds_up_to_its_wait_in_the_scheduler(run: StoredRun) -> None:

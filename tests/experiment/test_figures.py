@@ -176,6 +176,20 @@ def test_a_timeline_adds_up_the_engines_of_a_model(tmp_path: Path) -> None:
     }
 
 
+def test_a_timeline_shows_what_clients_see(tmp_path: Path) -> None:
+    """Three requests of A in two windows, the last unfinished; one of B that yields 9 tokens in 1.5 s after the first."""
+    store_timeline(tmp_path, "run")
+    columns = {"model": [0, 0, 1, 0], "arrival_s": [0.0, 1.0, 0.5, 3.0], "output_tokens": [1, 5, 10, 4]}
+    columns |= {"first_token_s": [0.5, 1.5, 0.5, math.nan], "finish_s": [0.5, 2.5, 2.0, math.nan]}
+    pq.write_table(pa.table(columns), tmp_path / "cells" / "run.parquet")
+    ttft_s = Timeline(tmp_path, "run").series("windowed_ttft_s")
+    assert ttft_s["Model A"][:2].tolist() == [0.5, 0.5] and math.isnan(ttft_s["Model A"][2])
+    assert ttft_s["Model B"][0] == 0.0
+    output = Timeline(tmp_path, "run").series("output_tokens_per_s")
+    assert output["Model A"].tolist() == [0.0, 0.0, 4.0]
+    assert output["Model B"].tolist() == pytest.approx([0.0, 6.0, 0.0])
+
+
 def test_a_timeline_figure_has_a_column_a_system_at_one_place(tmp_path: Path) -> None:
     cells = sweep_cells("slo", [5, 10], ["A"])
     for entry in cells:

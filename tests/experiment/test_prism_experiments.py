@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fineserve_traces.prism import ARENA, processes
+from fineserve_traces.servegen import servegen_clients
 
 from fineserve_sim.cluster import simulate
+from fineserve_sim.cluster.compose import compose
+from fineserve_sim.cluster.fleet_compose import compose_fleet
+from fineserve_sim.cluster.memory import peak_activation_bytes, resident_bytes, usable_bytes
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.runs import Run, scenario
 from fineserve_sim.experiment.workload import alone_trace, base_rates, build_trace
@@ -74,6 +78,21 @@ def test_a_rate_scale_multiplies_requests_and_keeps_times_on_and_off(many: Calla
     assert quiet[1] and quiet[1] <= quiet[0] | {0, 299}
 
 
+def test_models_may_be_clients_of_servegen(many: Callable[..., Path]) -> None:
+    """The day of a client passes in the run; a model's expected rate is its client's."""
+    path = many(("process: arena, duration_s: 60, scale: 50", "process: servegen, duration_s: 480, scale: 0.5"))
+    setup = load_experiment(path).setup
+    clients = servegen_clients(3)
+    assert list(base_rates(setup, None).values()) == [0.5 * client.rate_per_s for client in clients]
+    trace = build_trace(setup, None, 1.0, seed=0)
+    for index, client in enumerate(clients):
+        mine = trace.arrival_s[trace.model == trace.models.index(setup.models[index].id)]
+        assert len(mine) == pytest.approx(480 * 0.5 * client.rate_per_s, rel=0.15)
+    lines = "".join(f"  - {{id: x{i}, model: llama-3.2-1b, precision: W16A16}}\n" for i in range(30))
+    with pytest.raises(ConfigError, match="32 clients, one a model; 33 models"):
+        load_experiment(many(("process: arena", "process: servegen"), ("workload:\n", lines + "workload:\n")))
+
+
 def test_a_model_has_the_same_requests_whoever_else_is_there(many: Callable[..., Path]) -> None:
     """Streams go by model: a model alone sees the arrivals that it has among the others."""
     setup = load_experiment(many()).setup
@@ -116,6 +135,18 @@ def test_tpot_attainment_counts_by_the_limit_of_each_model(many: Callable[..., P
     assert len(set(limits)) == 1
 
 
+def test_a_base_slo_is_not_below_the_least(many: Callable[..., Path], tmp_path: Path) -> None:
+    """What a front end takes is in no simulated TTFT; models whose own P95 is longer keep it."""
+    free = summary(many(), tmp_path / "free")["cells"][0]["ttft_slo_s"]
+    least_s = sorted(free.values())[1]
+    held = summary(
+        many(("alone, quantile: 0.95}, scale: 5", f"alone, quantile: 0.95, least_s: {least_s}}}, scale: 5")),
+        tmp_path / "held",
+    )
+    assert held["cells"][0]["ttft_slo_s"] == {model: max(slo_s, least_s) for model, slo_s in free.items()}
+    assert held["slo"]["A"]["reference"].endswith(f"at least {least_s:g} s")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -141,6 +172,22 @@ def test_every_file_of_prism_loads_in_full_and_quick() -> None:
     for name in FILES:
         full, quick = (load_experiment(ROOT / "experiments" / f"{name}.yaml", quick=quick) for quick in (False, True))
         assert 0 < len(quick.points) <= len(full.points)
+
+
+@pytest.mark.parametrize("system", ["prism", "muxserve++", "s-partition"])
+def test_every_model_that_is_placed_has_kv_memory(system: str) -> None:
+    """18 models on four GPUs: placements charge activations, too, so that nobody is turned away at the door."""
+    experiment = load_experiment(ROOT / "experiments" / "prism_fig07_gpus.yaml", quick=True)
+    point = next(point for point in experiment.points if dict(point.overrides)["cluster.count"] == 4)
+    setup = experiment.setup_of(point)
+    described = scenario(Run(setup, point.overrides, system, None, 1.0, 0, (1.0,) * len(setup.models)))
+    used_by = compose_fleet(described) if described.system.residency else compose(described)
+    homes = {instance.model: instance.gpus for instance in used_by.placement.instances}
+    least_bytes = 4096 * 131072  # a long request of the model with the largest tokens
+    for gpu in described.gpus:
+        here = [model for model in described.models if homes.get(model.id) == (gpu.id,)]
+        engines = sum(resident_bytes(m, described.engine) + peak_activation_bytes(m, described.engine) for m in here)
+        assert here and usable_bytes(gpu, described.engine) - engines > least_bytes
 
 
 def test_an_activated_model_serves_who_waited_at_once() -> None:

@@ -10,14 +10,31 @@ from typing import Any
 import pytest
 import yaml
 
-from fineserve_sim.experiment.reproduce import LedgerError, chosen, load_all, read_ledger, reproduce, targets
+from fineserve_sim.experiment.reproduce import (
+    Experiments,
+    LedgerError,
+    chosen,
+    load_all,
+    read_ledger,
+    reproduce,
+    targets,
+)
 from fineserve_sim.experiment.reproduce.crossing import crossing
 from fineserve_sim.experiment.reproduce.evaluators import SIMULATED
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, judge
 from fineserve_sim.experiment.reproduce.ledger import Target
 from fineserve_sim.experiment.reproduce.measured import MissingError, Results
 from fineserve_sim.experiment.reproduce.orders import Step, order
-from fineserve_sim.experiment.reproduce.text import BEGIN, END, as_json, counted, expected, ours, write_markdown
+from fineserve_sim.experiment.reproduce.text import (
+    BEGIN,
+    END,
+    as_json,
+    check_markdown,
+    counted,
+    expected,
+    ours,
+    write_markdown,
+)
 from fineserve_sim.experiment.stats import Estimate
 
 SPEC = Path(__file__).parents[3] / "shared" / "spec" / "claims.yaml"
@@ -94,7 +111,7 @@ def test_numbers_of_another_ledger_replace_ours(tmp_path: Path) -> None:
 
 def test_an_unknown_claim_is_not_decidable(tmp_path: Path) -> None:
     found = read_ledger(ledger(tmp_path, {"id": "FS-99", "target": 7}))
-    (row,) = reproduce(list(found.values()), {}, tmp_path)
+    (row,) = reproduce(list(found.values()), Experiments(), tmp_path)
     assert (row.verdict, row.reason) == ("not decidable here", "No evaluator knows this claim.")
 
 
@@ -205,25 +222,48 @@ def test_nothing_is_run_for_an_analytic_claim(folder: Path, tmp_path: Path) -> N
 
 def test_every_written_analytic_answer_fits_its_target(tmp_path: Path) -> None:
     cheap = [each for each in targets().values() if each.backend == "analytic" and each.id not in SIMULATED]
-    rows = reproduce(cheap, {}, tmp_path)
+    rows = reproduce(cheap, Experiments(), tmp_path)
     decided = [row for row in rows if row.verdict != "not decidable here"]
     assert len(decided) >= 34
     assert all(row.quantities and row.reason for row in decided)
 
 
 def test_algorithm_2_is_checked_on_random_waiting_sets(tmp_path: Path) -> None:
-    rows = reproduce(chosen(targets(), None, ["FS-alg2-anchor", "FS-alg2-vs-mh"]), {}, tmp_path)
+    rows = reproduce(chosen(targets(), None, ["FS-alg2-anchor", "FS-alg2-vs-mh"]), Experiments(), tmp_path)
     assert [row.verdict for row in rows] == ["reproduced", "reproduced"]
 
 
 def test_results_that_are_not_there(tmp_path: Path) -> None:
-    results = Results(tmp_path, {"broken": "no such GPU"})
+    results = Results(tmp_path, {"broken": "experiments/broken.yaml: no such GPU"})
     with pytest.raises(MissingError, match=r"experiments/broken.yaml: no such GPU"):
         results.summary("broken")
     with pytest.raises(MissingError, match=r"experiments/other.yaml was not run"):
         results.cells("other", "fineserve")
     with pytest.raises(LedgerError, match="no experiment files there"):
         load_all(tmp_path, False)
+
+
+def test_a_broken_experiment_leaves_its_claims_open(folder: Path, tmp_path: Path) -> None:
+    both = tmp_path / "experiments"
+    both.mkdir()
+    (both / "small.yaml").write_text(SMALL, encoding="utf-8")
+    (both / "kunserve_fig05.yaml").write_text("fineserve: 1\nclusster: 3\n", encoding="utf-8")
+    heavy = SMALL.replace("llama-3.1-8b, precision: fp8", "llama-3.1-70b, precision: fp16").replace("FS-10", "FS-12")
+    (both / "heavy.yaml").write_text(heavy, encoding="utf-8")
+    wanted = chosen(targets(), None, ["FS-10c", "FS-12-3x", "KS-5", "KS-14-drop", "FS-13-order", "KS-T1"])
+    rows = {row.target.id: row for row in reproduce(wanted, load_all(both, False), tmp_path / "out", jobs=1)}
+    assert {name for name, row in rows.items() if row.failed} == {"KS-5", "KS-14-drop", "FS-12-3x", "FS-13-order"}
+    assert all(
+        rows[name].verdict == "not decidable here" and "\n" not in rows[name].reason
+        for name in rows
+        if rows[name].failed
+    )
+    assert "kunserve_fig05.yaml:2: clusster: unknown key" in rows["KS-5"].reason
+    assert rows["KS-14-drop"].reason == "There is no experiments/kunserve_fig14.yaml."
+    assert (
+        "No experiment file states this claim" in rows["FS-13-order"].reason and "fig05" in rows["FS-13-order"].reason
+    )
+    assert (rows["FS-10c"].by, rows["KS-T1"].verdict) == ("small", "reproduced")
 
 
 # --- for readers --------------------------------------------------------------------------------------------------------
@@ -236,7 +276,7 @@ def test_texts() -> None:
 
 
 def test_markdown_goes_between_its_lines(tmp_path: Path) -> None:
-    rows = reproduce(chosen(targets(), None, ["KS-T1", "FS-alg2-vs-mh", "PR-9-70b"]), {}, tmp_path)
+    rows = reproduce(chosen(targets(), None, ["KS-T1", "FS-alg2-vs-mh", "PR-9-70b"]), Experiments(), tmp_path)
     path = tmp_path / "page.md"
     path.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n", encoding="utf-8")
     write_markdown(rows, path)
@@ -246,20 +286,27 @@ def test_markdown_goes_between_its_lines(tmp_path: Path) -> None:
     assert first.startswith("before\n") and first.endswith("after\n") and "stale" not in first
     assert "| KS-T1 | weights over HBM: 14B, 72B, 253B, 405B | 34.4; 42.3; 73.8; 59.1 % of HBM |" in first
     assert "### Inputs and load calibration, not evidence" in first
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "kunserve.md").write_text("# Why", encoding="utf-8")
+    write_markdown(rows, path)
+    linked = path.read_text(encoding="utf-8")
+    assert linked.replace("Reasons and ablations: [page/kunserve.md](page/kunserve.md).\n\n", "") == first != linked
     path.write_text("nothing", encoding="utf-8")
     with pytest.raises(LedgerError, match="expected the lines"):
-        write_markdown(rows, path)
+        check_markdown(path)
+    with pytest.raises(LedgerError, match="there is no folder"):
+        check_markdown(tmp_path / "nowhere" / "page.md")
 
 
 def test_json_counts_no_inputs(tmp_path: Path) -> None:
-    data = as_json(reproduce(chosen(targets(), None, ["KS-T1", "PR-9-70b"]), {}, tmp_path))
+    data = as_json(reproduce(chosen(targets(), None, ["KS-T1", "PR-9-70b"]), Experiments(), tmp_path))
     json.dumps(data, allow_nan=False)
     assert data["counts"] == {"reproduced": 1, "direction only": 0, "not reproduced": 0, "not decidable here": 0}
     assert (data["inputs"], len(data["claims"])) == (1, 2)
 
 
 def test_intervals_are_scaled_with_their_numbers(tmp_path: Path) -> None:
-    (row,) = reproduce(chosen(targets(), None, ["KS-2-token"]), {}, tmp_path)
+    (row,) = reproduce(chosen(targets(), None, ["KS-2-token"]), Experiments(), tmp_path)
     assert ours(row) == "192"
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +30,8 @@ claims:
   - {id: FS-10c/static*, paper: 1.2, measure: ratio, metric: ttft_attainment, of: fineserve, over: "static*", at: {sweep: run}}
   - {id: FS-10c/itself, paper: 1.2, measure: ratio, metric: ttft_attainment, of: "static*", over: "static*", at: {sweep: run}}
 """
+
+PROGRAM = "from fineserve_sim.cli import main; main()"
 
 
 def call(*arguments: object) -> None:
@@ -70,10 +77,54 @@ def test_reproduce_names_what_is_wrong(folder: Path) -> None:
         call("reproduce", "--experiments", folder, "--claims", "FS-10c")
 
 
+def test_reproduce_says_by_its_exit_code_that_an_experiment_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "experiments" / "kunserve_fig05.yaml").write_text("fineserve: [1\n", encoding="utf-8")
+    command = (
+        "reproduce",
+        "--quick",
+        "--claims",
+        "FS-10c,KS-5,KS-load",
+        "--jobs",
+        1,
+        "--json",
+        "l.json",
+        "--markdown",
+        "l.md",
+    )
+    assert app([str(each) for each in command], standalone_mode=False) == 1
+    streams = capsys.readouterr()
+    assert "3 claims: 1 not reproduced, 2 not decidable here" in streams.out
+    assert [line.partition(": ")[2][:44] for line in streams.err.splitlines()] == [
+        "experiments/kunserve_fig05.yaml:2: not valid",
+        "There is no experiments/kunserve_fig13.yaml.",
+    ]
+    assert (folder / "l.json").exists() and (folder / "l.md").exists()
+    with pytest.raises(LedgerError, match="expected the lines"):
+        (folder / "l.md").write_text("no place", encoding="utf-8")
+        call("reproduce", "--claims", "FS-10c", "--markdown", "l.md")
+
+
+def test_ctrl_c_keeps_what_is_done(folder: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, "reproduce", "--claims", "FS-10c", "--jobs", "1"]
+    slow = FILE.replace("requests: 40", "requests: 4000").replace("seeds: 2", "seeds: 20")
+    (folder / "experiments" / "small.yaml").write_text(slow, encoding="utf-8")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        while not list(folder.glob("results/reproduce/small/cells/*.json")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch(r"fineserve-sim: interrupted after \d+ of 40 simulations, which are kept; .*\n", err)
+    assert not list(folder.glob("results/reproduce/small/**/.*"))
+
+
 def test_run_with_a_trace_file_then_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call("run", "experiments/small.yaml", "--quick", "--jobs", 1, "--out", "out", "--trace-out", "trace.json")
     events = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.partition(",")[0] for name in names] == ["FineServe", "Static*"]
     capsys.readouterr()
     call("explain", "out", 7, "--system", "static*")

@@ -203,3 +203,13 @@ def test_unknown_options_are_refused() -> None:
         KvprPlacement(threshold="fuzzy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tau is -1"):
         KvprPlacement(tau=-1)
+
+
+def test_activations_count_where_engines_are_charged() -> None:
+    """70 of weights and 20 of activations beside 10 of weights: weights alone fit together, whole engines do not."""
+    models = [replace(model("a", 2, 70), activation_bytes=20), model("b", 1, 10)]
+    gpus = cluster(100, 15)
+    assert where(KvprPlacement("post").place(models, gpus)) == [("a", (0,)), ("b", (0,))]
+    assert where(KvprPlacement("post", charges="engine").place(models, gpus)) == [("a", (0,)), ("b", (1,))]
+    with pytest.raises(ValueError, match="charges is 'all': use 'weights' or 'engine'"):
+        KvprPlacement(charges="all")  # type: ignore[arg-type]

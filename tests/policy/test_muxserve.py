@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -69,6 +70,12 @@ class TestEstimate:
 
     def test_weights_that_leave_nothing_are_impossible(self) -> None:
         assert mesh_throughput([model("m", 1.0, weight_bytes=100)], 100) == float("-inf")
+
+    def test_activations_are_no_kv_memory(self) -> None:
+        """As 60 of weights above when 50 are weights and 10 activations."""
+        hungry = replace(model("m", 8.0, weight_bytes=50, kv=10), activation_bytes=10)
+        assert mesh_throughput([hungry], 100) == pytest.approx(4 / 1.04)
+        assert mesh_throughput([replace(hungry, activation_bytes=50)], 100) == float("-inf")
 
     def test_a_model_without_a_profile_is_named(self) -> None:
         with pytest.raises(ValueError, match="model m has no profile"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import httpx
 from fineserve_runtime.core import CoreSpec
 from fineserve_runtime.driver import Bounds
+from fineserve_runtime.jobs import Limits
 from fineserve_runtime.metrics import EngineFigures, Metrics
 from fineserve_runtime.server.service import ServedName, Service
 from fineserve_runtime.server.serving import DrainingServer, bind
@@ -64,7 +65,9 @@ def served(
     metrics = Metrics(names)
     with runtime(spec, bounds=bounds, step_s=step_s, observers=(metrics,), **changes) as here:
         metrics.registry.register(EngineFigures(here.hosts, metrics.live))
-        models = {model.id: ServedName(model.id, ByteTokenizer(), 258, 512, model.slo_s) for model in spec.models}
+        models = {
+            model.id: ServedName(model.id, ByteTokenizer(), 258, 512, Limits(model.slo_s)) for model in spec.models
+        }
         logged: list[tuple[str, dict[str, object]]] = []
         service = Service(here.driver, metrics, models, api_key, lambda event, facts: logged.append((event, facts)))
         server = DrainingServer(service, drain_s)

@@ -12,7 +12,7 @@ from fineserve_runtime.jobs import Refused
 from fineserve_runtime.step_times import MeasuredStep
 from runtimekit import core_spec, eventually, runtime
 
-from fineserve_sim.systems.spec import FcfsSpec, MooreHodgsonSpec, PrismResidencySpec, SchedulerSpec
+from fineserve_sim.systems.spec import AdaptiveSpec, FcfsSpec, MooreHodgsonSpec, PrismResidencySpec, SchedulerSpec
 
 SCHEDULERS: list[SchedulerSpec | None] = [None, FcfsSpec(), MooreHodgsonSpec(late="drop")]
 
@@ -49,10 +49,13 @@ def test_a_request_that_cannot_be_on_time_is_refused_at_once() -> None:
         assert here.driver.wait_empty(0)
 
 
-def test_a_tighter_limit_of_a_request_counts() -> None:
+@pytest.mark.parametrize(
+    "scheduler", [AdaptiveSpec(), MooreHodgsonSpec(late="drop")], ids=["adaptive", "moore-hodgson"]
+)
+def test_a_tighter_limit_of_a_request_counts(scheduler: SchedulerSpec) -> None:
     slow = (MeasuredStep(64, 0, 0.5), MeasuredStep(1, 0, 0.4))
-    with runtime(core_spec(slo_s=10.0, measured=slow)) as here:
-        _, hurried = here.ask("A", slo_s=0.1)
+    with runtime(core_spec(slo_s=10.0, measured=slow, scheduler=scheduler)) as here:
+        _, hurried = here.ask("A", slo_s=0.01)
         _, normal = here.ask("A", slo_s=10.0)
         here.run()
         assert hurried.end is not None and hurried.end.reason == "deadline"

@@ -140,6 +140,19 @@ def test_a_request_that_cannot_be_on_time_gets_503_with_its_reason() -> None:
         assert here.metric("fineserve:ttft_slo_met_total", model_name="A") == 1
 
 
+def test_a_requests_own_limit_of_the_time_per_token_is_counted() -> None:
+    with served(step_s=0.01) as here:
+        for limit_ms, tokens in (("1", 4), ("10000", 4), ("1", 1)):
+            body = {"model": "A", "prompt": "x", "max_tokens": tokens}
+            assert here.post("/v1/completions", body, **{"x-slo-tpot-ms": limit_ms}).status_code == 200
+        assert here.post("/v1/completions", {"model": "A", "prompt": "x", "max_tokens": 2}).status_code == 200
+        assert here.metric("fineserve:tpot_slo_due_total", model_name="A") == 3, "the last one has no limit"
+        assert here.metric("fineserve:tpot_slo_met_total", model_name="A") == 2
+        assert here.metric("fineserve:ttft_slo_due_total", model_name="A") == 4
+        wrong = here.post("/v1/completions", {"model": "A", "prompt": "x"}, **{"x-slo-tpot-ms": "-1"})
+        assert wrong.status_code == 400 and "x-slo-tpot-ms is '-1'" in wrong.json()["error"]["message"]
+
+
 def test_a_thousand_requests_against_a_bound_of_a_hundred() -> None:
     """Engines stand still: a hundred wait, nine hundred are turned away at once; then the hundred are served."""
     bounds = Bounds(queued_requests=100)

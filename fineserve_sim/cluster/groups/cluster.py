@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from simpy.events import Event
 
@@ -13,6 +14,7 @@ from fineserve_sim.cluster.groups.forming import Former
 from fineserve_sim.cluster.groups.group import Group, GroupSettings
 from fineserve_sim.cluster.groups.instance import Instance
 from fineserve_sim.cluster.groups.migrate import Migrations
+from fineserve_sim.cluster.groups.passes import Microbatch
 from fineserve_sim.cluster.groups.queue import Lane
 from fineserve_sim.cluster.groups.regroup import Regrouping, TransferRules
 from fineserve_sim.cluster.groups.relief import Relief
@@ -24,8 +26,8 @@ from fineserve_sim.policy.dispatch import DispatchPolicy
 from fineserve_sim.policy.drop_plan import even_split
 from fineserve_sim.policy.group_view import GroupView, Phase
 from fineserve_sim.policy.interfaces import Request
-from fineserve_sim.policy.migration import LlumnixMigration
-from fineserve_sim.policy.throttle import AddInstance, DropLayers, KunServeDrop, RestoreLayers, ScaleOut
+from fineserve_sim.policy.migration import LlumnixMigration, Migrate
+from fineserve_sim.policy.throttle import DropLayers, KunServeDrop, RestoreLayers, ScaleOut, ThrottleCommand
 
 TICK_S = 0.1
 """The monitor looks ten times a second (Llumnix, and KunServe's artifact)."""
@@ -85,7 +87,7 @@ class GroupCluster:
         self._held: list[Sequence] = []
         self._made: list[Group] = []
         self._ticks = 0
-        self.regrouping = Regrouping(clock, instances, self.groups, self.create, self.requeue, rules)
+        self.regrouping = Regrouping(clock, instances, self.groups, self.create, self.requeue, rules, self._transferred)
         self.migrations = Migrations(self.groups)
         if policies.watch:
             clock.at(0.0, TICK, self._on_tick)
@@ -110,7 +112,7 @@ class GroupCluster:
 
     def arrive(self, request: Request, output_tokens: int, now: float) -> None:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
-        self._write(now, event="RequestArrived", request_id=request.id, prompt_tokens=request.prompt_tokens)
+        self._write(now, event="RequestArrived", request={name: getattr(request, name) for name in Request.__slots__})
         if request.prompt_tokens >= self.max_tokens:
             reason = f"prompt of {request.prompt_tokens} tokens; the longest that fits has {self.max_tokens - 1}"
             self._write(now, **_command(Reject(request.id, reason)))
@@ -162,8 +164,33 @@ class GroupCluster:
             if other is not group and set(other.instances) & set(group.instances):
                 other.wake()
 
+    def _transferred(self, what: str, group: Group, began_s: float, now: float) -> None:
+        engines = [instance.id for instance in group.instances]
+        self._write(now, span="Transferred", what=what, engines=engines, seconds=now - began_s)
+
     def stopped(self, group: Group, now: float) -> None:
         self.regrouping.stopped(group, now)
+
+    def computes(self, group: Group, stage: int, microbatch: Microbatch, now: float) -> None:
+        """Write down what an instance computes, and with the first stage what its group looks like then."""
+        if self._log is None:
+            return
+        chunk_tokens = sum(tokens for _, _, tokens in microbatch.chunks)
+        entry: dict[str, object] = {
+            "engine": group.instances[stage].id,
+            "seconds": microbatch.stage_s[stage],
+            "decodes": microbatch.tokens - chunk_tokens,
+            "prefill_tokens": chunk_tokens,
+        }
+        if stage == 0:
+            entry |= {
+                "engines": [instance.id for instance in group.instances],
+                "free_slots": max(0, group.settings.max_sequences * len(group.lanes) - group.running),
+                "free_kv_tokens": group.free_blocks * group.settings.block_tokens,
+                "waiting": group.queued,
+                "starts": [sequence.index for sequence, prefix, _ in microbatch.chunks if not prefix],
+            }
+        self._write(now, span="GroupStepped", **entry)
 
     @property
     def iterations(self) -> int:
@@ -212,9 +239,9 @@ class GroupCluster:
             spare = self._spares.pop(0)
             self._write(now, **_command(command))
             order = order_of(Kind.TIMER, (1 << 18) + 2 + spare.id)
-            self.clock.at(now + self._policies.start_s, order, lambda _, spare=spare: self._join(spare))  # type: ignore[misc]
+            self.clock.at(now + self._policies.start_s, order, partial(self._join, spare))
 
-    def _join(self, instance: Instance) -> None:
+    def _join(self, instance: Instance, _: Event) -> None:
         if instance.alive:
             self.create((instance,), even_split(instance.sizes.layers, 1))
             self.requeue((), self.clock.now)
@@ -255,8 +282,5 @@ class GroupCluster:
             self._log({"now_s": now, **entry})
 
 
-def _command(
-    command: Dispatch | Drop | Reject | DropLayers | RestoreLayers | AddInstance | object,
-) -> dict[str, object]:
-    fields = command._asdict()  # type: ignore[union-attr]
-    return {"command": type(command).__name__, **fields}
+def _command(command: Dispatch | Drop | Reject | Migrate | ThrottleCommand) -> dict[str, object]:
+    return {"command": type(command).__name__, **command._asdict()}

@@ -47,6 +47,7 @@ class GroupHost(Protocol):
     def freed(self, group: Group) -> None: ...
     def stopped(self, group: Group, now: float) -> None: ...
     def leave(self, group: Group, lane: Lane, sequence: Sequence, now: float) -> None: ...
+    def computes(self, group: Group, stage: int, microbatch: Microbatch, now: float) -> None: ...
 
 
 class Group:
@@ -287,6 +288,11 @@ class Group:
         self._account(now)
         return microbatch
 
+    def begin_stage(self, stage: int, microbatch: Microbatch, now: float) -> float:
+        """A microbatch has its turn on one of the instances. Returns the seconds that it takes there."""
+        self._host.computes(self, stage, microbatch, now)
+        return microbatch.stage_s[stage]
+
     def _account(self, now: float) -> None:
         """Take up the time since the last microbatch began, if requests waited then."""
         computed_s = sum(instance.busy_s for instance in self.instances)
@@ -298,7 +304,7 @@ class Group:
 
     def _grow_decodes(self, lane: Lane, now: float) -> None:
         """A KV slot for the next token of each decode; while there is none, somebody gives way (``Relief``)."""
-        growing = lane.decodes.growing()
+        growing = lane.decodes.needing_block()
         if not growing:
             return
         if self.take(len(growing)):

@@ -33,7 +33,9 @@ class Pass:
             return None
         if self._microbatch is None:
             self._microbatch = self._group.launch(self._lane, now)
-        return None if self._microbatch is None else self._microbatch.stage_s[self._stage]
+        if self._microbatch is None:
+            return None
+        return self._group.begin_stage(self._stage, self._microbatch, now)
 
     def end(self, now: float) -> None:
         group, microbatch = self._group, self._microbatch

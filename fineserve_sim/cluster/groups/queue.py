@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from fineserve_sim.cluster.groups.sequences import Decodes, Sequence, by_arrival
+from fineserve_sim.cluster.groups.sequences import Sequence, by_arrival
+from fineserve_sim.cluster.sequence import Decodes
 
 
 class Queue:
@@ -63,7 +64,7 @@ class Lane:
 
     def __init__(self, queue: Queue, block_tokens: int) -> None:
         self.queue = queue
-        self.decodes = Decodes(block_tokens)
+        self.decodes: Decodes[Sequence] = Decodes(block_tokens)
         self.joining: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.asked = False

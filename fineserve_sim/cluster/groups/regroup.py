@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from simpy.events import Event
+
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.groups.group import Group
 from fineserve_sim.cluster.groups.instance import Instance
@@ -76,7 +78,7 @@ class Regrouping:
     """Carries out what the policy decides about groups.
 
     ``groups`` is the cluster's table of live groups; ``create(instances, layout)`` adds a group to it, ``requeue``
-    dispatches requests (again).
+    dispatches requests (again), ``transferred(what, group, began_s, now)`` hears of exchanges and restores that ended.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class Regrouping:
         create: Callable[[tuple[Instance, ...], tuple[range, ...]], Group],
         requeue: Callable[[Iterable[Sequence], float], None],
         rules: TransferRules,
+        transferred: Callable[[str, Group, float, float], None],
     ) -> None:
         self._clock, self._instances, self._groups = clock, instances, groups
-        self._create, self._requeue = create, requeue
+        self._create, self._requeue, self._transferred = create, requeue, transferred
         self._rules = rules
         self._changes: list[_Change] = []
         self._restoring: dict[int, list[Transfer]] = {}
+        self._loading: dict[int, Transfer] = {}
         self.report = Report()
 
     # --- drop ------------------------------------------------------------------------------------------------------
@@ -113,10 +117,10 @@ class Regrouping:
         for change in self._changes:
             change.running.discard(group.id)
             if group in change.sources and not change.running:
-                self._clock.at(now + self._rules.remap_s, REMAP, lambda _, change=change: self._merge(change))  # type: ignore[misc]
+                self._clock.at(now + self._rules.remap_s, REMAP, partial(self._merge, change))
                 return
 
-    def _merge(self, change: _Change) -> None:
+    def _merge(self, change: _Change, _: Event) -> None:
         now: float = self._clock.now
         if change not in self._changes:
             return  # an instance failed meanwhile
@@ -209,6 +213,7 @@ class Regrouping:
         pending[0] -= 1
         if not pending[0]:
             self.report.exchange_s.append(now - began_s)
+            self._transferred("KV exchange", merged, began_s, now)
         if not merged.alive:
             return
         for sequence in batch:
@@ -229,11 +234,12 @@ class Regrouping:
         group.phase = Phase.RESTORING
         for member in group.instances:
             member.resident = everything
-        self._restoring[group.id] = self._fetch(missing, layout, partial(self._split, group))
+        self._restoring[group.id] = self._fetch(missing, layout, partial(self._split, group, now))
 
-    def _split(self, group: Group, now: float) -> None:
+    def _split(self, group: Group, began_s: float, now: float) -> None:
         if group.phase is not Phase.RESTORING:
             return
+        self._transferred("restore", group, began_s, now)
         self._restoring.pop(group.id, None)
         self.report.restores.append((now, tuple(sorted(_ids(group)))))
         waiting = group.take_waiting()
@@ -298,6 +304,8 @@ class Regrouping:
                 sequence.lose_kv()
             lost += [*started, *waiting]
         survivors = {m for group in hit for m in group.instances if m is not instance}
+        if instance.id in self._loading:  # it was on its way back
+            self._loading.pop(instance.id).cancel()
         instance.fail()
         for group in self._groups.values():
             if group in abandoned:
@@ -313,13 +321,15 @@ class Regrouping:
         everything = frozenset(range(instance.sizes.layers))
         bytes = len(everything - instance.resident) * instance.sizes.layer_bytes
         self.report.weight_bytes += bytes
-        instance.links.from_host.send(bytes, WEIGHTS, None, partial(self._loaded, instance))
+        self._loading[instance.id] = instance.links.from_host.send(
+            bytes, WEIGHTS, None, partial(self._loaded, instance)
+        )
 
     def _loaded(self, instance: Instance, now: float) -> None:
-        if instance.alive:
-            instance.resident = frozenset(range(instance.sizes.layers))
-            self._create((instance,), even_split(instance.sizes.layers, 1))
-            self._requeue((), now)
+        del self._loading[instance.id]
+        instance.resident = frozenset(range(instance.sizes.layers))
+        self._create((instance,), even_split(instance.sizes.layers, 1))
+        self._requeue((), now)
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 

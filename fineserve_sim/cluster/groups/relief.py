@@ -97,7 +97,7 @@ class Swap:
         for sequence in self._paused:
             lane.decodes.join(sequence)
         self._paused.clear()
-        ahead = len(lane.decodes.growing()) + len(lane.decodes.growing(1))
+        ahead = len(lane.decodes.needing_block()) + len(lane.decodes.needing_block(1))
         while group.free_blocks + self._outgoing_blocks() < ahead and lane.decodes.size > 1:
             self._swap_out(group, lane, max(lane.decodes, key=by_arrival))
         self._swap_in(group, lane)

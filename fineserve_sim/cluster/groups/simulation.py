@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,22 +13,20 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.groups.compose import GroupParts, compose_groups
 from fineserve_sim.cluster.groups.counters import counters
 from fineserve_sim.cluster.groups.regroup import Report
-from fineserve_sim.cluster.scenario import Ints, RunResult, Scenario, Timeline
+from fineserve_sim.cluster.scenario import (
+    Fault,
+    Ints,
+    RunResult,
+    Scenario,
+    ScenarioError,
+    Timeline,
+    wrong_fault,
+)
 from fineserve_sim.policy.interfaces import Request
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
 TIMER = order_of(Kind.TIMER, 0)
 FAULT = order_of(Kind.TIMER, (1 << 19))
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Instance ``instance`` is lost at ``time_s``; with ``repair_s`` it is back so much later, and loads its weights
-    then."""
-
-    time_s: float
-    instance: int
-    repair_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,19 +42,19 @@ class GroupRun:
     migrations: int
 
 
-def simulate_groups(scenario: Scenario, faults: Sequence[Fault] = ()) -> GroupRun:
+def simulate_groups(scenario: Scenario) -> GroupRun:
     """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival.
 
-    Raises ScenarioError when system, model and cluster do not fit together.
+    Raises ScenarioError when system, model, cluster and faults do not fit together.
     """
-    run = _Run(scenario, compose_groups(scenario), faults)
+    run = _Run(scenario, compose_groups(scenario))
     cpu_s = time.process_time()
     run.to_the_end()
     return run.finished(time.process_time() - cpu_s)
 
 
 class _Run:
-    def __init__(self, scenario: Scenario, parts: GroupParts, faults: Sequence[Fault]) -> None:
+    def __init__(self, scenario: Scenario, parts: GroupParts) -> None:
         trace = scenario.trace
         self._scenario, self._parts = scenario, parts
         self._arrival_s: list[float] = trace.arrival_s.tolist()
@@ -67,7 +64,10 @@ class _Run:
         self._next = 0
         self._events = 0
         self._samples = _Samples(parts)
-        for fault in faults:
+        spares = 0 if scenario.system.scaling is None else scenario.system.scaling.instances
+        if wrong := wrong_fault(scenario.faults, len(parts.cluster.instances) - spares):
+            raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
+        for fault in scenario.faults:
             self._plan(fault)
 
     def _plan(self, fault: Fault) -> None:

@@ -30,8 +30,9 @@ def calibrator_verdicts() -> dict[str, tuple[Verdict, str]]:
     """Verdict and reason by claim id; empty where the calibrator is not installed or fails."""
     if find_spec("fineserve_calibrate") is None:
         return {}
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode:
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=300)
+    except (OSError, subprocess.SubprocessError):
         return {}
     return {row["id"]: (_VERDICTS[row["status"]], _reason(row)) for row in json.loads(done.stdout)}
 

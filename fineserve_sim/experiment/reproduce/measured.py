@@ -22,7 +22,7 @@ class MissingError(ValueError):
 
 
 class Results:
-    """The results folders of experiments below ``out``, by name of their file. ``problems``: why one did not run."""
+    """The results folders of experiments below ``out``, by name of their file. ``problems``: why one has none, in a line."""
 
     def __init__(self, out: Path, problems: Mapping[str, str] | None = None) -> None:
         self._out = out
@@ -30,13 +30,17 @@ class Results:
         self._summary = lru_cache(maxsize=None)(self._read_summary)
         self._run = lru_cache(maxsize=8)(self._read_run)
 
+    def has(self, name: str) -> bool:
+        """Whether an experiment has results."""
+        return name not in self._problems and (self._out / name / "summary.json").exists()
+
     def summary(self, name: str) -> Mapping[str, Any]:
         """summary.json of an experiment. Raises MissingError where it did not run."""
         return self._summary(name)
 
     def _read_summary(self, name: str) -> Mapping[str, Any]:
         if name in self._problems:
-            raise MissingError(f"experiments/{name}.yaml: {self._problems[name]}")
+            raise MissingError(self._problems[name])
         path = self._out / name / "summary.json"
         if not path.exists():
             raise MissingError(f"experiments/{name}.yaml was not run")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fineserve_sim.experiment import analytic
@@ -15,7 +15,7 @@ from fineserve_sim.experiment.reproduce.gpu_claims import calibrator_verdicts
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, Verdict, judge
 from fineserve_sim.experiment.reproduce.ledger import LedgerError, Target
 from fineserve_sim.experiment.reproduce.measured import MissingError, Results
-from fineserve_sim.experiment.reproduce.undecided import REASONS
+from fineserve_sim.experiment.reproduce.undecided import GPU, REASONS
 from fineserve_sim.experiment.runner import OnProgress, load_experiment, run_loaded
 from fineserve_sim.experiment.slo import reference_runs
 
@@ -24,26 +24,42 @@ OnExperiment = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A claim with our numbers and the verdict. ``by``: what decided it, an experiment's name or a kind of evidence."""
+    """A claim with our numbers and the verdict. ``by``: what decided it, an experiment's name or a kind of evidence.
+    ``failed``: an experiment that it needs is missing, broken or could not run."""
 
     target: Target
     verdict: Verdict
     quantities: tuple[Quantity, ...] = ()
     reason: str = ""
     by: str = ""
+    failed: bool = False
 
 
-def load_all(folder: Path, quick: bool) -> dict[str, Experiment]:
-    """Every experiment of a folder by name. Raises LedgerError for a folder without any, ConfigError for a mistake in one."""
+@dataclass(frozen=True, slots=True)
+class Experiments:
+    """The experiments of a folder by name, and those that cannot be read, with the mistake in one line."""
+
+    readable: Mapping[str, Experiment] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_all(folder: Path, quick: bool) -> Experiments:
+    """Every experiment of a folder. Raises LedgerError for a folder without any."""
     paths = sorted(folder.glob("*.yaml"))
     if not paths:
         raise LedgerError(f"{folder}: no experiment files there; run from the project's folder, or give --experiments")
-    return {path.stem: load_experiment(path, quick=quick) for path in paths}
+    readable, broken = {}, {}
+    for path in paths:
+        try:
+            readable[path.stem] = load_experiment(path, quick=quick)
+        except ConfigError as problem:
+            broken[path.stem] = str(problem)
+    return Experiments(readable, broken)
 
 
 def reproduce(
     targets: Sequence[Target],
-    experiments: Mapping[str, Experiment],
+    experiments: Experiments,
     out: Path,
     *,
     jobs: int | None = None,
@@ -51,19 +67,20 @@ def reproduce(
 ) -> list[Row]:
     """Run what the targets need, below ``out``, and judge each. Finished simulations are kept and taken up again.
 
-    Raises Interrupted after Ctrl-C. An experiment that cannot run leaves its claims undecided.
+    Raises Interrupted after Ctrl-C. An experiment that is missing, broken or cannot run leaves its claims undecided.
     """
     sources = _Sources(targets, experiments)
-    names = [name for name in experiments if name in sources.needed]
-    progress = _Progress([experiments[name] for name in names], on_progress)
-    problems = {}
+    readable = experiments.readable
+    names = [name for name in readable if name in sources.needed]
+    progress = _Progress([readable[name] for name in names], on_progress)
+    problems = dict(experiments.broken)
     for name in names:
         try:
-            run_loaded(experiments[name], out / name, jobs=jobs, on_progress=progress.count)
+            run_loaded(readable[name], out / name, jobs=jobs, on_progress=progress.count)
         except Interrupted:
             raise Interrupted(progress.done, progress.total) from None
         except (ConfigError, ScenarioError) as problem:
-            problems[name] = str(problem)
+            problems[name] = f"experiments/{name}.yaml: {problem}"
         progress.finish(name)
     results = Results(out, problems)
     return [sources.row(target, results) for target in targets]
@@ -96,9 +113,9 @@ def _simulations(experiment: Experiment) -> int:
 class _Sources:
     """What decides each target: an evaluator over experiments, claims that experiment files state, analysis, a GPU."""
 
-    def __init__(self, targets: Sequence[Target], experiments: Mapping[str, Experiment]) -> None:
+    def __init__(self, targets: Sequence[Target], experiments: Experiments) -> None:
         self._experiments = experiments
-        self._declared = declared.declaring(experiments.values())
+        self._declared = declared.declaring(experiments.readable.values())
         self._analytic = analytic.evaluators()
         known = [target for target in targets if target.known]
         self.needed = {name for target in known for name in self._names(target.id)}
@@ -106,9 +123,7 @@ class _Sources:
         self._gpu = calibrator_verdicts() if gpu else {}
 
     def _names(self, claim: str) -> Sequence[str]:
-        if claim in SIMULATED:
-            return [name for name in SIMULATED[claim].experiments if name in self._experiments]
-        return self._declared.get(claim, ())
+        return SIMULATED[claim].experiments if claim in SIMULATED else self._declared.get(claim, ())
 
     def row(self, target: Target, results: Results) -> Row:
         """The verdict on one target, or why there is none here."""
@@ -121,16 +136,22 @@ class _Sources:
         try:
             evaluation, by = self._evaluate(target.id, results)
         except MissingError as problem:
-            return Row(target, "not decidable here", reason=str(problem))
+            return Row(target, "not decidable here", reason=str(problem), failed=self._lacks(target.id, results))
         if evaluation is None:
-            return Row(target, "not decidable here", reason=_why_not(target, measured))
+            return self._undecided(target, measured)
         return Row(target, judge(target, evaluation), evaluation.quantities, evaluation.detail, by)
+
+    def _lacks(self, claim: str, results: Results) -> bool:
+        """Whether an experiment of the claim is not there, rather than without an answer."""
+        return any(name not in self._experiments.readable or not results.has(name) for name in self._names(claim))
 
     def _evaluate(self, claim: str, results: Results) -> tuple[Evaluation | None, str]:
         if claim in SIMULATED:
             evaluator = SIMULATED[claim]
-            if missing := [name for name in evaluator.experiments if name not in self._experiments]:
-                raise MissingError(f"There is no experiments/{missing[0]}.yaml.")
+            for name in evaluator.experiments:
+                if name not in self._experiments.readable and name not in self._experiments.broken:
+                    raise MissingError(f"There is no experiments/{name}.yaml.")
+                results.summary(name)
             return evaluator.evaluate(results), ", ".join(evaluator.experiments) or "policy core"
         if claim in self._declared:
             names = self._declared[claim]
@@ -142,14 +163,14 @@ class _Sources:
             return Evaluation(tuple(Quantity(value) for value in values), finding.detail), "analysis"
         return None, ""
 
-
-def _why_not(target: Target, measured: tuple[Verdict, str] | None) -> str:
-    if measured:
-        return measured[1]
-    if target.id in REASONS:
-        return REASONS[target.id]
-    if target.backend == "calibrator-gpu":
-        return "Needs fineserve-calibrate: fineserve-calibrate claims, after fineserve-calibrate --gpu h100."
-    if target.backend == "runtime":
-        return "Needs fineserve-run: fineserve-run replay of the experiment on a GPU."
-    return "No evaluator yet."
+    def _undecided(self, target: Target, measured: tuple[Verdict, str] | None) -> Row:
+        """Nobody answers a claim: it takes a GPU, or lacks data, or its experiment file is not there."""
+        if measured:
+            return Row(target, "not decidable here", reason=measured[1])
+        if target.id in REASONS:
+            return Row(target, "not decidable here", reason=REASONS[target.id])
+        if target.backend == "calibrator-gpu":
+            return Row(target, "not decidable here", reason=GPU)
+        broken = "; ".join(self._experiments.broken.values())
+        reason = "No experiment file states this claim" + (f" ({broken})." if broken else ".")
+        return Row(target, "not decidable here", reason=reason, failed=True)

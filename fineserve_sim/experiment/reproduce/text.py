@@ -129,25 +129,48 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def check_markdown(path: Path) -> None:
+    """Raises LedgerError for a file that ``write_markdown`` cannot write to."""
+    _around(path)
+
+
 def write_markdown(rows: Sequence[Row], path: Path) -> None:
-    """Put the ledger between the two lines of a Markdown file that are made for it. Raises LedgerError without them."""
-    text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+    """Put the ledger between the two lines of a Markdown file that are made for it. Raises LedgerError without them.
+
+    Pages in a folder of the file's name (``reproduction/prism.md`` beside ``reproduction.md``) are linked from their papers.
+    """
+    head, tail = _around(path)
+    pages = {page.stem: f"{path.stem}/{page.name}" for page in path.with_suffix("").glob("*.md")}
+    with atomic(path) as temporary:
+        temporary.write_text("\n".join([head, "", *_markdown(rows, pages), tail]), encoding="utf-8")
+
+
+def _around(path: Path) -> tuple[str, str]:
+    """What stands before the ledger and behind it, the marking lines included."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+    except (OSError, UnicodeDecodeError) as problem:
+        raise LedgerError(f"{path}: cannot be read: {problem}") from None
+    if not path.parent.is_dir():
+        raise LedgerError(f"{path}: there is no folder {path.parent}")
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise LedgerError(f"{path}: expected the lines {BEGIN} and {END}, between which the ledger goes")
-    with atomic(path) as temporary:
-        temporary.write_text("\n".join([f"{head}{BEGIN}", "", *_markdown(rows), f"{END}{tail}"]), encoding="utf-8")
+    return head + BEGIN, END + tail
 
 
-def _markdown(rows: Sequence[Row]) -> Iterator[str]:
+def _markdown(rows: Sequence[Row], pages: Mapping[str, str]) -> Iterator[str]:
     yield f"{len(rows)} claims: {counted(rows)}."
     for title, members in _sections(rows):
         yield f"\n### {title}\n"
+        page = pages.get(title.partition("/")[0].lower())
+        if page:
+            yield f"Reasons and ablations: [{page}]({page}).\n"
         yield "| claim | what | paper | ours | verdict | by |"
         yield "|---|---|---|---|---|---|"
         for row in members:
             target = row.target
             cells = (target.id, target.what, expected(target), ours(row) or row.reason, row.verdict, row.by)
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
     yield ""

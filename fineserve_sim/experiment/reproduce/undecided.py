@@ -12,3 +12,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "KS-5.1-infercept": "The original InferCept differs by kernels of its time, which no table at hand has.",
     }
 )
+
+GPU = "Needs fineserve-calibrate: fineserve-calibrate claims, after fineserve-calibrate --gpu h100."
+"""The same for claims that take a GPU, where the calibrator is not installed."""

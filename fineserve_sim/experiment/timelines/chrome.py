@@ -1,16 +1,18 @@
 """A run as a trace file of the Chrome format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-One process a run: each request as spans in a track of its own (it waits, is prefilled, decodes), queues and KV memory of each
-engine as counters from the samples, and decisions other than dispatches as instants. Times are in us.
+One process a run: each request as spans in a track of its own (it waits, is prefilled, decodes), a track of each engine with
+what it computes, transfers between engines (KV exchange, restore), queues and KV memory of each engine as counters from the
+samples, and decisions other than dispatches as instants. Times are in us.
 
-Source of the format: Trace Event Format, phases b and e (a span of its own track), C (counter), i (instant), M (metadata).
+Source of the format: Trace Event Format, phases b and e (a span of its own track), X (a span of a thread), C (counter), i
+(instant), M (metadata).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from fineserve_sim.experiment.files import atomic
 from fineserve_sim.experiment.timelines.stored import RunError, StoredRun
 
 Event = Mapping[str, Any]
+Entry = Mapping[str, Any]
 _ORDINARY = ("Dispatch", "Survey")
 _US = 1e6
 
@@ -37,31 +40,56 @@ def events(run: StoredRun, process: int) -> Iterator[Event]:
     """Every trace event of one run."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": run.title}}
     dispatched_s: dict[int, float] = {}
+    for engine, model in enumerate(run.data.engine_models):
+        named = {"name": f"engine {engine}: {model}"}
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": engine, "args": named}
     yield from _decisions(run, process, dispatched_s)
     yield from _requests(run, process, dispatched_s)
     yield from _samples(run, process)
 
 
 def _decisions(run: StoredRun, process: int, dispatched_s: dict[int, float]) -> Iterator[Event]:
-    """Instants for all commands but dispatches, whose last time for each request goes to ``dispatched_s``."""
+    """What the decision log tells: commands but dispatches, whose last time for each request goes to ``dispatched_s``, what
+    engines compute, and transfers."""
     try:
-        for entry in run.decisions():
-            command = entry.get("command")
-            if command == "Dispatch":
+        for number, entry in enumerate(run.decisions()):
+            kind = str(entry.get("command") or entry.get("span", ""))
+            if kind == "Dispatch":
                 dispatched_s[entry["request_id"]] = entry["now_s"]
-            elif command is not None and command not in _ORDINARY:
-                fields = {name: value for name, value in entry.items() if name not in ("now_s", "command")}
-                yield {
-                    "ph": "i",
-                    "s": "p",
-                    "name": command,
-                    "pid": process,
-                    "tid": entry.get("engine", 0),
-                    "ts": _US * entry["now_s"],
-                    "args": fields,
-                }
+            elif kind in _SPANS:
+                yield from _SPANS[kind](entry, process, number)
+            elif kind and kind not in _ORDINARY:
+                place = {"pid": process, "tid": entry.get("engine", 0), "ts": _US * entry["now_s"]}
+                yield {"ph": "i", "s": "p", "name": kind, **place, "args": _fields(entry)}
     except RunError:
         return  # without a decision log the trace has spans and counters
+
+
+def _computed(entry: Entry, process: int, _: int) -> Iterator[Event]:
+    """What an engine computed from then on, until its seconds have passed."""
+    parts = [f"{entry['prefill_tokens']} prompt tokens"] if entry["prefill_tokens"] else []
+    parts += [f"{entry['decodes']} decodes"] if entry["decodes"] else []
+    parts += [f"{entry['iterations']} times"] if entry.get("iterations", 1) > 1 else []
+    place = {"pid": process, "tid": entry["engine"], "ts": _US * entry["now_s"], "dur": _US * entry["seconds"]}
+    yield {"ph": "X", "name": ", ".join(parts), **place, "args": _fields(entry)}
+
+
+def _transferred(entry: Entry, process: int, number: int) -> Iterator[Event]:
+    """A transfer that has ended, in a track of its own."""
+    track = {"pid": process, "tid": 0, "cat": "transfers", "id": f"{process}.transfer.{number}", "name": entry["what"]}
+    yield track | {"ph": "b", "ts": _US * (entry["now_s"] - entry["seconds"]), "args": _fields(entry)}
+    yield track | {"ph": "e", "ts": _US * entry["now_s"]}
+
+
+_SPANS: Mapping[str, Callable[[Entry, int, int], Iterator[Event]]] = {
+    "EngineComputed": _computed,
+    "GroupStepped": _computed,
+    "Transferred": _transferred,
+}
+
+
+def _fields(entry: Entry) -> Entry:
+    return {name: value for name, value in entry.items() if name not in ("now_s", "command", "span")}
 
 
 def _requests(run: StoredRun, process: int, dispatched_s: Mapping[int, float]) -> Iterator[Event]:

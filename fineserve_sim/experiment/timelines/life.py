@@ -2,7 +2,8 @@
 
 Between its arrival and its dispatch a request waits in its scheduler. Each time an engine of the scheduler's scope stands
 between two steps, the log shows the engine's state; that state says what kept the request until the next look: no slot, no KV
-memory for its prompt, prompts that were admitted before it, or the scheduler's order.
+memory for its prompt, prompts that were admitted before it, or the scheduler's order. In a cluster of one model a request is
+dispatched at once and waits in the queue of its group, whose state the log shows with every microbatch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MEMORY = "KV memory for its prompt"
 PREFILL = "prompts admitted before it"
 ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
+GROUP_COMMANDS = ("DropLayers", "RestoreLayers", "AddInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def life_of(run: StoredRun, request: int) -> Life:
     arrival_s = float(data.arrival_s[request])
     model = data.models[data.model[request]]
     own = {str(engine) for engine, name in enumerate(data.engine_models) if name == model}
-    log = _Log(request, arrival_s, model, own)
+    log = _Log(request, arrival_s, model, own, run.of_groups)
     for entry in run.decisions():
         log.take(entry)
         if not log.open and entry["now_s"] > _end_s(run, request):
@@ -79,7 +81,7 @@ def _end_s(run: StoredRun, request: int) -> float:
 class _Log:
     """Reads the decision log and keeps what concerns one request."""
 
-    def __init__(self, request: int, arrival_s: float, model: str, engines: set[str]) -> None:
+    def __init__(self, request: int, arrival_s: float, model: str, engines: set[str], groups: bool) -> None:
         self._id = request
         self._arrival_s = arrival_s
         self._prompt_tokens = 0
@@ -87,6 +89,9 @@ class _Log:
         self._engines = engines
         self._reason: str | None = None
         self._since_s = arrival_s
+        self._groups = groups
+        self._queue: int | None = None
+        self._started = False
         self.moments: list[Moment] = []
         self.waited_s: dict[str, float] = {}
         self.open = False
@@ -100,9 +105,13 @@ class _Log:
             self._decided(now, entry)
         elif self.open and event == "EngineStepped":
             self._looked_at(now, entry["engines"])
+        elif entry.get("span") == "GroupStepped" and self._queue in entry.get("engines", ()):
+            self._group_stepped(now, entry)
+        elif entry.get("span") == "Transferred" and self._queue in entry["engines"]:
+            self._note(now, f"{entry['what']} of engines {entry['engines']} ends after {entry['seconds']:.3g} s")
         elif entry.get("command") in ("Activate", "Evict"):
             self._moved(now, entry)
-        elif self.open and entry.get("command") in ("DropLayers", "RestoreLayers", "AddInstance"):
+        elif (self.open or self._reason is not None) and entry.get("command") in GROUP_COMMANDS:
             self._note(now, f"{entry['command']}: {_fields(entry)}")
 
     def _arrives(self, now: float, request: Mapping[str, Any]) -> None:
@@ -119,6 +128,17 @@ class _Log:
             self._close(now)
             self._reason = _reason(own, self._prompt_tokens)
 
+    def _group_stepped(self, now: float, entry: Mapping[str, Any]) -> None:
+        """The group in whose queue it is begins a microbatch: with its first chunk, or for a reason without it."""
+        self._close(now)
+        if self._id in entry["starts"]:
+            self._reason = None
+            again = "again, " if self._started else ""
+            self._started = True
+            self._note(now, f"prefill begins {again}on engines {entry['engines']}")
+        elif self._reason is not None:
+            self._reason = _reason([entry], self._prompt_tokens)
+
     def _moved(self, now: float, entry: Mapping[str, Any]) -> None:
         """A model comes or goes; its own is told of in any case while the request waits."""
         if entry.get("model") == self._model:
@@ -133,6 +153,8 @@ class _Log:
         command = entry["command"]
         if command == "Dispatch":
             self._note(now, f"Dispatch to engine {entry['engine']}")
+            if self._groups:
+                self._queue, self._reason = entry["engine"], STEP
         else:
             self._note(now, f"{command}: {entry.get('reason', '')}".rstrip(": "))
 

@@ -29,6 +29,11 @@ class StoredRun:
     engine_gpus: tuple[tuple[int, ...], ...]
     decisions_path: Path
 
+    @property
+    def of_groups(self) -> bool:
+        """Whether it is a run of a single-model cluster, in which requests wait in the queues of groups."""
+        return "migrations" in self.data.counters
+
     def decisions(self) -> Iterator[Mapping[str, Any]]:
         """Every event and command in order. Raises RunError where the run was made without --decisions."""
         if not self.decisions_path.exists():

@@ -47,6 +47,7 @@ def findings() -> Iterator[Finding]:
     for package in _PACKAGES:
         found = _version(package)
         yield Finding(package, "ok" if found else "missing", found or "not installed")
+    yield Finding("ray", "ok" if _version("ray") else "note", _version("ray") or "not installed; cluster: ray needs it")
     yield from _devices()
     yield from _memory()
 

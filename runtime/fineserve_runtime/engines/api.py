@@ -9,8 +9,8 @@ controller turns ``EngineStepped`` into ``submit`` calls. In mode ``in_process``
 An idle engine makes no steps: whoever submits to it first reads ``state()``.
 
 Threads: every method may be called from any thread, from inside a listener too. Listener calls come from threads of the
-host, one at a time an engine, and must return quickly. Times are ``time.monotonic()`` seconds, which all processes of a
-machine share. Engine ids are the positions in ``HostConfig.engines``; request ids are those of the policy core.
+host, one at a time an engine, and must return quickly. Times are ``time.monotonic()`` seconds of the device's machine, which
+all its processes share. Engine ids are the positions in ``HostConfig.engines``; request ids are those of the policy core.
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ class EngineHost(Protocol):
         ...
 
     def restart(self, engine: int) -> None:
-        """Start a dead engine's process again (mode ``processes``)."""
+        """Start a dead engine again, and with it all of its device where that died. Raises RuntimeError where engines share
+        a process that goes on, or there is no room for the device any more."""
         ...
 
     def close(self) -> None:

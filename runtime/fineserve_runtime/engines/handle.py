@@ -6,38 +6,25 @@ import itertools
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Literal
 
 from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, Submission
-from fineserve_runtime.engines.links import Link
-from fineserve_runtime.engines.loop import Abort, Call, Command, Reply, Stepped, Submit
-from fineserve_runtime.engines.table import SlabTable
+from fineserve_runtime.engines.device import Device, EngineFacts
+from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Reply, Stepped, Submit
 from fineserve_sim.policy.interfaces import EngineState
 
 
 class Handle:
     """An `api.EngineHandle`. The host feeds it with its engine's messages."""
 
-    def __init__(
-        self,
-        engine: int,
-        config: EngineConfig,
-        model_dir: Path,
-        eos_token_ids: tuple[int, ...],
-        block_bytes: int,
-        table: SlabTable,
-    ) -> None:
+    def __init__(self, engine: int, config: EngineConfig, facts: EngineFacts, device: Device) -> None:
         self.id = engine
         self.config = config
-        self.model_dir = model_dir
-        self.eos_token_ids = eos_token_ids
-        self.block_bytes = block_bytes
-        self.link: Link | None = None
+        self.model_dir, self.eos_token_ids, self.block_bytes = facts
         self.ready = threading.Event()
         self.death: str | None = None
         self.asleep = False
-        self._table = table
+        self._device = device
         self._changed = threading.Condition(threading.RLock())
         self._sent = 0
         self._base = EngineState(0, 0, 0, config.max_sequences, 0, 1.0)
@@ -54,10 +41,7 @@ class Handle:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        header = self._table.header
-        slabs = header.slab_count - header.reserved_slabs
-        slabs -= sum(-(-row.get("weight_bytes") // header.slab_bytes) for row in self._table.counters)
-        return self._blocks_in(min(slabs, self._limit_slabs())) * self.config.block_tokens
+        return self._device.kv_capacity_tokens(self.id)
 
     def submit(self, submission: Submission) -> None:
         tokens = len(submission.prompt_token_ids)
@@ -84,27 +68,11 @@ class Handle:
                 running=running,
                 prefill_tokens=prefill_tokens,
                 free_slots=max(0, self.config.max_sequences - running),
-                free_kv_tokens=self._free_kv_tokens(),
+                free_kv_tokens=self._device.free_kv_tokens(self.id),
             )
 
     def stats(self) -> EngineStats:
-        row = self._table.counters[self.id]
-        header = self._table.header
-        weight_bytes = -(-row.get("weight_bytes") // header.slab_bytes) * header.slab_bytes
-        leased_bytes = self._table.owned_slabs(self.id) * header.slab_bytes - weight_bytes
-        used_bytes, cached_bytes = row.get("used_bytes"), row.get("cached_bytes")
-        return EngineStats(
-            leased_bytes=leased_bytes,
-            used_bytes=used_bytes - cached_bytes,
-            stranded_bytes=max(0, leased_bytes - used_bytes),
-            cached_bytes=cached_bytes,
-            weight_bytes=weight_bytes,
-            steps=row.get("steps"),
-            preemptions=row.get("preemptions"),
-            slabs_leased=row.get("slabs_leased"),
-            slabs_returned=row.get("slabs_returned"),
-            blocks_zeroed=row.get("blocks_zeroed"),
-        )
+        return self._device.stats(self.id)
 
     def drain(self, timeout_s: float) -> bool:
         with self._changed:
@@ -183,10 +151,9 @@ class Handle:
         if self.asleep:
             raise RuntimeError(f"{self.config.name} is asleep; wake it first")
 
-    def _send(self, command: Command) -> int:
-        assert self.link is not None
+    def _send(self, command: EngineCommand) -> int:
         self._sent += 1
-        self.link.send(command)
+        self._device.send(command)
         return self._sent
 
     def _call(self, method: Literal["sleep", "wake"]) -> float:
@@ -200,20 +167,3 @@ class Handle:
         started_s = time.monotonic()
         future.result()
         return time.monotonic() - started_s
-
-    def _limit_slabs(self) -> int:
-        limit = self.config.kv_limit_bytes
-        return self._table.header.slab_count if limit is None else limit // self._table.header.slab_bytes
-
-    def _blocks_in(self, slabs: int) -> int:
-        slab_bytes = self._table.header.slab_bytes
-        per_slab = slab_bytes // self.block_bytes - (slab_bytes % self.block_bytes != 0)
-        return slabs * per_slab
-
-    def _free_kv_tokens(self) -> int:
-        """From the table as it is now: other engines take and free slabs between this engine's reports."""
-        stats = self.stats()
-        slab_bytes = self._table.header.slab_bytes
-        leasable = min(self._table.free_slabs(), self._limit_slabs() - stats.leased_bytes // slab_bytes)
-        own_blocks = (stats.stranded_bytes + stats.cached_bytes) // self.block_bytes
-        return (own_blocks + self._blocks_in(max(0, leasable))) * self.config.block_tokens

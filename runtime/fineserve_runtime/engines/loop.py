@@ -43,7 +43,8 @@ class Stop(NamedTuple):
     pass
 
 
-Command = Submit | Abort | Call | Stop
+EngineCommand = Submit | Abort | Call
+Command = EngineCommand | Stop
 
 
 class Ready(NamedTuple):

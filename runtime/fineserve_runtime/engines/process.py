@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from fineserve_runtime.engines.api import EngineConfig
 from fineserve_runtime.engines.links import PipeInbox
 from fineserve_runtime.engines.loop import EngineLoop, Message
 from fineserve_runtime.engines.settings import SlabSettings
-from fineserve_runtime.engines.vllm_engine import SteppedCore, build_core, prepare_environment, slab_arguments
+from fineserve_runtime.engines.vllm_engine import SteppedCore, prepare_environment, slab_arguments
+from fineserve_runtime.engines.vllm_engine import build_core as build_vllm_core
 
 
 def build_slab_core(
@@ -23,12 +26,17 @@ def build_slab_core(
     from fineserve_runtime.engines.vllm_seams import check_contract
 
     check_contract()
-    core = build_core(slab_arguments(config, model_dir, settings, region_bytes))
+    core = build_vllm_core(slab_arguments(config, model_dir, settings, region_bytes))
     return SteppedCore(core, settings.engine, eos_token_ids)
+
+
+BuildCore = Callable[[EngineConfig, Path, SlabSettings, int, tuple[int, ...]], Any]
+"""What makes the core of an engine in the process where it steps."""
 
 
 def main(
     connection: Connection,
+    build_core: BuildCore,
     config: EngineConfig,
     model_dir: Path,
     settings: SlabSettings,
@@ -44,8 +52,8 @@ def main(
         with sending:
             connection.send(message)
 
-    def build() -> SteppedCore:
-        return build_slab_core(config, model_dir, settings, region_bytes, eos_token_ids)
+    def build() -> Any:
+        return build_core(config, model_dir, settings, region_bytes, eos_token_ids)
 
     with contextlib.suppress(EOFError, BrokenPipeError):
         EngineLoop({settings.engine: build}, PipeInbox(connection), emit).run()

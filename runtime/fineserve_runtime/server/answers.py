@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fineserve_runtime.jobs import Limits
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from fineserve_runtime.server.service import ServedName
@@ -32,23 +33,23 @@ class Ask:
     created: int
 
 
-def chat_ask(request: ChatRequest, model: ServedName, request_id: str, slo_s: float) -> Ask:
+def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: Limits) -> Ask:
     """Raises ApiError for what cannot be answered."""
     try:
         prompt = model.tokenizer.chat([message.plain() for message in request.messages])
     except ValueError as problem:
         raise ApiError(400, str(problem), param="messages") from None
-    return _ask(request, model, [prompt], f"chatcmpl-{request_id}", slo_s, chat=True)
+    return _ask(request, model, [prompt], f"chatcmpl-{request_id}", limits, chat=True)
 
 
-def completion_ask(request: CompletionRequest, model: ServedName, request_id: str, slo_s: float) -> Ask:
+def completion_ask(request: CompletionRequest, model: ServedName, request_id: str, limits: Limits) -> Ask:
     """Raises ApiError for what cannot be answered."""
     prompts = [model.tokenizer.encode(each) if isinstance(each, str) else each for each in request.prompts()]
-    return _ask(request, model, prompts, f"cmpl-{request_id}", slo_s, chat=False)
+    return _ask(request, model, prompts, f"cmpl-{request_id}", limits, chat=False)
 
 
 def _ask(
-    request: GenerationRequest, model: ServedName, prompts: Sequence[list[int]], id: str, slo_s: float, *, chat: bool
+    request: GenerationRequest, model: ServedName, prompts: Sequence[list[int]], id: str, limits: Limits, *, chat: bool
 ) -> Ask:
     request.check_supported()
     orders = []
@@ -59,7 +60,7 @@ def _ask(
                 model.id,
                 tuple(prompt),
                 request.sampling(max_tokens, choice),
-                slo_s,
+                limits,
                 request.priority,
                 request.stops,
             )

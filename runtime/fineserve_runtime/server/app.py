@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fineserve_runtime import __version__
+from fineserve_runtime.jobs import Limits
 from fineserve_runtime.server.answers import Ask, EventStream, chat_ask, completion_ask, whole
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -24,7 +25,8 @@ from fineserve_runtime.server.service import ServedName, Service
 
 T = TypeVar("T")
 _WRONG_KEY = ApiError(401, "wrong or missing API key", code="invalid_api_key")
-SLO_HEADER = "x-slo-ttft-ms"
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
 _OPEN = ("/health", "/ready", "/version", "/metrics")
 """Paths that need no API key."""
 
@@ -123,7 +125,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     def entry(model: ServedName) -> dict[str, Any]:
         owner = {"object": "model", "created": created, "owned_by": "fineserve"}
-        return {"id": model.id, **owner, "max_model_len": model.max_model_len, "ttft_slo_s": model.slo_s}
+        limits = {"ttft_slo_s": model.limits.ttft_s, "tpot_slo_s": model.limits.tpot_s}
+        return {"id": model.id, **owner, "max_model_len": model.max_model_len, **limits}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -149,25 +152,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = service.model(body.model)
-        return await _generate(service, request, completion_ask(body, model, request.state.id, _slo_s(request, model)))
+        return await _generate(service, request, completion_ask(body, model, request.state.id, _limits(request, model)))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = service.model(body.model)
-        return await _generate(service, request, chat_ask(body, model, request.state.id, _slo_s(request, model)))
+        return await _generate(service, request, chat_ask(body, model, request.state.id, _limits(request, model)))
 
 
-def _slo_s(request: Request, model: ServedName) -> float:
-    given = request.headers.get(SLO_HEADER)
+def _limits(request: Request, model: ServedName) -> Limits:
+    """The request's own limits where it has them, else its model's."""
+    ttft_s, tpot_s = _seconds(request, TTFT_HEADER), _seconds(request, TPOT_HEADER)
+    return Limits(ttft_s or model.limits.ttft_s, tpot_s or model.limits.tpot_s)
+
+
+def _seconds(request: Request, header: str) -> float | None:
+    """Raises ApiError unless the header, if it is there, is a positive number of milliseconds."""
+    given = request.headers.get(header)
     if given is None:
-        return model.slo_s
+        return None
     try:
-        slo_s = float(given) / 1000
+        seconds = float(given) / 1000
     except ValueError:
-        slo_s = 0.0
-    if not 0 < slo_s < float("inf"):
-        raise ApiError(400, f"{SLO_HEADER} is {given!r}; give a positive number of milliseconds", param=SLO_HEADER)
-    return slo_s
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ApiError(400, f"{header} is {given!r}; give a positive number of milliseconds", param=header)
+    return seconds
 
 
 async def _generate(service: Service, request: Request, ask: Ask) -> Response:

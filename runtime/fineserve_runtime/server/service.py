@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from fineserve_runtime.driver import Driver
-from fineserve_runtime.jobs import Refused
+from fineserve_runtime.jobs import Limits, Refused
 from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.server.errors import ApiError, refused
 from fineserve_runtime.server.streams import Choice, Order
@@ -22,7 +22,7 @@ class ServedName:
     tokenizer: Tokenizer
     vocab_tokens: int
     max_model_len: int
-    slo_s: float
+    limits: Limits
 
 
 @dataclass(slots=True)
@@ -53,6 +53,6 @@ class Service:
         except Refused as problem:
             for choice in choices:
                 choice.abort()
-            self.metrics.turned_away(orders[0].model, problem.reason)
+            self.metrics.turned_away(orders[0].model, problem.reason, orders[0].limits)
             raise refused(problem) from None
         return choices

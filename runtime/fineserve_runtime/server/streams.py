@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import Sampling
-from fineserve_runtime.jobs import End, Job
+from fineserve_runtime.jobs import End, Job, Limits
 from fineserve_runtime.server.errors import unfinished
 from fineserve_runtime.server.text import Detokenizer, StopStrings, Tokenizer
 
@@ -27,7 +27,7 @@ class Order(NamedTuple):
     model: str
     prompt: tuple[int, ...]
     sampling: Sampling
-    slo_s: float
+    limits: Limits
     priority: int
     stops: tuple[str, ...]
 
@@ -66,7 +66,10 @@ class Choice:
 
     def _job(self, id: int) -> Job:
         order = self._order
-        return Job(id, order.model, order.prompt, order.sampling, self._mailbox, order.slo_s, order.priority)
+        limits = order.limits
+        return Job(
+            id, order.model, order.prompt, order.sampling, self._mailbox, limits.ttft_s, order.priority, limits.tpot_s
+        )
 
     def abort(self) -> None:
         """Give the request up. Does nothing once it ended."""

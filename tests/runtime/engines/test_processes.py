@@ -25,6 +25,7 @@ CRASH = """
 import os, pathlib, sys
 from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, Submission, TinyModel
 from fineserve_runtime.engines.host import start_host
+from fineserve_runtime.engines.table import SlabTable
 
 class Deaf:
     def on_step(self, report):
@@ -34,7 +35,7 @@ if __name__ == "__main__":
     folder, cache = map(pathlib.Path, sys.argv[1:])
     config = EngineConfig("bf16", TinyModel(seed=1))
     host = start_host(HostConfig((config,), 2**21, "processes", region_dir=folder, cache_dir=cache), Deaf())
-    print(host.table_path, host._links[0].process.pid, flush=True)
+    print(host.table_path, SlabTable(host.table_path).counters[0].get("pid"), flush=True)
     host.engines[0].submit(Submission(0, (2, 3, 4), Sampling(max_tokens=500, ignore_eos=True)))
     host.engines[0].drain(60)
 """

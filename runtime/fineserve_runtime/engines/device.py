@@ -1,0 +1,228 @@
+"""One device: its region, its engines, and what can be read of both.
+
+A host (host.py) knows its device by this protocol alone: engines are sent commands and answer with messages, and figures
+can be looked up at any time. `LocalDevice` is a device of this machine; ray_device.py has one behind a Ray actor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fineserve_runtime.engines.api import EngineConfig, EngineStats, HostConfig, TinyModel
+from fineserve_runtime.engines.figures import TableFigures
+from fineserve_runtime.engines.links import Link, ProcessLink, Receive, ThreadLink
+from fineserve_runtime.engines.loop import Died, EngineCommand, Message
+from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, read_config
+from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
+from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
+from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_runtime.engines.table import SlabTable
+from fineserve_runtime.engines.vllm_engine import prepare_environment
+from fineserve_sim.policy.geometry import SlabPlan, plan_slabs
+from fineserve_sim.policy.interfaces import KVLedger
+
+
+class EngineFacts(NamedTuple):
+    """What never changes of an engine. ``model_dir`` is a folder of the device's machine."""
+
+    model_dir: Path
+    eos_token_ids: tuple[int, ...]
+    block_bytes: int
+
+
+class DeviceFacts(NamedTuple):
+    """What never changes of a device. ``table_path``: the owner table; anybody on its machine can watch the region there."""
+
+    engines: tuple[EngineFacts, ...]
+    slab_plan: SlabPlan
+    table_path: Path
+    found_stale_region: bool
+
+
+class Device(Protocol):
+    """Messages of engines go to the ``receive`` that the device was built with, in order for each engine."""
+
+    @property
+    def facts(self) -> DeviceFacts: ...
+
+    def start(self, engines: Sequence[int]) -> None:
+        """Begin to start these; each answers `Ready`, or `Died`."""
+        ...
+
+    def clear(self, engine: int) -> tuple[int, ...]:
+        """Sweep away a dead engine. Returns the engines to start in its place, which are all of the device when it is the
+        device that died. Raises RuntimeError when it cannot be started again."""
+        ...
+
+    def send(self, command: EngineCommand) -> None:
+        """Does not block; a command to a dead engine is dropped."""
+        ...
+
+    def stats(self, engine: int) -> EngineStats: ...
+
+    def free_kv_tokens(self, engine: int) -> int: ...
+
+    def kv_capacity_tokens(self, engine: int) -> int: ...
+
+    def ledger(self) -> KVLedger: ...
+
+    def close(self) -> None: ...
+
+
+OpenDevice = Callable[[HostConfig, Receive], Device]
+
+
+class LocalDevice:
+    """A device of this machine. Its engines are stepped in a thread of this process, or in a process each.
+
+    Raises ValueError for a configuration that cannot work, RegionError when another host uses the region.
+    """
+
+    def __init__(self, config: HostConfig, receive: Receive, *, build: BuildCore = build_slab_core) -> None:
+        if config.device == "cuda" and config.mode == "in_process":
+            raise ValueError("engines on a GPU need mode 'processes': vLLM's GPU backend keeps one engine a process")
+        prepare_environment()
+        self._config = config
+        self._deliver = receive
+        self._build = build
+        self._links: dict[int, Link] = {}
+        engines = tuple(_engine_facts(engine, config.cache_dir) for engine in config.engines)
+        plan = plan_slabs([facts.block_bytes for facts in engines], multiple=config.slab_multiple)
+        self._paths = RegionPaths(config.region_dir, config.region_name)
+        self._lock = RegionLock(self._paths)
+        try:
+            self._region, self._table = _create_region(config, self._paths, plan)
+        except BaseException:
+            self._lock.release()
+            raise
+        self.facts = DeviceFacts(engines, plan, self._paths.table, self._lock.stale)
+        self._figures = [
+            TableFigures(self._table, number, engine, facts.block_bytes)
+            for number, (engine, facts) in enumerate(zip(config.engines, engines, strict=True))
+        ]
+        self._closed = False
+
+    def start(self, engines: Sequence[int]) -> None:
+        if self._config.mode == "in_process":
+            link = ThreadLink(
+                {number: partial(self._build, *self._arguments(number)) for number in engines}, self._receive
+            )
+            for number in engines:
+                self._attach(number, link, os.getpid())
+        else:
+            for number in engines:
+                process = ProcessLink(number, main, (self._build, *self._arguments(number)), self._receive)
+                self._attach(number, process, process.process.pid or 0)
+
+    def clear(self, engine: int) -> tuple[int, ...]:
+        if self._config.mode != "processes":
+            raise RuntimeError("engines that share a process cannot be started again")
+        self._links[engine].close()
+        return (engine,)
+
+    def send(self, command: EngineCommand) -> None:
+        self._links[command.engine].send(command)
+
+    def stats(self, engine: int) -> EngineStats:
+        return self._figures[engine].stats()
+
+    def free_kv_tokens(self, engine: int) -> int:
+        return self._figures[engine].free_kv_tokens()
+
+    def kv_capacity_tokens(self, engine: int) -> int:
+        return self._figures[engine].kv_capacity_tokens()
+
+    def ledger(self) -> KVLedger:
+        header = self._table.header
+        total = self._config.region_bytes
+        stranded = sum(figures.stats().stranded_bytes for figures in self._figures)
+        free = self._table.free_slabs() * header.slab_bytes
+        lost = total - (header.slab_count - header.reserved_slabs) * header.slab_bytes
+        return KVLedger(total, total - stranded - free - lost, stranded, free, lost)
+
+    def close(self) -> None:
+        """Stop every engine and remove the region. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in set(self._links.values()):
+            link.close()
+        self._table.close()
+        self._region.close()
+        self._lock.release()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _arguments(self, number: int) -> tuple[Any, ...]:
+        """What ``build`` takes."""
+        facts = self.facts.engines[number]
+        region_bytes = self._table.header.slab_count * self._table.header.slab_bytes
+        settings = self._settings(number)
+        return (self._config.engines[number], facts.model_dir, settings, region_bytes, facts.eos_token_ids)
+
+    def _settings(self, number: int) -> SlabSettings:
+        config = self._config
+        limit = config.engines[number].kv_limit_bytes
+        return SlabSettings(
+            table=str(self._paths.table),
+            region=str(self._paths.bytes_file),
+            device=config.device,
+            engine=number,
+            block_bytes=self.facts.engines[number].block_bytes,
+            limit_slabs=None if limit is None else limit // self._table.header.slab_bytes,
+            poison_freed=config.poison_freed,
+            weights_in_region=config.weights_in_region,
+        )
+
+    def _attach(self, number: int, link: Link, pid: int) -> None:
+        self._table.counters[number].set("pid", pid)
+        self._links[number] = link
+
+    def _receive(self, message: Message) -> None:
+        """A dead engine's slabs are free before anybody hears of its death."""
+        if isinstance(message, Died):
+            with self._table.lock():
+                self._table.reclaim(message.engine)
+        self._deliver(message)
+
+
+def model_folder(engine: EngineConfig, cache_dir: Path) -> Path:
+    """The model's folder; a tiny model is made there first."""
+    if isinstance(engine.model, TinyModel):
+        from fineserve_runtime.engines.tiny_model import tiny_model
+
+        return tiny_model(engine.model, cache_dir)
+    return engine.model
+
+
+def _engine_facts(engine: EngineConfig, cache_dir: Path) -> EngineFacts:
+    folder = model_folder(engine, cache_dir)
+    config = read_config(folder)
+    return EngineFacts(folder, eos_token_ids(folder, config), kv_geometry(config, engine).block_bytes)
+
+
+def _create_region(config: HostConfig, paths: RegionPaths, plan: SlabPlan) -> tuple[Region, SlabTable]:
+    slab_count = config.region_bytes // plan.slab_bytes
+    region_bytes = slab_count * plan.slab_bytes
+    if config.device == "cpu":
+        _check_space(config.region_dir, region_bytes)
+    table = SlabTable.create(paths.table, slab_count, plan.slab_bytes, len(config.engines))
+    if config.device == "cuda":
+        from fineserve_runtime.engines.torch_region import CudaRegion
+
+        return CudaRegion.create(paths.bytes_file, region_bytes), table
+    return CpuRegion.create(paths.bytes_file, region_bytes), table
+
+
+def _check_space(folder: Path, size_bytes: int) -> None:
+    """Pages of a shared file are taken when first written, and a process that finds none left is killed: look before."""
+    there = os.statvfs(folder)
+    if there.f_bavail * there.f_frsize < size_bytes:
+        raise ValueError(
+            f"region_bytes is {size_bytes}, but {folder} has room for {there.f_bavail * there.f_frsize}; "
+            "lower it, or set region_dir to a larger shared-memory folder"
+        )

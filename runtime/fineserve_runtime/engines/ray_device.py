@@ -1,0 +1,254 @@
+"""A device behind a Ray actor: the same commands and messages, over Ray's calls instead of a pipe.
+
+Engines of a device share its memory, so a device is one actor: the actor's process owns the region, and steps the engines in
+a thread or in processes below it, as a server without Ray does on its own machine. The driver's side keeps two calls under
+way: one that brings commands, in their order, and one that waits for news. Figures (bytes, free tokens) come with the news,
+at least every `NEWS_S` seconds, because the owner table lies on the other machine.
+
+An actor that is gone, with its node or alone, is the death of every engine in it. A new one can take its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from fineserve_runtime.engines.api import EngineStats, HostConfig
+from fineserve_runtime.engines.device import Device, DeviceFacts, OpenDevice
+from fineserve_runtime.engines.links import Receive
+from fineserve_runtime.engines.loop import Died, EngineCommand, Message
+from fineserve_sim.policy.interfaces import KVLedger
+
+NEWS_S = 0.5
+"""An engine gives up idle prefixes without a step; so old may figures be then."""
+
+CALL_S = 120.0
+"""A device that is not there after this time (its node may be on its way back) will not come."""
+
+NEWS = "news"
+"""The actor's thread that waits for news, so that commands do not wait behind it."""
+
+AGAIN_S = 1.0
+"""For some seconds Ray may take a node that died for one that has room."""
+
+
+class ActorGone(RuntimeError):
+    """The actor is dead, or Ray lost sight of it."""
+
+
+class Figures(NamedTuple):
+    """All that can be looked up of a device, at one moment."""
+
+    stats: tuple[EngineStats, ...]
+    free_kv_tokens: tuple[int, ...]
+    kv_capacity_tokens: tuple[int, ...]
+    ledger: KVLedger
+
+    @classmethod
+    def of(cls, device: Device) -> Figures:
+        engines = range(len(device.facts.engines))
+        return cls(
+            tuple(device.stats(engine) for engine in engines),
+            tuple(device.free_kv_tokens(engine) for engine in engines),
+            tuple(device.kv_capacity_tokens(engine) for engine in engines),
+            device.ledger(),
+        )
+
+
+class DeviceActor:
+    """What runs in the actor: a device of its machine, and a queue of what its engines said. ``open`` comes first."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._device: Device
+
+    def open(self, open_device: OpenDevice, config: HostConfig) -> tuple[DeviceFacts, Figures]:
+        self._device = open_device(config, self._messages.put)
+        return self._device.facts, Figures.of(self._device)
+
+    def start(self, engines: Sequence[int]) -> None:
+        self._device.start(engines)
+
+    def clear(self, engine: int) -> tuple[int, ...]:
+        return self._device.clear(engine)
+
+    def send(self, commands: Sequence[EngineCommand]) -> None:
+        for command in commands:
+            self._device.send(command)
+
+    def news(self) -> tuple[list[Message], Figures]:
+        """All messages that are there, after a wait for the first."""
+        messages: list[Message] = []
+        with contextlib.suppress(queue.Empty):
+            messages.append(self._messages.get(timeout=NEWS_S))
+            while True:
+                messages.append(self._messages.get_nowait())
+        return messages, Figures.of(self._device)
+
+    def close(self) -> None:
+        self._device.close()
+
+
+class ActorLink:
+    """One actor for as long as it lives. ``on_lost`` is called once, when it is gone without having been closed."""
+
+    def __init__(
+        self, actor: Any, on_news: Callable[[list[Message], Figures], None], on_lost: Callable[[str], None]
+    ) -> None:
+        self._actor = actor
+        self._on_news = on_news
+        self._on_lost = on_lost
+        self._outbox: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="fineserve-ray-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="fineserve-ray-writer", daemon=True)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Raises what the method raises, ActorGone, or RuntimeError when the actor found no place in time."""
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=CALL_S)
+        except RayTaskError as problem:
+            raise problem.cause from None
+        except GetTimeoutError:
+            raise RuntimeError(
+                f"Ray found no room for a device, or it does not answer: no {method} in {CALL_S:g} s"
+            ) from None
+        except RayError as problem:
+            raise ActorGone(_reason(problem)) from None
+
+    def listen(self) -> None:
+        """From now on news come, and commands go. Does nothing the second time."""
+        if self._reader.ident is None:
+            self._reader.start()
+            self._writer.start()
+
+    def send(self, command: EngineCommand) -> None:
+        self._outbox.put(command)
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(RuntimeError):
+            self.call("close")
+        self.end()
+
+    def end(self) -> None:
+        """Let go of an actor that is closed or lost."""
+        self._outbox.put(None)
+        ray.kill(self._actor)
+        for thread in (self._reader, self._writer):
+            if thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(timeout=CALL_S)
+
+    def _write(self) -> None:
+        """One call at a time, with all commands that came since the last: Ray keeps no order among calls under way."""
+        with contextlib.suppress(RayError):
+            while (command := self._outbox.get()) is not None:
+                batch = [command]
+                with contextlib.suppress(queue.Empty):
+                    while (command := self._outbox.get_nowait()) is not None:
+                        batch.append(command)
+                ray.get(self._actor.send.remote(batch))
+                if command is None:
+                    return
+
+    def _read(self) -> None:
+        """An actor that Ray lost sight of counts as dead: what its engines said meanwhile is lost."""
+        try:
+            while not self._closing:
+                self._on_news(*ray.get(self._actor.news.options(concurrency_group=NEWS).remote()))
+        except RayError as problem:
+            if not self._closing:
+                self._on_lost(_reason(problem))
+
+
+class RayDevice:
+    """An `engines.device.Device`. ``new_actor()`` starts an actor where its GPU, or its share of a CPU, is; ``open_device``
+    is called there."""
+
+    facts: DeviceFacts
+    _empty: Figures
+    _figures: Figures
+
+    def __init__(
+        self, config: HostConfig, receive: Receive, new_actor: Callable[[], Any], open_device: OpenDevice
+    ) -> None:
+        self._config = config
+        self._receive = receive
+        self._new_actor = new_actor
+        self._open_device = open_device
+        self._lost = False
+        self._open()
+
+    def start(self, engines: Sequence[int]) -> None:
+        self._link.call("start", tuple(engines))
+        self._link.listen()
+
+    def clear(self, engine: int) -> tuple[int, ...]:
+        if not self._lost:
+            return tuple(self._link.call("clear", engine))
+        self._link.end()
+        self._open()
+        self._lost = False
+        return tuple(range(len(self._config.engines)))
+
+    def send(self, command: EngineCommand) -> None:
+        self._link.send(command)
+
+    def stats(self, engine: int) -> EngineStats:
+        return self._figures.stats[engine]
+
+    def free_kv_tokens(self, engine: int) -> int:
+        return self._figures.free_kv_tokens[engine]
+
+    def kv_capacity_tokens(self, engine: int) -> int:
+        return self._figures.kv_capacity_tokens[engine]
+
+    def ledger(self) -> KVLedger:
+        return self._figures.ledger
+
+    def close(self) -> None:
+        self._link.close()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Figures of a device whose engines have not started are those of one whose engines are gone, too."""
+        end_s = time.monotonic() + CALL_S
+        while not self._try_open(end_s):
+            time.sleep(AGAIN_S)
+        self._figures = self._empty
+
+    def _try_open(self, end_s: float) -> bool:
+        """False when the actor was lost and there is time for another."""
+        self._link = ActorLink(self._new_actor(), self._on_news, self._on_lost)
+        try:
+            self.facts, self._empty = self._link.call("open", self._open_device, self._config)
+        except BaseException as problem:
+            self._link.end()
+            if isinstance(problem, ActorGone) and time.monotonic() < end_s:
+                return False
+            raise
+        return True
+
+    def _on_news(self, messages: list[Message], figures: Figures) -> None:
+        self._figures = figures
+        for message in messages:
+            self._receive(message)
+
+    def _on_lost(self, reason: str) -> None:
+        self._lost = True
+        self._figures = self._empty
+        for engine in range(len(self._config.engines)):
+            self._receive(Died(engine, reason))
+
+
+def _reason(problem: RayError) -> str:
+    """Ray's first line; the others are a report."""
+    return f"the Ray actor of its device is gone: {str(problem).strip().splitlines()[0]}"

@@ -1,0 +1,69 @@
+"""Faults in an experiment file: from YAML to the run, and mistakes at their lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fineserve_sim.cluster import Fault
+from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
+from fineserve_sim.experiment.timelines.stored import stored_run
+
+FILE = """\
+fineserve: 1
+title: An instance fails
+cluster: {gpu: a800, count: 4, gpus_per_node: 1}
+models:
+  - {id: A, model: qwen2.5-14b, precision: fp16, rate_per_s: 5}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 64}, requests: 110}
+slo: {ttft_s: 2.0}
+faults:
+  - {time_s: 5, instance: 2, repair_s: 6}
+  - {time_s: 20, instance: 2}
+systems: [vllm-dp, vllm-pp]
+sweeps:
+  - {name: time, axes: {faults.0.time_s: [5, 6]}}
+seeds: 1
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "faulty.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_instance_is_away_from_its_fault_to_its_repair(tmp_path: Path) -> None:
+    run_experiment(written(tmp_path, FILE), tmp_path / "out", jobs=1, decisions=True)
+    for at_s in (5, 6):
+        run = stored_run(tmp_path / "out", "vllm-dp", at={"faults.0.time_s": str(at_s)})
+        used = {float(time_s): row for time_s, row in zip(run.data.sample_s, run.data.kv_used_bytes, strict=True)}
+        away = [time_s for time_s in used if at_s < time_s < at_s + 6 or time_s > 20]
+        assert away and all(used[time_s][2] == 0 for time_s in away)
+        assert any(used[time_s][2] > 0 for time_s in used if time_s < at_s)
+        assert any(used[time_s][2] > 0 for time_s in used if at_s + 6 < time_s < 20)
+        assert (run.data.fate == 1).all()
+        told = [(entry["now_s"], entry["event"]) for entry in run.decisions() if "Instance" in entry.get("event", "")]
+        assert told == [(at_s, "InstanceFailed"), (at_s + 6, "InstanceRepaired"), (20, "InstanceFailed")]
+
+
+def test_what_the_file_says_is_what_fails(tmp_path: Path) -> None:
+    plain = load_experiment(written(tmp_path, FILE.replace("repair_s: 6", "repair_s: 7")), [("sweeps", "[]")])
+    assert plain.setup_of(plain.points[0]).faults == (Fault(5, 2, 7), Fault(20, 2))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("vllm-pp]", '"static*"]', r"yaml:8: faults: system static\* has no dispatch"),
+        ("instance: 2}", "instance: 4}", r"yaml:10: faults.1: there is no serving instance 4; expected 0 to 3"),
+        ("repair_s: 6}", "repair_s: 15.5}", r"faults.1: instance 2 is lost at 5 s and not back at 20 s"),
+        ("repair_s: 6}", "repair: 6}", r'yaml:9: faults.0.repair: unknown key; did you mean "repair_s"'),
+        ("time_s: 20", "time_s: -1", r"yaml:10: faults.1.time_s: "),
+        ("[5, 6]", "[5, 20]", r"yaml:9: faults.0: instance 2 is lost at 20 s and not back at 20 s"),
+    ],
+)
+def test_mistakes_are_named_at_their_lines(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_experiment(written(tmp_path, FILE.replace(old, new)))
