@@ -9,8 +9,6 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import yaml
-
 from fineserve_sim.catalog.specs import (
     AttentionVariant,
     Deployment,
@@ -21,6 +19,7 @@ from fineserve_sim.catalog.specs import (
     PrecisionSpec,
     Spec,
 )
+from fineserve_sim.packaged import read_yaml
 
 S = TypeVar("S", bound=Spec)
 
@@ -30,7 +29,7 @@ class CatalogError(ValueError):
 
 
 def _read(file: str) -> Any:
-    return yaml.safe_load(files("fineserve_sim.catalog").joinpath(file).read_text(encoding="utf-8"))
+    return read_yaml(files("fineserve_sim.catalog").joinpath(file))
 
 
 def _entries(file: str, kind: type[S]) -> Mapping[str, S]:

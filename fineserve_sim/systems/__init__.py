@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-import yaml
-
+from fineserve_sim.packaged import read_yaml
 from fineserve_sim.systems.spec import SystemSpec
 
 __all__ = ["SystemSpec", "load_systems"]
@@ -16,5 +15,5 @@ __all__ = ["SystemSpec", "load_systems"]
 def load_systems() -> dict[str, SystemSpec]:
     """All built-in systems by name, in alphabetical order."""
     entries = sorted((f for f in files(__name__).iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    systems = [SystemSpec.model_validate(yaml.safe_load(f.read_text(encoding="utf-8"))) for f in entries]
+    systems = [SystemSpec.model_validate(read_yaml(f)) for f in entries]
     return {system.name: system for system in systems}

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import yaml
 
 from fineserve_sim.experiment.schema import COMPARISON
+from fineserve_sim.packaged import read_yaml
 
 Expected: TypeAlias = "float | tuple[float, float] | str"
 """A number, both ends of a range, a comparison such as ``> 5``, or ``holds`` (a law, an order)."""
@@ -61,12 +62,8 @@ class Target:
 @cache
 def targets() -> Mapping[str, Target]:
     """Every claim of the project's own ledger, by id, in the order of the papers."""
-    text = files("fineserve_sim.experiment.reproduce").joinpath("targets.yaml").read_text(encoding="utf-8")
-    return {
-        name: _target(name, paper, entry)
-        for paper, entries in yaml.safe_load(text).items()
-        for name, entry in entries.items()
-    }
+    ledger = read_yaml(files("fineserve_sim.experiment.reproduce").joinpath("targets.yaml"))
+    return {name: _target(name, paper, entry) for paper, entries in ledger.items() for name, entry in entries.items()}
 
 
 def _target(name: str, paper: str, entry: Mapping[str, Any]) -> Target:

@@ -80,7 +80,7 @@ def _bracket(axis: Ints, value: float) -> _Bracket:
 def _filled(log_ratio: Floats, n: Ints) -> Floats:
     """Ratios (n, k, m) with unmeasured shapes filled: between the measured n of the same k and m, or as at the nearest."""
     log_n = np.log(n)
-    for k, m in np.unique(np.argwhere(np.isnan(log_ratio))[:, 1:], axis=0):
+    for k, m in np.argwhere(np.isnan(log_ratio).any(axis=0)):
         column = log_ratio[:, k, m]
         known = ~np.isnan(column)
         if known.any():
