@@ -156,3 +156,12 @@ def eventually(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not true():
         assert time.monotonic() < end_s, "it never came true"
         time.sleep(0.002)
+
+
+def assert_same_but_for_ties(heard: list[list[int]], expected: list[list[int]]) -> None:
+    """Real engines round a row by the size of its batch on some processors, and a prompt otherwise than its tokens one by one.
+    So a token may differ where two logits nearly tie, and all behind it; in a third of the streams at most. The tests of
+    single engines (tests/runtime/engines) ask for the logits."""
+    assert list(map(len, heard)) == list(map(len, expected))
+    same = sum(ours == theirs for ours, theirs in zip(heard, expected, strict=True))
+    assert 3 * same >= 2 * len(expected), f"{len(expected) - same} of {len(expected)} streams differ"
