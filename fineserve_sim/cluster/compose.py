@@ -20,6 +20,7 @@ from fineserve_sim.cluster.profiling import demand_of, step_model
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.cluster.virtual_memory import legacy_kernel
+from fineserve_sim.cluster.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fineserve_placement import base_footprint
@@ -82,8 +83,9 @@ def compose(scenario: Scenario) -> Parts:
         log=scenario.log,
     )
     asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
+    wakeups = {gpu.id: Wakeups(clock) for gpu in scenario.gpus}
     engines = [
-        _engine(seat, scenario, clock, cluster, bool(contention.neighbours[seat.engine]), seat.engine in asked)
+        _engine(seat, scenario, wakeups, cluster, bool(contention.neighbours[seat.engine]), seat.engine in asked)
         for seat in seats
     ]
     cluster.connect(engines, domains_of(engines, [seat.instance.gpus for seat in seats], managers))
@@ -98,11 +100,14 @@ def compose(scenario: Scenario) -> Parts:
     return Parts(clock, cluster, outcomes, sampler, step_times, capacities, placement)
 
 
-def _engine(seat: Seat, scenario: Scenario, clock: Clock, cluster: Cluster, shares_gpu: bool, asked: bool) -> Engine:
+def _engine(
+    seat: Seat, scenario: Scenario, wakeups: Mapping[int, Wakeups], cluster: Cluster, shares_gpu: bool, asked: bool
+) -> Engine:
     """An engine that shares nothing, and for which no scheduler is asked, goes its own way."""
+    own = wakeups[seat.instance.gpus[0]]
     if cluster.merging and isinstance(seat.kv, CountedBlocks) and not (shares_gpu or asked):
-        return LoneEngine(seat.engine, seat.step, seat.kv, seat.max_tokens, seat.settings, clock, cluster)
-    return Engine(seat.engine, seat.step, seat.kv, seat.max_tokens, shares_gpu, seat.settings, clock, cluster)
+        return LoneEngine(seat.engine, seat.step, seat.kv, seat.max_tokens, seat.settings, own, cluster)
+    return Engine(seat.engine, seat.step, seat.kv, seat.max_tokens, shares_gpu, seat.settings, own, cluster)
 
 
 def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
@@ -144,8 +149,10 @@ def _managers(
     footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
     tenants = tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
     gpus = {gpu.id: gpu for gpu in scenario.gpus}
+    shared = {tenant.engine for members in tenants.values() if len(members) > 1 for tenant in members}
+    loners = set(range(len(instances))) - shared
     return {
-        gpu: build_manager(scenario.system.memory, usable_bytes(gpus[gpu], scenario.engine), members)
+        gpu: build_manager(scenario.system.memory, usable_bytes(gpus[gpu], scenario.engine), members, loners)
         for gpu, members in tenants.items()
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
 from typing import Protocol
 
 from fineserve_sim.cluster.engine import Engine, Growth
@@ -88,14 +87,10 @@ class SharedDomain:
         for engine in self.engines:
             if engine.next_boundary_s <= now:
                 growths += engine.pass_boundaries(now, order)
-        if not growths:
-            return
-        if len(growths) == 1:  # the common case, without detours
-            self._grow(growths[0][1], growths[0][2])
-            return
-        growths.sort(key=_moment)
-        for index, run in groupby(growths, _engine):  # one engine's growths in a row come to one
-            self._grow(index, [sequence for growth in run for sequence in growth[2]])
+        if len(growths) > 1:
+            growths = _in_turn(growths)
+        for _, index, sequences in growths:
+            self._grow(index, sequences)
 
     def _grow(self, index: int, sequences: Collection[SequenceState]) -> None:
         if not self._kv[index].grow_each(sequences):
@@ -163,9 +158,16 @@ def domains_of(
     return domains
 
 
-def _engine(growth: Growth) -> int:
-    return growth[1]
-
-
-def _moment(growth: Growth) -> tuple[float, int]:
-    return growth[0], growth[1]
+def _in_turn(growths: list[Growth]) -> list[Growth]:
+    """By time, then engine; one engine's growths in a row come to one."""
+    growths.sort()  # an engine takes blocks but once at a time, so that the sequences are never compared
+    turns: list[Growth] = []
+    last = -1
+    together: list[SequenceState] = []
+    for end_s, index, sequences in growths:
+        if index == last:
+            together += sequences
+        else:
+            last, together = index, [*sequences]
+            turns.append((end_s, index, together))
+    return turns

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from simpy.events import Event
-
-from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.kv import EngineKV
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
@@ -30,6 +28,7 @@ from fineserve_sim.policy.preemption import arrival_order, preemption_victim
 
 if TYPE_CHECKING:
     from fineserve_sim.cluster.cluster import Cluster
+    from fineserve_sim.cluster.wakeups import Wakeups
 
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
@@ -48,8 +47,8 @@ class Engine:
     """The batch of one model instance and its place in time.
 
     ``max_tokens`` bounds prompt and output of a sequence together; ``slowdown`` is the present contention factor;
-    ``next_boundary_s`` is the next boundary to settle inside the present span; ``promised_blocks`` is at least what those
-    ahead in it will take.
+    ``end_s`` is the end of the present span, ``next_boundary_s`` the next boundary to settle inside it; ``promised_blocks`` is
+    at least what those ahead in it will take. ``wakeups`` call ``on_start`` and ``on_step_end``.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Engine:
         max_tokens: int,
         shares_gpu: bool,
         settings: EngineSettings,
-        clock: Clock,
+        wakeups: Wakeups,
         cluster: Cluster,
     ) -> None:
         self.index = index
@@ -71,11 +70,11 @@ class Engine:
         self.waiting: deque[SequenceState] = deque()
         self.composition_changed = False
         self.promised_blocks = 0
-        self.next_boundary_s = NEVER
+        self.end_s = self.next_boundary_s = NEVER
         self._shares_gpu = shares_gpu
         self.step = step
         self._settings = settings
-        self._clock = clock
+        self.wakeups = wakeups
         self._cluster = cluster
         self._decodes = DecodeSet(settings.block_tokens)
         self.prefilling: list[SequenceState] = []
@@ -84,12 +83,12 @@ class Engine:
         self._ends: list[float] = []
         self._alone_s: list[float] = []  # what each iteration of a span would take without neighbours
         self._settled = 0
-        self._alarms_s: list[float] = []  # step-end events to come, the next one last
         self.starting = False
         self._preempting = False
         self._launched_s = -NEVER
-        self._order = order_of(Kind.STEP_END, index)
-        self._start_order = order_of(Kind.START, index)
+        self.order = order_of(Kind.STEP_END, index)
+        self.start_order = order_of(Kind.START, index)
+        wakeups.join(self)
 
     # --- what others see -------------------------------------------------------------------------------------------
 
@@ -158,12 +157,11 @@ class Engine:
             self.promised_blocks = 0
             self._schedule_end()
 
-    def pass_boundaries(self, now: float, order: int) -> list[Growth]:
+    def pass_boundaries(self, now: float, order: int) -> Sequence[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
         Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
         settled = self._settled
-        growing = self._decodes.pass_boundaries(self._advance_to(now, order) - settled)
-        return [(self._ends[settled + offset], self.index, sequences) for offset, sequences in growing]
+        return self._decodes.pass_boundaries(self._ends[settled : self._advance_to(now, order)], self.index)
 
     def count_boundaries(self, now: float, order: int) -> int:
         """As ``pass_boundaries``, where blocks are counted: how many are due in all."""
@@ -177,7 +175,7 @@ class Engine:
         """Settle the boundaries that come before (``now``, ``order``). Returns how many iterations of the span are done."""
         ends = self._ends
         last = len(ends) - 1
-        find = bisect_right if self._order < order else bisect_left
+        find = bisect_right if self.order < order else bisect_left
         self._settled = settled = find(ends, now, self._settled, last)
         self.next_boundary_s = ends[settled] if settled < last else NEVER
         return settled
@@ -199,7 +197,7 @@ class Engine:
         self.waiting.clear()
         self._backlog_tokens = 0
         self._chunks, self._ends = [], []
-        self.next_boundary_s = NEVER
+        self.end_s = self.next_boundary_s = NEVER
         self.starting = False
         return lost
 
@@ -210,32 +208,28 @@ class Engine:
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def _on_start(self, _: Event) -> None:
+    def on_start(self, now: float) -> None:
+        """The start that was asked for comes."""
         if not self.starting:
             return  # the engine was taken away
         if not self._ends:
-            self._cluster.settle(self, self._clock.now, self._start_order)
-        self._begin(self._clock.now)
+            self._cluster.settle(self, now, self.start_order)
+        self._begin(now)
 
     def _begin(self, now: float) -> None:
         self.starting = False
         if not self._ends:
             self._plan(now)
 
-    def _on_step_end(self, _: Event) -> None:
-        now = self._alarms_s.pop()
-        if not self._ends:
-            return  # the span came to end sooner
-        if self._ends[-1] > now:
-            self._schedule_end()  # it came to end later
-            return
-        self._cluster.settle(self, now, self._order)
+    def on_step_end(self, now: float) -> None:
+        """The span ends, at ``end_s``."""
+        self._cluster.settle(self, now, self.order)
         self._end_span(now)
 
     def _end_span(self, now: float) -> None:
         """The last iteration of the span ends; all boundaries inside it must be settled."""
         self._ends = []
-        self.next_boundary_s = NEVER
+        self.end_s = self.next_boundary_s = NEVER
         self._cluster.computed(self, self._launched_s, now)
         self._complete(now)
         self._plan(now)
@@ -306,22 +300,22 @@ class Engine:
         return min(sequence.target_tokens + self._settings.block_tokens, self.kv.capacity_tokens())
 
     def _launch(self, now: float) -> None:
-        batch = self.batch()
-        if self.composition_changed or self._settings.contention == "step":
-            self.composition_changed = False
-            if self._shares_gpu:  # alone, an engine's shares are at most one
-                self._cluster.set_shares(self, now, *self.step.shares(*batch))
+        new_pace = self._shares_gpu and (self.composition_changed or self._settings.contention == "step")
+        self.composition_changed = False
+        alone_s = 0.0
+        if new_pace or self._chunks:
+            batch = self.batch()
+            alone_s = self.step.step_s(*batch)
+            if new_pace:
+                self._cluster.set_shares(self, now, *self.step.shares(*batch, alone_s))
         self._settled = 0
         self.promised_blocks = 0
         if self.kv.timed:
             now += self.kv.exposed_s()
         self._launched_s = now
-        self._ends = self._one_end(now, batch) if self._chunks else self._span_ends(now)
+        self._ends = [now + alone_s * self.slowdown] if self._chunks else self._span_ends(now)
         self._schedule_end()
         self._cluster.launched(self, sure=len(self._ends) > 1)
-
-    def _one_end(self, now: float, batch: tuple[int, int, int, int, int, int]) -> list[float]:
-        return [now + self.step.step_s(*batch) * self.slowdown]
 
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""
@@ -336,7 +330,10 @@ class Engine:
 
     def _ends_of(self, now: float, steps: int) -> list[float]:
         decodes = self._decodes
-        ends, self._alone_s = self.step.decode_span_s(now, decodes.size, decodes.context_tokens, steps, self.slowdown)
+        span = (now, decodes.size, decodes.context_tokens, steps, self.slowdown)
+        if not self._shares_gpu:
+            return self.step.decode_ends_s(*span)
+        ends, self._alone_s = self.step.decode_span_s(*span)
         return ends
 
     def batch(self) -> tuple[int, int, int, int, int, int]:
@@ -352,14 +349,13 @@ class Engine:
         return decodes, self._decodes.context_tokens, tokens, pairs, context, decodes + ending
 
     def _schedule_start(self, now: float) -> None:
-        self._clock.at(now, self._start_order, self._on_start)
+        self.wakeups.start(self, now)
 
     def _schedule_end(self) -> None:
-        """See to it that an event comes at the end of the span. One that comes before will set the right one."""
+        """The span has got another end."""
+        self.end_s = self._ends[-1]
         self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER
-        if not self._alarms_s or self._ends[-1] < self._alarms_s[-1]:
-            self._alarms_s.append(self._ends[-1])
-            self._clock.at(self._ends[-1], self._order, self._on_step_end)
+        self.wakeups.moved()
 
     def in_flight(self) -> tuple[int, int, int]:
         """Iterations of the span, and decodes and prompt tokens of its last one."""

@@ -213,6 +213,7 @@ class FleetCluster(Cluster):
         self.settle(gone, now, self._order)
         self.set_shares(gone, now, 0.0, 0.0)
         self._contention.leave(engine)
+        gone.wakeups.leave(gone)
         self._iterations_gone += gone.iterations
         scope = self._scope_of.pop(engine)
         scope.engines = tuple(other for other in scope.engines if other != engine)

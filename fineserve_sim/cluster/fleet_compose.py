@@ -20,6 +20,7 @@ from fineserve_sim.cluster.policies import EngineFactsheet, build_activation_cos
 from fineserve_sim.cluster.profiling import step_model
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ServedModel
 from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.cluster.wakeups import Wakeups
 from fineserve_sim.policy.activation_cost import Loader
 from fineserve_sim.policy.fleet import EngineBinding, FleetController, FleetModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
@@ -71,6 +72,7 @@ class _Fleet:
             for id, demand in demands.items()
         }
         gpu = scenario.gpus[0].spec
+        self._wakeups = {slot.id: Wakeups(self.clock) for slot in self.slots}
         self._steps = {id: step_model(served, gpu, scenario.engine) for id, served in self.served.items()}
 
     def controller(self, instances: Sequence[Instance]) -> FleetController:
@@ -91,7 +93,7 @@ class _Fleet:
         settings = self._scenario.engine
         kv = engine_kv(engine, [self.memory.managers[gpu] for gpu in gpus], settings.block_tokens)
         max_tokens = self.served[model].model.max_context_tokens
-        return Engine(engine, self._steps[model], kv, max_tokens, True, settings, self.clock, cluster)
+        return Engine(engine, self._steps[model], kv, max_tokens, True, settings, self._wakeups[gpus[0]], cluster)
 
     def _schedulers(self, bindings: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
         return build_schedulers(self._scenario.system.scheduler, [self._factsheet(binding) for binding in bindings])

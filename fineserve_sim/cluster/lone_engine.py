@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.engine import NEVER, Engine
 from fineserve_sim.cluster.kv import CountedBlocks
 from fineserve_sim.cluster.scenario import EngineSettings
@@ -20,6 +19,7 @@ from fineserve_sim.latency import StepModel
 
 if TYPE_CHECKING:
     from fineserve_sim.cluster.cluster import Cluster
+    from fineserve_sim.cluster.wakeups import Wakeups
 
 
 class LoneEngine(Engine):
@@ -32,10 +32,10 @@ class LoneEngine(Engine):
         kv: CountedBlocks,
         max_tokens: int,
         settings: EngineSettings,
-        clock: Clock,
+        wakeups: Wakeups,
         cluster: Cluster,
     ) -> None:
-        super().__init__(index, step, kv, max_tokens, False, settings, clock, cluster)
+        super().__init__(index, step, kv, max_tokens, False, settings, wakeups, cluster)
         self.events = 0
         self._blocks = kv
         self._inbox: deque[tuple[float, int, SequenceState]] = deque()
@@ -61,11 +61,11 @@ class LoneEngine(Engine):
     def _run_until(self, now: float, order: int) -> None:
         self._until_s = now
         while True:
-            if self.starting and (self._start_s, self._start_order) < (now, order):
+            if self.starting and (self._start_s, self.start_order) < (now, order):
                 self._begin(self._start_s)
-            elif self._ends and (self._ends[-1], self._order) < (now, order):
+            elif self._ends and (self._ends[-1], self.order) < (now, order):
                 end_s = self._ends[-1]
-                self._pass_boundaries(end_s, self._order)
+                self._pass_boundaries(end_s, self.order)
                 self._end_span(end_s)
             else:
                 break

@@ -8,7 +8,7 @@ slab manager takes all that is left, for everybody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fineserve_sim.catalog import activation_bytes, weight_bytes
@@ -95,12 +95,19 @@ def tenants_by_gpu(
     return tenants
 
 
-def build_manager(spec: MemorySpec, usable: int, tenants: Sequence[Tenant]) -> GpuMemory:
-    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be."""
+def build_manager(spec: MemorySpec, usable: int, tenants: Sequence[Tenant], loners: Collection[int] = ()) -> GpuMemory:
+    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be.
+
+    ``loners`` are engines that share none of their GPUs.
+    """
     kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
     blocks = {tenant.engine: tenant.block for tenant in tenants}
     if isinstance(spec, KvSlabSpec):
-        return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()})
+        slab = _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()})
+        alone = tenants[0].engine in loners and spec.reserved_slabs == 0
+        if alone and slab.plan.slab_bytes == tenants[0].block.block_bytes:
+            return PrivatePools({tenants[0].engine: (slab.plan.slab_bytes, kv_bytes)})  # the same, by counting
+        return slab
     if isinstance(spec, VTensorSpec):
         return build_vtensor(spec, kv_bytes, blocks)
     if isinstance(spec, KvCachedSpec):

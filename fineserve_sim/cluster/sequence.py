@@ -9,7 +9,7 @@ whenever that number is a multiple of the block size (one bucket a residue finds
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -159,17 +159,18 @@ class Decodes(Generic[S]):
             extra += sum(self._sizes[: last - self._block_tokens])
         return cycles * self.size + extra
 
-    def pass_boundaries(self, boundaries: int) -> list[tuple[int, dict[S, None]]]:
-        """Advance over so many boundaries between iterations. Returns which of them (0, 1, ...) open blocks, and for whom."""
-        first = self.iteration + 1
-        buckets, block_tokens = self._buckets, self._block_tokens
-        self.advance(boundaries)
-        if boundaries == 1:  # the common case, without detours
-            bucket = buckets[first % block_tokens]
-            return [(0, bucket)] if bucket else []
-        return [
-            (offset, bucket) for offset in range(boundaries) if (bucket := buckets[(first + offset) % block_tokens])
-        ]
+    def pass_boundaries(self, ends_s: Sequence[float], engine: int) -> list[tuple[float, int, dict[S, None]]]:
+        """Advance over the boundaries between iterations at these times. Returns those that open blocks, with ``engine`` and
+        for whom."""
+        growths = []
+        buckets, block_tokens, iteration = self._buckets, self._block_tokens, self.iteration
+        for end_s in ends_s:
+            iteration += 1
+            if bucket := buckets[iteration % block_tokens]:
+                growths.append((end_s, engine, bucket))
+        self.context_tokens += (iteration - self.iteration) * self.size
+        self.iteration = iteration
+        return growths
 
     def __contains__(self, sequence: S) -> bool:
         return sequence.bucket >= 0 and sequence in self._buckets[sequence.bucket]

@@ -196,6 +196,7 @@ class MeasuredStepModel(StepModel):
         prefill_pairs: float,
         prefill_context: int,
         sampled: int,
+        step_s: float | None = None,
     ) -> tuple[float, float]:
         """What a step needs of its device: the measured engine does not say what bounds it, so both alike."""
         return self.share, self.share

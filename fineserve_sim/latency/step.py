@@ -185,7 +185,7 @@ class StepModel:
         times = np.empty(steps + 1)
         times[0] = start_s
         np.multiply(self.decode_steps_s(decodes, decode_context, steps), slowdown, out=times[1:])
-        result: list[float] = np.cumsum(times)[1:].tolist()  # cumsum adds one by one, in order
+        result: list[float] = times.cumsum()[1:].tolist()  # cumsum adds one by one, in order
         return result
 
     def shares(
@@ -196,11 +196,14 @@ class StepModel:
         prefill_pairs: float,
         prefill_context: int,
         sampled: int,
+        step_s: float | None = None,
     ) -> tuple[float, float]:
         """Fractions in [0, 1] of the solo step during which it needs the compute units and the memory bandwidth
         (systems.md 1.3). Launches, host time and links count for neither; a kernel counts for both where they overlap.
+        ``step_s`` is the step's, where it is known.
         """
-        step_s = self.step_s(decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context, sampled)
+        if step_s is None:
+            step_s = self.step_s(decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context, sampled)
         chunks = (prefill_tokens, prefill_pairs, prefill_context)
         decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
         tokens = decodes + prefill_tokens

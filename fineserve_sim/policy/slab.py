@@ -155,14 +155,15 @@ class KVSlabManager:
         """
         holder = self._owners[owner]
         pool = holder.pool
+        per_slab = pool.blocks_per_slab
         if blocks < 0:
             raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
+        if per_slab == 1:
+            return self._take_lowest_slabs(holder, blocks) if blocks <= self._free_slabs else None
         if blocks > self._available_blocks(pool):
             return None
-        if pool.blocks_per_slab == 1:
-            return self._take_lowest_slabs(holder, blocks)
         ids: list[int] = []
-        held, per_slab = holder.held, pool.blocks_per_slab
+        held = holder.held
         left = blocks
         while left:
             slab = self._fullest_partial(pool) if pool.partial else None

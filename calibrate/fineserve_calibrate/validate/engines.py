@@ -25,6 +25,7 @@ from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sequence import Prefix
 from fineserve_sim.cluster.simulation import ARRIVAL
+from fineserve_sim.cluster.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fcfs import FcfsScheduler
@@ -160,8 +161,10 @@ def _connect(
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, FcfsScheduler()))
     scopes = [Scope((index,)) for index in range(len(instances))]
     cluster = Cluster(clock, Controller(routes), contention, outcomes, scopes, merging=True, check=False, log=None)
+    wakeups = {gpu: Wakeups(clock) for gpu in managers}
+    shares_gpu = [bool(contention.neighbours[index]) for index in range(len(instances))]
     engines = [
-        Engine(index, i.step, kvs[index], limits[index], bool(contention.neighbours[index]), settings, clock, cluster)
+        Engine(index, i.step, kvs[index], limits[index], shares_gpu[index], settings, wakeups[i.gpu], cluster)
         for index, i in enumerate(instances)
     ]
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers))

@@ -90,7 +90,7 @@ class PiecewiseLinear:
     def at_each(self, x: Ints) -> Floats:
         """Values at an array, by the operations of ``at``."""
         starts, values, slopes = self._arrays
-        i = np.searchsorted(starts, x, side="right") - 1
+        i = starts.searchsorted(x, side="right") - 1
         result: Floats = values[i] + (x - starts[i]) * slopes[i]
         return result
 
