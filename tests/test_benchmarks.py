@@ -90,8 +90,10 @@ def test_replicas_cost_few_events_more(counts: Callable[..., dict[str, float]]) 
 
 
 def test_colocated_models_merge_too(counts: Callable[..., dict[str, float]]) -> None:
+    """Of an engine's events hardly one comes before its span ends, however often neighbours move that end."""
     rows = counts(colocated=True)
     assert rows["event_ratio"] > 3
+    assert rows["events"] <= 7 * REQUESTS
     assert rows["iterations"] > 2 * counts()["iterations"], "four small batches instead of one"
 
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simkit import Row, gpus, pinned, served, simulate, solo, system, trace_of, with_kv_blocks
 
-from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, simulate_step_by_step
+from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, compose, simulate_step_by_step
+from fineserve_sim.cluster.kv import CountedBlocks
+from fineserve_sim.cluster.memory import build_manager
 
 
 def assert_same(merged: RunResult, plain: RunResult) -> None:
@@ -61,3 +63,22 @@ def test_a_request_too_long_for_the_memory_is_turned_away(blocks: int) -> None:
     scenario = solo([(0.0, 900, 20)], with_kv_blocks([model], blocks, EngineSettings()), m=model)
     fate = Fate.REJECTED if blocks * 16 <= 900 else Fate.FINISHED
     assert simulate(scenario).fate[0] == fate
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "adaptive"])
+def test_a_slab_memory_that_nobody_shares_is_counted_with_the_same_results(
+    scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block fills a slab and no other engine is there: which blocks a sequence holds changes nothing."""
+    settings = with_kv_blocks([served()], 100, EngineSettings(token_budget=256, max_sequences=8))
+    rows: list[Row] = [(number / 16, 100 + 37 * number % 600, 20 + 53 * number % 300) for number in range(60)]
+    scenario = solo(rows, settings, scheduler=scheduler, memory={"policy": "kv_slab", "slab_cap_bytes": 1}, check=True)
+    assert isinstance(compose.compose(scenario).cluster.engines[0].kv, CountedBlocks)
+    counted = simulate(scenario)
+    monkeypatch.setattr(
+        compose, "build_manager", lambda spec, usable, tenants, loners: build_manager(spec, usable, tenants)
+    )
+    named = simulate(scenario)
+    assert counted.preemptions.sum() > 0
+    assert counted.kv_capacity_bytes == named.kv_capacity_bytes
+    assert_same(counted, named)

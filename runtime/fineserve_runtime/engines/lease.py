@@ -71,6 +71,7 @@ class SlabLease:
         self._leased = 0
         self._reserve = max(1, rentable // 16)
         self._locked_free: int | None = None
+        self._promised: int | None = None  # what ``free_blocks`` answers until something changes, inside ``exclusive``
         self._stale: set[int] = set()
         self._unzeroed: list[int] = []
         self.counters.set("block_bytes", block_bytes)
@@ -98,6 +99,7 @@ class SlabLease:
         """Nobody else takes slabs meanwhile, so ``alloc`` grants what ``free_blocks`` promises. Not reentrant."""
         with self._table.lock():
             self._locked_free = self._table.free_slabs()
+            self._promised = None
             try:
                 yield
             finally:
@@ -106,10 +108,14 @@ class SlabLease:
     def free_blocks(self) -> int:
         """How many blocks ``alloc`` would grant; exact inside ``exclusive`` (for grid keys on the safe side), else a
         snapshot."""
-        return self._manager.free_blocks(ENGINE) + self._rentable() * self._blocks_per_slab
+        if self._promised is not None and self._locked_free is not None:
+            return self._promised  # vLLM asks for every running sequence
+        self._promised = self._manager.free_blocks(ENGINE) + self._rentable() * self._blocks_per_slab
+        return self._promised
 
     def alloc(self, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit. Call it inside ``exclusive``."""
+        self._promised = None
         short = blocks - self._manager.free_blocks(ENGINE)
         if short > 0 and not self._lease(-(-short // self._blocks_per_slab)):
             return None
@@ -121,6 +127,7 @@ class SlabLease:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back blocks; slabs that drain go back to the table at once. Raises ValueError for a block not held."""
+        self._promised = None
         self._manager.free(ENGINE, block_ids)
         drained = self._manager.free_blocks(LANDLORD)
         if drained:

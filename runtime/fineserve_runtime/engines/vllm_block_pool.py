@@ -43,7 +43,7 @@ class SlabBlockPool(BlockPool):  # type: ignore[misc]
         return int(self.free_block_queue.num_free_blocks)
 
     def get_num_free_blocks(self) -> int:
-        return self.idle_blocks + self._lease.free_blocks()
+        return int(self.free_block_queue.num_free_blocks) + self._lease.free_blocks()
 
     def get_usage(self) -> float:
         in_use = self._lease.used_blocks - self.idle_blocks

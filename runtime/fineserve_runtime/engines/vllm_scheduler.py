@@ -7,6 +7,7 @@ that may write it is still in flight goes back only when that step's output has 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,11 +47,16 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         self.schedule_s = 0.0
         self.starved = False
         self.composition = Composition(0, 0, 0)
+        self._unprefilled: dict[str, int] = {}  # prompt tokens to compute, of requests that do not decode
 
     @property
     def pool(self) -> SlabBlockPool:
         pool: SlabBlockPool = self.kv_cache_manager.block_pool
         return pool
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        self._unprefilled[request.request_id] = request.num_tokens
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         started_s = time.perf_counter()
@@ -61,7 +67,9 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
             self.starved = bool(not output.total_num_scheduled_tokens and not self.running and self.waiting)
             if self.starved:
                 self.lease.starve()
-        self.preempted.extend(output.preempted_req_ids or ())
+        for request_id in output.preempted_req_ids or ():
+            self.preempted.append(request_id)
+            self._unprefilled[request_id] = self.requests[request_id].num_tokens
         self.schedule_s += time.perf_counter() - started_s
         return output
 
@@ -73,38 +81,50 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         self.composition = _composition(scheduler_output)
         unfinished = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._note_prefills(scheduler_output.num_scheduled_tokens)
         if len(self.requests) < unfinished:
             self.lease.thrive()
         return outputs
+
+    def _note_prefills(self, scheduled: Iterable[str]) -> None:
+        """What is left to prefill of those that were scheduled; a request decodes once it has put out a token."""
+        for request_id in self._unprefilled.keys() & scheduled:
+            request = self.requests.get(request_id)
+            left = 0 if request is None else request.num_tokens - request.num_computed_tokens
+            if request is None or (request.num_output_tokens and left <= 1):
+                del self._unprefilled[request_id]
+            else:
+                self._unprefilled[request_id] = max(0, left)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
         if finished:
             self.lease.thrive()
+            for request_id in self._unprefilled.keys() - self.requests.keys():
+                del self._unprefilled[request_id]
         return finished
 
     def engine_state(self) -> EngineState:
         """What a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator."""
-        decoding = prefill_tokens = 0
-        for request in self.requests.values():
-            left = request.num_tokens - request.num_computed_tokens
-            if request.num_output_tokens and left <= 1:
-                decoding += 1
-            else:
-                prefill_tokens += max(0, left)
         promised = len(self.requests)
-        free_tokens = self.pool.get_num_free_blocks() * self.block_size
         return EngineState(
-            promised, decoding, prefill_tokens, max(0, self._active_limit - promised), free_tokens, slowdown=1.0
+            running=promised,
+            decoding=promised - len(self._unprefilled),
+            prefill_tokens=sum(self._unprefilled.values()),
+            free_slots=max(0, self._active_limit - promised),
+            free_kv_tokens=self.pool.get_num_free_blocks() * self.block_size,
+            slowdown=1.0,
         )
 
 
 def _composition(output: SchedulerOutput) -> Composition:
+    cached = output.scheduled_cached_reqs
+    if output.total_num_scheduled_tokens == len(cached.req_ids) and all(cached.num_output_tokens):
+        return Composition(0, len(cached.req_ids), sum(cached.num_computed_tokens))  # the common case: all decode
     prefill_tokens = decodes = context_tokens = 0
     for new in output.scheduled_new_reqs:
         prefill_tokens += output.num_scheduled_tokens[new.req_id]
         context_tokens += new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
     for request_id, computed, generated in zip(
         cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
     ):
