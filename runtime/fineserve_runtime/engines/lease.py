@@ -70,8 +70,9 @@ class SlabLease:
         self._limit = rentable if limit_slabs is None else min(rentable, limit_slabs)
         self._leased = 0
         self._reserve = max(1, rentable // 16)
-        self._locked_free: int | None = None
-        self._promised: int | None = None  # what ``free_blocks`` answers until something changes, inside ``exclusive``
+        self._locked = False
+        self._table_free = table.free_slabs()  # when the engine last looked, and what it took and gave since
+        self._promised: int | None = None  # what ``free_blocks`` answers until something changes
         self._stale: set[int] = set()
         self._unzeroed: list[int] = []
         self.counters.set("block_bytes", block_bytes)
@@ -98,19 +99,23 @@ class SlabLease:
     def exclusive(self) -> Iterator[None]:
         """Nobody else takes slabs meanwhile, so ``alloc`` grants what ``free_blocks`` promises. Not reentrant."""
         with self._table.lock():
-            self._locked_free = self._table.free_slabs()
-            self._promised = None
+            self.look()
+            self._locked = True
             try:
                 yield
             finally:
-                self._locked_free = None
+                self._locked = False
+
+    def look(self) -> None:
+        """See what others took and gave meanwhile."""
+        self._table_free = self._table.free_slabs()
+        self._promised = None
 
     def free_blocks(self) -> int:
-        """How many blocks ``alloc`` would grant; exact inside ``exclusive`` (for grid keys on the safe side), else a
-        snapshot."""
-        if self._promised is not None and self._locked_free is not None:
-            return self._promised  # vLLM asks for every running sequence
-        self._promised = self._manager.free_blocks(ENGINE) + self._rentable() * self._blocks_per_slab
+        """How many blocks ``alloc`` would grant; exact inside ``exclusive`` (for grid keys on the safe side), else as of the
+        last ``look``."""
+        if self._promised is None:  # vLLM asks for every running sequence
+            self._promised = self._manager.free_blocks(ENGINE) + self._rentable() * self._blocks_per_slab
         return self._promised
 
     def alloc(self, blocks: int) -> list[int] | None:
@@ -149,7 +154,7 @@ class SlabLease:
     def crowded(self) -> bool:
         """Whether idle prefixes should make room: somebody else starves, or hardly a slab is free."""
         starving = self._table.first_starving()
-        return starving not in (None, self._engine) or self._table_free() < self._reserve
+        return starving not in (None, self._engine) or self._table_free < self._reserve
 
     def close(self) -> None:
         self._table.close()
@@ -170,11 +175,8 @@ class SlabLease:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _table_free(self) -> int:
-        return self._table.free_slabs() if self._locked_free is None else self._locked_free
-
     def _rentable(self) -> int:
-        return min(self._table_free(), self._limit - self._leased)
+        return min(self._table_free, self._limit - self._leased)
 
     def _holds(self, block: int) -> bool:
         """Whether the slab of the block is (still) leased; the caller knows whether the block itself is held."""
@@ -182,13 +184,13 @@ class SlabLease:
         return self._table.owner_of(slab) == self._engine
 
     def _lease(self, count: int) -> bool:
-        assert self._locked_free is not None, "slabs are leased under the table's lock"
+        assert self._locked, "slabs are leased under the table's lock"
         if count > self._rentable():
             return False
         slabs = self._table.take(self._engine, count)
         if slabs is None:
             return False
-        self._locked_free -= count
+        self._table_free -= count
         self._leased += count
         self.counters.add("slabs_leased", count)
         self._manager.free(LANDLORD, slabs)
@@ -207,8 +209,7 @@ class SlabLease:
             self._table.give_back(self._engine, [slab], meaningful=all_mine and not self._poison)
         self._leased -= len(slabs)
         self.counters.add("slabs_returned", len(slabs))
-        if self._locked_free is not None:
-            self._locked_free += len(slabs)
+        self._table_free += len(slabs)
 
     def check(self) -> None:
         """Raise AssertionError if the manager and the table disagree."""

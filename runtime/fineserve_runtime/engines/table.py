@@ -108,6 +108,7 @@ class SlabTable:
         words = self._view[_HEADER.size : _HEADER.size + self.header.engines * _ROW * 8].cast("q")
         self.counters = [Counters(words[e * _ROW : (e + 1) * _ROW]) for e in range(self.header.engines)]
         self._words = words
+        self._tickets = words[Counters.FIELDS.index("ticket") :: _ROW]
         start = _HEADER.size + self.header.engines * _ROW * 8
         count = self.header.slab_count
         self._owners = self._view[start : start + count]
@@ -218,8 +219,9 @@ class SlabTable:
 
     def first_starving(self) -> int | None:
         """The engine that starves longest; None when nobody does."""
-        tickets = [(ticket, engine) for engine, row in enumerate(self.counters) if (ticket := row.get("ticket"))]
-        return min(tickets)[1] if tickets else None
+        if not any(self._tickets):
+            return None
+        return min((ticket, engine) for engine, ticket in enumerate(self._tickets) if ticket)[1]
 
     def close(self) -> None:
         """Detach. The file stays."""
@@ -228,7 +230,7 @@ class SlabTable:
         del self._marks
         for row in self.counters:
             row._words.release()
-        for view in (self._words, self._owners, self._writers, self._view):
+        for view in (self._tickets, self._words, self._owners, self._writers, self._view):
             view.release()
         self._map.close()
         os.close(self._file)

@@ -180,10 +180,11 @@ class SteppedCore:
             context_tokens=composition.context_tokens,
             chunks=chunks,
             preempted=preempted,
-            state=self.state(),
+            state=scheduler.engine_state(),
         )
 
     def state(self) -> EngineState:
+        self.core.scheduler.lease.look()
         state: EngineState = self.core.scheduler.engine_state()
         return state
 
