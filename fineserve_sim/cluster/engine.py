@@ -241,7 +241,7 @@ class Engine:
         self._cluster.consult(self, now)
         self._preempting = False
         self._grow_decodes(now)
-        self._chunks = self._fill_budget()
+        self._chunks = self._fill_budget() if self.waiting or self.prefilling else []
         if self._decodes.size or self._chunks:
             self._launch(now)
         else:
