@@ -200,6 +200,7 @@ class KVSlabManager:
             return
         masks = self._masks(owner, holder, block_ids)
         held, pool, slabs = holder.held, holder.pool, self._slabs
+        drained: list[_Slab] = []
         for slab_id, mask in masks.items():
             if left := held[slab_id] ^ mask:
                 held[slab_id] = left
@@ -210,9 +211,11 @@ class KVSlabManager:
             slab.free_bits |= mask
             slab.used -= mask.bit_count()
             if not slab.used:
-                self._unformat(pool, slab)
+                drained.append(slab)
             elif was_full:
                 heappush(pool.partial, (-slab.used, slab_id))
+        if drained:
+            self._unformat(pool, drained)
         holder.used_blocks -= len(block_ids)
         pool.used_blocks -= len(block_ids)
 
@@ -267,7 +270,7 @@ class KVSlabManager:
     def _format(self, pool: _Pool) -> _Slab:
         """Format the lowest free slab to the key of the pool. Only called when the heap of the pool is empty; this is
         why no slab ever has two entries in a heap."""
-        slab = self._slabs[self._lowest_free()]
+        slab = self._slabs[self._lowest_free(1)[0]]
         first, end = self.plan.span(pool.block_bytes, slab.id)
         slab.pool, slab.free_bits, slab.used = pool, (1 << (end - first)) - 1, 0
         pool.slabs += 1
@@ -277,25 +280,28 @@ class KVSlabManager:
             self._shift_unformatted(slab.id, -1)
         return slab
 
-    def _unformat(self, pool: _Pool, slab: _Slab) -> None:
-        """The slab is empty: it goes back to the free list."""
-        pool.slabs -= 1
-        pool.slab_blocks -= slab.free_bits.bit_length()
-        slab.pool = None
-        slab.free_bits = 0
-        self._free_slabs += 1
-        heappush(self._holes, slab.id)
-        if self._grid_pools:
-            self._shift_unformatted(slab.id, 1)
+    def _unformat(self, pool: _Pool, slabs: Sequence[_Slab]) -> None:
+        """These slabs are empty: they go back to the free list."""
+        holes = self._holes
+        for slab in slabs:
+            pool.slab_blocks -= slab.free_bits.bit_length()
+            slab.pool = None
+            slab.free_bits = 0
+            heappush(holes, slab.id)
+            if self._grid_pools:
+                self._shift_unformatted(slab.id, 1)
+        pool.slabs -= len(slabs)
+        self._free_slabs += len(slabs)
 
-    def _lowest_free(self) -> int:
-        """The lowest free slab, which is then taken. There must be one."""
-        self._free_slabs -= 1
-        if self._holes:
-            return heappop(self._holes)
-        slab_id = len(self._slabs)
-        self._slabs.append(_Slab(slab_id))
-        return slab_id
+    def _lowest_free(self, count: int) -> list[int]:
+        """The lowest ``count`` free slabs, which are then taken. There must be as many."""
+        holes = self._holes
+        slab_ids = [heappop(holes) for _ in range(min(count, len(holes)))]
+        while len(slab_ids) < count:
+            slab_ids.append(len(self._slabs))
+            self._slabs.append(_Slab(len(self._slabs)))
+        self._free_slabs -= count
+        return slab_ids
 
     @property
     def free_slabs(self) -> int:
@@ -304,10 +310,7 @@ class KVSlabManager:
 
     def _take_lowest_slabs(self, holder: _Holder, blocks: int) -> list[int]:
         """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
-        holes = min(blocks, len(self._holes))
-        ids = [heappop(self._holes) for _ in range(holes)]
-        self._free_slabs -= holes
-        ids += [self._lowest_free() for _ in range(blocks - holes)]
+        ids = self._lowest_free(blocks)
         holder.held.update(dict.fromkeys(ids, 1))
         self._count_slabs(holder, ids, 1)
         return ids
@@ -352,10 +355,8 @@ class KVSlabManager:
         per_slab = pool.blocks_per_slab
         full = (1 << per_slab) - 1
         count = blocks // per_slab
-        slabs = self._slabs
-        for _ in range(count):
-            slab_id = self._lowest_free()
-            slab = slabs[slab_id]
+        for slab_id in self._lowest_free(count):
+            slab = self._slabs[slab_id]
             slab.pool, slab.used = pool, per_slab
             held[slab_id] = full
             ids += range(slab_id * per_slab, (slab_id + 1) * per_slab)
