@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fineserve_sim.experiment.schema import COMPARISON, Claim
-from fineserve_sim.experiment.stats import Estimate, difference, ratio
+from fineserve_sim.experiment.stats import Estimate, Sample, difference, ratio
 
 Cell = Mapping[str, Any]
 SINGLE = ("value", "ratio", "difference")
@@ -101,7 +101,15 @@ def metric_of(cell: Cell, claim: Claim) -> Estimate:
     entry = cell["metrics"][str(claim.metric)]
     if claim.model is not None:
         entry = entry["by_model"][claim.model]
-    return Estimate(*(math.nan if entry[name] is None else entry[name] for name in ("mean", "half_width")))
+    return estimate_of(entry)
+
+
+def estimate_of(entry: Mapping[str, Any]) -> Estimate:
+    """An estimate as summary.json holds it."""
+    mean, half_width = (math.nan if entry[name] is None else entry[name] for name in ("mean", "half_width"))
+    if "observations" not in entry:
+        return Estimate(mean, half_width)
+    return Sample.of(mean, half_width, [math.nan if value is None else value for value in entry["observations"]])
 
 
 def _twin(cell: Cell, others: Sequence[Cell]) -> Cell:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from fineserve_sim.cluster.groups.counters import COUNTERS
 from fineserve_sim.cluster.scenario import Fate
-from fineserve_sim.experiment.stats import Estimate, of_share, over_runs
+from fineserve_sim.experiment.stats import Sample, of_share, over_runs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -202,7 +202,7 @@ def _cluster_values(run: RunData, values: Mapping[str, Mapping[str, float]]) -> 
     } | ({name: run.counters.get(name, math.nan) for name in COUNTERS} if run.counters else {})
 
 
-def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Estimate:
+def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Sample:
     """A metric over the runs of one cell, of one model or (``""``) all: the right interval for its kind."""
     if metric in ATTAINMENTS:
         return of_share([run.hits[metric][model] for run in runs])

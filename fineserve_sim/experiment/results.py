@@ -205,17 +205,19 @@ def _cell(experiment: Experiment, outcome: Outcome, runs: Sequence[Measures]) ->
 
 
 def _metric(runs: Sequence[Measures], metric: str) -> dict[str, Any]:
-    found = _jsonable(estimate(runs, metric))
+    overall = estimate(runs, metric)
+    found = _jsonable(overall) | {"observations": [_number(value) for value in overall.observations]}
     if metric in CLUSTER_WIDE:
         return found
     return found | {"by_model": {name: _jsonable(estimate(runs, metric, name)) for name in runs[0].models}}
 
 
 def _jsonable(value: Estimate) -> dict[str, Any]:
-    return {
-        name: number if math.isfinite(number) else None
-        for name, number in zip(("mean", "half_width"), value, strict=True)
-    }
+    return {"mean": _number(value.mean), "half_width": _number(value.half_width)}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any]) -> Iterator[str]:

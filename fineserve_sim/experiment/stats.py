@@ -8,6 +8,11 @@ Two estimators, one for each kind of number:
   Analysis, ch. 9): cut each run into batches of consecutive requests, take each batch's share as one observation, pool
   the batches of all seeds, Student's t over them. Batches longer than the memory of the queue are nearly independent,
   and 20 a run keep them as long as possible.
+
+**Comparisons are of pairs** where both sides remember as many observations: runs of one seed serve the same requests
+whatever the system (common random numbers; Law, ch. 11), so that what a hard seed does to one system it does to the other
+too. A difference has the interval of the differences run by run, or batch by batch; a ratio that of what each pair is off it.
+Intervals added as for independent numbers would hide what every single run shows.
 """
 
 from __future__ import annotations
@@ -38,20 +43,33 @@ class Estimate(NamedTuple):
         return abs(self.half_width / self.mean) if self.mean else math.inf
 
 
-def over_runs(values: Sequence[float]) -> Estimate:
+class Sample(Estimate):
+    """An estimate that remembers its ``observations``, a number a run or a batch in the order of the runs."""
+
+    observations: tuple[float, ...]
+
+    @classmethod
+    def of(cls, mean: float, half_width: float, observations: Sequence[float]) -> Sample:
+        """The same estimate with its observations."""
+        sample = cls(mean, half_width)
+        sample.observations = tuple(observations)
+        return sample
+
+
+def over_runs(values: Sequence[float]) -> Sample:
     """Mean over runs with Student's interval; runs without a value (NaN) make the whole estimate NaN."""
     observations = np.asarray(values, dtype=np.float64)
-    return Estimate(float(np.mean(observations)), _half_width(observations))
+    return Sample.of(float(np.mean(observations)), _half_width(observations), observations.tolist())
 
 
-def of_share(runs: Sequence[NDArray[np.bool_]]) -> Estimate:
+def of_share(runs: Sequence[NDArray[np.bool_]]) -> Sample:
     """Share of True over all requests of all runs, (n,) each in arrival order, with its batch-means interval."""
     total = sum(len(run) for run in runs)
     if total == 0:
-        return Estimate(math.nan, math.nan)
+        return Sample.of(math.nan, math.nan, ())
     batches = [batch for run in runs for batch in np.array_split(run, min(BATCHES, max(1, len(run)))) if len(batch)]
     means = np.array([batch.mean() for batch in batches])
-    return Estimate(float(sum(int(run.sum()) for run in runs) / total), _half_width(means))
+    return Sample.of(float(sum(int(run.sum()) for run in runs) / total), _half_width(means), means.tolist())
 
 
 def _half_width(observations: NDArray[np.float64]) -> float:
@@ -63,13 +81,27 @@ def _half_width(observations: NDArray[np.float64]) -> float:
 
 
 def difference(of: Estimate, over: Estimate) -> Estimate:
-    """``of - over``. The half-widths add as for independent numbers; common random numbers make it smaller in truth."""
-    return Estimate(of.mean - over.mean, math.hypot(of.half_width, over.half_width))
+    """``of - over``, in pairs where both are samples of as many runs; else the half-widths add as for independent numbers."""
+    mean = of.mean - over.mean
+    pairs = _pairs(of, over)
+    if pairs is not None:
+        return Estimate(mean, _half_width(pairs[0] - pairs[1]))
+    return Estimate(mean, math.hypot(of.half_width, over.half_width))
 
 
 def ratio(of: Estimate, over: Estimate) -> Estimate:
-    """``of / over``, half-width by the delta method, independence assumed as in ``difference``. NaN over zero."""
+    """``of / over``, half-width by the delta method, in pairs as in ``difference``. NaN over zero."""
     if over.mean == 0:
         return Estimate(math.nan, math.nan)
     value = of.mean / over.mean
+    pairs = _pairs(of, over)
+    if pairs is not None:
+        return Estimate(value, _half_width((pairs[0] - value * pairs[1]) / over.mean))
     return Estimate(value, abs(value) * math.hypot(of.relative, over.relative))
+
+
+def _pairs(of: Estimate, over: Estimate) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """The observations of both, where they are comparable one by one."""
+    if not (isinstance(of, Sample) and isinstance(over, Sample)) or len(of.observations) != len(over.observations):
+        return None
+    return np.array(of.observations), np.array(over.observations)

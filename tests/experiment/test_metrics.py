@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -176,3 +177,32 @@ def test_differences_and_ratios() -> None:
     assert difference(one, other) == pytest.approx((0.45, 0.05))
     assert ratio(one, other) == pytest.approx((2.0, 2 * math.hypot(0.03 / 0.9, 0.04 / 0.45)))
     assert math.isnan(ratio(one, Estimate(0.0, 0.0)).mean)
+
+
+def test_what_a_hard_seed_adds_to_both_sides_does_not_widen_their_difference() -> None:
+    one, other = over_runs([3.0, 5.0, 9.0]), over_runs([2.0, 4.0, 8.0])
+    assert difference(one, other) == pytest.approx((1.0, 0.0))
+    assert ratio(over_runs([2.0, 4.0, 12.0]), over_runs([1.0, 2.0, 6.0])) == pytest.approx((2.0, 0.0))
+    shares = of_share([np.arange(40) >= 20]), of_share([np.arange(40) >= 18])
+    assert difference(*shares).half_width < math.hypot(*(share.half_width for share in shares))
+
+
+def test_samples_of_other_numbers_of_runs_are_not_paired() -> None:
+    one, other = over_runs([3.0, 5.0, 9.0]), over_runs([2.0, 4.0])
+    assert difference(one, other).half_width == pytest.approx(math.hypot(one.half_width, other.half_width))
+
+
+@pytest.mark.parametrize("compare", [difference, ratio])
+def test_the_interval_of_a_comparison_covers_the_truth(compare: Callable[[Estimate, Estimate], Estimate]) -> None:
+    """Two systems under common random numbers: a hard seed makes both slower. The truth lies inside 19 times of 20."""
+    rng = np.random.default_rng(7)
+    truth = 1.0 if compare is difference else 11 / 10
+    inside = 0
+    for _ in range(2000):
+        hard = rng.normal(0, 1, 8)
+        found = compare(
+            over_runs((11 + hard + rng.normal(0, 0.3, 8)).tolist()),
+            over_runs((10 + hard + rng.normal(0, 0.3, 8)).tolist()),
+        )
+        inside += abs(found.mean - truth) <= found.half_width
+    assert 0.93 <= inside / 2000 <= 0.97

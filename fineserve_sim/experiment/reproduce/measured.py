@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fineserve_sim.experiment.claims import Cell, matching
+from fineserve_sim.experiment.claims import Cell, estimate_of, matching
 from fineserve_sim.experiment.metrics import RunData
 from fineserve_sim.experiment.reproduce.judge import Quantity
 from fineserve_sim.experiment.stats import Estimate, ratio
@@ -76,8 +76,7 @@ def metric(cell: Cell, name: str, model: str | None = None) -> Estimate:
     entry = entry.get("by_model", {}).get(model, {}) if model else entry
     if entry.get("mean") is None:
         raise MissingError(f"{cell['system']} has no {name} in sweep {cell['sweep']}")
-    half_width = entry["half_width"]
-    return Estimate(entry["mean"], float("nan") if half_width is None else half_width)
+    return estimate_of(entry)
 
 
 def quantity(value: Estimate, label: str = "", scale: float = 1.0) -> Quantity:
