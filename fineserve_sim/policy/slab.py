@@ -229,13 +229,11 @@ class KVSlabManager:
                 masks[slab_id] = masks.get(slab_id, 0) | 1 << block % per_slab
         else:
             self._grid_masks(holder.pool.block_bytes, block_ids, masks)
-        distinct = 0
         for slab_id, mask in masks.items():
             if stray := mask & ~held.get(slab_id, 0):
                 lowest = (stray & -stray).bit_length() - 1
                 raise self._not_held(owner, self.plan.span(holder.pool.block_bytes, slab_id)[0] + lowest)
-            distinct += mask.bit_count()
-        if distinct != len(block_ids):
+        if sum(map(int.bit_count, masks.values())) != len(block_ids):
             twice = next(block for block in block_ids if block_ids.count(block) > 1)
             raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
         return masks
