@@ -5,7 +5,6 @@ SLO scale N means N times the median of the best baseline. The burst of the 128 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -27,7 +26,7 @@ from fineserve_sim.experiment.reproduce.measured import (
     tokens_per_s,
 )
 from fineserve_sim.experiment.reproduce.orders import Step, order
-from fineserve_sim.experiment.stats import Estimate, over_runs
+from fineserve_sim.experiment.stats import Estimate, over_runs, ratio
 from fineserve_sim.latency import StepModel
 
 Floats = NDArray[np.float64]
@@ -197,9 +196,8 @@ def pipeline_throughput(results: Results) -> Evaluation:
     for system in ("vllm-dp", "infercept", "llumnix", "kunserve"):
         for cell, pipeline in zip(_cells(results, system), _cells(results, "vllm-pp"), strict=True):
             theirs, ours = (_per_run(results, "kunserve_fig13", each, _busy_tokens_per_s) for each in (cell, pipeline))
-            loss = 1 - ours.mean / theirs.mean
-            half_width = (1 - loss) * math.hypot(ours.relative, theirs.relative)
-            found.append(Quantity(100 * loss, 100 * half_width, f"{system}, {cell['sweep']}"))
+            kept = ratio(ours, theirs)
+            found.append(Quantity(100 * (1 - kept.mean), 100 * kept.half_width, f"{system}, {cell['sweep']}"))
     return Evaluation(
         ends(found), "Output tokens/s from the burst to the last arrival, over 4 systems and 3 workloads."
     )
@@ -323,16 +321,16 @@ def _burst_quantile(results: Results, system: str, of: Callable[[RunData], Float
     return _per_run(results, "kunserve_fig14", results.cell("kunserve_fig14", system), value)
 
 
-def _burst_ratio(results: Results, of: str, over: str, what: str, percent: float) -> tuple[float, float]:
-    """Percentile of one system over another's, and its interval."""
+def _burst_ratio(results: Results, of: str, over: str, what: str, percent: float) -> Estimate:
+    """Percentile of one system over another's."""
     measure: Callable[[RunData], Floats] = tpot_s if what == "TPOT" else (lambda run: run.ttft_s)
     high, low = (_burst_quantile(results, system, measure, percent) for system in (of, over))
-    return high.mean / low.mean, high.mean / low.mean * math.hypot(high.relative, low.relative)
+    return ratio(high, low)
 
 
 def dynamic_drop(results: Results) -> Evaluation:
     found = (
-        Quantity(*_burst_ratio(results, "vllm-dp", "kunserve-drop", "TTFT", percent), f"P{percent:g}")
+        quantity(_burst_ratio(results, "vllm-dp", "kunserve-drop", "TTFT", percent), f"P{percent:g}")
         for percent in (90, 99, 99.9)
     )
     return Evaluation(tuple(found), "Requests that arrive in the burst.")
