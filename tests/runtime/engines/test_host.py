@@ -65,6 +65,44 @@ def test_state_and_step_reports(start: Start) -> None:
     assert engine.stats().steps == len(heard.reports)
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_the_state_is_that_of_all_its_requests(
+    start: Start, monkeypatch: pytest.MonkeyPatch, prefix_caching: bool
+) -> None:
+    """What the scheduler counts as requests change is what looking at each of them gives: chunks, preemptions, aborts."""
+    from fineserve_runtime.engines.vllm_scheduler import SlabScheduler
+
+    counted: list[Any] = []
+    seen: list[tuple[int, int, int]] = []
+    engine_state = SlabScheduler.engine_state
+
+    def also_look(scheduler: Any) -> Any:
+        left = [request.num_tokens - request.num_computed_tokens for request in scheduler.requests.values()]
+        put_out = [request.num_output_tokens > 0 for request in scheduler.requests.values()]
+        decodes = [some and tokens <= 1 for some, tokens in zip(put_out, left, strict=True)]
+        prefill = sum(max(0, tokens) for tokens, decode in zip(left, decodes, strict=True) if not decode)
+        seen.append((len(left), sum(decodes), prefill))
+        counted.append(engine_state(scheduler))
+        return counted[-1]
+
+    monkeypatch.setattr(SlabScheduler, "engine_state", also_look)
+    host, heard = start(replace(BF16, prefix_caching=prefix_caching, max_batched_tokens=64), slabs=20)
+    engine = host.engines[0]
+    aborted = iter((5, 58, 59))
+
+    def abort_some(report: StepReport) -> None:
+        if len(heard.reports) % 20 == 0 and (number := next(aborted, None)) is not None:
+            engine.abort(number)
+
+    heard.then = abort_some
+    for request in draw_requests(7, count=60, prefix_tokens=64 if prefix_caching else 0):
+        engine.submit(request)
+    assert engine.drain(120)
+    assert heard.preemptions(0) and "abort" in heard.reasons.values()
+    assert [(state.running, state.decoding, state.prefill_tokens) for state in counted] == seen
+    assert seen[-1] == (0, 0, 0)
+
+
 def test_priority_goes_first(start: Start) -> None:
     host, heard = start(replace(BF16, max_sequences=1))
     finished: list[int] = []

@@ -95,6 +95,22 @@ TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=40, stateful_step_count=40)
 
 
+def test_outside_the_lock_free_blocks_are_those_of_the_last_look(tmp_path: Path) -> None:
+    shared = Shared(tmp_path, 10)
+    first, second, _ = shared.leases
+    all_free = first.free_blocks()
+    with second.exclusive():
+        ids = second.alloc(4)
+    assert ids is not None
+    assert first.free_blocks() == all_free, "nobody looked"
+    first.look()
+    looked = first.free_blocks()
+    assert looked < all_free
+    second.free(ids)
+    with first.exclusive():
+        assert first.free_blocks() == all_free
+
+
 def test_one_engine_alone_gets_the_blocks_of_the_core(tmp_path: Path) -> None:
     """With nobody else, lease and return change nothing: same ids as one manager that owns all."""
     lease = Shared(tmp_path, 6, keys=(40, 60)).leases[0]
