@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from fineserve_sim.cluster.engine import Engine, Growth
@@ -160,7 +161,7 @@ def domains_of(
 
 def _in_turn(growths: list[Growth]) -> list[Growth]:
     """By time, then engine; one engine's growths in a row come to one."""
-    growths.sort()  # an engine takes blocks but once at a time, so that the sequences are never compared
+    growths.sort(key=itemgetter(0, 1))
     turns: list[Growth] = []
     last = -1
     together: list[SequenceState] = []
