@@ -14,8 +14,8 @@ import platform
 import random
 import time
 
-from fineserve_sim.policy.geometry import KVGeometry
-from fineserve_sim.policy.slab import KVSlabManager
+from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.slab import KVSlabManager
 
 POOL_BYTES = 60 * 2**30
 BATCHES = (1, 8, 64, 512)

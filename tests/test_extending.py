@@ -79,7 +79,7 @@ from fineserve_sim.cli.policies import policies
 from fineserve_sim.cluster import simulate, simulate_step_by_step
 from fineserve_sim.cluster.policies import register_placement, register_scheduler
 from fineserve_sim.experiment import load_experiment, run_experiment
-from fineserve_sim.policy.static_placement import DedicatedPlacement
+from fineserve_sim.policy.placement.static import DedicatedPlacement
 from typing import Literal
 
 class Mine(shortest.Spec):

@@ -29,7 +29,7 @@ from fineserve_sim.cluster.profiling import step_model
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.clairvoyant import Foreseen, most_on_time
+from fineserve_sim.policy.scheduling.clairvoyant import Foreseen, most_on_time
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 ROUNDING = 1 - 1e-9

@@ -23,9 +23,9 @@ from fineserve_sim.cluster.virtual_memory import legacy_kernel
 from fineserve_sim.cluster.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.fineserve_placement import base_footprint
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
-from fineserve_sim.policy.tp_groups import tp_groups
+from fineserve_sim.policy.placement.fineserve import base_footprint
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
 

@@ -24,7 +24,7 @@ from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sequence import DecodeSet, SequenceState
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import EngineState
-from fineserve_sim.policy.preemption import arrival_order, preemption_victim
+from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 
 if TYPE_CHECKING:
     from fineserve_sim.cluster.cluster import Cluster

@@ -20,12 +20,12 @@ from fineserve_sim.cluster.engine import Engine
 from fineserve_sim.cluster.fleet_memory import FleetMemory
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.sequence import SequenceState
-from fineserve_sim.policy.activation_cost import Loader
 from fineserve_sim.policy.commands import Activate, Command, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineReady, Event, RequestArrived, Tick
-from fineserve_sim.policy.fleet import FleetController
-from fineserve_sim.policy.geometry import KVGeometry
+from fineserve_sim.policy.fleet.activation_cost import Loader
+from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.policy.memory.geometry import KVGeometry
 
 TICK = order_of(Kind.TIMER, 1)
 LOADED = order_of(Kind.TIMER, 2)

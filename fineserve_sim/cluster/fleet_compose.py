@@ -21,8 +21,8 @@ from fineserve_sim.cluster.profiling import step_model
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ServedModel
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.cluster.wakeups import Wakeups
-from fineserve_sim.policy.activation_cost import Loader
-from fineserve_sim.policy.fleet import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.fleet.activation_cost import Loader
+from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
 from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from fineserve_sim.cluster.kv import GpuMemory
 from fineserve_sim.cluster.scenario import ScenarioError
 from fineserve_sim.cluster.virtual_memory import build_kvcached, virtual_kv
-from fineserve_sim.policy.geometry import KVGeometry
-from fineserve_sim.policy.paged import PrivatePools
-from fineserve_sim.policy.vmm import KvCachedManager
+from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.kvcached import KvCachedManager
+from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.systems.spec import KvCachedSpec, MemorySpec, PrivatePoolsSpec
 
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 
 from fineserve_sim.cluster.sequence import SequenceState
 from fineserve_sim.policy.interfaces import KVManager, KVMemory, PrefixKVManager, TimedKVManager
-from fineserve_sim.policy.paged import PrivatePools
-from fineserve_sim.policy.prefix import block_keys
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.prefix import block_keys
 
 
 class EngineKV(ABC):

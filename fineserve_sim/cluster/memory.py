@@ -15,12 +15,12 @@ from fineserve_sim.catalog import activation_bytes, weight_bytes
 from fineserve_sim.cluster.kv import GpuMemory
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ScenarioError, ServedModel
 from fineserve_sim.cluster.virtual_memory import build_kvcached, build_vtensor, tokens_per_block
-from fineserve_sim.policy.geometry import KVGeometry
 from fineserve_sim.policy.interfaces import Instance
-from fineserve_sim.policy.paged import PrivatePools
-from fineserve_sim.policy.prefix_pools import PrefixPools
-from fineserve_sim.policy.s_partition import Share, demand_weight, split_bytes
-from fineserve_sim.policy.slab import KVSlabManager, plan_slabs
+from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.prefix_pools import PrefixPools
+from fineserve_sim.policy.memory.s_partition import Share, demand_weight, split_bytes
+from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
 
 

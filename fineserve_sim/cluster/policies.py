@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fineserve_sim.policy.activation_cost import ActivationCost, activation_cost
-from fineserve_sim.policy.adaptive import AdaptiveBatching
-from fineserve_sim.policy.fineserve_placement import FineServePlacement
+from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activation_cost
+from fineserve_sim.policy.fleet.qlm import QlmSwapping
+from fineserve_sim.policy.fleet.residency import PrismResidency, ResidencyPolicy
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, PlacementPolicy, PrefillLatency
-from fineserve_sim.policy.kvpr import KvprPlacement
-from fineserve_sim.policy.moore_hodgson import EngineFacts, MooreHodgson
-from fineserve_sim.policy.muxserve import MuxServePlacement
-from fineserve_sim.policy.qlm import QlmSwapping
-from fineserve_sim.policy.residency import PrismResidency, ResidencyPolicy
-from fineserve_sim.policy.round_robin_placement import RoundRobinPlacement
-from fineserve_sim.policy.static_placement import DedicatedPlacement, PinnedPlacement, ReplicasPlacement
+from fineserve_sim.policy.placement.fineserve import FineServePlacement
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
+from fineserve_sim.policy.placement.muxserve import MuxServePlacement
+from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
+from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement, ReplicasPlacement
+from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
+from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
 from fineserve_sim.systems.spec import (
     AdaptiveSpec,
     ClairvoyantSpec,

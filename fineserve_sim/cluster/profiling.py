@@ -21,7 +21,7 @@ from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, Scenar
 from fineserve_sim.latency import StepModel, measured_on, profile
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.interfaces import ModelDemand, OperatingPoint
-from fineserve_sim.policy.mme import mme_slope
+from fineserve_sim.policy.placement.mme import mme_slope
 from fineserve_sim.systems import load_systems
 
 SWEEP_REQUESTS = 32

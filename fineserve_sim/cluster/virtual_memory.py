@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fineserve_sim.catalog import AttentionVariant, attention_variant, driver_costs
-from fineserve_sim.policy.geometry import KVGeometry
-from fineserve_sim.policy.vmm import KvCachedManager, VirtualKV
-from fineserve_sim.policy.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
+from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
 
 

@@ -141,8 +141,8 @@ class TimedKVManager(KVManager, Protocol):
 
 @runtime_checkable
 class PrefixKVManager(KVManager, Protocol):
-    """A KV memory that keeps full blocks of sequences for others with the same prefix (see policy/prefix.py): from the end
-    of the prefill on where ``shares_running``, else when the sequence ends."""
+    """A KV memory that keeps full blocks of sequences for others with the same prefix (see memory/prefix.py): from the end of
+    the prefill on where ``shares_running``, else when the sequence ends."""
 
     shares_running: bool
 

@@ -33,8 +33,8 @@ from fineserve_sim.policy.events import (
     RequestArrived,
     Tick,
 )
+from fineserve_sim.policy.fleet.residency import Status
 from fineserve_sim.policy.interfaces import EngineState, Request
-from fineserve_sim.policy.residency import Status
 from fineserve_sim.systems.spec import FcfsSpec
 
 Log = Callable[[Entry], None]

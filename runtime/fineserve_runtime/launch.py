@@ -17,8 +17,8 @@ from fineserve_runtime.step_times import MeasuredStep
 from fineserve_runtime.warmup import Relay, measure, read_table
 from fineserve_sim.cluster.compose import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
-from fineserve_sim.policy.fineserve_placement import base_footprint
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
+from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvSlabSpec, PrivatePoolsSpec
 
 StartHost = Callable[[HostConfig, EngineListener], EngineHost]

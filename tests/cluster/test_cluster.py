@@ -34,8 +34,8 @@ from fineserve_sim.cluster.policies import EngineFactsheet, build_schedulers
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.events import EngineStepped, RequestArrived
 from fineserve_sim.policy.interfaces import EngineState, Request
-from fineserve_sim.policy.paged import PrivatePools
-from fineserve_sim.policy.slab import KVSlabManager
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.slab import KVSlabManager
 from fineserve_sim.systems import load_systems
 
 SCHEDULERS = ["fcfs", "adaptive", {"policy": "moore_hodgson", "late": "drop"}]

@@ -11,13 +11,13 @@ from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose import place
 from fineserve_sim.cluster.memory import build_manager, tenants_by_gpu, usable_bytes
 from fineserve_sim.cluster.policies import build_activation_cost, build_placement, build_residency
-from fineserve_sim.policy.activation_cost import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
+from fineserve_sim.policy.fleet.activation_cost import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
+from fineserve_sim.policy.fleet.qlm import QlmSwapping
+from fineserve_sim.policy.fleet.residency import FleetView, Pending, PrismResidency
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint
-from fineserve_sim.policy.kvpr import KvprPlacement
-from fineserve_sim.policy.muxserve import MuxServePlacement
-from fineserve_sim.policy.qlm import QlmSwapping
-from fineserve_sim.policy.residency import FleetView, Pending, PrismResidency
-from fineserve_sim.policy.round_robin_placement import RoundRobinPlacement
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
+from fineserve_sim.policy.placement.muxserve import MuxServePlacement
+from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
 from fineserve_sim.systems import load_systems
 from fineserve_sim.systems.spec import (
     KvprPlacementSpec,

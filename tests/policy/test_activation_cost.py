@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.activation_cost import (
+from fineserve_sim.policy.fleet.activation_cost import (
     SWITCH_S,
     ActivationCost,
     Loader,

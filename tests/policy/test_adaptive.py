@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.adaptive import AdaptiveBatching
 from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, PrefillLatency, Request
-from fineserve_sim.policy.moore_hodgson import moore_hodgson
+from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
+from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
 BUDGET_TOKENS = 64
 SLO_S = 3.0

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.clairvoyant import Foreseen, most_on_time
-from fineserve_sim.policy.moore_hodgson import moore_hodgson
+from fineserve_sim.policy.scheduling.clairvoyant import Foreseen, most_on_time
+from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
 
 def in_time(requests: Sequence[Foreseen]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.drop_plan import even_split, pipeline_layout, plan_drop
+from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout, plan_drop
 
 COPY = 28 * 10**9
 EIGHT = [(i,) for i in range(8)]

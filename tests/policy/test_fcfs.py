@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from fineserve_sim.policy.fcfs import FcfsScheduler
 from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
+from fineserve_sim.policy.scheduling.fcfs import FcfsScheduler
 
 FULL = {0: EngineState(running=9, decoding=9, prefill_tokens=500, free_slots=0, free_kv_tokens=0, slowdown=2.0)}
 

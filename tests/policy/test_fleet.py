@@ -21,11 +21,11 @@ from fineserve_sim.policy.events import (
     RequestArrived,
     Tick,
 )
-from fineserve_sim.policy.fleet import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.fleet.residency import FleetView, PrismResidency, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
-from fineserve_sim.policy.kvpr import KvprPlacement
-from fineserve_sim.policy.moore_hodgson import EngineFacts, MooreHodgson
-from fineserve_sim.policy.residency import FleetView, PrismResidency, Start, Status, Stop, Suggestion
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
+from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
 
 GPUS = [GpuSlot(0, 0, 100), GpuSlot(1, 0, 100)]
 MODELS = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.geometry import MAX_LCM_BYTES, KVGeometry, SlabPlan, plan_slabs
+from fineserve_sim.policy.memory.geometry import MAX_LCM_BYTES, KVGeometry, SlabPlan, plan_slabs
 
 KIB, MIB = 2**10, 2**20
 FP16, FP8, INT4 = 2, 1, 0.5

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from fineserve_sim.policy.dispatch import LeastLoaded, LeastQueued, MostFree, RoundRobin, freeness
-from fineserve_sim.policy.group_view import GroupView, Phase
-from fineserve_sim.policy.migration import LlumnixMigration, Migrate
-from fineserve_sim.policy.throttle import AddInstance, DropLayers, KunServeDrop, RestoreLayers, ScaleOut, throttled
+from fineserve_sim.policy.groups.dispatch import LeastLoaded, LeastQueued, MostFree, RoundRobin, freeness
+from fineserve_sim.policy.groups.migration import LlumnixMigration, Migrate
+from fineserve_sim.policy.groups.throttle import (
+    AddInstance,
+    DropLayers,
+    KunServeDrop,
+    RestoreLayers,
+    ScaleOut,
+    throttled,
+)
+from fineserve_sim.policy.groups.view import GroupView, Phase
 
 BLOCK = 1000
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement, PlacementPolicy
-from fineserve_sim.policy.kvpr import KvprPlacement
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 GB = 10**9
 GIB = 2**30

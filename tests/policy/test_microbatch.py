@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.microbatch import Chunk, ChunkCost, LookaheadMode, lookahead, split, token_count, tokens_of
+from fineserve_sim.policy.groups.microbatch import (
+    Chunk,
+    ChunkCost,
+    LookaheadMode,
+    lookahead,
+    split,
+    token_count,
+    tokens_of,
+)
 
 PER_TOKEN = ChunkCost(alpha=0.0, beta=1.0, gamma=0.0)
 MODES: tuple[LookaheadMode, ...] = ("balanced", "literal", "direct")

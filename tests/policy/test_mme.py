@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import ModelDemand
-from fineserve_sim.policy.mme import marginal_efficiency, mme_slope, score_exact, score_mean
+from fineserve_sim.policy.placement.mme import marginal_efficiency, mme_slope, score_exact, score_mean
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.muxserve import MuxServePlacement, batch_at, least_batch, mesh_throughput
+from fineserve_sim.policy.placement.muxserve import MuxServePlacement, batch_at, least_batch, mesh_throughput
 
 
 def profile(prefill_s: float, decode_s: float, kv_bytes: int, largest: int = 64) -> tuple[OperatingPoint, ...]:
@@ -138,7 +138,7 @@ class TestPlacement:
 
 def test_cuts_are_all_ways_to_fill_a_node() -> None:
     """4 = 4 = 2+2 = 2+1+1 = 1+1+1+1; two such nodes are interchangeable: 4 * 5 / 2 ways."""
-    from fineserve_sim.policy.muxserve import _cuts
+    from fineserve_sim.policy.placement.muxserve import _cuts
 
     def sizes(count: int, allowed: set[int]) -> set[tuple[int, ...]]:
         return {tuple(len(piece) for piece in cut) for cut in _cuts(cluster(count, node_size=4), allowed)}

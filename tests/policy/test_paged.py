@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fineserve_sim.policy.interfaces import KVMemory
-from fineserve_sim.policy.paged import PagedPool, PrivatePools
+from fineserve_sim.policy.memory.paged import PagedPool, PrivatePools
 
 
 def test_worked_example() -> None:

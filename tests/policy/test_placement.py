@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.fineserve_placement import FineServePlacement, base_footprint
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement, PlacementPolicy
-from fineserve_sim.policy.static_placement import DedicatedPlacement, PinnedPlacement
-from fineserve_sim.policy.tp_groups import tp_groups
+from fineserve_sim.policy.placement.fineserve import FineServePlacement, base_footprint
+from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 GB = 10**9
 GIB = 2**30

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.preemption import arrival_order, preemption_victim
+from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 
 
 @dataclass(frozen=True)

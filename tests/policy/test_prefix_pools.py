@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fineserve_sim.policy.interfaces import PrefixKVManager, TimedKVManager
-from fineserve_sim.policy.prefix_pools import PrefixPools
+from fineserve_sim.policy.memory.prefix_pools import PrefixPools
 
 
 def test_finished_blocks_serve_the_next_request_and_are_given_up_on_demand() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fineserve_sim.policy.fleet.qlm import QlmSwapping, partition_workers
+from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.qlm import QlmSwapping, partition_workers
-from fineserve_sim.policy.residency import EngineView, FleetView, Pending, Start, Status, Stop
 
 LOADING, RESIDENT, DRAINING = Status.LOADING, Status.RESIDENT, Status.DRAINING
 TWO_PER_S = (OperatingPoint(4, 2.0, 0.1, 0, 1), OperatingPoint(1, 1.0, 0.1, 0, 1))

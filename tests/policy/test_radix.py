@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fineserve_sim.policy.radix import RadixTree
+from fineserve_sim.policy.memory.radix import RadixTree
 
 
 def test_the_deepest_prefix_is_found_inside_and_at_the_end_of_runs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
-from fineserve_sim.policy.static_placement import ReplicasPlacement
+from fineserve_sim.policy.placement.static import ReplicasPlacement
 
 GIB = 2**30
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fineserve_sim.policy.fleet.rates import MovingRate
+from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, PrismResidency, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
-from fineserve_sim.policy.kvpr import KvprPlacement
-from fineserve_sim.policy.rates import MovingRate
-from fineserve_sim.policy.residency import EngineView, FleetView, Pending, PrismResidency, Start, Status, Stop
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 LOADING, RESIDENT, DRAINING = Status.LOADING, Status.RESIDENT, Status.DRAINING
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.s_partition import Share, demand_weight, split_bytes
+from fineserve_sim.policy.memory.s_partition import Share, demand_weight, split_bytes
 
 
 def test_parts_follow_rate_times_token_bytes() -> None:

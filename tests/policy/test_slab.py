@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fineserve_sim.policy.interfaces import KVManager
-from fineserve_sim.policy.slab import KVSlabManager, SlabPlan, SlabState, plan_slabs
+from fineserve_sim.policy.memory.slab import KVSlabManager, SlabPlan, SlabState, plan_slabs
 
 FREE, PARTIAL, FULL, RESERVED = SlabState.FREE, SlabState.PARTIAL, SlabState.FULL, SlabState.RESERVED
 FP16_OWNER, FP8_OWNER = 1, 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fineserve_sim.policy.interfaces import KVManager, TimedKVManager
-from fineserve_sim.policy.vmm import PAGE_BYTES, KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.kvcached import PAGE_BYTES, KvCachedManager, VirtualKV
 
 MIB = 2**20
 LLAMA_8B = VirtualKV(tensors=64, block_bytes=32 * 1024, map_s=0.004, unmap_s=0.004)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fineserve_sim.catalog import model
-from fineserve_sim.policy.flexinfer import FlexInfer, Readings, VirtualRanges
+from fineserve_sim.experiment.analytic.flexinfer_model import FlexInfer, Readings, VirtualRanges
 from fineserve_sim.policy.interfaces import PrefixKVManager, TimedKVManager
-from fineserve_sim.policy.prefix import SharedBlocks, block_keys
-from fineserve_sim.policy.vtensor import CHUNK_BYTES, ChunkCosts, VTensorManager, tokens_per_chunk
+from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
+from fineserve_sim.policy.memory.vtensor import CHUNK_BYTES, ChunkCosts, VTensorManager, tokens_per_chunk
 
 GIB = 2**30
 

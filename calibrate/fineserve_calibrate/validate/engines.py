@@ -28,11 +28,11 @@ from fineserve_sim.cluster.simulation import ARRIVAL
 from fineserve_sim.cluster.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.fcfs import FcfsScheduler
 from fineserve_sim.policy.interfaces import Request
-from fineserve_sim.policy.paged import PrivatePools
-from fineserve_sim.policy.prefix_pools import PrefixPools
-from fineserve_sim.policy.slab import KVSlabManager, plan_slabs
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.prefix_pools import PrefixPools
+from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
+from fineserve_sim.policy.scheduling.fcfs import FcfsScheduler
 
 
 @dataclass(frozen=True, slots=True)

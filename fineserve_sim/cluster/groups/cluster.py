@@ -22,12 +22,12 @@ from fineserve_sim.cluster.groups.sequences import Sequence
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.policy.commands import Dispatch, Drop, Reject
-from fineserve_sim.policy.dispatch import DispatchPolicy
-from fineserve_sim.policy.drop_plan import even_split
-from fineserve_sim.policy.group_view import GroupView, Phase
+from fineserve_sim.policy.groups.dispatch import DispatchPolicy
+from fineserve_sim.policy.groups.drop_plan import even_split
+from fineserve_sim.policy.groups.migration import LlumnixMigration, Migrate
+from fineserve_sim.policy.groups.throttle import DropLayers, KunServeDrop, RestoreLayers, ScaleOut, ThrottleCommand
+from fineserve_sim.policy.groups.view import GroupView, Phase
 from fineserve_sim.policy.interfaces import Request
-from fineserve_sim.policy.migration import LlumnixMigration, Migrate
-from fineserve_sim.policy.throttle import DropLayers, KunServeDrop, RestoreLayers, ScaleOut, ThrottleCommand
 
 TICK_S = 0.1
 """The monitor looks ten times a second (Llumnix, and KunServe's artifact)."""

@@ -20,11 +20,11 @@ from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.profiling import step_model
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.dispatch import DispatchPolicy, LeastLoaded, LeastQueued, MostFree, RoundRobin
-from fineserve_sim.policy.drop_plan import even_split
+from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LeastLoaded, LeastQueued, MostFree, RoundRobin
+from fineserve_sim.policy.groups.drop_plan import even_split
+from fineserve_sim.policy.groups.migration import LlumnixMigration
+from fineserve_sim.policy.groups.throttle import KunServeDrop, ScaleOut
 from fineserve_sim.policy.interfaces import Placement
-from fineserve_sim.policy.migration import LlumnixMigration
-from fineserve_sim.policy.throttle import KunServeDrop, ScaleOut
 from fineserve_sim.systems.spec import (
     FcfsSpec,
     FreenessDispatchSpec,

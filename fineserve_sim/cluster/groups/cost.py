@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.microbatch import ChunkCost
+from fineserve_sim.policy.groups.microbatch import ChunkCost
 
 CHUNKS = (256, 512, 1024, 2048, 4096)
 PREFIXES = (0, 2048, 8192, 16384)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fineserve_sim.cluster.groups.queue import Lane, Queue
 from fineserve_sim.cluster.groups.sequences import Sequence
-from fineserve_sim.policy.microbatch import Chunk, ChunkCost, LookaheadMode, Microbatch, lookahead, tokens_of
+from fineserve_sim.policy.groups.microbatch import Chunk, ChunkCost, LookaheadMode, Microbatch, lookahead, tokens_of
 
 PromptChunk = tuple[Sequence, int, int]
 """A sequence, its tokens before the chunk, and the tokens of the chunk."""

@@ -2,8 +2,8 @@
 
 Each stage is an instance with a contiguous range of layers, each lane one microbatch in flight. A microbatch is formed
 when its first stage begins it, and leaves stage s at ``max(stage free, arrival from stage s - 1) + its time`` (the
-recurrence of ``policy/pipeline.py``); between stages its activations cross a link. The time of a stage is the device
-time of the whole model times its share of layers, plus the host's overhead; a host floor shrinks in the same
+recurrence of ``experiment/analytic/pipeline_model.py``); between stages its activations cross a link. The time of a stage is
+the device time of the whole model times its share of layers, plus the host's overhead; a host floor shrinks in the same
 proportion.
 
 KV memory is counted in blocks of the whole model. A block takes bytes on every instance of the group in proportion to
@@ -23,7 +23,7 @@ from fineserve_sim.cluster.groups.queue import Lane, Queue
 from fineserve_sim.cluster.groups.relief import Relief
 from fineserve_sim.cluster.groups.sequences import Sequence, by_arrival
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.group_view import GroupView, Phase
+from fineserve_sim.policy.groups.view import GroupView, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from fineserve_sim.cluster.groups.group import Group
 from fineserve_sim.cluster.groups.passes import KV
 from fineserve_sim.cluster.groups.queue import Lane
 from fineserve_sim.cluster.groups.sequences import Sequence
-from fineserve_sim.policy.migration import Migrate
+from fineserve_sim.policy.groups.migration import Migrate
 
 
 @dataclass(slots=True)

@@ -30,8 +30,8 @@ from fineserve_sim.cluster.groups.instance import Instance
 from fineserve_sim.cluster.groups.passes import ACTIVATION, KV, WEIGHTS
 from fineserve_sim.cluster.groups.sequences import Sequence, by_arrival
 from fineserve_sim.cluster.links import Link, Transfer
-from fineserve_sim.policy.drop_plan import even_split, pipeline_layout
-from fineserve_sim.policy.group_view import Phase
+from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout
+from fineserve_sim.policy.groups.view import Phase
 
 REMAP = order_of(Kind.TIMER, 1 << 18)
 

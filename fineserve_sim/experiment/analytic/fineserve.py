@@ -12,10 +12,10 @@ from fineserve_sim.catalog import driver_costs, gpu, model, precision
 from fineserve_sim.cluster.profiling import demand_of
 from fineserve_sim.cluster.scenario import EngineSettings, ServedModel
 from fineserve_sim.experiment.analytic.finding import Finding
-from fineserve_sim.policy.geometry import KVGeometry, SlabPlan, plan_slabs
-from fineserve_sim.policy.mme import score_mean
-from fineserve_sim.policy.slab import KVSlabManager
-from fineserve_sim.policy.vmm import PAGE_BYTES, KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.geometry import KVGeometry, SlabPlan, plan_slabs
+from fineserve_sim.policy.memory.kvcached import PAGE_BYTES, KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.slab import KVSlabManager
+from fineserve_sim.policy.placement.mme import score_mean
 
 EQUAL = 0.2
 """Numbers this close count as equal, as everywhere in the ledger."""

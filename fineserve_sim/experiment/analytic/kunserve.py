@@ -12,9 +12,9 @@ from fineserve_traces.sketch import sketch_document
 
 from fineserve_sim.catalog import kv_token_bytes, model, precision, weight_bytes
 from fineserve_sim.experiment.analytic.finding import Finding
-from fineserve_sim.policy.drop_plan import DropPlan, even_split, plan_drop
-from fineserve_sim.policy.microbatch import Chunk, ChunkCost, lookahead, token_count
-from fineserve_sim.policy.pipeline import finish_times_s, lockstep_bound_s
+from fineserve_sim.experiment.analytic.pipeline_model import finish_times_s, lockstep_bound_s
+from fineserve_sim.policy.groups.drop_plan import DropPlan, even_split, plan_drop
+from fineserve_sim.policy.groups.microbatch import Chunk, ChunkCost, lookahead, token_count
 
 GIB = 2**30
 HBM_BYTES = 80 * GIB

@@ -18,10 +18,10 @@ from fineserve_traces.prism import arena_trace, provider_trace
 
 from fineserve_sim.catalog import model, precision, weight_bytes
 from fineserve_sim.experiment.analytic.finding import Finding
-from fineserve_sim.policy.activation_cost import activation_cost
+from fineserve_sim.policy.fleet.activation_cost import activation_cost
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
-from fineserve_sim.policy.kvpr import KvprPlacement
-from fineserve_sim.policy.moore_hodgson import moore_hodgson
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
+from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
 HOURS = 48
 """Length of the generated traces: statistics per hour of 24 models settle within a few per cent."""

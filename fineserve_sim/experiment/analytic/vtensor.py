@@ -16,11 +16,11 @@ import numpy as np
 
 from fineserve_sim.catalog import activation_bytes, deployment, driver_costs, gpu, model, precision, weight_bytes
 from fineserve_sim.experiment.analytic.finding import Finding
+from fineserve_sim.experiment.analytic.flexinfer_model import FlexInfer
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.flexinfer import FlexInfer
 from fineserve_sim.policy.interfaces import KVMemory
-from fineserve_sim.policy.paged import PrivatePools
-from fineserve_sim.policy.vtensor import CHUNK_BYTES, VTensorManager, tokens_per_chunk
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.vtensor import CHUNK_BYTES, VTensorManager, tokens_per_chunk
 
 GB = 2**30
 """The paper's GB: its percentages are of the 80 that the card is sold by."""

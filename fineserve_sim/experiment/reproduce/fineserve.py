@@ -16,9 +16,9 @@ from fineserve_sim.experiment.reproduce.judge import Evaluation, holds
 from fineserve_sim.experiment.reproduce.measured import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.stats import Estimate, difference, over_runs, ratio
-from fineserve_sim.policy.adaptive import AdaptiveBatching
 from fineserve_sim.policy.interfaces import EngineState, Request
-from fineserve_sim.policy.moore_hodgson import moore_hodgson
+from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
+from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
 TOKEN_BYTES = {
     "FP16": kv_token_bytes(model("llama-3.1-8b"), precision("W16A16"), 1),

@@ -22,8 +22,8 @@ from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, Regi
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import SlabTable
 from fineserve_runtime.engines.vllm_engine import prepare_environment
-from fineserve_sim.policy.geometry import SlabPlan, plan_slabs
 from fineserve_sim.policy.interfaces import KVLedger
+from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
 
 
 class EngineFacts(NamedTuple):

@@ -9,8 +9,8 @@ from fineserve_runtime.engines.api import EngineHandle, EngineListener, HostConf
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
 from fineserve_runtime.engines.handle import Handle
 from fineserve_runtime.engines.loop import Died, Message, Ready, Reply, Stepped
-from fineserve_sim.policy.geometry import SlabPlan
 from fineserve_sim.policy.interfaces import KVLedger
+from fineserve_sim.policy.memory.geometry import SlabPlan
 
 __all__ = ["START_TIMEOUT_S", "Host", "model_folder", "start_host"]
 

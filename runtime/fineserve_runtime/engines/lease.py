@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 from fineserve_runtime.engines.region import Region
 from fineserve_runtime.engines.table import SlabTable
-from fineserve_sim.policy.slab import KVSlabManager, SlabPlan
+from fineserve_sim.policy.memory.slab import KVSlabManager, SlabPlan
 
 ENGINE, LANDLORD = 0, 1
 POISON = 0xFF

@@ -9,7 +9,7 @@ from typing import Any
 
 from fineserve_runtime.engines.api import EngineConfig
 from fineserve_runtime.formats import check_format
-from fineserve_sim.policy.geometry import KVGeometry
+from fineserve_sim.policy.memory.geometry import KVGeometry
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 

@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fineserve_sim.policy.geometry import plan_slabs
-from fineserve_sim.policy.slab import KVSlabManager
+from fineserve_sim.policy.memory.geometry import plan_slabs
+from fineserve_sim.policy.memory.slab import KVSlabManager
 
 KEYS = (40, 60, 24)  # least common multiple 120
 

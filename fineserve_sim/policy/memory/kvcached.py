@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fineserve_sim.policy.geometry import SlabPlan
 from fineserve_sim.policy.interfaces import KVLedger
-from fineserve_sim.policy.slab import KVSlabManager
+from fineserve_sim.policy.memory.geometry import SlabPlan
+from fineserve_sim.policy.memory.slab import KVSlabManager
 
 PAGE_BYTES = 2 * 2**20
 """Granularity of the CUDA driver's virtual memory (Prism 5.1, vTensor 5.1)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from fineserve_sim.policy.group_view import GroupView
+from fineserve_sim.policy.groups.view import GroupView
 
 Queued = Literal["all", "head"]
 

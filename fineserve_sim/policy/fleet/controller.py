@@ -27,9 +27,9 @@ from fineserve_sim.policy.events import (
     RequestArrived,
     Tick,
 )
+from fineserve_sim.policy.fleet.rates import MovingRate
+from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
 from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
-from fineserve_sim.policy.rates import MovingRate
-from fineserve_sim.policy.residency import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
 
 
 @dataclass(frozen=True, slots=True)

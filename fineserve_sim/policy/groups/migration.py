@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fineserve_sim.policy.dispatch import freeness
-from fineserve_sim.policy.group_view import GroupView, Phase
+from fineserve_sim.policy.groups.dispatch import freeness
+from fineserve_sim.policy.groups.view import GroupView, Phase
 
 
 class Migrate(NamedTuple):

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Literal
 
+from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
-from fineserve_sim.policy.residency import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
-from fineserve_sim.policy.tp_groups import tp_groups
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 
 class QlmSwapping:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fineserve_sim.policy.radix import RadixTree
+from fineserve_sim.policy.memory.radix import RadixTree
 
 
 def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tokens: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fineserve_sim.policy.interfaces import KVLedger
-from fineserve_sim.policy.vtensor import VTensorManager
+from fineserve_sim.policy.memory.vtensor import VTensorManager
 
 
 class _Pools(dict[int, VTensorManager]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
-from fineserve_sim.policy.tp_groups import tp_groups
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 
 class RoundRobinPlacement:

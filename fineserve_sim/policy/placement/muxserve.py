@@ -29,7 +29,7 @@ from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.kvpr import KvprPlacement
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 BISECTIONS = 30
 """Halvings of a batch factor in (0, 1]: a billionth is finer than any profile."""

@@ -18,8 +18,8 @@ from enum import Enum
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from fineserve_sim.policy.geometry import SlabPlan, plan_slabs
 from fineserve_sim.policy.interfaces import KVLedger
+from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
 
 __all__ = ["KVSlabManager", "SlabEntry", "SlabPlan", "SlabState", "plan_slabs"]
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
-from fineserve_sim.policy.kvpr import GpuLoad, KvprPlacement, best_group
+from fineserve_sim.policy.placement.kvpr import GpuLoad, KvprPlacement, best_group
 
 
 class Status(StrEnum):

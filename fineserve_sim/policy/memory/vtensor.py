@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from fineserve_sim.policy.interfaces import KVLedger
-from fineserve_sim.policy.prefix import SharedBlocks
-from fineserve_sim.policy.vmm import PAGE_BYTES
+from fineserve_sim.policy.memory.kvcached import PAGE_BYTES
+from fineserve_sim.policy.memory.prefix import SharedBlocks
 
 CHUNK_BYTES = PAGE_BYTES
 TRIM_S = 1.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from fineserve_sim.policy.vtensor import VTensorManager
+from fineserve_sim.policy.memory.vtensor import VTensorManager
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.mme import marginal_efficiency, score_exact, score_mean
-from fineserve_sim.policy.tp_groups import tp_groups
+from fineserve_sim.policy.placement.mme import marginal_efficiency, score_exact, score_mean
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 
 class Footprint(NamedTuple):

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from fineserve_sim.policy.drop_plan import Group, plan_drop
-from fineserve_sim.policy.group_view import GroupView, Phase
+from fineserve_sim.policy.groups.drop_plan import Group, plan_drop
+from fineserve_sim.policy.groups.view import GroupView, Phase
 
 
 class DropLayers(NamedTuple):

@@ -1,0 +1,1 @@
+"""KV memory: who gets which block of a GPU."""

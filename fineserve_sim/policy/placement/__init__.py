@@ -1,0 +1,1 @@
+"""Placement: which model goes on which GPUs."""

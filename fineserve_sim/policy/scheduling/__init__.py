@@ -1,0 +1,1 @@
+"""Local scheduling: which waiting request starts next."""
