@@ -347,9 +347,13 @@ class Group:
             ending += prefix + size == sequence.target_tokens
         step = self.settings.step
         whole_s = step.step_s(decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending)
-        overhead_s, layers = step.deployment.overhead_s.value, self.settings.sizes.layers
-        stage_s = tuple(overhead_s + (whole_s - overhead_s) * len(own) / layers for own in self.layout)
-        return Microbatch(decodes + tokens, stage_s, chunks)
+        return Microbatch(decodes + tokens, self._stage_s(whole_s), chunks)
+
+    def _stage_s(self, whole_s: float) -> tuple[float, ...]:
+        if len(self.layout) == 1:
+            return (whole_s,)  # the same bits as an engine alone
+        overhead_s, layers = self.settings.step.deployment.overhead_s.value, self.settings.sizes.layers
+        return tuple(overhead_s + (whole_s - overhead_s) * len(own) / layers for own in self.layout)
 
     def complete(self, lane: Lane, microbatch: Microbatch, now: float) -> None:
         """A microbatch has left the last stage: tokens come out, sequences finish or go on to decode."""
