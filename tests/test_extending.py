@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fineserve_sim.cluster.policies import register_placement, register_scheduler
+from fineserve_sim.cluster.compose.policies import register_placement, register_scheduler
 from fineserve_sim.experiment import load_experiment, run_experiment
 from fineserve_sim.experiment.figures import draw, read_summary
 from fineserve_sim.systems import SystemSpec, load_systems
@@ -77,7 +77,7 @@ import shortest
 from pathlib import Path
 from fineserve_sim.cli.policies import policies
 from fineserve_sim.cluster import simulate, simulate_step_by_step
-from fineserve_sim.cluster.policies import register_placement, register_scheduler
+from fineserve_sim.cluster.compose.policies import register_placement, register_scheduler
 from fineserve_sim.experiment import load_experiment, run_experiment
 from fineserve_sim.policy.placement.static import DedicatedPlacement
 from typing import Literal

@@ -23,11 +23,12 @@ from math import ceil
 import numpy as np
 from fineserve_traces import Trace
 
-from fineserve_sim.cluster.compose import place
-from fineserve_sim.cluster.outcomes import Outcomes, Sampler
-from fineserve_sim.cluster.profiling import step_model
+from fineserve_sim.cluster.compose.instances import place
+from fineserve_sim.cluster.compose.profiling import step_model
+from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.samples import EngineSampler
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.scheduling.clairvoyant import Foreseen, most_on_time
 from fineserve_sim.systems.spec import ClairvoyantSpec
@@ -60,7 +61,7 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
         engine=np.array(outcomes.engine, dtype=np.int32),
         placement=placement,
         kv_capacity_bytes=(),
-        timeline=Sampler((), ()).timeline(),
+        timeline=EngineSampler((), ()).timeline(),
         end_s=outcomes.last_end_s,
         iterations=0,
         events=0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from fineserve_sim.cluster.engine import Engine
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.latency import Batch, StepModel
 from fineserve_sim.latency.accounting import time_shares
 from fineserve_sim.latency.cost import Source
@@ -26,7 +27,7 @@ class StepTimes:
     def sample(self) -> None:
         """Note the step that each engine is in. Engines must be settled up to this moment."""
         for engine in self._engines():
-            if engine.busy:
+            if engine.busy and isinstance(engine, SpanEngine):
                 self._batches[engine.step].append(Batch(*engine.batch()))
 
     def shares(self) -> dict[str, dict[Source, float]]:

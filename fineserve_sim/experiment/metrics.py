@@ -13,7 +13,7 @@ the same. Latencies and attainment are those of the measured requests, however l
 * percentiles and means of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
   system that drops is judged by its attainment, not by these.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
-* counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/groups/counters.py``.
+* counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/counters.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.cluster.groups.counters import COUNTERS
+from fineserve_sim.cluster.counters import COUNTERS
 from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.experiment.stats import Sample, of_share, over_runs
 

@@ -55,4 +55,37 @@ class Evict(NamedTuple):
     drain: bool
 
 
-Command = Dispatch | Drop | Reject | Survey | Activate | Evict
+class DropLayers(NamedTuple):
+    """Merge ``engines`` into one pipeline, as the new engine ``engine``: layers that another of their instances holds become
+    KV memory, and the KV of requests follows its layers. ``LayersDropped`` says when it serves, ``LayersKept`` that it never
+    will.
+
+    ``freed_bytes`` of weights over the cluster; ``sufficient``: as required.
+    """
+
+    engine: int
+    engines: tuple[int, ...]
+    freed_bytes: int
+    sufficient: bool
+
+
+class RestoreLayers(NamedTuple):
+    """Bring the missing layers of a pipeline back to its instances. When all are there (``LayersRestored``) each instance
+    serves as a new engine, and the pipeline ends its requests (``EngineDrained``). ``gpus`` are those of each engine
+    in ``into``."""
+
+    engine: int
+    into: tuple[int, ...]
+    gpus: tuple[tuple[int, ...], ...]
+
+
+class Migrate(NamedTuple):
+    """Copy the KV of a request from engine ``source`` to ``destination`` while it goes on decoding. ``MigrationEnded`` follows,
+    be it there or not."""
+
+    request_id: int
+    source: int
+    destination: int
+
+
+Command = Dispatch | Drop | Reject | Survey | Activate | Evict | DropLayers | RestoreLayers | Migrate

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
-from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived
+from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived, RequestReturned
 from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
 from fineserve_sim.policy.turns import Turns
 
@@ -43,6 +43,12 @@ class Controller:
     ``FleetController`` is the one whose engines come and go.
     """
 
+    needs_loads = False
+    """Whether it wants to be told what changed (``Loads``) before each request."""
+
+    next_tick_s = float("inf")
+    """When it wants to be told everything (``Tick``)."""
+
     def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
         self._routes: dict[str, tuple[Route, ...]] = {}
         self._turns: dict[str, Turns] = {}
@@ -64,7 +70,7 @@ class Controller:
         """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out."""
         if isinstance(event, EngineStepped):
             return self._schedule(now, event)
-        if isinstance(event, RequestArrived):
+        if isinstance(event, RequestArrived | RequestReturned):
             return self._arrive(event)
         if isinstance(event, RequestAborted):
             return self._abort(event)
@@ -88,7 +94,7 @@ class Controller:
         scheduler = self._schedulers[engine]
         return scheduler.unchanged_until(now, engines) if len(scheduler) else float("inf")
 
-    def _arrive(self, event: RequestArrived) -> list[Command]:
+    def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
         request = event.request
         instances = self._routes[request.model]
         if not instances:

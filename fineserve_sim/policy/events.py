@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fineserve_sim.policy.interfaces import EngineState, Request
+from fineserve_sim.policy.interfaces import EngineLoad, EngineState, Request
 
 
 class RequestArrived(NamedTuple):
+    request: Request
+
+
+class RequestReturned(NamedTuple):
+    """An engine gave a request back, or lost it: it waits for an engine again, the tokens generated so far as part of its
+    prompt."""
+
     request: Request
 
 
@@ -32,10 +39,19 @@ class Tick(NamedTuple):
 
     ``engines`` holds the state of every engine that is ready (draining ones too), ``free_bytes`` by GPU what another
     model's weights could take: usable memory less weights and contexts of engines (loading ones too) and KV in use.
+    ``loads`` holds those of every engine, where the controller dispatches by them.
     """
 
     engines: dict[int, EngineState]
     free_bytes: dict[int, int]
+    loads: dict[int, EngineLoad] = {}  # noqa: RUF012 - the default of a named tuple, never changed
+
+
+class Loads(NamedTuple):
+    """The engines whose load changed since the last look, as they are now; told before a request comes, where
+    ``Controller.needs_loads``."""
+
+    loads: dict[int, EngineLoad]
 
 
 class EngineReady(NamedTuple):
@@ -51,10 +67,56 @@ class EngineDrained(NamedTuple):
 
 
 class EngineFailed(NamedTuple):
-    """An engine is lost, be it loading, serving or draining; its memory is free. The requests that it had are told one by one,
-    after this, by ``RequestArrived``: as after an eviction, what they generated so far is part of their prompts."""
+    """An engine is lost, be it loading, serving or draining, for the GPUs ``lost`` failed; its memory is free. The requests
+    that it had are told one by one, after this, by ``RequestReturned``."""
+
+    engine: int
+    lost: tuple[int, ...] = ()
+
+
+class GpusRepaired(NamedTuple):
+    """GPUs that had failed are back, with nothing in their memory."""
+
+    gpus: tuple[int, ...]
+
+
+class LayersDropped(NamedTuple):
+    """The pipeline that ``DropLayers`` asked for serves from now on."""
 
     engine: int
 
 
-Event = RequestArrived | EngineStepped | RequestAborted | Tick | EngineReady | EngineDrained | EngineFailed
+class LayersKept(NamedTuple):
+    """The pipeline that ``DropLayers`` asked for will not be: an instance failed. Its other engines serve on."""
+
+    engine: int
+
+
+class LayersRestored(NamedTuple):
+    """The instances of a pipeline hold all layers again: its successors serve, and it drains."""
+
+    engine: int
+
+
+class MigrationEnded(NamedTuple):
+    """A request has moved, or will not."""
+
+    request_id: int
+
+
+Event = (
+    RequestArrived
+    | RequestReturned
+    | EngineStepped
+    | RequestAborted
+    | Tick
+    | Loads
+    | EngineReady
+    | EngineDrained
+    | EngineFailed
+    | GpusRepaired
+    | LayersDropped
+    | LayersKept
+    | LayersRestored
+    | MigrationEnded
+)

@@ -36,6 +36,29 @@ class EngineState(NamedTuple):
     slowdown: float
 
 
+class EngineLoad(NamedTuple):
+    """What a dispatcher or a global memory manager sees of one engine at one moment. Blocks are KV blocks of the whole model.
+
+    ``queued_blocks`` hold the prompts of all its waiting requests, ``head_blocks`` that of the first; ``running`` requests have
+    a slot; ``stalled`` ones among them wait for KV that is on its way. ``fullest_bytes``: the most KV bytes on one of its
+    instances. ``shortest`` is the running request with the fewest blocks, where asked for and if any may be moved.
+    """
+
+    used_blocks: int
+    capacity_blocks: int
+    queued_blocks: int = 0
+    head_blocks: int = 0
+    running: int = 0
+    stalled: int = 0
+    fullest_bytes: int = 0
+    shortest: int | None = None
+    shortest_blocks: int = 0
+
+    @property
+    def free_blocks(self) -> int:
+        return self.capacity_blocks - self.used_blocks
+
+
 class PrefillLatency(Protocol):
     """Predicted seconds, without contention, to prefill ``tokens`` prompt tokens by chunked prefill beside ``decoding``
     running decodes. Non-decreasing in ``tokens``."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict
 
 from fineserve_runtime.step_times import MeasuredStep, StepTimes
-from fineserve_sim.cluster.policies import EngineFactsheet, build_residency, build_schedulers
+from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_residency, build_schedulers
 from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel

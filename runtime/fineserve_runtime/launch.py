@@ -15,7 +15,7 @@ from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListen
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep
 from fineserve_runtime.warmup import Relay, measure, read_table
-from fineserve_sim.cluster.compose import place
+from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
 from fineserve_sim.policy.placement.fineserve import base_footprint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,11 @@ from fineserve_traces import Trace
 from simkit import H100, Row, served, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import EngineSettings, Fate, Gpu, Scenario
-from fineserve_sim.cluster.groups import GroupRun, simulate_groups
-from fineserve_sim.cluster.scenario import Fault
+from fineserve_sim.cluster.fleet.instances import Instances
+from fineserve_sim.cluster.fleet.regroup import Report
+from fineserve_sim.cluster.samples import InstanceSampler
+from fineserve_sim.cluster.scenario import Fault, Ints, RunResult
+from fineserve_sim.cluster.simulation import prepare
 from fineserve_sim.systems import SystemSpec, load_systems
 
 GROUP_SYSTEMS = (
@@ -25,6 +28,29 @@ GROUP_SYSTEMS = (
     "kunserve",
     "kunserve-norestore",
 )
+
+
+@dataclass(frozen=True)
+class GroupRun:
+    """A finished run with what only clusters of one model have. Per sample of the timeline, shape (T,): ``demand_bytes`` of KV
+    (running requests and the heads of the queues), ``capacity_bytes`` for KV, and how many engines there are (``groups``)."""
+
+    result: RunResult
+    report: Report
+    demand_bytes: Ints
+    capacity_bytes: Ints
+    groups: list[int]
+    migrations: int
+
+
+def simulate_groups(scenario: Scenario) -> GroupRun:
+    run = prepare(scenario)
+    run.to_the_end()
+    fleet, sampler = run.parts.fleet, run.parts.sampler
+    assert isinstance(fleet, Instances) and isinstance(sampler, InstanceSampler)
+    demand_bytes, capacity_bytes = sampler.counted()
+    moved, report = fleet.migrations.moved, fleet.regrouping.report
+    return GroupRun(run.result(0.0), report, demand_bytes, capacity_bytes, sampler.engines, moved)
 
 
 def system(name: str, **axes: Any) -> SystemSpec:

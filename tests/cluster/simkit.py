@@ -11,8 +11,9 @@ import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.catalog import gpu, model, precision
-from fineserve_sim.cluster import EngineSettings, Fate, Gpu, RunResult, Scenario, ServedModel, profiling, simulate
-from fineserve_sim.cluster.memory import geometry, peak_activation_bytes, resident_bytes
+from fineserve_sim.cluster import EngineSettings, Fate, Gpu, RunResult, Scenario, ServedModel, simulate
+from fineserve_sim.cluster.compose import profiling
+from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.systems import SystemSpec
 

@@ -12,7 +12,7 @@ from simkit import gpus, pinned, served, solo, step_model, system, trace_of, wit
 
 from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.clairvoyant import least_step_s, least_token_s
-from fineserve_sim.cluster.policies import build_schedulers
+from fineserve_sim.cluster.compose.policies import build_schedulers
 from fineserve_sim.systems import load_systems
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
@@ -114,7 +114,7 @@ def test_it_takes_no_axis_that_it_cannot_bound() -> None:
 
 
 def test_no_engine_can_be_scheduled_by_it() -> None:
-    from fineserve_sim.cluster.compose import compose
+    from fineserve_sim.cluster.compose.instances import compose
 
     with pytest.raises(ValueError, match="a bound, not a scheduler"):
         compose(solo([(0.0, 30, 5)], scheduler="clairvoyant"))

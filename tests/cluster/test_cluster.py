@@ -30,7 +30,7 @@ from simkit import (
 )
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.policies import EngineFactsheet, build_schedulers
+from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_schedulers
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.events import EngineStepped, RequestArrived
 from fineserve_sim.policy.interfaces import EngineState, Request

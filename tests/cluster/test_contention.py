@@ -7,7 +7,7 @@ import pytest
 from simkit import Row, gpus, pinned, served, solo, step_model, system, trace_of
 
 from fineserve_sim.cluster import EngineSettings, RunResult, Scenario, simulate
-from fineserve_sim.cluster.contention import Contention
+from fineserve_sim.cluster.sharing.contention import Contention
 
 A, B = served("a", "llama-3.1-8b"), served("b", "llama-3.1-8b")
 STEP = step_model(A)

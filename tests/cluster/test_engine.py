@@ -12,7 +12,7 @@ from reference_engine import ReferenceEngine
 from simkit import assert_lawful, assert_memory_returned, logged, served, solo, step_model, with_kv_blocks
 
 from fineserve_sim.cluster import EngineSettings, Fate, simulate
-from fineserve_sim.cluster.memory import geometry
+from fineserve_sim.cluster.compose.memory import geometry
 
 M = served()
 STEP = step_model(M)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simkit import H100, Logged, Row, gpus, logged, served, trace_of
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.memory import geometry, peak_activation_bytes, resident_bytes
+from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes
 from fineserve_sim.systems import SystemSpec, load_systems
 
 PRISM = {"policy": "prism", "idle_s": 3.0, "replace_s": 2.0, "min_stay_s": 2.0}

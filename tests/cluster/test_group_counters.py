@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from groupkit import burst, cluster, lawful
 
-from fineserve_sim.cluster.groups.counters import COUNTERS, throttlings
+from fineserve_sim.cluster.counters import COUNTERS, throttlings
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from groupkit import GROUP_SYSTEMS, burst, cluster, lawful, system
+from groupkit import GROUP_SYSTEMS, burst, cluster, lawful, simulate_groups, system
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from simkit import Row, pinned, served, solo, step_model
 
 from fineserve_sim.cluster import Fate, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.groups import simulate_groups
-from fineserve_sim.cluster.groups.cost import fit_chunk_cost
+from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.scenario import Fault, wrong_fault
 from fineserve_sim.experiment.analytic.pipeline_model import finish_times_s
 from fineserve_sim.systems import SystemSpec
@@ -83,7 +82,7 @@ def test_laws_hold_for_systems_of_any_options(
 
 @given(rows_of_requests, st.integers(70, 300))
 def test_one_instance_is_the_engine_alone(rows: list[Row], blocks: int) -> None:
-    """vLLM (DP) of one instance and the engine of ``cluster/engine.py`` are the same system by two codes."""
+    """vLLM (DP) of one instance and the engine of ``cluster/engine/batcher.py`` are the same system by two codes."""
     scenario = cluster("vllm-dp", rows, instances=1, blocks=blocks)
     spec = system("vllm-dp").model_copy(update={"dispatch": None})
     alone = simulate(replace(scenario, system=spec))
@@ -214,7 +213,7 @@ def test_profiled_chunk_cost_predicts_the_step_model() -> None:
         ({"execution": system("vllm-pp").execution, "memory": SwapPoolsSpec()}, "swap memory is for instances alone"),
         ({"execution": system("vllm-pp", execution={"stages": 3}).execution}, "pipelines of 3 stages"),
         ({"memory": system("fineserve").memory}, "private or swap memory"),
-        ({"memory": system("vllm-dp").memory.model_copy(update={"prefix_cache": True})}, "without prefix"),
+        ({"memory": system("vllm-dp").memory.model_copy(update={"attention": "flash-2023"})}, "without legacy"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, object], message: str) -> None:
@@ -260,4 +259,4 @@ def test_two_models_are_refused() -> None:
     scenario = replace(cluster("vllm-dp", [(0.0, 8, 2)]), models=(served("a"), served("b")))
     assert two.system.dispatch is None and pinned({}) is not None
     with pytest.raises(ScenarioError, match="serves one model"):
-        simulate_groups(scenario)
+        simulate(scenario)

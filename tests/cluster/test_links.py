@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.links import Link
+from fineserve_sim.cluster.engine.links import Link
 
 RATE = 100.0
 

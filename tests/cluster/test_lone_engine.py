@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simkit import Row, gpus, pinned, served, simulate, solo, system, trace_of, with_kv_blocks
 
-from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, compose, simulate_step_by_step
-from fineserve_sim.cluster.kv import CountedBlocks
-from fineserve_sim.cluster.memory import build_manager
+from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, simulate_step_by_step
+from fineserve_sim.cluster.compose import instances
+from fineserve_sim.cluster.compose.memory import build_manager
+from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.simulation import prepare
 
 
 def assert_same(merged: RunResult, plain: RunResult) -> None:
@@ -73,10 +75,10 @@ def test_a_slab_memory_that_nobody_shares_is_counted_with_the_same_results(
     settings = with_kv_blocks([served()], 100, EngineSettings(token_budget=256, max_sequences=8))
     rows: list[Row] = [(number / 16, 100 + 37 * number % 600, 20 + 53 * number % 300) for number in range(60)]
     scenario = solo(rows, settings, scheduler=scheduler, memory={"policy": "kv_slab", "slab_cap_bytes": 1}, check=True)
-    assert isinstance(compose.compose(scenario).cluster.engines[0].kv, CountedBlocks)
+    assert isinstance(prepare(scenario).parts.cluster.engines[0].kv, CountedBlocks)
     counted = simulate(scenario)
     monkeypatch.setattr(
-        compose, "build_manager", lambda spec, usable, tenants, loners: build_manager(spec, usable, tenants)
+        instances, "build_manager", lambda spec, usable, tenants, loners: build_manager(spec, usable, tenants)
     )
     named = simulate(scenario)
     assert counted.preemptions.sum() > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from simkit import (
 )
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.cluster import Cluster
-from fineserve_sim.cluster.engine import Engine
-from fineserve_sim.cluster.kv import NamedBlocks
-from fineserve_sim.cluster.sequence import SequenceState
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.kv import EngineKV, NamedBlocks, PrefixBlocks
+from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.systems import SystemSpec, load_systems
 
 SYSTEMS = ["fineserve", "prism*", "static*", "dedicated"]
@@ -220,20 +220,24 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    exposed_s, reuse = NamedBlocks.exposed_s, NamedBlocks.reuse
+    exposed_s = NamedBlocks.exposed_s
 
     def watched_exposed_s(self: NamedBlocks) -> float:
         seconds = exposed_s(self)
         seen["delays"] += seconds > 0
         return seconds
 
-    def watched_reuse(self: NamedBlocks, sequence: SequenceState) -> int:
-        tokens = reuse(self, sequence)
-        seen["reused"] += tokens > 0
-        return tokens
+    def watched(reuse: Callable[[Any, SequenceState], int]) -> Callable[[EngineKV, SequenceState], int]:
+        def watched_reuse(self: EngineKV, sequence: SequenceState) -> int:
+            tokens = reuse(self, sequence)
+            seen["reused"] += tokens > 0
+            return tokens
+
+        return watched_reuse
 
     monkeypatch.setattr(NamedBlocks, "exposed_s", watched_exposed_s)
-    monkeypatch.setattr(NamedBlocks, "reuse", watched_reuse)
+    for kind in (NamedBlocks, PrefixBlocks):
+        monkeypatch.setattr(kind, "reuse", watched(kind.reuse))
     seen.clear()
     check_virtual_memory()
     assert seen["runs"] > 80 and seen["UNFINISHED"] == 0

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from groupkit import burst, cluster, lawful, system, ttft_s
+from groupkit import GroupRun, burst, cluster, lawful, system, ttft_s
 from simkit import Row
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario
-from fineserve_sim.cluster.groups import GroupRun
-from fineserve_sim.cluster.memory import geometry
+from fineserve_sim.cluster.compose.memory import geometry
 from fineserve_sim.cluster.scenario import Fault
 from fineserve_sim.systems.spec import SpareInstancesSpec
 

@@ -9,7 +9,7 @@ from simkit import H100, Gpu, served, solo, step_model
 
 from fineserve_sim.catalog import gpu
 from fineserve_sim.cluster import EngineSettings, RunResult, simulate
-from fineserve_sim.cluster.profiling import step_model as profiled
+from fineserve_sim.cluster.compose.profiling import step_model as profiled
 
 ROWS = [(0.1 * i, 300, 200) for i in range(20)]
 

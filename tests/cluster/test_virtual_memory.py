@@ -10,7 +10,8 @@ from fineserve_traces import conversations
 from simkit import H100, served, solo, step_model, with_kv_blocks
 
 from fineserve_sim.catalog import attention_variant, driver_costs
-from fineserve_sim.cluster import EngineSettings, Fate, ScenarioError, profiling, simulate
+from fineserve_sim.cluster import EngineSettings, Fate, ScenarioError, simulate
+from fineserve_sim.cluster.compose import profiling
 from fineserve_sim.cluster.scenario import RunResult
 
 M = served(name="llama-3.1-8b")

@@ -15,9 +15,9 @@ from fineserve_traces.prism import ARENA, processes
 from fineserve_traces.servegen import servegen_clients
 
 from fineserve_sim.cluster import simulate
-from fineserve_sim.cluster.compose import compose
-from fineserve_sim.cluster.fleet_compose import compose_fleet
-from fineserve_sim.cluster.memory import peak_activation_bytes, resident_bytes, usable_bytes
+from fineserve_sim.cluster.compose.fleet import compose_fleet
+from fineserve_sim.cluster.compose.instances import compose
+from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.runs import Run, scenario
 from fineserve_sim.experiment.workload import alone_trace, base_rates, build_trace

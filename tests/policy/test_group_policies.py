@@ -7,67 +7,109 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fineserve_sim.policy.groups.dispatch import LeastLoaded, LeastQueued, MostFree, RoundRobin, freeness
-from fineserve_sim.policy.groups.migration import LlumnixMigration, Migrate
-from fineserve_sim.policy.groups.throttle import (
-    AddInstance,
-    DropLayers,
-    KunServeDrop,
-    RestoreLayers,
-    ScaleOut,
-    throttled,
+from fineserve_sim.policy.commands import Migrate
+from fineserve_sim.policy.groups.dispatch import (
+    DispatchPolicy,
+    LeastLoaded,
+    LeastQueued,
+    MostFree,
+    RoundRobin,
+    freeness,
 )
+from fineserve_sim.policy.groups.migration import LlumnixMigration
+from fineserve_sim.policy.groups.throttle import KunServeDrop, Merge, ScaleOut, Split, throttled
 from fineserve_sim.policy.groups.view import GroupView, Phase
+from fineserve_sim.policy.interfaces import EngineLoad
 
 BLOCK = 1000
 
 
-def view(group: int, used: int = 0, queued: int = 0, **changes: Any) -> GroupView:
-    base = GroupView(
-        group=group,
-        instances=(group,),
-        phase=Phase.SERVING,
-        capacity_blocks=100,
-        used_blocks=used,
-        queued_blocks=queued,
-        head_blocks=min(queued, 5),
-        running=max(1, used // 10),
-        used_bytes=used * BLOCK,
-        base_bytes=100 * BLOCK,
-    )
-    return base._replace(**changes)
+def view(
+    engine: int,
+    used: int = 0,
+    queued: int = 0,
+    *,
+    instances: tuple[int, ...] | None = None,
+    phase: Phase = Phase.SERVING,
+    base_bytes: int = 100 * BLOCK,
+    **load: Any,
+) -> GroupView:
+    defaults = {"capacity_blocks": 100, "head_blocks": min(queued, 5), "running": max(1, used // 10)}
+    here = EngineLoad(used_blocks=used, queued_blocks=queued, **(defaults | load))
+    return GroupView(engine, instances or (engine,), phase, here, used * BLOCK, base_bytes)
 
 
-def test_round_robin_goes_around_the_groups_that_there_are() -> None:
+def chosen(policy: DispatchPolicy, views: Sequence[GroupView]) -> int | None:
+    """The choice among these alone, told one after the other."""
+    for one in views:
+        policy.offer(one.engine, len(one.instances), one.load)
+    engine = policy.choose()
+    for one in views:
+        policy.withdraw(one.engine)
+    return engine
+
+
+def test_round_robin_goes_around_the_engines_that_there_are() -> None:
     policy = RoundRobin()
     three = [view(0), view(1), view(2)]
-    assert [policy.choose(three) for _ in range(4)] == [0, 1, 2, 0]
-    assert [policy.choose([view(0), view(7)]) for _ in range(3)] == [7, 0, 7]
+    assert [chosen(policy, three) for _ in range(4)] == [0, 1, 2, 0]
+    assert [chosen(policy, [view(7), view(0)]) for _ in range(3)] == [7, 0, 7]
+    assert policy.choose() is None
 
 
 def test_least_loaded_compares_demand_with_capacity() -> None:
     large = view(1, used=120, capacity_blocks=400)
-    assert LeastLoaded().choose([view(0, used=40), large]) == 1
-    assert LeastLoaded().choose([view(0, used=40), view(1, used=40)]) == 0
+    assert chosen(LeastLoaded(), [view(0, used=40), large]) == 1
+    assert chosen(LeastLoaded(), [view(1, used=40), view(0, used=40)]) == 0
     queues = [view(0, used=50, queued=20), view(1, used=60)]
-    assert LeastLoaded("all").choose(queues) == 1
-    assert LeastLoaded("head").choose(queues) == 0
+    assert chosen(LeastLoaded("all"), queues) == 1
+    assert chosen(LeastLoaded("head"), queues) == 0
 
 
 def test_least_queued_looks_at_the_prefills_that_wait_if_there_is_room() -> None:
     pair = view(1, used=100, queued=30, instances=(1, 2), capacity_blocks=266)
-    assert LeastQueued().choose([view(0, used=10, queued=20), pair]) == 1
-    assert LeastQueued().choose([view(0, used=90, queued=10), pair]) == 1  # the first has no room
-    assert LeastQueued().choose([view(0, used=90, queued=10), view(3, used=99, queued=9)]) == 3
-    assert LeastQueued().choose([view(0, used=20), view(3, used=10)]) == 3
+    assert chosen(LeastQueued(), [view(0, used=10, queued=20), pair]) == 1
+    assert chosen(LeastQueued(), [view(0, used=90, queued=10), pair]) == 1  # the first has no room
+    assert chosen(LeastQueued(), [view(0, used=90, queued=10), view(3, used=99, queued=9)]) == 3
+    assert chosen(LeastQueued(), [view(0, used=20), view(3, used=10)]) == 3
 
 
 def test_freeness_is_free_blocks_a_running_request() -> None:
-    assert freeness(view(0, used=40, running=4)) == 15
-    assert freeness(view(0, used=40, queued=70, running=4), "all") == -2.5
-    assert freeness(view(0, used=0, running=0)) == 100
-    assert MostFree().choose([view(0, used=40, running=4), view(1, used=40, running=3)]) == 1
+    assert freeness(view(0, used=40, running=4).load) == 15
+    assert freeness(view(0, used=40, queued=70, running=4).load, "all") == -2.5
+    assert freeness(view(0, used=0, running=0).load) == 100
+    assert chosen(MostFree(), [view(0, used=40, running=4), view(1, used=40, running=3)]) == 1
+
+
+loads = st.builds(
+    EngineLoad,
+    used_blocks=st.integers(0, 60),
+    capacity_blocks=st.sampled_from([60, 100]),
+    queued_blocks=st.integers(0, 60),
+    head_blocks=st.integers(0, 5),
+    running=st.integers(0, 4),
+)
+told = st.lists(st.tuples(st.integers(0, 4), st.none() | loads), max_size=30)
+
+
+@given(told, st.sampled_from([LeastLoaded, LeastQueued, MostFree]))
+def test_a_choice_is_the_lowest_rank_of_all_that_was_told(
+    told: list[tuple[int, EngineLoad | None]], kind: type[LeastLoaded | LeastQueued | MostFree]
+) -> None:
+    """However loads change, come and go: the heap answers as a look at everything would."""
+    policy, known = kind(), dict[int, EngineLoad]()
+    for engine, load in told:
+        if load is None:
+            policy.withdraw(engine)
+            known.pop(engine, None)
+        else:
+            policy.offer(engine, 1, load)
+            known[engine] = load
+        ranked = [(policy.rank(1, load), engine) for engine, load in known.items()]
+        assert policy.choose() == (min(ranked)[1] if ranked else None)
 
 
 def _movable(group: int, used: int, running: int, blocks: int = 4) -> GroupView:
@@ -95,7 +137,7 @@ def test_a_request_that_does_not_fit_stays() -> None:
     ("used", "queued", "expected"), [(95, 5, True), (94, 50, False), (95, 4, False), (100, 0, False), (100, 1, True)]
 )
 def test_throttled_is_nearly_full_with_a_queue_that_wants_what_is_left(used: int, queued: int, expected: bool) -> None:
-    assert throttled(view(0, used, queued)) is expected
+    assert throttled(view(0, used, queued).load) is expected
 
 
 def drop(**options: Any) -> KunServeDrop:
@@ -104,15 +146,15 @@ def drop(**options: Any) -> KunServeDrop:
 
 def test_the_plan_covers_the_queue_less_what_is_free() -> None:
     groups = [view(0, 96, 60), view(1, 96, 60), view(2, 96, 0), view(3, 96, 0)]
-    assert drop().tick(groups) == [DropLayers(((0, 1, 2, 3),), 150 * BLOCK, True)]  # 120 - 16 needs three merges of 50
+    assert drop().tick(groups) == [Merge((0, 1, 2, 3), 150 * BLOCK, True)]  # 120 - 16 needs three merges of 50
     groups[0] = view(0, 96, 20)
-    assert drop().tick(groups) == [DropLayers(((0, 1), (2, 3)), 100 * BLOCK, True)]
+    assert drop().tick(groups) == [Merge(pair, 100 * BLOCK, True) for pair in ((0, 1), (2, 3))]
 
 
 def test_free_memory_elsewhere_counts_unless_gross_is_asked_for() -> None:
     groups = [view(0, 96, 10), view(1, 10), view(2, 10), view(3, 10)]
     assert drop().tick(groups) == []
-    assert drop(required="gross").tick(groups) == [DropLayers(((0, 1),), 50 * BLOCK, True)]
+    assert drop(required="gross").tick(groups) == [Merge((0, 1), 50 * BLOCK, True)]
 
 
 def test_nothing_happens_while_a_group_changes() -> None:
@@ -123,7 +165,7 @@ def test_nothing_happens_while_a_group_changes() -> None:
 def test_pairs_merge_into_fours_and_draining_groups_stay_out() -> None:
     pairs = [view(0, 100, 70, instances=(0, 1)), view(1, 100, 0, instances=(2, 3))]
     old = view(2, 100, 0, instances=(4, 5), phase=Phase.DRAINING)
-    assert drop().tick([*pairs, old]) == [DropLayers(((0, 1, 2, 3),), 50 * BLOCK, False)]
+    assert drop().tick([*pairs, old]) == [Merge((0, 1, 2, 3), 50 * BLOCK, False)]
 
 
 def _pair(used: int, queued: int = 0) -> GroupView:
@@ -131,10 +173,13 @@ def _pair(used: int, queued: int = 0) -> GroupView:
 
 
 def test_restore_under_half_of_the_base_memory() -> None:
-    assert drop().tick([_pair(99)]) == [RestoreLayers(4)]
+    assert drop().tick([_pair(99)]) == [Split(4)]
     assert drop().tick([_pair(100)]) == []
     assert drop().tick([_pair(99, queued=1)]) == []
     assert drop(restore=False).tick([_pair(99)]) == []
+    fullest = _pair(60)
+    fullest = fullest._replace(load=fullest.load._replace(fullest_bytes=101 * BLOCK))
+    assert drop().tick([fullest]) == []  # one instance could not hold all weights beside its KV
     assert drop().tick([view(0, 10)]) == []  # an instance alone has nothing to restore
 
 
@@ -156,8 +201,7 @@ class _Scale:
     def asks(self, demand: Sequence[int], start_s: float = 0.0, pipelined: bool = True) -> list[bool]:
         instances = (0, 1) if pipelined else (0,)
         return [
-            self.policy.tick(start_s + i / 10, [view(0, used, instances=instances)]) == [AddInstance()]
-            for i, used in enumerate(demand)
+            self.policy.tick(start_s + i / 10, [view(0, used, instances=instances)]) for i, used in enumerate(demand)
         ]
 
 

@@ -16,21 +16,21 @@ from simpy.events import Event
 
 from fineserve_calibrate.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.cluster import Cluster, Scope
-from fineserve_sim.cluster.contention import Contention
-from fineserve_sim.cluster.domain import domains_of
-from fineserve_sim.cluster.engine import Engine
-from fineserve_sim.cluster.kv import GpuMemory, engine_kv
+from fineserve_sim.cluster.compose.memory import engine_kv
+from fineserve_sim.cluster.engine.sequence import Prefix
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.run import ARRIVAL
 from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.cluster.sequence import Prefix
-from fineserve_sim.cluster.simulation import ARRIVAL
-from fineserve_sim.cluster.wakeups import Wakeups
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.domain import domains_of
+from fineserve_sim.cluster.sharing.memory import GpuMemory
+from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.policy.memory.paged import PrivatePools
-from fineserve_sim.policy.memory.prefix_pools import PrefixPools
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 from fineserve_sim.policy.scheduling.fcfs import FcfsScheduler
 
@@ -104,8 +104,8 @@ class EngineRun:
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
         self._clock, self._outcomes = Clock(), Outcomes(trace)
-        memory = _shared if shared_kv else _caching if prefixes else _private
-        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory)
+        memory = _shared if shared_kv else _private
+        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, caches=bool(prefixes))
         self._cluster.prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
@@ -147,27 +147,37 @@ class EngineRun:
 
 
 def _connect(
-    instances: Sequence[Instance], settings: EngineSettings, clock: Clock, outcomes: Outcomes, memory: MakeMemory
+    instances: Sequence[Instance],
+    settings: EngineSettings,
+    clock: Clock,
+    outcomes: Outcomes,
+    memory: MakeMemory,
+    *,
+    caches: bool,
 ) -> Cluster:
     contention = Contention([(instance.gpu,) for instance in instances])
     managers = {
         gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
         for gpu in sorted({instance.gpu for instance in instances})
     }
-    kvs = [engine_kv(index, [managers[i.gpu]], settings.block_tokens) for index, i in enumerate(instances)]
+    kvs = [
+        engine_kv(index, [managers[i.gpu]], settings.block_tokens, caches=caches) for index, i in enumerate(instances)
+    ]
     limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
     routes: dict[str, list[Route]] = {}
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, FcfsScheduler()))
     scopes = [Scope((index,)) for index in range(len(instances))]
-    cluster = Cluster(clock, Controller(routes), contention, outcomes, scopes, merging=True, check=False, log=None)
+    cluster = Cluster(clock, Controller(routes), contention, outcomes, merging=True, check=False, log=None)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
     shares_gpu = [bool(contention.neighbours[index]) for index in range(len(instances))]
     engines = [
-        Engine(index, i.step, kvs[index], limits[index], shares_gpu[index], settings, wakeups[i.gpu], cluster)
+        SpanEngine(
+            index, str(i.model), i.step, kvs[index], limits[index], shares_gpu[index], settings, wakeups[i.gpu], cluster
+        )
         for index, i in enumerate(instances)
     ]
-    cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers))
+    cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster
 
 
@@ -177,10 +187,6 @@ def _pools(here: Mapping[int, Instance]) -> dict[int, tuple[int, int]]:
 
 def _private(here: Mapping[int, Instance]) -> GpuMemory:
     return PrivatePools(_pools(here))
-
-
-def _caching(here: Mapping[int, Instance]) -> GpuMemory:
-    return PrefixPools(_pools(here))
 
 
 def _shared(here: Mapping[int, Instance]) -> GpuMemory:

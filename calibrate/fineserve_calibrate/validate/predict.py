@@ -20,8 +20,8 @@ from fineserve_calibrate.validate.cases import (
 )
 from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.cluster.sequence import Prefix
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.memory_budget import MemoryBudget, MemorySettings, predict_kv_blocks
 

@@ -9,7 +9,7 @@ import fineserve_traces as traces
 import numpy as np
 
 from fineserve_sim.catalog import driver_costs, gpu, model, precision
-from fineserve_sim.cluster.profiling import demand_of
+from fineserve_sim.cluster.compose.profiling import demand_of
 from fineserve_sim.cluster.scenario import EngineSettings, ServedModel
 from fineserve_sim.experiment.analytic.finding import Finding
 from fineserve_sim.policy.memory.geometry import KVGeometry, SlabPlan, plan_slabs

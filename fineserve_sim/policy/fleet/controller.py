@@ -25,6 +25,7 @@ from fineserve_sim.policy.events import (
     Event,
     RequestAborted,
     RequestArrived,
+    RequestReturned,
     Tick,
 )
 from fineserve_sim.policy.fleet.rates import MovingRate
@@ -134,7 +135,7 @@ class FleetController(Controller):
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def _arrive(self, event: RequestArrived) -> list[Command]:
+    def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
         request = event.request
         self._rates[request.model].note(self._now)
         if self._routes[request.model]:

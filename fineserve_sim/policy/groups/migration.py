@@ -8,18 +8,10 @@ gives its own back when it ends: in a spike over the whole cluster there is noth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from fineserve_sim.policy.commands import Migrate
 from fineserve_sim.policy.groups.dispatch import freeness
 from fineserve_sim.policy.groups.view import GroupView, Phase
-
-
-class Migrate(NamedTuple):
-    """Copy the KV of ``request`` from ``source`` to ``destination`` (group ids) while it goes on decoding."""
-
-    request: int
-    source: int
-    destination: int
 
 
 class LlumnixMigration:
@@ -33,15 +25,15 @@ class LlumnixMigration:
             )
         self._out, self._in = out_blocks, in_blocks
 
-    def tick(self, groups: Sequence[GroupView]) -> list[Migrate]:
-        """The moves to start now. ``groups`` are those without a move under way."""
-        ranked = sorted(
-            (view for view in groups if view.phase is Phase.SERVING), key=lambda view: (freeness(view), view.group)
-        )
+    def tick(self, engines: Sequence[GroupView]) -> list[Migrate]:
+        """The moves to start now. ``engines`` are those without a move under way."""
+        serving = [view for view in engines if view.phase is Phase.SERVING]
+        ranked = sorted(serving, key=lambda view: (freeness(view.load), view.engine))
         moves = []
         for source, destination in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
-            if freeness(source) >= self._out or freeness(destination) <= self._in:
+            if freeness(source.load) >= self._out or freeness(destination.load) <= self._in:
                 break
-            if source.shortest is not None and source.shortest_blocks <= destination.free_blocks:
-                moves.append(Migrate(source.shortest, source.group, destination.group))
+            shortest = source.load.shortest
+            if shortest is not None and source.load.shortest_blocks <= destination.load.free_blocks:
+                moves.append(Migrate(shortest, source.engine, destination.engine))
         return moves

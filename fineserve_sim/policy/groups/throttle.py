@@ -15,27 +15,21 @@ from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.groups.drop_plan import Group, plan_drop
 from fineserve_sim.policy.groups.view import GroupView, Phase
+from fineserve_sim.policy.interfaces import EngineLoad
 
 
-class DropLayers(NamedTuple):
-    """Form these new groups (instance ids). ``freed_bytes`` of weights become KV memory; ``sufficient``: as required."""
+class Merge(NamedTuple):
+    """Form one engine of these instances. ``freed_bytes`` of weights over the cluster; ``sufficient``: as required."""
 
-    groups: tuple[Group, ...]
+    instances: Group
     freed_bytes: int
     sufficient: bool
 
 
-class RestoreLayers(NamedTuple):
-    """Bring the missing layers of a group back to its instances and dissolve it."""
+class Split(NamedTuple):
+    """Bring the missing layers of an engine back to its instances and dissolve it."""
 
-    group: int
-
-
-class AddInstance(NamedTuple):
-    """Start a new instance: the memory that dropping can free does not stop the queue from growing."""
-
-
-ThrottleCommand = DropLayers | RestoreLayers | AddInstance
+    engine: int
 
 
 class KunServeDrop:
@@ -69,22 +63,19 @@ class KunServeDrop:
         self._usage: dict[int, deque[int]] = {}
         self._falling_samples = falling_samples
 
-    def tick(self, groups: Sequence[GroupView]) -> list[ThrottleCommand]:
+    def tick(self, groups: Sequence[GroupView]) -> list[Merge] | list[Split]:
         """What to do now. Nothing while a group is being changed, until the last KV has arrived at its new place."""
         self._remember(groups)
-        if any(view.phase is Phase.CHANGING or view.stalled for view in groups):
+        if any(view.phase is Phase.CHANGING or view.load.stalled for view in groups):
             return []
-        if any(throttled(view, self._trigger) for view in groups if view.takes_requests):
-            drop = self._drop(groups)
-            return [] if drop is None else [drop]
-        if not self._restore:
-            return []
-        return [RestoreLayers(view.group) for view in groups if self._may_restore(view)]
+        if any(throttled(view.load, self._trigger) for view in groups if view.takes_requests):
+            return self._drop(groups)
+        return [Split(view.engine) for view in groups if self._restore and self._may_restore(view)]
 
-    def _drop(self, groups: Sequence[GroupView]) -> DropLayers | None:
+    def _drop(self, groups: Sequence[GroupView]) -> list[Merge]:
         serving = [view for view in groups if view.takes_requests]
-        queued = sum(view.queued_blocks for view in serving)
-        free = sum(view.free_blocks for view in serving) if self._required == "net" else 0
+        queued = sum(view.load.queued_blocks for view in serving)
+        free = sum(view.load.free_blocks for view in serving) if self._required == "net" else 0
         plan = plan_drop(
             [view.instances for view in serving],
             (queued - free) * self._block_bytes,
@@ -92,32 +83,34 @@ class KunServeDrop:
             node_of=self._node_of,
             max_group=self._max_group,
         )
-        return DropLayers(plan.merged, plan.freed_bytes, plan.sufficient) if plan.merged else None
+        return [Merge(instances, plan.freed_bytes, plan.sufficient) for instances in plan.merged]
 
     def _may_restore(self, view: GroupView) -> bool:
         pipelined = view.phase is Phase.SERVING and len(view.instances) > 1
-        if not pipelined or view.queued_blocks or view.used_bytes >= self._restore_below * view.base_bytes:
+        if not pipelined or view.load.queued_blocks or view.used_bytes >= self._restore_below * view.base_bytes:
             return False
+        if view.load.fullest_bytes * len(view.instances) > view.base_bytes:
+            return False  # one of its instances could not hold all weights beside its KV
         if not self._falling_samples:
             return True
-        usage = self._usage[view.group]
+        usage = self._usage[view.engine]
         return len(usage) == usage.maxlen and usage[-1] <= usage[0]
 
     def _remember(self, groups: Sequence[GroupView]) -> None:
         if self._falling_samples:
             self._usage = {
-                view.group: self._usage.get(view.group, deque(maxlen=self._falling_samples)) for view in groups
+                view.engine: self._usage.get(view.engine, deque(maxlen=self._falling_samples)) for view in groups
             }
             for view in groups:
-                self._usage[view.group].append(view.used_bytes)
+                self._usage[view.engine].append(view.used_bytes)
 
 
-def throttled(view: GroupView, trigger: float = 0.95) -> bool:
+def throttled(load: EngineLoad, trigger: float = 0.95) -> bool:
     """Nearly full, and the queue asks for at least what is left (so an empty queue never throttles)."""
     return (
-        view.queued_blocks > 0
-        and view.used_blocks >= trigger * view.capacity_blocks
-        and view.queued_blocks >= view.free_blocks
+        load.queued_blocks > 0
+        and load.used_blocks >= trigger * load.capacity_blocks
+        and load.queued_blocks >= load.free_blocks
     )
 
 
@@ -130,12 +123,13 @@ class ScaleOut:
         self._pause_s = pause_s
         self._asked_s = float("-inf")
 
-    def tick(self, now: float, groups: Sequence[GroupView]) -> list[AddInstance]:
-        demand = sum(view.used_blocks + view.queued_blocks for view in groups)
+    def tick(self, now: float, groups: Sequence[GroupView]) -> bool:
+        """Whether to start an instance: the memory that dropping can free does not stop the queue from growing."""
+        demand = sum(view.load.used_blocks + view.load.queued_blocks for view in groups)
         self._demand.append(demand)
         dropped = any(len(view.instances) > 1 and view.takes_requests for view in groups)
         full = len(self._demand) == self._demand.maxlen
         if not dropped or not full or demand <= self._demand[0] or now < self._asked_s + self._pause_s:
-            return []
+            return False
         self._asked_s = now
-        return [AddInstance()]
+        return True

@@ -1,15 +1,32 @@
-"""Private paged pools: every engine has a fixed share of the GPU's KV memory and pages it alone.
+"""Private paged pools: every engine has memory of its own and pages it alone.
 
-This is plain PagedAttention memory management as in vLLM: a share is cut once into blocks of the engine's own size, and
-any free block serves any sequence. Nothing fragments, and nothing can be lent: an idle engine's free blocks stay its
-own. So blocks are counted, not named: which of them a sequence holds changes no decision.
+This is plain PagedAttention memory management as in vLLM: a share is cut into blocks of the engine's own size, and any free
+block serves any sequence. Nothing fragments, and nothing can be lent: an idle engine's free blocks stay its own. So blocks
+are counted, not named: which of them a sequence holds changes no decision.
+
+``PagedPool`` is a fixed share of a GPU. ``PoolShare`` counts the blocks of one engine in a ``BytePool`` whose size changes,
+where dropped layers become KV memory, and from which an engine that drains may still draw beside the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from fineserve_sim.policy.interfaces import KVLedger
+
+
+class BlockPool(Protocol):
+    """Blocks of one engine in one memory, counted. ``take`` and ``give`` raise ValueError for what cannot be."""
+
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def capacity_blocks(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    def take(self, blocks: int) -> bool: ...
+    def give(self, blocks: int) -> None: ...
 
 
 class PagedPool:
@@ -52,6 +69,58 @@ class PagedPool:
                 f"paged pool: {blocks} blocks given back; it must be 0 to {held}, the blocks that are held"
             )
         self.free_blocks += blocks
+
+
+class BytePool:
+    """KV memory of ``limit_bytes``, which may change, with ``used_bytes`` of it taken."""
+
+    __slots__ = ("limit_bytes", "used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+
+class PoolShare:
+    """Blocks of ``block_bytes`` that one engine holds in a ``BytePool``, perhaps beside others."""
+
+    __slots__ = ("block_bytes", "held_blocks", "pool")
+
+    def __init__(self, pool: BytePool, block_bytes: int) -> None:
+        self.pool = pool
+        self.block_bytes = block_bytes
+        self.held_blocks = 0
+
+    @property
+    def free_blocks(self) -> int:
+        return self.pool.free_bytes // self.block_bytes
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks if nobody else held any."""
+        return self.pool.limit_bytes // self.block_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.held_blocks * self.block_bytes
+
+    def take(self, blocks: int) -> bool:
+        if blocks > self.free_blocks:
+            return False
+        self.held_blocks += blocks
+        self.pool.used_bytes += blocks * self.block_bytes
+        return True
+
+    def give(self, blocks: int) -> None:
+        """ValueError for more than are held; then nothing is given back."""
+        if blocks > self.held_blocks:
+            raise ValueError(f"paged pool: {blocks} blocks given back; {self.held_blocks} are held")
+        self.held_blocks -= blocks
+        self.pool.used_bytes -= blocks * self.block_bytes
 
 
 class _Pools(dict[int, PagedPool]):

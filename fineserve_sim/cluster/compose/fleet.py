@@ -1,0 +1,153 @@
+"""From a scenario whose system has residency to a fleet that stands ready: as ``compose``, for engines that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fineserve_sim.catalog import weight_bytes
+from fineserve_sim.cluster.clock import Clock
+from fineserve_sim.cluster.compose.instances import place
+from fineserve_sim.cluster.compose.memory import (
+    engine_kv,
+    geometry,
+    peak_activation_bytes,
+    resident_bytes,
+    usable_bytes,
+)
+from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.compose.policies import (
+    EngineFactsheet,
+    build_activation_cost,
+    build_residency,
+    build_schedulers,
+)
+from fineserve_sim.cluster.compose.profiling import step_model
+from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
+from fineserve_sim.cluster.fleet.memory import FleetMemory
+from fineserve_sim.cluster.host import Cluster
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.samples import Column, EngineSampler
+from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ServedModel
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.wakeups import Wakeups
+from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.policy.fleet.activation_cost import Loader
+from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
+from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec
+
+
+def compose_fleet(scenario: Scenario) -> Parts:
+    """Models that the placement finds no room for stay in host memory. Raises ScenarioError as ``compose`` does."""
+    placement, demands = place(scenario)
+    parts = _Builder(scenario, demands)
+    outcomes = Outcomes(scenario.trace)
+    controller = parts.controller(placement.instances)
+    cluster = Cluster(
+        parts.clock,
+        controller,
+        Contention(()),
+        outcomes,
+        merging=not scenario.exact_steps and scenario.engine.contention == "composition",
+        check=scenario.check,
+        log=scenario.log,
+    )
+    fleet = ModelFleet(
+        cluster,
+        controller,
+        parts.memory,
+        Loader(build_activation_cost(parts.residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
+        parts.bytes_of,
+        partial(parts.build_engine, cluster),
+    )
+    fleet.begin([(instance.model, instance.gpus) for instance in placement.instances])
+    managers = tuple(parts.memory.managers[gpu] for gpu in sorted(parts.memory.managers))
+    columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in parts.served]
+    usable = tuple(slot.memory_bytes for slot in parts.slots)
+    return Parts(
+        parts.clock,
+        cluster,
+        outcomes,
+        EngineSampler(columns, managers),
+        StepTimes(cluster.engines.values),
+        usable,
+        placement,
+        fleet.iterations,
+    )
+
+
+class _Builder:
+    """What engines, schedulers and the controller of a fleet are built from."""
+
+    def __init__(self, scenario: Scenario, demands: Mapping[str, ModelDemand]) -> None:
+        assert scenario.system.residency is not None
+        self.residency = scenario.system.residency
+        self.clock = Clock()
+        self.served = {model.id: model for model in scenario.models}
+        self._scenario = scenario
+        self.slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+        self.memory = FleetMemory(scenario.system.memory, {slot.id: slot.memory_bytes for slot in self.slots})
+        self.bytes_of = {id: _engine_bytes(served, scenario.engine) for id, served in self.served.items()}
+        self._models = {
+            id: FleetModel(
+                replace(demand, weight_bytes=self.bytes_of[id].fixed_bytes, activation_bytes=0),
+                self.served[id].model.max_context_tokens,
+            )
+            for id, demand in demands.items()
+        }
+        gpu = scenario.gpus[0].spec
+        self._wakeups = {slot.id: Wakeups(self.clock) for slot in self.slots}
+        self._steps = {id: step_model(served, gpu, scenario.engine) for id, served in self.served.items()}
+
+    def controller(self, instances: Sequence[Instance]) -> FleetController:
+        demands = {id: model.demand for id, model in self._models.items()}
+        residency = build_residency(self.residency, self._scenario.system.placement, demands, self.slots)
+        window_s = self.residency.rate_window_s if isinstance(self.residency, PrismResidencySpec) else 60.0
+        return FleetController(
+            self._models,
+            self.slots,
+            instances,
+            residency,
+            self._schedulers,
+            tick_s=self.residency.tick_s,
+            rate_window_s=window_s,
+        )
+
+    def build_engine(self, cluster: Cluster, engine: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
+        settings = self._scenario.engine
+        memories = [self.memory.managers[gpu] for gpu in gpus]
+        caches = caches_prefixes(self._scenario.system.memory)
+        kv = engine_kv(engine, memories, settings.block_tokens, caches=caches)
+        max_tokens = self.served[model].model.max_context_tokens
+        return SpanEngine(
+            engine, model, self._steps[model], kv, max_tokens, True, settings, self._wakeups[gpus[0]], cluster
+        )
+
+    def _schedulers(self, bindings: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
+        return build_schedulers(self._scenario.system.scheduler, [self._factsheet(binding) for binding in bindings])
+
+    def _factsheet(self, binding: EngineBinding) -> EngineFactsheet:
+        step, settings = self._steps[binding.model], self._scenario.engine
+        return EngineFactsheet(
+            engine=binding.engine,
+            gpu=binding.gpus[0],
+            slo_s=self.served[binding.model].ttft_slo_s,
+            prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, settings.token_budget),
+            prefill_tokens_per_s=settings.token_budget
+            / step.prefill_s(settings.token_budget, 0, settings.token_budget),
+            kv_capacity_tokens=binding.kv_tokens,
+            block_tokens=settings.block_tokens,
+            shares_memory=isinstance(self._scenario.system.memory, KvCachedSpec),
+        )
+
+
+def _engine_bytes(served: ServedModel, settings: EngineSettings) -> EngineBytes:
+    return EngineBytes(
+        weight_bytes(served.model, served.precision, served.tp),
+        resident_bytes(served, settings) + peak_activation_bytes(served, settings),
+        geometry(served, settings),
+    )

@@ -1,0 +1,206 @@
+"""From a scenario to a cluster that stands ready: profile, place, divide memory, build engines and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fineserve_sim.cluster.clock import Clock
+from fineserve_sim.cluster.compose.memory import (
+    build_manager,
+    engine_block_tokens,
+    engine_kv,
+    tenants_by_gpu,
+    usable_bytes,
+)
+from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_placement, build_schedulers
+from fineserve_sim.cluster.compose.profiling import demand_of, step_model
+from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
+from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.host import Cluster, Scope
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.samples import Column, EngineSampler
+from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.domain import domains_of
+from fineserve_sim.cluster.sharing.memory import GpuMemory
+from fineserve_sim.cluster.sharing.wakeups import Wakeups
+from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.controller import Controller, Route
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.placement.fineserve import base_footprint
+from fineserve_sim.policy.placement.tp_groups import tp_groups
+from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One engine before it exists: whose instance it is, its step times, its memory, its longest sequence in tokens, and its
+    settings with the block of that memory."""
+
+    engine: int
+    instance: Instance
+    served: ServedModel
+    step: StepModel
+    kv: EngineKV
+    max_tokens: int
+    settings: EngineSettings
+
+    @property
+    def able(self) -> bool:
+        """Without room for a prompt and a token the engine gets no requests: they are turned away at the door."""
+        return self.max_tokens > 1
+
+
+def compose(scenario: Scenario) -> Parts:
+    """Raises ScenarioError when a model fits on no GPU (group) of the empty cluster, or a pinned placement is impossible."""
+    placement, demands = place(scenario)
+    managers = _managers(scenario, placement.instances, demands)
+    seats = _seats(scenario, placement.instances, managers)
+    schedulers = build_schedulers(
+        scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
+    )
+    clock, outcomes = Clock(), Outcomes(scenario.trace)
+    contention = Contention([seat.instance.gpus for seat in seats])
+    cluster = Cluster(
+        clock,
+        Controller(_routes(scenario, seats, schedulers)),
+        contention,
+        outcomes,
+        merging=not scenario.exact_steps and scenario.engine.contention == "composition",
+        check=scenario.check,
+        log=scenario.log,
+    )
+    asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
+    wakeups = {gpu.id: Wakeups(clock) for gpu in scenario.gpus}
+    engines = [
+        _engine(seat, scenario, wakeups, cluster, bool(contention.neighbours[seat.engine]), seat.engine in asked)
+        for seat in seats
+    ]
+    scopes = [Scope(engines) for engines in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]
+    cluster.connect(engines, domains_of(engines, [seat.instance.gpus for seat in seats], managers), scopes)
+    by_gpu = tuple(managers[gpu] for gpu in sorted(managers))
+    columns = [
+        Column(seat.served.id, partial(tuple, (engine,)), partial(cluster.controller.bound_to, seat.engine))
+        for engine, seat in zip(engines, seats, strict=True)
+    ]
+    sampler = EngineSampler(columns, by_gpu)
+    step_times = StepTimes(cluster.engines.values)
+    capacities = tuple(manager.ledger().total_bytes for manager in by_gpu)
+    return Parts(
+        clock,
+        cluster,
+        outcomes,
+        sampler,
+        step_times,
+        capacities,
+        placement,
+        lambda: sum(engine.iterations for engine in engines),
+    )
+
+
+def _engine(
+    seat: Seat, scenario: Scenario, wakeups: Mapping[int, Wakeups], cluster: Cluster, shares_gpu: bool, asked: bool
+) -> SpanEngine:
+    """An engine that shares nothing, and for which no scheduler is asked, goes its own way."""
+    own = wakeups[seat.instance.gpus[0]]
+    if cluster.merging and isinstance(seat.kv, CountedBlocks) and not (shares_gpu or asked):
+        return LoneEngine(seat.engine, seat.served.id, seat.step, seat.kv, seat.max_tokens, seat.settings, own, cluster)
+    return SpanEngine(
+        seat.engine, seat.served.id, seat.step, seat.kv, seat.max_tokens, shares_gpu, seat.settings, own, cluster
+    )
+
+
+def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
+    """The system's placement, and the demand of each model that led to it. Raises as ``compose`` does."""
+    slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+    spec = scenario.system.placement
+    slope = getattr(spec, "mme", None) == "slope"
+    demands = {
+        model.id: demand_of(model, scenario.gpus[0].spec, scenario.engine, slope=slope) for model in scenario.models
+    }
+    for demand in demands.values():
+        _check_fits_somewhere(demand, slots)
+    try:
+        placement = build_placement(spec).place(list(demands.values()), slots)
+    except ValueError as error:
+        raise ScenarioError(f"system {scenario.system.name}: {error}") from error
+    return placement, demands
+
+
+def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None:
+    groups = tp_groups(slots, demand.tp)
+    budget = {slot.id: slot.memory_bytes for slot in slots}
+    if not groups:
+        raise ScenarioError(
+            f"model {demand.id} needs {demand.tp} GPUs of one node (tp); the cluster has {len(slots)} GPUs"
+        )
+    if all(min(budget[gpu] for gpu in group) < demand.weight_bytes for group in groups):
+        largest = max(budget.values()) / 2**30
+        raise ScenarioError(
+            f"model {demand.id} fits on no GPU: it needs {demand.weight_bytes / 2**30:.1f} GiB for weights at tp={demand.tp}, "
+            f"a GPU has {largest:.1f} GiB usable; raise its tp or choose a smaller precision"
+        )
+
+
+def _managers(
+    scenario: Scenario, instances: Sequence[Instance], demands: dict[str, ModelDemand]
+) -> dict[int, GpuMemory]:
+    served = {model.id: model for model in scenario.models}
+    footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
+    tenants = tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
+    gpus = {gpu.id: gpu for gpu in scenario.gpus}
+    shared = {tenant.engine for members in tenants.values() if len(members) > 1 for tenant in members}
+    loners = set(range(len(instances))) - shared
+    return {
+        gpu: build_manager(scenario.system.memory, usable_bytes(gpus[gpu], scenario.engine), members, loners)
+        for gpu, members in tenants.items()
+    }
+
+
+def _seats(scenario: Scenario, instances: Sequence[Instance], managers: Mapping[int, GpuMemory]) -> list[Seat]:
+    served_by_id = {model.id: model for model in scenario.models}
+    gpus = {gpu.id: gpu.spec for gpu in scenario.gpus}
+    memory = scenario.system.memory
+    seats = []
+    for engine, instance in enumerate(instances):
+        served = served_by_id[instance.model]
+        settings = replace(scenario.engine, block_tokens=engine_block_tokens(served, scenario.engine, memory))
+        own = [managers[gpu] for gpu in instance.gpus]
+        kv = engine_kv(engine, own, settings.block_tokens, caches=caches_prefixes(memory))
+        step = step_model(served, gpus[instance.gpus[0]], settings, legacy_kernel(memory))
+        longest = settings.block_tokens if isinstance(memory, ContiguousSpec) else served.model.max_context_tokens
+        max_tokens = min(longest, kv.capacity_tokens())
+        seats.append(Seat(engine, instance, served, step, kv, max_tokens, settings))
+    return seats
+
+
+def _routes(
+    scenario: Scenario, seats: Sequence[Seat], schedulers: Mapping[tuple[int, ...], LocalScheduler | None]
+) -> dict[str, list[Route]]:
+    scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
+    routes: dict[str, list[Route]] = {model.id: [] for model in scenario.models}
+    for seat in seats:
+        if seat.able:
+            route = Route(seat.engine, seat.instance.rate_per_s, seat.max_tokens, scheduler_of[seat.engine])
+            routes[seat.served.id].append(route)
+    return routes
+
+
+def _factsheet(scenario: Scenario, seat: Seat) -> EngineFactsheet:
+    budget = scenario.engine.token_budget
+    return EngineFactsheet(
+        engine=seat.engine,
+        gpu=seat.instance.gpus[0],
+        slo_s=seat.served.ttft_slo_s,
+        prefill=lambda tokens, decoding: seat.step.prefill_s(tokens, decoding, budget),
+        prefill_tokens_per_s=budget / seat.step.prefill_s(budget, 0, budget),
+        kv_capacity_tokens=seat.kv.capacity_tokens(),
+        block_tokens=seat.settings.block_tokens,
+        shares_memory=isinstance(scenario.system.memory, KvSlabSpec | KvCachedSpec | VTensorSpec),
+    )

@@ -1,0 +1,166 @@
+"""The byte budget of every GPU, and the KV managers that fill what the weights leave.
+
+    capacity = weights + activation peak + context of each engine + KV memory        (systems.md 1.2)
+
+A private pool's share is the GPU's usable memory times the model's part of all footprints, less what the model itself needs; a
+slab manager takes all that is left, for everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fineserve_sim.catalog import activation_bytes, weight_bytes
+from fineserve_sim.cluster.compose.virtual_memory import build_kvcached, build_vtensor, tokens_per_block
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ScenarioError, ServedModel
+from fineserve_sim.cluster.sharing.memory import GpuMemory
+from fineserve_sim.policy.interfaces import Instance
+from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.s_partition import Share, demand_weight, split_bytes
+from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
+from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One engine on one GPU: the bytes that it needs before any KV, its KV block, the bytes of its footprint F_M, its rate."""
+
+    engine: int
+    fixed_bytes: int
+    block: KVGeometry
+    footprint_bytes: int
+    rate_per_s: float
+
+
+def usable_bytes(gpu: Gpu, settings: EngineSettings) -> int:
+    return int(gpu.spec.memory_bytes * settings.memory_utilization)
+
+
+def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
+    """The KV cache of a model on each GPU of its TP group."""
+    return KVGeometry(
+        layers=served.model.layers,
+        kv_heads=served.model.kv_heads,
+        head_dim=served.model.head_dim,
+        element_bytes=served.precision.kv_bits / 8,
+        quant_bytes_per_head=served.precision.kv_quant_bytes,
+        tokens_per_block=settings.block_tokens,
+        tp=served.tp,
+    )
+
+
+def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: MemorySpec) -> int:
+    """Tokens of the unit in which ``memory`` gives KV to an engine of this model. Raises ScenarioError when there is none."""
+    try:
+        return tokens_per_block(memory, geometry(served, settings), served.model.max_context_tokens)
+    except ValueError as error:
+        raise ScenarioError(f"model {served.id}: {error}") from error
+
+
+def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
+    """Weights and the context of one engine process, on each GPU."""
+    return weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes
+
+
+def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
+    """Activations of a full step: the token budget, and a row of logits for every sequence."""
+    sampled = min(settings.max_sequences, settings.token_budget)
+    return activation_bytes(served.model, served.tp, settings.token_budget, sampled)
+
+
+def tenants_by_gpu(
+    instances: Sequence[Instance],
+    served: Mapping[str, ServedModel],
+    footprints: Mapping[str, int],
+    settings: EngineSettings,
+    memory: MemorySpec,
+) -> dict[int, list[Tenant]]:
+    """Who lives on which GPU; engines are numbered in the order of ``instances``."""
+    tenants: dict[int, list[Tenant]] = {}
+    for engine, instance in enumerate(instances):
+        model = served[instance.model]
+        block_tokens = engine_block_tokens(model, settings, memory)
+        tenant = Tenant(
+            engine=engine,
+            fixed_bytes=resident_bytes(model, settings) + peak_activation_bytes(model, settings),
+            block=geometry(model, replace(settings, block_tokens=block_tokens)),
+            footprint_bytes=instance.footprint_bytes or footprints[instance.model],
+            rate_per_s=instance.rate_per_s,
+        )
+        for gpu in instance.gpus:
+            tenants.setdefault(gpu, []).append(tenant)
+    return tenants
+
+
+def build_manager(spec: MemorySpec, usable: int, tenants: Sequence[Tenant], loners: Collection[int] = ()) -> GpuMemory:
+    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be.
+
+    ``loners`` are engines that share none of their GPUs.
+    """
+    kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
+    blocks = {tenant.engine: tenant.block for tenant in tenants}
+    if isinstance(spec, KvSlabSpec):
+        slab = _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()})
+        alone = tenants[0].engine in loners and spec.reserved_slabs == 0
+        if alone and slab.plan.slab_bytes == tenants[0].block.block_bytes:
+            return PrivatePools({tenants[0].engine: (slab.plan.slab_bytes, kv_bytes)})  # the same, by counting
+        return slab
+    if isinstance(spec, VTensorSpec):
+        return build_vtensor(spec, kv_bytes, blocks)
+    if isinstance(spec, KvCachedSpec):
+        try:
+            return build_kvcached(spec, kv_bytes, blocks)
+        except ValueError as error:
+            raise ScenarioError(str(error)) from error
+    if isinstance(spec, PrivatePoolsSpec):
+        return PrivatePools(_shares(spec, usable, tenants))
+    return PrivatePools(_shares(PrivatePoolsSpec(), usable, tenants))
+
+
+def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, caches: bool = False) -> EngineKV:
+    """The view of engine ``owner`` on the memories of its GPUs, which are all of one kind. ``caches``: pools of its own keep
+    prefixes."""
+    pools = [memory for memory in memories if isinstance(memory, PrivatePools)]
+    if not pools:
+        managers = [memory for memory in memories if not isinstance(memory, PrivatePools)]
+        return NamedBlocks(owner, managers, block_tokens)
+    counted = CountedBlocks([memory.pool(owner) for memory in pools], block_tokens)
+    return PrefixBlocks(counted) if caches else counted
+
+
+def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int]) -> KVSlabManager:
+    plan = plan_slabs(owners.values(), cap_bytes=spec.slab_cap_bytes, multiple=spec.slab_multiple)
+    reserved = min(spec.reserved_slabs, kv_bytes // plan.slab_bytes)
+    return KVSlabManager(kv_bytes, owners, plan=plan, reserved_slabs=reserved)
+
+
+def _shares(spec: PrivatePoolsSpec, usable: int, tenants: Sequence[Tenant]) -> dict[int, tuple[int, int]]:
+    """(block bytes, KV bytes) of each engine. A share that does not even hold the model leaves it no KV memory."""
+    if spec.split == "equal":
+        each = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants)) // len(tenants)
+        return {tenant.engine: (tenant.block.block_bytes, each) for tenant in tenants}
+    if spec.split == "demand":
+        return _demand_shares(spec, max(0, usable - sum(tenant.fixed_bytes for tenant in tenants)), tenants)
+    footprints = sum(tenant.footprint_bytes for tenant in tenants)
+    return {
+        tenant.engine: (
+            tenant.block.block_bytes,
+            max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes),
+        )
+        for tenant in tenants
+    }
+
+
+def _demand_shares(spec: PrivatePoolsSpec, kv_bytes: int, tenants: Sequence[Tenant]) -> dict[int, tuple[int, int]]:
+    wanted = {
+        tenant.engine: Share(
+            demand_weight(tenant.rate_per_s, tenant.block.token_bytes),
+            tenant.block.blocks_for_tokens(spec.least_tokens) * tenant.block.block_bytes,
+        )
+        for tenant in tenants
+    }
+    parts = split_bytes(kv_bytes, wanted)
+    return {tenant.engine: (tenant.block.block_bytes, parts[tenant.engine]) for tenant in tenants}

@@ -1,0 +1,111 @@
+"""An engine that nobody disturbs: alone on its GPUs, with pools of its own, and no scheduler that holds requests back.
+
+What it does depends on its own requests only, and nobody depends on it. So its starts and step ends need no place in the
+clock's queue: it is enough to go through them when somebody looks (``catch_up``), each request at its time. And as the
+moment of the look is known then, one span reaches up to it, through the ends of sequences. Times, memory and their
+order are those of ``SpanEngine``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fineserve_sim.cluster.engine.batcher import EngineHost
+from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine, Waker
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.latency import StepModel
+
+
+class LoneEngine(SpanEngine):
+    """``events`` counts the starts and span ends that did not go through the clock."""
+
+    def __init__(
+        self,
+        index: int,
+        model: str,
+        step: StepModel,
+        kv: CountedBlocks,
+        max_tokens: int,
+        settings: EngineSettings,
+        wakeups: Waker,
+        host: EngineHost,
+    ) -> None:
+        super().__init__(index, model, step, kv, max_tokens, False, settings, wakeups, host)
+        self.events = 0
+        self._blocks = kv
+        self._inbox: deque[tuple[float, int, SequenceState]] = deque()
+        self._start_s = NEVER
+        self._until_s = NEVER
+
+    def post(self, now: float, order: int, sequence: SequenceState) -> None:
+        """A dispatched request: it is accepted at (``now``, ``order``), when somebody looks."""
+        self._inbox.append((now, order, sequence))
+
+    def catch_up(self, now: float, order: int) -> None:
+        """Do everything that comes before (``now``, ``order``)."""
+        while self._inbox and self._inbox[0][:2] < (now, order):
+            arrival_s, arrival_order, sequence = self._inbox.popleft()
+            self._run_until(arrival_s, arrival_order)
+            self.accept(sequence)
+            if self.busy:
+                self.cut()
+            else:
+                self.start(arrival_s)
+        self._run_until(now, order)
+
+    def _run_until(self, now: float, order: int) -> None:
+        self._until_s = now
+        while True:
+            if self._starting and (self._start_s, self.start_order) < (now, order):
+                self._begin(self._start_s)
+            elif self._ends and (self._ends[-1], self.order) < (now, order):
+                end_s = self._ends[-1]
+                self._pass_boundaries(end_s, self.order)
+                self._end_span(end_s)
+            else:
+                break
+            self.events += 1
+        self._pass_boundaries(now, order)
+
+    def _pass_boundaries(self, now: float, order: int) -> None:
+        """Pass the boundaries inside the span that come before (``now``, ``order``), where sequences may end too."""
+        if self.next_boundary_s > now:
+            return
+        decodes = self._decodes
+        settled = self._settled
+        last = self._advance_to(now, order)
+        while settled < last:
+            boundaries = min(last - settled, decodes.steps_to_finish())
+            settled += boundaries
+            sure = self._blocks.take(decodes.blocks_ahead(boundaries - 1))
+            decodes.advance(boundaries)
+            self._retire(decodes.pop_finished(), self._ends[settled - 1])
+            if not sure or not self._blocks.take(len(decodes.needing_block())):
+                raise AssertionError(f"engine {self.index}: no memory inside a span")
+
+    def _span_ends(self, now: float) -> list[float]:
+        if self._queue.waiting or self._queue.prefilling or self._preempted:
+            return super()._span_ends(now)
+        ends = self._ends_ahead(now)
+        sure = self._decodes.blocks_ahead(len(ends) - 1) <= self._blocks.free_blocks()
+        return ends if sure else super()._span_ends(now)
+
+    def _ends_ahead(self, now: float) -> list[float]:
+        """End times of the iterations up to the moment that somebody looks at."""
+        ends: list[float] = []
+        for steps, decodes, context_tokens in self._decodes.phases():
+            first_s = self.step.step_s(decodes, context_tokens, 0, 0, 0, decodes)
+            enough = (self._until_s - now) / first_s + 2  # later ones take no less
+            ends += self.step.decode_ends_s(now, decodes, context_tokens, int(min(steps, enough)), self.slowdown)
+            now = ends[-1]
+            if enough < steps or now > self._until_s:
+                break
+        return ends
+
+    def _schedule_start(self, now: float) -> None:
+        self._start_s = now
+
+    def _schedule_end(self) -> None:
+        self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER

@@ -1,0 +1,189 @@
+"""Sequences inside an engine, and the set of those that decode.
+
+An engine with n running decodes must not touch n objects a step. All decodes of a lane advance together, so one iteration
+counter says where each of them stands: a sequence that joined at iteration J with c cached tokens holds c + i - J of them
+before iteration i. It finishes at an iteration known on joining (a sorted list has the next ones), and needs a new KV block
+whenever that number is a multiple of the block size (one bucket a residue finds them). A step costs nothing per sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from itertools import chain, count
+from typing import NamedTuple
+
+
+class Prefix(NamedTuple):
+    """What is known of a sequence's tokens: ``ids`` of its prefixes, one for each ``id_tokens`` tokens, which say nothing
+    beyond ``known_tokens``. Equal ids mean equal tokens from the first one on."""
+
+    ids: tuple[int, ...]
+    id_tokens: int
+    known_tokens: int
+
+
+class SequenceState:
+    """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
+
+    ``target_tokens`` are to be prefilled: the prompt, and after a loss of KV the generated tokens too. ``cached_tokens`` have
+    their KV in memory, or in a step that is under way. Of a sequence that decodes, ``Decodes`` knows both ``cached_tokens`` and
+    ``generated_tokens``, and writes them down when it leaves. ``prefix`` is what is known of its tokens; ``blocks`` holds the
+    block ids, where blocks have names, one list a memory.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "blocks",
+        "bucket",
+        "cached_tokens",
+        "finish_iteration",
+        "generated_tokens",
+        "index",
+        "output_tokens",
+        "preempted",
+        "prefix",
+        "prompt_tokens",
+        "target_tokens",
+    )
+
+    def __init__(self, index: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
+        self.index = index
+        self.arrival_s = arrival_s
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.target_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.preempted = False
+        self.finish_iteration = -1
+        self.bucket = -1
+        self.prefix: Prefix | None = None
+        self.blocks: list[list[int]] = []
+
+    @property
+    def prefilled(self) -> bool:
+        """All that it must prefill is cached. Asked of a sequence outside ``Decodes``."""
+        return self.cached_tokens >= self.target_tokens
+
+    def lose_kv(self) -> None:
+        """Its KV is gone: prompt and generated tokens are to be prefilled (again)."""
+        self.target_tokens = self.prompt_tokens + self.generated_tokens
+        self.cached_tokens = 0
+        self.preempted = True
+
+
+class Decodes:
+    """The decoding sequences of one engine, or of one lane of a pipeline. ``iteration`` counts steps done;
+    ``context_tokens`` is the sum of cached tokens."""
+
+    __slots__ = ("_block_tokens", "_buckets", "_due", "_joins", "_sizes", "context_tokens", "iteration", "size")
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._buckets: list[dict[SequenceState, None]] = [{} for _ in range(block_tokens)]
+        self._sizes = [0] * block_tokens
+        self._due: list[tuple[int, int, SequenceState]] = []  # (-finish iteration, -turn): the next to end is the last
+        self._joins = count()
+        self.iteration = 0
+        self.context_tokens = 0
+        self.size = 0
+
+    def join(self, sequence: SequenceState) -> None:
+        """A sequence with all its KV in place, ``generated_tokens`` of its output done, decodes from the next step on."""
+        cached = sequence.cached_tokens
+        sequence.finish_iteration = self.iteration + sequence.output_tokens - sequence.generated_tokens
+        sequence.bucket = (self.iteration - cached) % self._block_tokens
+        self._buckets[sequence.bucket][sequence] = None
+        self._sizes[sequence.bucket] += 1
+        insort(self._due, (-sequence.finish_iteration, -next(self._joins), sequence))
+        self.context_tokens += cached
+        self.size += 1
+
+    def advance(self, steps: int = 1) -> None:
+        """So many steps are done: every sequence has as many tokens more."""
+        self.iteration += steps
+        self.context_tokens += steps * self.size
+
+    def pop_finished(self) -> list[SequenceState]:
+        """Remove and return the sequences whose last token has come, in the order in which they joined."""
+        finished = []
+        while self._due and -self._due[-1][0] <= self.iteration:
+            sequence = self._due.pop()[2]
+            self._remove(sequence)
+            finished.append(sequence)
+        return finished
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Take a sequence out before its end; what it has generated and cached by now is written down."""
+        self._due = [entry for entry in self._due if entry[2] is not sequence]
+        self._remove(sequence)
+
+    def needing_block(self, steps_ahead: int = 0) -> dict[SequenceState, None]:
+        """The sequences that open a new block with their next token, or so many tokens after it, in the order in which they
+        joined."""
+        return self._buckets[(self.iteration + steps_ahead) % self._block_tokens]
+
+    def cached_tokens_of(self, sequence: SequenceState) -> int:
+        """Tokens of a member with KV in memory now."""
+        return sequence.prompt_tokens + self._generated_tokens_of(sequence) - 1  # the last token has no KV yet
+
+    def steps_to_finish(self) -> int:
+        """Iterations until the next sequence ends; at least 1. The set must not be empty."""
+        return -self._due[-1][0] - self.iteration
+
+    def phases(self) -> Iterator[tuple[int, int, int]]:
+        """The next iterations if nobody joins: (iterations, decodes, their context tokens at first) between one sequence's end
+        and the next."""
+        iteration, context_tokens, decodes = self.iteration, self.context_tokens, self.size
+        for finish, _, sequence in reversed(self._due):
+            ahead = -finish - iteration
+            if ahead:
+                yield ahead, decodes, context_tokens
+                iteration = -finish
+                context_tokens += ahead * decodes
+            decodes -= 1
+            context_tokens -= sequence.prompt_tokens + sequence.output_tokens - 1
+
+    def blocks_ahead(self, boundaries: int) -> int:
+        """Blocks that the next ``boundaries`` boundaries between iterations will take, the present iteration's apart."""
+        cycles, rest = divmod(boundaries, self._block_tokens)
+        first = (self.iteration + 1) % self._block_tokens
+        last = first + rest
+        extra = sum(self._sizes[first:last])
+        if last > self._block_tokens:
+            extra += sum(self._sizes[: last - self._block_tokens])
+        return cycles * self.size + extra
+
+    def pass_boundaries(
+        self, ends_s: Sequence[float], engine: int
+    ) -> list[tuple[float, int, dict[SequenceState, None]]]:
+        """Advance over the boundaries between iterations at these times. Returns those that open blocks, with ``engine`` and
+        for whom."""
+        growths = []
+        buckets, block_tokens, iteration = self._buckets, self._block_tokens, self.iteration
+        for end_s in ends_s:
+            iteration += 1
+            if bucket := buckets[iteration % block_tokens]:
+                growths.append((end_s, engine, bucket))
+        self.context_tokens += (iteration - self.iteration) * self.size
+        self.iteration = iteration
+        return growths
+
+    def __contains__(self, sequence: SequenceState) -> bool:
+        return sequence.bucket >= 0 and sequence in self._buckets[sequence.bucket]
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return chain.from_iterable(self._buckets)
+
+    def _remove(self, sequence: SequenceState) -> None:
+        del self._buckets[sequence.bucket][sequence]
+        self._sizes[sequence.bucket] -= 1
+        sequence.bucket = -1
+        sequence.generated_tokens = self._generated_tokens_of(sequence)
+        sequence.cached_tokens = sequence.prompt_tokens + sequence.generated_tokens - 1
+        self.context_tokens -= sequence.cached_tokens
+        self.size -= 1
+
+    def _generated_tokens_of(self, sequence: SequenceState) -> int:
+        return sequence.output_tokens - (sequence.finish_iteration - self.iteration)

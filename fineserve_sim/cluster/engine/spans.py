@@ -1,0 +1,294 @@
+"""An engine whose batch is computed at once on the GPUs of one instance, alone or beside neighbours.
+
+**Spans.** While the batch only decodes and nothing else happens, consecutive iterations are alike: they are planned as one
+span with one event at its end. ``_ends`` are the end times of its iterations, summed in the same order as one by one.
+The boundaries inside a span are *settled* when somebody looks (``settle``): tokens counted, KV blocks taken, in the order
+of their times. Whatever could change the next iteration (an arrival, a neighbour's new composition, memory that becomes scarce
+or free) *cuts* the span after the iteration in flight, and planning starts again there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from fineserve_sim.cluster.clock import Kind, order_of
+from fineserve_sim.cluster.engine.batcher import BatchSums, Engine, EngineHost, Relief
+from fineserve_sim.cluster.engine.kv import EngineKV
+from fineserve_sim.cluster.engine.queue import Lane
+from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.latency import StepModel
+
+MAX_SPAN = 4096
+"""Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
+
+SHARED_SPAN = 24
+"""Longest span on a shared GPU: a neighbour will soon change the pace, and the end times must be computed again."""
+
+NEVER = float("inf")
+
+Growth = tuple[float, int, Collection[SequenceState]]
+"""At this time, sequences of the engine with this id take a block each."""
+
+
+class Waker(Protocol):
+    """What calls ``on_start`` and ``on_step_end`` when their time has come."""
+
+    def join(self, engine: SpanEngine) -> None: ...
+    def leave(self, engine: SpanEngine) -> None: ...
+    def start(self, engine: SpanEngine, now: float) -> None: ...
+    def moved(self) -> None:
+        """A span has got another end."""
+        ...
+
+
+class SpanEngine(Engine):
+    """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span, ``next_boundary_s`` the next
+    boundary to settle inside it; ``promised_blocks`` is at least what those ahead in it will take."""
+
+    def __init__(
+        self,
+        index: int,
+        model: str,
+        step: StepModel,
+        kv: EngineKV,
+        max_tokens: int,
+        shares_gpu: bool,
+        settings: EngineSettings,
+        wakeups: Waker,
+        host: EngineHost,
+        relief: Relief | None = None,
+    ) -> None:
+        super().__init__(index, model, step, kv, max_tokens, settings, host, relief=relief)
+        self.end_s = self.next_boundary_s = NEVER
+        self.order = order_of(Kind.STEP_END, index)
+        self.start_order = order_of(Kind.START, index)
+        self._starting = False
+        self.wakeups = wakeups
+        self._shares_gpu = shares_gpu
+        self._lane = self.lanes[0]
+        self._queue = self._lane.queue
+        self._decodes = self._lane.decodes
+        self._ends: list[float] = []
+        self._alone_s: list[float] = []  # what each iteration of a span would take without neighbours
+        self._settled = 0
+        self._launched_s = -NEVER
+        wakeups.join(self)
+
+    # --- what others see -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._ends)
+
+    @property
+    def starting(self) -> bool:
+        return self._starting
+
+    @property
+    def iterations(self) -> int:
+        """Iterations done, up to the last settled boundary."""
+        return self._iterations + (self._settled if self._ends else 0)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue.waiting)
+
+    @property
+    def running(self) -> int:
+        inside = self._decodes.size + len(self._lane.joining) + len(self._queue.prefilling) + len(self.stalled)
+        return inside + (self.relief.held if self.relief else 0)
+
+    def _in_flight(self, lane: Lane) -> bool:
+        return bool(self._ends)
+
+    def batch(self) -> BatchSums:
+        """The running sums of the batch in flight."""
+        return self.batch_of(self._lane)
+
+    # --- what others do --------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> None:
+        if not (self._ends or self._starting or self.stopping or self.gone):
+            self._starting = True
+            self._schedule_start(now)
+
+    def replan(self, now: float) -> None:
+        if self._ends:
+            self._host.settle_now(self, now)
+            self.cut()
+        else:
+            self.start(now)
+
+    def rescale(self, now: float, slowdown: float) -> None:
+        """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter, and so do
+        those behind it. The span's earlier boundaries must be settled."""
+        if self._ends:
+            end_s = self._ends[self._settled]
+            since_s = max(now, self._launched_s)
+            end_s = since_s + (end_s - since_s) * (slowdown / self.slowdown)
+            behind = self._alone_s[self._settled + 1 : len(self._ends)]
+            self._ends[self._settled :] = accumulate([alone_s * slowdown for alone_s in behind], initial=end_s)
+            self._schedule_end()
+        self.slowdown = slowdown
+
+    def cut(self) -> None:
+        """End the span after the iteration in flight. Its earlier boundaries must be settled."""
+        if len(self._ends) > self._settled + 1:
+            del self._ends[self._settled + 1 :]
+            self.promised_blocks = 0
+            self._schedule_end()
+
+    def pass_boundaries(self, now: float, order: int) -> Sequence[Growth]:
+        """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
+        Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
+        settled = self._settled
+        return self._decodes.pass_boundaries(self._ends[settled : self._advance_to(now, order)], self.index)
+
+    def count_boundaries(self, now: float, order: int) -> int:
+        """As ``pass_boundaries``, where blocks are counted: how many are due in all."""
+        settled = self._settled
+        boundaries = self._advance_to(now, order) - settled
+        blocks = self._decodes.blocks_ahead(boundaries)
+        self._decodes.advance(boundaries)
+        return blocks
+
+    def _advance_to(self, now: float, order: int) -> int:
+        """Settle the boundaries that come before (``now``, ``order``). Returns how many iterations of the span are done."""
+        ends = self._ends
+        last = len(ends) - 1
+        find = bisect_right if self.order < order else bisect_left
+        self._settled = settled = find(ends, now, self._settled, last)
+        self.next_boundary_s = ends[settled] if settled < last else NEVER
+        return settled
+
+    def recount_promise(self) -> None:
+        """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""
+        ahead = len(self._ends) - 1 - self._settled
+        self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
+
+    def stop(self, now: float) -> None:
+        self._starting = False
+        super().stop(now)
+
+    def leave(self) -> None:
+        super().leave()
+        self.wakeups.leave(self)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._ends = []
+        self.end_s = self.next_boundary_s = NEVER
+        self._starting = False
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def on_start(self, now: float) -> None:
+        """The start that was asked for comes."""
+        if not self._starting:
+            return  # the engine was taken away
+        if not self._ends:
+            self._host.settle(self, now, self.start_order)
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._starting = False
+        if not self._ends:
+            self._plan(now)
+
+    def on_step_end(self, now: float) -> None:
+        """The span ends, at ``end_s``."""
+        self._host.settle(self, now, self.order)
+        self._end_span(now)
+
+    def _end_span(self, now: float) -> None:
+        """The last iteration of the span ends; all boundaries inside it must be settled."""
+        self._ends = []
+        self.end_s = self.next_boundary_s = NEVER
+        self._host.computed(self, self._lane, self._launched_s, now)
+        if self._complete(self._lane, self._settled + 1, now):
+            self._host.memory_freed(self, now)
+        self._plan(now)
+
+    # --- one iteration ---------------------------------------------------------------------------------------------
+
+    def _plan(self, now: float) -> None:
+        """Form the next batch and put it in flight, or fall idle."""
+        if self.stopping:
+            self._host.stopped(self, now)
+            return
+        self._host.consult(self, now)
+        self._form(self._lane, now)
+        if self._decodes.size or self._lane.chunks:
+            self._launch(now)
+        else:
+            self._rest(now)
+
+    def _launch(self, now: float) -> None:
+        new_pace = self._shares_gpu and (self.composition_changed or self._settings.contention == "step")
+        self.composition_changed = False
+        alone_s = 0.0
+        chunks = self._lane.chunks
+        if new_pace or chunks:
+            batch = self.batch_of(self._lane)
+            alone_s = self.step.step_s(*batch)
+            if new_pace:
+                self._host.set_shares(self, now, *self.step.shares(*batch, alone_s))
+        self._settled = 0
+        self.promised_blocks = 0
+        if self.kv.timed:
+            now += self.kv.exposed_s()
+        self._launched_s = now
+        self._ends = [now + alone_s * self.slowdown] if chunks else self._span_ends(now)
+        self._schedule_end()
+        self._host.launched(self, self._lane, now, sure=len(self._ends) > 1)
+
+    def _span_ends(self, now: float) -> list[float]:
+        """End times of as many decode iterations as may go as one span."""
+        host = self._host
+        if not host.merging or self._preempted or host.must_ask(self) or (self.relief and self.relief.held):
+            return self._ends_of(now, 1)
+        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._shares_gpu else MAX_SPAN)
+        ends = self._ends_of(now, most if most == 1 else host.steps_that_fit(self, self._decodes, most))
+        ask_again_s = host.ask_again_s(self)
+        if ends[-1] > ask_again_s:
+            del ends[bisect_left(ends, ask_again_s) + 1 :]
+        return ends
+
+    def _ends_of(self, now: float, steps: int) -> list[float]:
+        decodes = self._decodes
+        span = (now, decodes.size, decodes.context_tokens, steps, self.slowdown)
+        if not self._shares_gpu:
+            return self.step.decode_ends_s(*span)
+        ends, self._alone_s = self.step.decode_span_s(*span)
+        return ends
+
+    @property
+    def span_iterations(self) -> int:
+        """Iterations of the present span, up to the last settled boundary and the one in flight."""
+        return self._settled + 1
+
+    def _schedule_start(self, now: float) -> None:
+        self.wakeups.start(self, now)
+
+    def _schedule_end(self) -> None:
+        """The span has got another end."""
+        self.end_s = self._ends[-1]
+        self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER
+        self.wakeups.moved()
+
+    def _rest(self, now: float) -> None:
+        """Nothing to run: idle, or stalled for memory."""
+        if self.composition_changed:
+            self.composition_changed = False
+            if self._shares_gpu:
+                self._host.set_shares(self, now, 0.0, 0.0)
+        if self.stalled or (self.relief and self.relief.held):
+            return  # memory or KV is on its way
+        if self._lane.has_work:
+            self._host.stalled(self, now)
+        else:
+            self._host.rested(self, now)

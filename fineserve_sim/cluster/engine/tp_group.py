@@ -1,0 +1,148 @@
+"""The GPUs of one instance of a model as one compute queue and one memory, and its links.
+
+It computes one job at a time, in the order in which they were asked for. Usually they are the batches of one engine; while a
+restored pipeline drains, those of the pipeline and of the engine that comes after it take turns.
+
+Its memory is one pool of bytes for weights and KV, summed over its TP ranks: layers that are not resident are KV
+memory. Weights outside the layers (embeddings, output head) are spread over the layers, so that a layer is the same
+bytes everywhere and a merge frees one copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from simpy.events import Event
+
+from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.engine.links import Link
+from fineserve_sim.policy.memory.paged import BytePool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """Bytes of the model over all TP ranks of an instance. ``pool_bytes``: what weights and KV share; ``rest_bytes``
+    of weights are left when ``layer_bytes`` is rounded to whole bytes."""
+
+    layers: int
+    layer_bytes: int
+    rest_bytes: int
+    block_layer_bytes: int
+    token_layer_bytes: float
+    pool_bytes: int
+    hidden_bytes: int
+
+    @property
+    def copy_bytes(self) -> int:
+        """One copy of the weights."""
+        return self.layers * self.layer_bytes + self.rest_bytes
+
+    @property
+    def base_kv_bytes(self) -> int:
+        """KV memory of an instance that holds all weights."""
+        return self.pool_bytes - self.copy_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """One KV block over all layers."""
+        return self.layers * self.block_layer_bytes
+
+
+class Job(Protocol):
+    """A turn on the GPUs."""
+
+    def begin(self, now: float) -> float | None:
+        """Seconds that it takes, now that it is its turn, or None: nothing to do."""
+        ...
+
+    def end(self, now: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLinks:
+    """What leaves an instance, to others over the network and inside the node, and to and from host memory."""
+
+    network: Link
+    node: Link
+    to_host: Link
+    from_host: Link
+
+
+class TpGroup:
+    """``resident`` layers hold weights; ``kv`` is the memory beside them. ``busy_s``: computed so far."""
+
+    def __init__(
+        self, id: int, node: int, gpus: tuple[int, ...], sizes: ModelBytes, links: InstanceLinks, clock: Clock
+    ) -> None:
+        self.id = id
+        self.node = node
+        self.gpus = gpus
+        self.sizes = sizes
+        self.links = links
+        self.alive = True
+        self.kv = BytePool(0)
+        self.busy_s = 0.0
+        self._clock = clock
+        self._jobs: deque[Job] = deque()
+        self._current: Job | None = None
+        self._event: Event | None = None
+        self._end_order = order_of(Kind.STEP_END, id)
+        self._start_order = order_of(Kind.START, id)
+        self.load(frozenset(range(sizes.layers)))
+
+    def load(self, resident: frozenset[int]) -> None:
+        """These layers hold weights from now on; the rest is KV memory."""
+        self.resident = resident
+        taken = self.sizes.rest_bytes + len(resident) * self.sizes.layer_bytes
+        self.kv.limit_bytes = self.sizes.pool_bytes - taken
+
+    def link_to(self, other: TpGroup) -> Link:
+        """The link from here to another instance: inside the node, or the network."""
+        return self.links.node if other.node == self.node else self.links.network
+
+    def request(self, job: Job) -> None:
+        """Queue a job. If idle it begins at this very moment, after everything else that happens in it."""
+        self._jobs.append(job)
+        if self._event is None:
+            self._event = self._clock.at(self._clock.now, self._start_order, self._on_start)
+
+    def fail(self) -> None:
+        """Lost, with what it computes, all that is queued, and all that is in its memory."""
+        self.alive = False
+        self._jobs.clear()
+        self._current = None
+        self._event = None
+        self.load(frozenset())
+
+    def check(self) -> None:
+        """Raise AssertionError if the memory contradicts itself."""
+        kv = self.kv
+        assert 0 <= kv.used_bytes <= kv.limit_bytes, (
+            f"instance {self.id} holds {kv.used_bytes} KV bytes of {kv.limit_bytes}"
+        )
+
+    def _on_start(self, event: Event) -> None:
+        if event is self._event:
+            self._event = None
+            self._next()
+
+    def _on_end(self, event: Event) -> None:
+        if event is not self._event:
+            return
+        job, self._current = self._current, None
+        assert job is not None
+        job.end(self._clock.now)
+        self._event = None
+        self._next()
+
+    def _next(self) -> None:
+        now: float = self._clock.now
+        while self._jobs and self._event is None:
+            job = self._jobs.popleft()
+            seconds = job.begin(now)
+            if seconds is not None:
+                self._current = job
+                self.busy_s += seconds
+                self._event = self._clock.at(now + seconds, self._end_order, self._on_end)

@@ -1,0 +1,226 @@
+"""Models that come and go: carries out the controller's ``Activate`` and ``Evict`` and tells it the time.
+
+An engine is built when its weights are loaded, and joins its GPUs: their memory, their contention, the scopes of their
+schedulers. When that changes, the domains and scopes that it touches are formed anew, and their spans in flight end after the
+iteration: no part of an engine needs to know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from simpy.events import Event as ClockEvent
+
+from fineserve_sim.cluster.clock import Kind, order_of
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.queue import Lane
+from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.fleet.memory import FleetMemory
+from fineserve_sim.cluster.host import Cluster, Scope
+from fineserve_sim.cluster.sharing.domain import domains_of
+from fineserve_sim.policy.commands import Activate, Evict, Survey
+from fineserve_sim.policy.events import EngineDrained, EngineReady, Tick
+from fineserve_sim.policy.fleet.activation_cost import Loader
+from fineserve_sim.policy.fleet.controller import FleetController
+from fineserve_sim.policy.memory.geometry import KVGeometry
+
+TICK = order_of(Kind.TIMER, 1)
+LOADED = order_of(Kind.TIMER, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBytes:
+    """What an engine of a model takes of each of its GPUs: weights to load, all bytes beside KV, its KV block."""
+
+    weight_bytes: int
+    fixed_bytes: int
+    block: KVGeometry
+
+
+@dataclass(slots=True)
+class _Resident:
+    """An engine on its GPUs, loading or loaded: of which model, and whether it goes once it is empty."""
+
+    model: str
+    gpus: tuple[int, ...]
+    drains: bool = False
+
+
+class ModelFleet:
+    """``bytes_of`` by model; ``build`` makes the engine of a model on GPUs, whose memory knows it already."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        controller: FleetController,
+        memory: FleetMemory,
+        loader: Loader,
+        bytes_of: Mapping[str, EngineBytes],
+        build: Callable[[int, str, tuple[int, ...]], SpanEngine],
+    ) -> None:
+        self._cluster = cluster
+        self._controller = controller
+        self._memory = memory
+        self._loader = loader
+        self._bytes_of = bytes_of
+        self._build = build
+        self._residents: dict[int, _Resident] = {}
+        self._loaded: ClockEvent | None = None
+        self._iterations_gone = 0
+        cluster.fleet = self
+        cluster.actions |= {Survey: self._survey, Activate: self._activate, Evict: self._evict}
+
+    def begin(self, placed: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """These models are resident from the start, as engines 0, 1, ...; the first tick is set."""
+        for engine, (model, gpus) in enumerate(placed):
+            self._memory.take(gpus, self._bytes_of[model].fixed_bytes)
+            self._residents[engine] = _Resident(model, gpus)
+            self._join(engine)
+        self.reform(0.0)
+        self._cluster.clock.at(self._controller.next_tick_s, TICK, self._on_tick)
+
+    # --- what others see -------------------------------------------------------------------------------------------
+
+    def engines_of(self, model: str) -> list[Engine]:
+        """Those of this model that are loaded."""
+        return [engine for engine in self._cluster.engines.values() if engine.model == model]
+
+    def iterations(self) -> int:
+        """Of all engines that ever were."""
+        return self._iterations_gone + sum(engine.iterations for engine in self._cluster.engines.values())
+
+    def queued_for(self, model: str) -> int:
+        """Requests that wait in schedulers for this model's engines, or for an engine to come."""
+        bound = sum(self._controller.bound_to(engine.index) for engine in self.engines_of(model))
+        return self._controller.held(model) + bound
+
+    def check(self) -> None:
+        self._memory.check()
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def rested(self, engine: Engine, now: float) -> None:
+        """An engine that was to go when it is empty goes."""
+        if self._residents[engine.index].drains and not engine.has_work:
+            self._leave(engine, now)
+            self._cluster.hear(now, EngineDrained(engine.index))
+
+    def stopped(self, engine: Engine, now: float) -> None:
+        raise AssertionError(f"engine {engine.index} was told to stop; only pipelines are")
+
+    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
+        raise AssertionError(f"request {sequence.index} was to move; models of a fleet do, not their requests")
+
+    def _on_tick(self, _: ClockEvent) -> None:
+        cluster = self._cluster
+        now: float = cluster.clock.now
+        cluster.order = TICK
+        self._look(now)
+        cluster.clock.at(self._controller.next_tick_s, TICK, self._on_tick)
+
+    def _on_loaded(self, event: ClockEvent) -> None:
+        if event is not self._loaded:
+            return  # what loads has changed since
+        cluster = self._cluster
+        now: float = cluster.clock.now
+        cluster.order = LOADED
+        for engine in self._loader.advance(now):
+            self._join(engine)
+            self.reform(now)
+            cluster.changed = True  # its queue may get those who waited for it, and no command says so
+            cluster.hear(now, EngineReady(engine))
+        self._await_loading()
+
+    def _await_loading(self) -> None:
+        at_s = self._loader.next_change_s()
+        self._loaded = self._cluster.clock.at(at_s, LOADED, self._on_loaded) if at_s < float("inf") else None
+
+    def _look(self, now: float) -> None:
+        """Tell the controller how everything stands."""
+        cluster = self._cluster
+        cluster.settle_all(now, cluster.order)
+        states = {engine.index: engine.state() for engine in cluster.engines.values()}
+        commands = cluster.tell(now, Tick(states, self._memory.free_bytes()))
+        for engine in cluster.engines.values():  # a look clears what schedulers noted about memory: ask them again
+            cluster.ask_again(engine, now)
+        cluster.carry_out(commands, now)
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def _survey(self, command: Survey, now: float) -> None:
+        self._look(now)
+
+    def _activate(self, command: Activate, now: float) -> None:
+        cluster, bytes = self._cluster, self._bytes_of[command.model]
+        self._residents[command.engine] = _Resident(command.model, command.gpus)
+        cluster.settle_all(now, cluster.order)  # memory that spans counted on may be gone
+        self._memory.take(command.gpus, bytes.fixed_bytes)
+        self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
+        self._await_loading()
+        cluster.changed = True
+
+    def _evict(self, command: Evict, now: float) -> None:
+        cluster = self._cluster
+        engine = cluster.engines.get(command.engine)
+        if engine is None:
+            self._loader.cancel(now, command.engine)
+            self._await_loading()
+            self._give_up(command.engine)
+        elif command.drain and engine.has_work:
+            self._residents[command.engine].drains = True
+        else:
+            cluster.settle_now(engine, now)
+            lost = engine.abandon()
+            self._leave(engine, now)
+            cluster.returned(engine, lost, now)
+            if command.drain:
+                cluster.hear(now, EngineDrained(command.engine))
+        cluster.changed = True
+
+    # --- the fleet -------------------------------------------------------------------------------------------------
+
+    def _join(self, engine: int) -> None:
+        resident, cluster = self._residents[engine], self._cluster
+        self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block)
+        cluster.contention.join(engine, resident.gpus)
+        cluster.engines[engine] = self._build(engine, resident.model, resident.gpus)
+        cluster.changed = True
+
+    def _leave(self, engine: Engine, now: float) -> None:
+        """An empty engine leaves its GPUs."""
+        cluster = self._cluster
+        cluster.settle(engine, now, cluster.order)
+        cluster.set_shares(engine, now, 0.0, 0.0)
+        cluster.contention.leave(engine.index)
+        if not engine.gone:
+            engine.leave()
+        self._iterations_gone += engine.iterations
+        cluster.disconnect(engine)
+        self._memory.leave(engine.index, self._residents[engine.index].gpus)
+        self._give_up(engine.index)
+
+    def _give_up(self, engine: int) -> None:
+        resident = self._residents.pop(engine)
+        self._memory.give(resident.gpus, self._bytes_of[resident.model].fixed_bytes)
+        self._cluster.changed = True
+
+    def reform(self, now: float) -> None:
+        """Form domains and scopes anew; every engine plans again after its iteration in flight, idle ones at once."""
+        cluster = self._cluster
+        cluster.settle_all(now, cluster.order)
+        engines = [cluster.engines[id] for id in sorted(cluster.engines)]
+        gpus_of = [self._residents[engine.index].gpus for engine in engines]
+        spans = [engine for engine in engines if isinstance(engine, SpanEngine)]
+        scopes = {scope: Scope(scope) for scope in map(self._scope, engines)}
+        cluster.connect(engines, domains_of(spans, gpus_of, self._memory.managers), list(scopes.values()))
+        cluster.changed = False
+        for engine in engines:
+            if engine.busy:
+                engine.cut()
+            elif engine.has_work or self._controller.waiting(engine.index):
+                engine.start(now)
+
+    def _scope(self, engine: Engine) -> tuple[int, ...]:
+        return self._controller.scope_of(engine.index) or (engine.index,)

@@ -1,0 +1,241 @@
+"""Instances of one model that serve alone or as stages of a pipeline, and are lost and come back: who carries out what
+``policy/groups`` decides about them. Merging and splitting is ``regroup``'s part, moving requests that of ``migrate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from simpy.events import Event as ClockEvent
+
+from fineserve_sim.cluster.clock import Kind, order_of
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.links import Transfer
+from fineserve_sim.cluster.engine.pipeline import WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.queue import Lane
+from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.engine.tp_group import TpGroup
+from fineserve_sim.cluster.fleet.exchange import TransferRules
+from fineserve_sim.cluster.fleet.migrate import Migrations
+from fineserve_sim.cluster.fleet.regroup import Regrouping
+from fineserve_sim.cluster.host import TIMER, Cluster, Scope
+from fineserve_sim.cluster.sharing.domain import PrivateDomain, StageDomain
+from fineserve_sim.policy.commands import Activate, DropLayers, Migrate, RestoreLayers
+from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, Event, GpusRepaired, Tick
+from fineserve_sim.policy.groups.drop_plan import even_split
+
+TICK = order_of(Kind.TIMER, (1 << 18) + 1)
+
+EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engine]
+"""By id, instances in the order of stages, their layers, and whether the instances may have another engine for a while."""
+
+
+class Instances:
+    """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after they are asked for."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        instances: Sequence[TpGroup],
+        make: EngineMaker,
+        rules: TransferRules,
+        *,
+        spares: int = 0,
+        start_s: float = 0.0,
+    ) -> None:
+        self.cluster = cluster
+        self.instances = tuple(instances)
+        self.regrouping = Regrouping(self, rules)
+        self.migrations = Migrations(self)
+        self._make = make
+        self._spares = set(self.instances[len(instances) - spares :])
+        self._start_s = start_s
+        self._by_gpus = {instance.gpus: instance for instance in instances}
+        self._stages: dict[int, tuple[TpGroup, ...]] = {}
+        self._loading: dict[int, tuple[TpGroup, Transfer | None]] = {}  # by engine to be
+        self.iterations_gone = 0
+        cluster.fleet = self
+        cluster.actions |= {
+            Activate: self._activate,
+            DropLayers: self.regrouping.drop,
+            RestoreLayers: self.regrouping.restore,
+            Migrate: self.migrations.start,
+        }
+
+    def begin(self, stages: int) -> None:
+        """The instances that are no spares serve from the start, so many as the stages of an engine."""
+        serving = len(self.instances) - len(self._spares)
+        layout = even_split(self.instances[0].sizes.layers, stages)
+        for id, first in enumerate(range(0, serving, stages)):
+            members = self.instances[first : first + stages]
+            for member, layers in zip(members, layout, strict=True):
+                member.load(frozenset(layers))
+            self.create(id, members, layout)
+        self._set_tick()
+
+    # --- engines ---------------------------------------------------------------------------------------------------
+
+    def create(
+        self, id: int, members: tuple[TpGroup, ...], layout: tuple[range, ...], *, shared: bool = False
+    ) -> Engine:
+        """A new engine on these instances; ``shared``: another may still be ending its requests there."""
+        engine = self._make(id, members, layout, shared)
+        self._stages[id] = members
+        self._connect([engine, *self.on(members)])
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """An engine that has ended."""
+        left = self.cluster.disconnect(engine)
+        del self._stages[engine.index]
+        self.iterations_gone += engine.iterations
+        if isinstance(engine, PipelineEngine):
+            self.regrouping.report.count(engine)
+        self._connect(left)
+
+    def _connect(self, engines: Iterable[Engine]) -> None:
+        """Form domains anew: of engines on the same instances, directly or by way of others."""
+        left = {engine.index: engine for engine in engines}
+        for engine in list(left.values()):
+            left |= {other.index: other for other in self.cluster.companions(engine)}
+        while left:
+            members = [left.popitem()[1]]
+            for member in members:
+                stages = set(self._stages[member.index])
+                near = [id for id, other in left.items() if stages & set(self._stages[other.index])]
+                members += [left.pop(id) for id in near]
+            self._connect_domain(members)
+
+    def _connect_domain(self, members: list[Engine]) -> None:
+        members.sort(key=lambda engine: engine.index)
+        only = members[0] if len(members) == 1 else None
+        domain = PrivateDomain(only, []) if isinstance(only, SpanEngine) else StageDomain(members)
+        self.cluster.connect(members, [domain], [Scope((engine.index,)) for engine in members])
+        for engine in members:
+            self.cluster.touch(engine)
+
+    def on(self, instances: Iterable[TpGroup]) -> list[Engine]:
+        """The engines on any of these instances."""
+        wanted = set(instances)
+        return [engine for engine in self.cluster.engines.values() if wanted & set(self._stages[engine.index])]
+
+    def stages_of(self, engine: Engine | int) -> tuple[TpGroup, ...]:
+        """Its instances, in the order of stages."""
+        return self._stages[engine if isinstance(engine, int) else engine.index]
+
+    def hear(self, now: float, event: Event) -> None:
+        """Tell the controller, after the loads."""
+        if self.cluster.controller.needs_loads:
+            self.cluster.report_loads(now)
+        self.cluster.hear(now, event)
+
+    # --- what the cluster tells ------------------------------------------------------------------------------------
+
+    def rested(self, engine: Engine, now: float) -> None:
+        """Engines stay."""
+
+    def stopped(self, engine: Engine, now: float) -> None:
+        self.regrouping.stopped(engine, now)
+
+    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
+        self.migrations.leave(engine, lane, sequence, now)
+
+    def reform(self, now: float) -> None:
+        """Engines are connected as they come and go."""
+
+    def check(self) -> None:
+        for instance in self.instances:
+            instance.check()
+            held = sum(
+                self.cluster.engines[id].kv.memory_bytes(stages.index(instance))
+                for id, stages in self._stages.items()
+                if instance in stages
+            )
+            assert instance.kv.used_bytes == held, f"instance {instance.id}: KV bytes that no engine has"
+
+    # --- looks at everything ---------------------------------------------------------------------------------------
+
+    def _set_tick(self) -> None:
+        at_s = self.cluster.controller.next_tick_s
+        if at_s < float("inf"):
+            self.cluster.clock.at(at_s, TICK, self._on_tick)
+
+    def _on_tick(self, _: ClockEvent) -> None:
+        cluster = self.cluster
+        now: float = cluster.clock.now
+        cluster.settle_all(now, TICK)
+        self.regrouping.end_drained(now)
+        moves = Migrate in cluster.actions
+        loads = {id: engine.load(shortest=moves) for id, engine in cluster.engines.items()}
+        cluster.hear(now, Tick({}, {}, loads))
+        if cluster.outcomes.open:
+            self._set_tick()
+
+    # --- instances that come, are lost and come back -----------------------------------------------------------------
+
+    def _activate(self, command: Activate, now: float) -> None:
+        """A spare starts; any other loads the layers that it misses from its host's copy. Then it serves alone."""
+        instance = self._by_gpus[command.gpus]
+        if instance in self._spares:
+            self._spares.remove(instance)
+            order = order_of(Kind.TIMER, (1 << 18) + 2 + instance.id)
+            self._loading[command.engine] = (instance, None)
+            self.cluster.clock.at(
+                now + self._start_s, order, lambda _: self._ready(command.engine, now + self._start_s)
+            )
+            return
+        everything = frozenset(range(instance.sizes.layers))
+        missing_bytes = len(everything - instance.resident) * instance.sizes.layer_bytes
+        self.regrouping.report.weight_bytes += missing_bytes
+        transfer = instance.links.from_host.send(missing_bytes, WEIGHTS, None, partial(self._ready, command.engine))
+        self._loading[command.engine] = (instance, transfer)
+
+    def _ready(self, id: int, now: float) -> None:
+        if id not in self._loading:
+            return
+        self.cluster.order = TIMER
+        instance, _ = self._loading.pop(id)
+        layers = instance.sizes.layers
+        instance.load(frozenset(range(layers)))
+        self.create(id, (instance,), even_split(layers, 1))
+        self.hear(now, EngineReady(id))
+
+    def fail(self, number: int) -> None:
+        """An instance is lost, with all KV of its engines; their requests start again elsewhere."""
+        cluster, instance = self.cluster, self.instances[number]
+        now: float = cluster.clock.now
+        cluster.settle_all(now, TIMER)
+        hit = self.on([instance])
+        kept = self.regrouping.forget(hit, now)
+        lost: list[SequenceState] = []
+        for engine in hit:
+            self.migrations.forget(engine, now)
+            lost += engine.abandon()
+            self.remove(engine)
+        loading = [id for id, (other, _) in self._loading.items() if other is instance]
+        for id in loading:  # it was on its way back
+            transfer = self._loading.pop(id)[1]
+            if transfer is not None:
+                transfer.cancel()
+        instance.fail()
+        for id in [*(engine.index for engine in hit), *loading]:
+            self.hear(now, EngineFailed(id, instance.gpus))
+        for event in kept:
+            self.hear(now, event)
+        if hit:
+            lost.sort(key=lambda sequence: (sequence.arrival_s, sequence.index))
+            cluster.returned(hit[0], lost, now)
+
+    def repair(self, number: int) -> None:
+        """A lost instance is back, with nothing in its memory."""
+        instance = self.instances[number]
+        instance.alive = True
+        self.hear(self.cluster.clock.now, GpusRepaired(instance.gpus))
+
+    def drained(self, engine: Engine, now: float) -> None:
+        """A pipeline whose instances serve alone again has ended its last request."""
+        engine.dissolve()
+        self.remove(engine)
+        self.hear(now, EngineDrained(engine.index))

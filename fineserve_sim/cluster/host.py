@@ -1,0 +1,409 @@
+"""The cluster in time: events go to the controller, its commands to engines.
+
+Engines of one GPU share memory through the policy's manager only, and its pace through ``Contention``. This module carries
+news between them: who must be asked, woken or cut when something changes. It takes no decision of its own. What commands
+mean stands in one table, ``actions``; a cluster whose engines come and go adds lines to it (``fleet/``), a static one gets no
+such command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.queue import Lane
+from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState
+from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine
+from fineserve_sim.cluster.log import DecisionLog, Log
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.domain import MemoryDomain
+from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
+from fineserve_sim.policy.controller import Controller
+from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArrived, RequestReturned
+from fineserve_sim.policy.interfaces import EngineState, Request
+
+TIMER = order_of(Kind.TIMER, 0)
+"""The order of events that belong to no engine."""
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """The engines that one local scheduler serves. It is asked again when ``stale``, or from ``ask_again_s`` on."""
+
+    engines: tuple[int, ...]
+    stale: bool = True
+    ask_again_s: float = float("-inf")
+
+
+class Fleet(Protocol):
+    """What a cluster whose engines come and go hears besides."""
+
+    def rested(self, engine: Engine, now: float) -> None:
+        """It has nothing more to do."""
+        ...
+
+    def stopped(self, engine: Engine, now: float) -> None:
+        """It was to stop, and its last batch has left."""
+        ...
+
+    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
+        """A sequence that is to go elsewhere stands between two iterations."""
+        ...
+
+    def reform(self, now: float) -> None:
+        """All commands are carried out, and engines came or went."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError if bytes do not add up."""
+        ...
+
+
+class Cluster:
+    """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
+    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        controller: Controller,
+        contention: Contention,
+        outcomes: Outcomes,
+        *,
+        merging: bool,
+        check: bool,
+        log: Log | None,
+    ) -> None:
+        self.engines: dict[int, Engine] = {}
+        self.domains: list[MemoryDomain] = []
+        self.merging = merging
+        self.clock = clock
+        self.controller = controller
+        self.outcomes = outcomes
+        self.contention = contention
+        self.fleet: Fleet | None = None
+        self.changed = False  # engines came or went, and nothing was formed anew yet
+        self.order = 0  # of the event under way
+        self.log = None if log is None else DecisionLog(log)
+        self.prefixes: Sequence[Prefix] = ()  # by request, where KV memory keeps prefixes
+        self.actions: dict[type, Callable[[Any, float], None]] = {
+            Dispatch: self._dispatch,
+            Drop: self._refuse,
+            Reject: self._refuse,
+        }
+        self._scope_of: dict[int, Scope] = {}
+        self._domain_of: dict[int, MemoryDomain] = {}
+        self._check = check
+        self._depth = 0  # of commands that follow from commands
+        self._asking: Engine | None = None
+        self._sequences: dict[int, SequenceState] = {}
+        self._touched: set[int] = set()  # engines whose load changed since the controller was told
+        self._due: list[tuple[float, int, int]] = []  # when the load of an engine changes inside its span
+        self._watched_s: dict[int, float] = {}  # the entry of each engine in it that counts
+
+    def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
+        """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
+        gone = {id(self._domain_of[engine.index]) for engine in engines if engine.index in self._domain_of}
+        self.domains = [*(domain for domain in self.domains if id(domain) not in gone), *domains]
+        self.engines |= {engine.index: engine for engine in engines}
+        self._domain_of |= {engine.index: domain for domain in domains for engine in domain.engines}
+        self._scope_of |= {engine: scope for scope in scopes for engine in scope.engines}
+
+    def disconnect(self, engine: Engine) -> list[Engine]:
+        """An engine leaves. Returns the others of its domain, which are to be connected anew."""
+        scope = self._scope_of.pop(engine.index)
+        scope.engines = tuple(other for other in scope.engines if other != engine.index)
+        domain = self._domain_of.pop(engine.index)
+        del self.engines[engine.index]
+        left = [other for other in domain.engines if other is not engine]
+        if not left:
+            self.domains.remove(domain)
+        return left
+
+    def companions(self, engine: Engine) -> Sequence[Engine]:
+        """The engines of its domain that are still there; none before it is connected."""
+        domain = self._domain_of.get(engine.index)
+        return [other for other in domain.engines if other.index in self.engines] if domain else []
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, output_tokens: int, now: float, order: int) -> None:
+        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
+        self.order = order
+        sequence = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens)
+        if self.prefixes:
+            sequence.prefix = self.prefixes[request.id]
+        self._sequences[request.id] = sequence
+        if self.controller.needs_loads:
+            self.report_loads(now)
+        self.hear(now, RequestArrived(request))
+        engine_id = self.controller.engine_of(request.id)
+        if engine_id is not None:
+            self.outcomes.engine[request.id] = engine_id
+            engine = self.engines[engine_id]
+            self.ask_again(engine, now)
+            if not engine.busy:
+                engine.start(now)
+
+    def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
+        """These wait for an engine again, with what they generated as part of their prompts."""
+        for sequence in sequences:
+            self._sequences[sequence.index] = sequence
+            if self.controller.needs_loads:
+                self.report_loads(now)
+            again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
+            self.hear(now, RequestReturned(again))
+
+    def emitted(self, sequence: SequenceState, now: float) -> None:
+        self.outcomes.first_token(sequence.index, now)
+
+    def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
+        self.outcomes.engine[sequence.index] = engine.column
+        self.outcomes.end(sequence.index, now, Fate.FINISHED)
+
+    def preempted(self, engine: Engine, sequence: SequenceState) -> None:
+        self.outcomes.preemptions[sequence.index] += 1
+        self._scope_of[engine.index].stale = True
+
+    def progressed(self, engine: Engine) -> None:
+        """Prompt tokens were computed: a scheduler that counts them may answer differently."""
+        self._scope_of[engine.index].stale = True
+
+    # --- scheduling ------------------------------------------------------------------------------------------------
+
+    def consult(self, engine: Engine, now: float) -> None:
+        """The engine stands between two iterations: let its scheduler start requests if the answer could be news."""
+        if not self.controller.waiting(engine.index):
+            return
+        scope = self._scope_of[engine.index]
+        news = scope.stale or engine.composition_changed or now >= scope.ask_again_s
+        if self.merging and not news:
+            return
+        commands = self.tell(now, EngineStepped(engine.index, self._states(scope, now)))
+        self.carry_out(commands, now, asking=engine)
+        if self.merging:
+            self._plan_next_question(scope, engine, now, changed=bool(commands))
+
+    def _plan_next_question(self, scope: Scope, engine: Engine, now: float, *, changed: bool) -> None:
+        """When the scheduler is to be asked again. Spans of the scope that were planned to go on beyond that end early."""
+        planned_s = scope.ask_again_s
+        scope.ask_again_s = NEVER
+        if self.controller.waiting(engine.index):
+            scope.ask_again_s = self.controller.unchanged_until(now, engine.index, self._states(scope, now))
+        scope.stale = changed  # what it just decided may be news to itself
+        if changed or scope.ask_again_s < planned_s:
+            for other in scope.engines:
+                if other != engine.index:
+                    self._cut(self.engines[other], now)
+
+    def must_ask(self, engine: Engine) -> bool:
+        """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
+        return self._scope_of[engine.index].stale and self.controller.waiting(engine.index) > 0
+
+    def ask_again_s(self, engine: Engine) -> float:
+        """The first time at which the engine's scheduler may have news without any event."""
+        return self._scope_of[engine.index].ask_again_s if self.controller.waiting(engine.index) else NEVER
+
+    def _states(self, scope: Scope, now: float) -> dict[int, EngineState]:
+        for engine in scope.engines:
+            self._domain_of[engine].settle(now, self.order)
+        return {engine: self.engines[engine].state() for engine in scope.engines}
+
+    def ask_again(self, engine: Engine, now: float) -> None:
+        """The scheduler's answer may differ now: end every span that waits for it."""
+        scope = self._scope_of[engine.index]
+        scope.stale = True
+        if self.controller.waiting(engine.index):
+            for other in scope.engines:
+                self._cut(self.engines[other], now)
+
+    # --- what engines share ----------------------------------------------------------------------------------------
+
+    def settle(self, engine: Engine, now: float, order: int) -> None:
+        """An event of this engine begins: bring the memory that it sees up to this moment."""
+        self.order = order
+        self._domain_of[engine.index].settle(now, order)
+
+    def settle_all(self, now: float, order: int) -> None:
+        """Somebody looks at everything: bring all memory up to this moment."""
+        self.order = order
+        for domain in self.domains:
+            domain.settle(now, order)
+
+    def settle_now(self, engine: Engine, now: float) -> None:
+        """Within the event under way, bring the memory that this engine sees up to it."""
+        self._domain_of[engine.index].settle(now, self.order)
+
+    def set_shares(self, engine: Engine, now: float, compute: float, bandwidth: float) -> None:
+        """The engine's composition changed: so does the pace of its neighbours, and what schedulers may answer."""
+        changed = self.contention.set_shares(engine.index, compute, bandwidth)
+        slowdown = self.contention.slowdowns[engine.index]
+        if slowdown != engine.slowdown:
+            engine.slowdown = slowdown
+            self.ask_again(engine, now)
+        settled = self._domain_of[engine.index]  # when its event began
+        for other in changed:
+            neighbour = self.engines[other]
+            if self._domain_of[other] is not settled:
+                self._domain_of[other].settle(now, self.order)
+            neighbour.rescale(now, self.contention.slowdowns[other])
+            self.ask_again(neighbour, now)
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        return self._domain_of[engine.index].steps_that_fit(engine, decodes, most)
+
+    def launched(self, engine: Engine, lane: Lane, now: float, *, sure: bool) -> None:
+        """The engine took blocks for an iteration: if the spans of the others are no longer sure of theirs, they end early.
+        They are ``sure`` when the engine's own span was planned beside them."""
+        domain = self._domain_of[engine.index]
+        if not (sure or domain.promises_hold(engine)):
+            for other in domain.engines:
+                if other is not engine:
+                    other.cut()
+        if self.controller.needs_loads:
+            self.touch(engine)
+        if self._check:
+            self._check_all(domain)
+        if self.log is not None:
+            self.log.launched(engine, lane, now)
+
+    def _check_all(self, domain: MemoryDomain) -> None:
+        domain.check()
+        for engine in domain.engines:
+            engine.check()
+        if self.fleet is not None:
+            self.fleet.check()
+
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None:
+        """A batch or a span has ended, which began then: write it down."""
+        if self.log is not None:
+            self.log.computed(engine, lane, since_s, now, engine.columns[stage])
+
+    def memory_freed(self, engine: Engine, now: float) -> None:
+        """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
+        if self.controller.needs_loads:
+            self.touch(engine)
+        for other in self._domain_of[engine.index].engines:
+            if other is engine:
+                continue
+            self._scope_of[other.index].stale = True
+            if other.wants_memory or self.controller.waiting(other.index):
+                other.replan(now)
+
+    def stalled(self, engine: Engine, now: float) -> None:
+        """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one
+        that arrived last gives its memory back."""
+        domain = self._domain_of[engine.index]
+        if any(other.busy or other.starting for other in domain.engines):
+            return
+        holders = [other for other in domain.engines if other.partial_prefills()]
+        if not holders and self.fleet is None:
+            raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
+        if not holders or (engine.reserved_blocks and len(engine.partial_prefills()) < 2):
+            return  # memory went to weights, or to a request that is on its way: it comes back
+        max(holders, key=Engine.latest_prefill_arrival).preempt_latest_prefill(now)
+        for other in domain.engines:
+            if other.has_work:
+                other.start(now)
+
+    def rested(self, engine: Engine, now: float) -> None:
+        """The engine has nothing more to do."""
+        if self.fleet is not None:
+            self.fleet.rested(engine, now)
+
+    def stopped(self, engine: Engine, now: float) -> None:
+        assert self.fleet is not None
+        self.fleet.stopped(engine, now)
+
+    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
+        assert self.fleet is not None
+        self.fleet.leaves(engine, lane, sequence, now)
+
+    def _cut(self, engine: Engine, now: float) -> None:
+        if engine.busy:
+            self._domain_of[engine.index].settle(now, self.order)
+            engine.cut()
+
+    # --- loads -----------------------------------------------------------------------------------------------------
+
+    def touch(self, engine: Engine) -> None:
+        """Its load changed, and what those that share its memory see as theirs."""
+        if self.controller.needs_loads:
+            for other in self._domain_of[engine.index].engines:
+                self._touched.add(other.index)
+                if isinstance(other, SpanEngine) and other.next_boundary_s < NEVER:
+                    self._watch(other)
+
+    def _watch(self, engine: SpanEngine) -> None:
+        """The load changes at the next boundary of the span; somebody else may settle it before the controller is told."""
+        at_s = engine.next_boundary_s
+        if self._watched_s.get(engine.index, NEVER) > at_s:
+            self._watched_s[engine.index] = at_s
+            heappush(self._due, (at_s, engine.order, engine.index))
+
+    def report_loads(self, now: float) -> None:
+        """Tell the controller the loads that changed since it was told last: of engines to which something happened, or whose
+        span passed a boundary. Its cost grows with their number, not with that of all engines."""
+        while self._due and self._due[0][:2] < (now, self.order):
+            at_s, _, index = heappop(self._due)
+            if self._watched_s.get(index) == at_s:
+                del self._watched_s[index]
+                if engine := self.engines.get(index):
+                    self.settle_now(engine, now)
+                    self.touch(engine)
+        if self._touched:
+            engines = self.engines
+            loads = {index: engines[index].load() for index in sorted(self._touched) if index in engines}
+            self._touched.clear()
+            self.tell(now, Loads(loads))
+
+    # --- the controller --------------------------------------------------------------------------------------------
+
+    def hear(self, now: float, event: Event) -> None:
+        """Something happened: do what the controller says to it."""
+        self.carry_out(self.tell(now, event), now)
+
+    def tell(self, now: float, event: Event) -> list[Command]:
+        """What the controller says to an event, written down."""
+        commands = self.controller.handle(now, event)
+        if self.log is not None:
+            self.log.event(now, event)
+            for command in commands:
+                self.log.command(now, command)
+        return commands
+
+    def carry_out(self, commands: Sequence[Command], now: float, asking: Engine | None = None) -> None:
+        """What follows from a command is done before the next one; when all is done, the fleet is formed anew."""
+        self._depth += 1
+        for command in commands:
+            self._asking = asking
+            self.actions[type(command)](command, now)
+        self._depth -= 1
+        if self.changed and not self._depth and self.fleet is not None:
+            self.changed = False
+            self.fleet.reform(now)
+
+    def _dispatch(self, command: Dispatch, now: float) -> None:
+        engine = self.engines[command.engine]
+        sequence = self._sequences.pop(command.request_id)
+        self.outcomes.engine[command.request_id] = engine.column
+        if isinstance(engine, LoneEngine):
+            engine.post(now, self.order, sequence)
+            return
+        engine.accept(sequence)
+        if self.controller.needs_loads:
+            self.touch(engine)
+        if engine is not self._asking:
+            engine.replan(now)
+
+    def _refuse(self, command: Drop | Reject, now: float) -> None:
+        self._sequences.pop(command.request_id, None)
+        fate = Fate.REJECTED if isinstance(command, Reject) else Fate.DROPPED
+        self.outcomes.end(command.request_id, now, fate)

@@ -1,0 +1,77 @@
+"""The decision log: events and commands of the policy core, and spans that say what engines computed, as JSON-able dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.queue import Lane
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.policy.commands import Command
+from fineserve_sim.policy.events import Event
+from fineserve_sim.policy.interfaces import Request
+
+Log = Callable[[dict[str, object]], None]
+
+
+class DecisionLog:
+    """Writes to ``log``, a line a call."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def event(self, now: float, event: Event) -> None:
+        self._log({"now_s": now, "event": type(event).__name__, **_plain_fields(event)})
+
+    def command(self, now: float, command: Command) -> None:
+        self._log({"now_s": now, "command": type(command).__name__, **_plain_fields(command)})
+
+    def launched(self, engine: Engine, lane: Lane, now: float) -> None:
+        """A batch begins: what keeps the requests that wait in the engine's queue, and who starts."""
+        state = engine.state()
+        self._log(
+            {
+                "now_s": now,
+                "span": "EngineLaunched",
+                "engine": engine.index,
+                "waiting": engine.waiting,
+                "free_slots": max(0, state.free_slots + engine.waiting),
+                "free_kv_tokens": state.free_kv_tokens,
+                "prefill_tokens": sum(size for _, _, size in lane.chunks),
+                "starts": [sequence.index for sequence, done, _ in lane.chunks if not done],
+            }
+        )
+
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, column: int) -> None:
+        """A batch was computed, or a span of alike ones; ``engine`` is the column of the timeline."""
+        self._log(
+            {
+                "now_s": since_s,
+                "span": "EngineComputed",
+                "engine": column,
+                "seconds": now - since_s,
+                "iterations": engine.span_iterations if isinstance(engine, SpanEngine) else 1,
+                "decodes": lane.decodes.size,
+                "prefill_tokens": sum(size for _, _, size in lane.chunks),
+            }
+        )
+
+    def transferred(self, what: str, engine: int, columns: list[int], began_s: float, now: float) -> None:
+        """KV or weights of an engine over several instances have arrived."""
+        entry = {"span": "Transferred", "what": what, "engine": engine, "engines": columns}
+        self._log({"now_s": now, **entry, "seconds": now - began_s})
+
+
+def _plain_fields(message: Event | Command) -> dict[str, object]:
+    return {name: plain(value) for name, value in message._asdict().items()}
+
+
+def plain(value: object) -> object:
+    """A field of an event or command as JSON-able values."""
+    if isinstance(value, Request):
+        return {name: getattr(value, name) for name in Request.__slots__}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()
+    return value

@@ -1,0 +1,130 @@
+"""Samples of the cluster over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.tp_group import TpGroup
+from fineserve_sim.cluster.host import Cluster
+from fineserve_sim.cluster.scenario import Ints, Timeline
+from fineserve_sim.policy.interfaces import KVMemory
+
+PER_COLUMN = ("waiting", "running", "kv_used_bytes")
+PER_GPU = ("gpu_stranded_bytes", "gpu_free_bytes")
+
+
+class Sampler(Protocol):
+    """Rows of a ``Timeline``."""
+
+    def sample(self, now: float) -> None:
+        """Note everything as it is. Engines must be settled up to this moment."""
+        ...
+
+    def timeline(self) -> Timeline: ...
+
+
+class _Rows:
+    """Tables of a timeline, a row a sample."""
+
+    def __init__(self, models: Sequence[str], gpus: int) -> None:
+        self._models = tuple(models)
+        self._gpus = gpus
+        self.time_s: list[float] = []
+        self._tables: dict[str, list[list[int]]] = {name: [] for name in (*PER_COLUMN, *PER_GPU)}
+
+    def add(self, now: float, **rows: list[int]) -> None:
+        self.time_s.append(now)
+        for name, row in rows.items():
+            self._tables[name].append(row)
+
+    def timeline(self) -> Timeline:
+        widths = dict.fromkeys(PER_COLUMN, len(self._models)) | dict.fromkeys(PER_GPU, self._gpus)
+        tables = {
+            name: np.array(rows, dtype=np.int64).reshape(len(self.time_s), widths[name])
+            for name, rows in self._tables.items()
+        }
+        return Timeline(time_s=np.array(self.time_s, dtype=np.float64), engine_models=self._models, **tables)
+
+
+class Column(NamedTuple):
+    """What one column sums up: the engines of ``model`` that are there, and requests that wait for them."""
+
+    model: str
+    engines: Callable[[], Sequence[Engine]]
+    queued: Callable[[], int]
+
+
+class EngineSampler:
+    """A column an engine, or a model."""
+
+    def __init__(self, columns: Sequence[Column], managers: Sequence[KVMemory]) -> None:
+        self._columns = tuple(columns)
+        self._managers = managers
+        self._rows = _Rows([column.model for column in columns], len(managers))
+
+    def sample(self, now: float) -> None:
+        engines = [(column.engines(), column.queued()) for column in self._columns]
+        ledgers = [manager.ledger() for manager in self._managers]
+        self._rows.add(
+            now,
+            waiting=[queued + sum(e.waiting for e in here) for here, queued in engines],
+            running=[sum(e.running for e in here) for here, _ in engines],
+            kv_used_bytes=[sum(e.kv.used_bytes() for e in here) for here, _ in engines],
+            gpu_stranded_bytes=[ledger.stranded_bytes for ledger in ledgers],
+            gpu_free_bytes=[ledger.free_bytes for ledger in ledgers],
+        )
+
+    def timeline(self) -> Timeline:
+        return self._rows.timeline()
+
+
+class InstanceSampler:
+    """A column an instance of the one model: what an engine has is put down to its first instance, KV to each its own.
+
+    ``demand_bytes`` of KV (running requests and the heads of the queues), ``capacity_bytes`` for KV and ``engines``, how many
+    there are, have an entry a sample.
+    """
+
+    def __init__(self, model: str, instances: Sequence[TpGroup], cluster: Cluster) -> None:
+        self._instances, self._cluster = instances, cluster
+        self._rows = _Rows([model] * len(instances), sum(len(instance.gpus) for instance in instances))
+        self.demand_bytes: list[int] = []
+        self.capacity_bytes: list[int] = []
+        self.engines: list[int] = []
+
+    @property
+    def time_s(self) -> list[float]:
+        return self._rows.time_s
+
+    def sample(self, now: float) -> None:
+        instances, engines = self._instances, self._cluster.engines.values()
+        waiting, running = [0] * len(instances), [0] * len(instances)
+        demand_blocks = 0
+        for engine in engines:
+            waiting[engine.column] += engine.waiting
+            running[engine.column] += engine.running
+            demand_blocks += engine.kv.used_blocks() + sum(queue.head_blocks for queue in engine.queues)
+        self._rows.add(
+            now,
+            waiting=waiting,
+            running=running,
+            kv_used_bytes=[instance.kv.used_bytes for instance in instances],
+            gpu_stranded_bytes=[0 for instance in instances for _ in instance.gpus],
+            gpu_free_bytes=[
+                instance.kv.free_bytes // len(instance.gpus) for instance in instances for _ in instance.gpus
+            ],
+        )
+        self.demand_bytes.append(demand_blocks * instances[0].sizes.block_bytes)
+        self.capacity_bytes.append(sum(instance.kv.limit_bytes for instance in instances if instance.alive))
+        self.engines.append(len(engines))
+
+    def timeline(self) -> Timeline:
+        return self._rows.timeline()
+
+    def counted(self) -> tuple[Ints, Ints]:
+        """``demand_bytes`` and ``capacity_bytes`` as arrays (T,)."""
+        return np.array(self.demand_bytes, dtype=np.int64), np.array(self.capacity_bytes, dtype=np.int64)

@@ -1,0 +1,206 @@
+"""Engines whose KV memory is one: what one takes, the others no longer have.
+
+Inside a span an engine takes blocks at its iteration boundaries without an event. Two facts keep that exact. Boundaries
+are settled in the order of their times over all engines of the domain, before anyone looks at the memory. And a span is
+only as long as its blocks are sure: those of all spans together fit, whatever the order. An engine with pools of its
+own is a domain by itself: nobody else looks at its memory, and counting its blocks is enough.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Protocol
+
+from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
+from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
+from fineserve_sim.policy.interfaces import KVMemory, TimedKVManager
+
+
+class MemoryDomain(Protocol):
+    """Engines whose KV memory is one."""
+
+    @property
+    def engines(self) -> Sequence[Engine]: ...
+
+    def settle(self, now: float, order: int) -> None:
+        """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
+        ...
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
+        promised them."""
+        ...
+
+    def promises_hold(self, taker: Engine) -> bool:
+        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
+        ...
+
+    def check(self) -> None: ...
+
+
+class PrivateDomain:
+    """One engine over private pools."""
+
+    def __init__(self, engine: SpanEngine, memories: Sequence[KVMemory]) -> None:
+        self.engines = (engine,)
+        self._engine = engine
+        self._kv = engine.kv
+        self._counted = engine.kv if isinstance(engine.kv, CountedBlocks) else None
+        self._memories = tuple(memories)
+        self._margin = engine.relief.boundaries_ahead if engine.relief else 0
+
+    def settle(self, now: float, order: int) -> None:
+        engine = self._engine
+        if isinstance(engine, LoneEngine):
+            engine.catch_up(now, order)
+        elif engine.next_boundary_s <= now and not self._grow(now, order):
+            raise AssertionError(f"engine {engine.index}: no memory inside a span")
+
+    def _grow(self, now: float, order: int) -> bool:
+        if self._counted is not None:
+            return self._counted.take(self._engine.count_boundaries(now, order))
+        return all(self._kv.grow_each(growing) for _, _, growing in self._engine.pass_boundaries(now, order))
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        free, before = self._kv.free_blocks(), 1 - self._margin
+        if decodes.blocks_ahead(most - before) <= free:
+            return most
+        return max(
+            1, bisect_left(range(1, most + 1), True, key=lambda steps: decodes.blocks_ahead(steps - before) > free)
+        )
+
+    def promises_hold(self, taker: Engine) -> bool:
+        return True
+
+    def check(self) -> None:
+        for memory in self._memories:
+            memory.check()
+
+
+class StageDomain:
+    """Engines whose batches are planned one by one, over the same instances: nothing is promised."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+
+    def settle(self, now: float, order: int) -> None:
+        """No boundary is left behind."""
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        return 1
+
+    def promises_hold(self, taker: Engine) -> bool:
+        return True
+
+    def check(self) -> None:
+        """The instances check their bytes."""
+
+
+class SharedDomain:
+    """A connected set of engines over shared memories."""
+
+    def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVMemory]) -> None:
+        self.engines = tuple(engines)
+        self._kv = {engine.index: engine.kv for engine in self.engines}
+        self._memories = tuple(memories)
+        self._clocks = tuple(memory for memory in memories if isinstance(memory, TimedKVManager))
+
+    def settle(self, now: float, order: int) -> None:
+        for clock in self._clocks:
+            clock.advance(now)
+        growths: list[Growth] = []
+        for engine in self.engines:
+            if engine.next_boundary_s <= now:
+                growths += engine.pass_boundaries(now, order)
+        if len(growths) > 1:
+            growths = _in_turn(growths)
+        for _, index, sequences in growths:
+            self._grow(index, sequences)
+
+    def _grow(self, index: int, sequences: Collection[SequenceState]) -> None:
+        if not self._kv[index].grow_each(sequences):
+            raise AssertionError(f"engine {index}: no memory inside a span")
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        engine.promised_blocks = decodes.blocks_ahead(most - 1)
+        if self._promises_fit():
+            return most
+
+        def too_long(steps: int) -> bool:
+            engine.promised_blocks = decodes.blocks_ahead(steps - 1)
+            return not self._promises_fit()
+
+        self._recount(engine)
+        steps = max(1, bisect_left(range(1, most + 1), True, key=too_long))
+        engine.promised_blocks = decodes.blocks_ahead(steps - 1)
+        return steps
+
+    def promises_hold(self, taker: Engine) -> bool:
+        if self._promises_fit():
+            return True
+        self._recount(taker)
+        return self._promises_fit()
+
+    def check(self) -> None:
+        for memory in self._memories:
+            memory.check()
+
+    def _recount(self, engine: Engine) -> None:
+        for other in self.engines:
+            if other is not engine:
+                other.recount_promise()
+
+    def _promises_fit(self) -> bool:
+        demands = {engine.index: engine.promised_blocks for engine in self.engines}
+        for memory in self._memories:  # noqa: SIM110 - half the time of a generator
+            if not memory.fits(demands):
+                return False
+        return True
+
+
+def domains_of(
+    engines: Sequence[SpanEngine], gpus_of: Sequence[tuple[int, ...]], memories: Mapping[int, KVMemory]
+) -> list[MemoryDomain]:
+    """Engines that share a memory, directly or through a TP group, form one domain; private pools keep them apart.
+
+    ``gpus_of`` are the GPUs of each engine, ``memories`` the KV memory of each GPU.
+    """
+    domains: list[MemoryDomain] = []
+    members_on: dict[int, list[SpanEngine]] = {}  # by GPU; those of one domain have one list
+    for engine, own in zip(engines, gpus_of, strict=True):
+        if engine.kv.private:
+            domains.append(PrivateDomain(engine, [memories[gpu] for gpu in own]))
+            continue
+        members = [engine]
+        for other in {id(members_on[gpu]): members_on[gpu] for gpu in own if gpu in members_on}.values():
+            members += other
+        for gpu in {gpu for gpu, others in members_on.items() if others[0] in members} if len(members) > 1 else ():
+            members_on[gpu] = members
+        members_on |= dict.fromkeys(own, members)
+    gpus_with: dict[int, list[int]] = {}
+    for gpu, members in members_on.items():
+        gpus_with.setdefault(id(members), []).append(gpu)
+    for gpus in gpus_with.values():
+        members = sorted(members_on[gpus[0]], key=lambda engine: engine.index)
+        domains.append(SharedDomain(members, [memories[gpu] for gpu in sorted(gpus)]))
+    return domains
+
+
+def _in_turn(growths: list[Growth]) -> list[Growth]:
+    """By time, then engine; one engine's growths in a row come to one."""
+    growths.sort(key=itemgetter(0, 1))
+    turns: list[Growth] = []
+    last = -1
+    together: list[SequenceState] = []
+    for end_s, index, sequences in growths:
+        if index == last:
+            together += sequences
+        else:
+            last, together = index, [*sequences]
+            turns.append((end_s, index, together))
+    return turns

@@ -1,0 +1,67 @@
+"""The blocks of one engine: counted, of stages that share their instances, and named where prefixes are cached."""
+
+from __future__ import annotations
+
+import pytest
+
+from fineserve_sim.cluster.engine.kv import CountedBlocks, PrefixBlocks, StageBlocks
+from fineserve_sim.cluster.engine.sequence import Prefix, SequenceState
+from fineserve_sim.policy.memory.paged import BytePool, PagedPool, PoolShare
+
+
+def sequence(prompt_tokens: int, *ids: int, cached: int = 0) -> SequenceState:
+    """A sequence whose prefix is known by one id for each four tokens."""
+    state = SequenceState(0, 0.0, prompt_tokens, 1)
+    state.prefix = Prefix(ids, 4, 4 * len(ids)) if ids else None
+    state.cached_tokens = cached
+    return state
+
+
+def test_finished_blocks_serve_the_next_request_and_are_given_up_on_demand() -> None:
+    ranks = [PagedPool(16, 64), PagedPool(10, 45)]
+    kv = PrefixBlocks(CountedBlocks(ranks, 4))
+    first = sequence(12, 7, 8, 9)
+    assert kv.reuse(first) == 0 and kv.grow(first, 12) and kv.free_blocks() == 1
+    first.cached_tokens = 12
+    kv.release(first)
+    assert kv.used_bytes() == 3 * 26 and kv.used_blocks() == 0 and kv.free_blocks() == 4
+    second = sequence(12, 7, 8, 9)
+    assert kv.reuse(second) == 8, "one token must be computed to yield the next"
+    assert kv.free_blocks() == 2 and kv.used_blocks() == 2
+    third = sequence(8)
+    assert kv.grow(third, 8) and kv.free_blocks() == 0, "the record of the last block went"
+    assert not kv.grow(second, 12)
+    kv.release(third, computed=False)
+    kv.release(second)
+    kv.forget()
+    assert kv.used_bytes() == 0 and [pool.free_blocks for pool in ranks] == [4, 4]
+
+
+def test_tokens_under_way_are_not_kept() -> None:
+    kv = PrefixBlocks(CountedBlocks([PagedPool(16, 64)], 4))
+    lost = sequence(12, 7, 8, 9)
+    assert kv.grow(lost, 12)
+    lost.cached_tokens = 12
+    kv.release(lost, computed=False)
+    assert kv.reuse(sequence(12, 7, 8, 9)) == 0 and kv.used_bytes() == 0
+
+
+def test_the_tightest_stage_bounds_an_engine_and_another_may_draw_beside_it() -> None:
+    here, there = BytePool(100), BytePool(60)
+    pipeline = StageBlocks([PoolShare(here, 10), PoolShare(there, 10)], 4)
+    alone = StageBlocks([PoolShare(here, 20)], 4)
+    assert (pipeline.free_blocks(), alone.free_blocks()) == (6, 5)
+    assert alone.take(3) and pipeline.free_blocks() == 4 and pipeline.capacity_blocks() == 6
+    assert pipeline.take(4) and not alone.take(1)
+    assert (here.used_bytes, there.used_bytes, pipeline.used_blocks(), alone.used_blocks()) == (100, 40, 4, 3)
+    there.limit_bytes = 40
+    pipeline.give(4)
+    assert pipeline.capacity_blocks() == 4 and pipeline.memory_bytes(0) == 0 and alone.memory_bytes(0) == 60
+    with pytest.raises(ValueError, match="4 blocks given back; 3 are held"):
+        alone.give(4)
+
+
+def test_what_comes_from_elsewhere_takes_all_its_blocks_or_none() -> None:
+    kv = CountedBlocks([PagedPool(16, 64)], 4)
+    assert kv.hold(sequence(12, cached=13)) and kv.free_blocks() == 0
+    assert not kv.hold(sequence(12, cached=1))
