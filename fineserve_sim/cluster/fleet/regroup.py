@@ -152,11 +152,11 @@ class Regrouping:
         Exchange(self._rules, self.report, partial(self._transferred, "KV exchange", merged)).carry_over(
             merged, moving, held, now
         )
-        if not merged.stopping:
-            home.hear(now, LayersDropped(merged.index))
         for engine in self._serving():
             waiting += engine.take_waiting()
             cluster.touch(engine)
+        if not merged.stopping:
+            home.hear(now, LayersDropped(merged.index))
         cluster.returned(merged, sorted(waiting, key=arrival_order), now)
 
     def _complete(self, merged: PipelineEngine, now: float) -> None:
