@@ -86,8 +86,8 @@ def run(
         folder = out or Path("results") / file.stem
         _run(experiment, folder, jobs, decisions or trace_out is not None, as_json, exact_steps)
         if trace_out:
-            from fineserve_sim.experiment.timelines.chrome import write_trace
-            from fineserve_sim.experiment.timelines.stored import stored_run
+            from fineserve_sim.experiment.show.timelines.chrome import write_trace
+            from fineserve_sim.experiment.show.timelines.stored import stored_run
 
             systems = dict.fromkeys(point.system for point in experiment.points)
             write_trace((stored_run(folder, system) for system in systems), trace_out)
@@ -161,7 +161,7 @@ def plot(
 ) -> None:
     """Draw the figures of a results folder again."""
     with interruptible():
-        from fineserve_sim.experiment.figures import draw
+        from fineserve_sim.experiment.show.figures import draw
 
         written = [str(path) for path in draw(folder)]
         if as_json:
@@ -211,7 +211,8 @@ def _run(
     """Simulate, draw and report."""
     from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import Interrupted, run_loaded
-    from fineserve_sim.experiment.figures import draw, read_summary
+    from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.show.figures import draw
 
     _say_what_is_run(experiment, jobs)
     try:
@@ -234,7 +235,7 @@ def _run(
     if as_json:
         print_json(summary)
         return
-    from fineserve_sim.experiment.report import report
+    from fineserve_sim.experiment.show.report import report
 
     console().print(report(summary))
     typer.echo(
@@ -245,7 +246,7 @@ def _run(
 def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
     import os
 
-    from fineserve_sim.experiment.workload import describe
+    from fineserve_sim.experiment.file.sources import describe
 
     seeds, cells = experiment.file.seeds, len(experiment.points)
     systems = len({point.system for point in experiment.points})

@@ -57,10 +57,10 @@ def reproduce(
     """
     with interruptible():
         from fineserve_sim.experiment import Interrupted
-        from fineserve_sim.experiment.files import write_json
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
         from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
+        from fineserve_sim.experiment.run.files import write_json
 
         ids = [name for text in claims or () for name in text.replace(",", " ").split()]
         wanted = chosen(read_ledger(claims_file) if claims_file else targets(), paper, ids)

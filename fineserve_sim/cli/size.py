@@ -60,8 +60,8 @@ def size(
     Results of NAME.yaml go to results/size-NAME unless --out names a folder.
     """
     with interruptible():
-        from fineserve_sim.experiment.errors import Interrupted
-        from fineserve_sim.experiment.files import write_json
+        from fineserve_sim.experiment.file.errors import Interrupted
+        from fineserve_sim.experiment.run.files import write_json
         from fineserve_sim.experiment.sizing import axis_of, goal
         from fineserve_sim.experiment.sizing import size as search
         from fineserve_sim.experiment.sizing.probe import Prober

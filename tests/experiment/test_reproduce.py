@@ -35,7 +35,7 @@ from fineserve_sim.experiment.reproduce.text import (
     ours,
     write_markdown,
 )
-from fineserve_sim.experiment.stats import Estimate
+from fineserve_sim.experiment.results.stats import Estimate
 
 SPEC = Path(__file__).parents[3] / "shared" / "spec" / "claims.yaml"
 

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 from fineserve_sim.experiment import ConfigError, experiment_for_trace, load_experiment
-from fineserve_sim.experiment.resolve import Setup
-from fineserve_sim.experiment.workload import (
-    base_rates,
-    build_trace,
-    expected_rates,
-    isolated_trace,
-    mean_lengths,
-    stream,
-)
+from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.run.rates import base_rates, expected_rates, mean_lengths
+from fineserve_sim.experiment.run.streams import stream
+from fineserve_sim.experiment.run.workload import build_trace, isolated_trace
 
 LENGTHS = ("lengths: {prompt_tokens: 512, output_tokens: 20}", "lengths: sharegpt_v3_first_turn")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fineserve_sim.experiment.plan import Experiment
+from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.measured import Results
 

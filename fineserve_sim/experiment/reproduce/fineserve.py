@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fineserve_sim.catalog import gpu, kv_token_bytes, model, precision
-from fineserve_sim.experiment.claims import Cell
-from fineserve_sim.experiment.metrics import RunData
+from fineserve_sim.experiment.file.cells import Cell
 from fineserve_sim.experiment.reproduce.judge import Evaluation, holds
 from fineserve_sim.experiment.reproduce.measured import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.orders import Step, order
-from fineserve_sim.experiment.stats import Estimate, difference, over_runs, ratio
+from fineserve_sim.experiment.results.stats import Estimate, difference, over_runs, ratio
+from fineserve_sim.experiment.run.run_data import RunData
 from fineserve_sim.policy.interfaces import EngineState, Request
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
 from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson

@@ -1,7 +1,7 @@
 """Our numbers against a target: reproduced, direction only, or not reproduced.
 
 A number is reproduced within the tolerance, a range inside it, a comparison beyond our interval, an order at every point
-(``experiment.claims`` has these rules); direction only means on the paper's side of no effect. A claim of several
+(``results.claims`` has these rules); direction only means on the paper's side of no effect. A claim of several
 numbers is reproduced when all of them are, and has the direction only when none of them lacks it.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fineserve_sim.experiment.claims import judged
 from fineserve_sim.experiment.reproduce.ledger import HOLDS, Target
-from fineserve_sim.experiment.stats import Estimate
+from fineserve_sim.experiment.results.claims import judged
+from fineserve_sim.experiment.results.stats import Estimate
 
 Verdict = Literal["reproduced", "direction only", "not reproduced", "not decidable here", "input"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "direction only", "not reproduced", "not decidable here", "input")

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fineserve_sim.catalog import deployment, gpu, kv_token_bytes, model, precision
-from fineserve_sim.experiment.claims import Cell
-from fineserve_sim.experiment.metrics import RunData, tpot_s
+from fineserve_sim.experiment.file.cells import Cell
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, holds
 from fineserve_sim.experiment.reproduce.measured import (
     Results,
@@ -26,7 +25,8 @@ from fineserve_sim.experiment.reproduce.measured import (
     tokens_per_s,
 )
 from fineserve_sim.experiment.reproduce.orders import Step, order
-from fineserve_sim.experiment.stats import Estimate, over_runs, ratio
+from fineserve_sim.experiment.results.stats import Estimate, over_runs, ratio
+from fineserve_sim.experiment.run.run_data import RunData
 from fineserve_sim.latency import StepModel
 
 Floats = NDArray[np.float64]
@@ -285,7 +285,7 @@ def _violation_curves(results: Results, sweep: str) -> Mapping[str, Floats]:
         cell = results.cell("kunserve_fig13", system, sweep=sweep, slo_scale=SLO_SCALE)
         runs = results.runs("kunserve_fig13", cell)
         ttft = np.concatenate([np.nan_to_num(run.ttft_s[run.measured], nan=np.inf) for run in runs])
-        latencies[system] = ttft, np.concatenate([_known(tpot_s(run)[run.measured]) for run in runs])
+        latencies[system] = ttft, np.concatenate([_known(run.tpot_s[run.measured]) for run in runs])
     best = [min(float(np.median(latencies[system][part])) for system in BASELINES) for part in range(2)]
     return {
         system: np.array([[np.mean(both[part] > scale * best[part]) for scale in SCALES] for part in range(2)])
@@ -323,7 +323,7 @@ def _burst_quantile(results: Results, system: str, of: Callable[[RunData], Float
 
 def _burst_ratio(results: Results, of: str, over: str, what: str, percent: float) -> Estimate:
     """Percentile of one system over another's."""
-    measure: Callable[[RunData], Floats] = tpot_s if what == "TPOT" else (lambda run: run.ttft_s)
+    measure: Callable[[RunData], Floats] = (lambda run: run.tpot_s) if what == "TPOT" else (lambda run: run.ttft_s)
     high, low = (_burst_quantile(results, system, measure, percent) for system in (of, over))
     return ratio(high, low)
 

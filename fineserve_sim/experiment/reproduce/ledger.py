@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from fineserve_sim.experiment.schema import COMPARISON
+from fineserve_sim.experiment.file.schema import COMPARISON
 from fineserve_sim.packaged import read_yaml
 
 Expected: TypeAlias = "float | tuple[float, float] | str"

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fineserve_sim.experiment.claims import Cell, estimate_of, matching
-from fineserve_sim.experiment.metrics import RunData
+from fineserve_sim.experiment.file.cells import Cell, matching
 from fineserve_sim.experiment.reproduce.judge import Quantity
-from fineserve_sim.experiment.stats import Estimate, ratio
-from fineserve_sim.experiment.store import Store
+from fineserve_sim.experiment.results.claims import estimate_of
+from fineserve_sim.experiment.results.stats import Estimate, ratio
+from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.store import Store
 
 
 class MissingError(ValueError):

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fineserve_sim.experiment.claims import Cell
-from fineserve_sim.experiment.metrics import Floats, RunData
+from fineserve_sim.experiment.file.cells import Cell
 from fineserve_sim.experiment.reproduce.crossing import Crossing, crossing
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.measured import (
@@ -22,7 +21,8 @@ from fineserve_sim.experiment.reproduce.measured import (
     tokens_per_s,
 )
 from fineserve_sim.experiment.reproduce.orders import Step, order
-from fineserve_sim.experiment.stats import Estimate, over_runs, ratio
+from fineserve_sim.experiment.results.stats import Estimate, over_runs, ratio
+from fineserve_sim.experiment.run.run_data import Floats, RunData
 
 PRISM = "prism"
 BASELINES = ("muxserve++", "s-partition", "qlm")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fineserve_sim.experiment import analytic
-from fineserve_sim.experiment.errors import ConfigError, Interrupted, ScenarioError
-from fineserve_sim.experiment.plan import Experiment
+from fineserve_sim.experiment.file.errors import ConfigError, Interrupted, ScenarioError
+from fineserve_sim.experiment.file.load import load_experiment
+from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.reproduce import declared
 from fineserve_sim.experiment.reproduce.evaluators import SIMULATED
 from fineserve_sim.experiment.reproduce.gpu_claims import calibrator_verdicts
@@ -16,8 +17,9 @@ from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, Verdi
 from fineserve_sim.experiment.reproduce.ledger import LedgerError, Target
 from fineserve_sim.experiment.reproduce.measured import MissingError, Results
 from fineserve_sim.experiment.reproduce.undecided import GPU, REASONS
-from fineserve_sim.experiment.runner import OnProgress, load_experiment, run_loaded
-from fineserve_sim.experiment.slo import reference_runs
+from fineserve_sim.experiment.results.produce import run_loaded
+from fineserve_sim.experiment.run.runner import OnProgress
+from fineserve_sim.experiment.run.slo import reference_runs
 
 OnExperiment = Callable[[str], None]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from fineserve_sim.experiment.claims import Cell
+from fineserve_sim.experiment.file.cells import Cell
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.measured import Results, metric, quantity
-from fineserve_sim.experiment.stats import Estimate, ratio
+from fineserve_sim.experiment.results.stats import Estimate, ratio
 
 BASELINE, SYSTEM = "vllm-v0.4.2", "flexinfer"
 
