@@ -16,7 +16,7 @@ from fineserve_sim.cluster import Fate, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.groups import simulate_groups
 from fineserve_sim.cluster.groups.cost import fit_chunk_cost
 from fineserve_sim.cluster.scenario import Fault, wrong_fault
-from fineserve_sim.experiment.analytic.pipeline_model import finish_times_s
+from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s
 from fineserve_sim.systems import SystemSpec
 from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SpareInstancesSpec, SwapPoolsSpec
 

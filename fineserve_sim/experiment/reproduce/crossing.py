@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fineserve_sim.experiment.file.cells import Cell
-from fineserve_sim.experiment.reproduce.measured import metric
+from fineserve_sim.experiment.reproduce.finished import metric
 
 
 class Crossing(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from fineserve_sim.experiment.file.cells import Cell
+from fineserve_sim.experiment.reproduce.finished import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
-from fineserve_sim.experiment.reproduce.measured import Results, metric, quantity
+from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import Estimate, ratio
 
 BASELINE, SYSTEM = "vllm-v0.4.2", "flexinfer"
@@ -17,6 +18,7 @@ def _pairs(results: Results, name: str) -> list[tuple[Cell, Cell]]:
     return list(zip(results.cells(name, SYSTEM), results.cells(name, BASELINE), strict=True))
 
 
+@claim("VT-1-slowdown", needs=("vtensor_fig10",))
 def slowdown(results: Results) -> Evaluation:
     """By how many per cent vLLM is slower in multi-turn chat, at worst."""
     ratios = [
@@ -30,6 +32,7 @@ def slowdown(results: Results) -> Evaluation:
     )
 
 
+@claim("VT-avg", needs=("vtensor_fig09", "vtensor_fig10", "vtensor_fig10_sharing"))
 def average(results: Results) -> Evaluation:
     """Mean of the throughput ratios of single generation (three models), multi-turn chat and prefix sharing."""
     ratios = [

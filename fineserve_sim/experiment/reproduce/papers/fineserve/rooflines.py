@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fineserve_sim.catalog import GpuSpec, PrecisionSpec, gpu, precision
-from fineserve_sim.experiment.analytic.finding import Finding
+from fineserve_sim.experiment.reproduce.judge import Evaluation, holds, numbers
+from fineserve_sim.experiment.reproduce.registry import claim
 
 FORMATS = ("W16A16", "W8A8KV8", "W4A16", "W4A8KV4")
 """FP16, FP8, AWQ and QoQ."""
@@ -24,29 +25,29 @@ def _relative_rates(tokens: int) -> tuple[float, ...]:
     return tuple(seconds[0] / each for each in seconds)
 
 
-def evaluate_FS_2_compute() -> Finding:
+@claim("FS-2-compute")
+def compute_roofs() -> Evaluation:
     """What FP8 and QoQ gain over FP16 where computing is the limit; AWQ computes as FP16 does."""
     fp16, fp8, awq, qoq = _relative_rates(TOKENS[-1])
-    return Finding(
-        (fp8 / fp16, qoq / awq),
-        "FP8 over FP16, QoQ over AWQ",
-        f"Peaks of the H100 at {TOKENS[-1]:,} tokens: data-sheet rates, no kernel.",
+    return numbers(
+        fp8 / fp16, qoq / awq, detail=f"Peaks of the H100 at {TOKENS[-1]:,} tokens: data-sheet rates, no kernel."
     )
 
 
-def evaluate_FS_2_memory() -> Finding:
+@claim("FS-2-memory")
+def memory_roofs() -> Evaluation:
     """Rates over FP16's at one token, where reading weights is the limit."""
     fp16, fp8, awq, qoq = _relative_rates(1)
-    return Finding((fp16, fp8, awq, qoq), "FP16, FP8, AWQ, QoQ", "Bits of a weight alone, group scales left out.")
+    return numbers(fp16, fp8, awq, qoq, detail="Bits of a weight alone, group scales left out.")
 
 
-def evaluate_FS_2_qoq_region() -> Finding:
+@claim("FS-2-qoq-region")
+def qoq_envelope() -> Evaluation:
     """QoQ against the better of FP8 and AWQ at every number of tokens."""
     rates = {tokens: _relative_rates(tokens) for tokens in TOKENS}
     better = [tokens for tokens, (_, fp8, awq, qoq) in rates.items() if qoq > 1.01 * max(fp8, awq)]
     never_below = all(qoq >= 0.999 * max(fp8, awq) for _, fp8, awq, qoq in rates.values())
-    return Finding(
+    return holds(
         never_below and bool(better),
-        "whether QoQ is the envelope, and better in between",
         f"1 to {TOKENS[-1]:,} tokens; QoQ is strictly better at {', '.join(map(str, better))}.",
     )

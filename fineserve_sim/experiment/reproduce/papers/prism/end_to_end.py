@@ -1,41 +1,45 @@
-"""Prism's claims, from the runs of experiments/prism_*.yaml. 99 % of requests within their limit is what the paper asks for."""
+"""Prism, Fig. 7, 10 and Tables 1, 5: rates, SLO scales, GPUs. The paper asks for 99 % of requests within their limit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-
-import numpy as np
 
 from fineserve_sim.experiment.file.cells import Cell
 from fineserve_sim.experiment.reproduce.crossing import Crossing, crossing
-from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
-from fineserve_sim.experiment.reproduce.measured import (
+from fineserve_sim.experiment.reproduce.finished import (
     MissingError,
     Results,
     ends,
     metric,
-    percent_above,
     quantity,
-    tokens_per_s,
 )
+from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.orders import Step, order
-from fineserve_sim.experiment.results.stats import Estimate, over_runs, ratio
-from fineserve_sim.experiment.run.run_data import Floats, RunData
+from fineserve_sim.experiment.reproduce.registry import claim
+from fineserve_sim.experiment.results.stats import ratio
 
 PRISM = "prism"
+
+
 BASELINES = ("muxserve++", "s-partition", "qlm")
+
+
 TITLES = {"muxserve++": "MuxServe++", "s-partition": "S-Partition", "qlm": "QLM", "prism": "Prism"}
+
+
 TRACES = ("hyperbolic", "arena")
+
+
 LEVEL = 0.99
+
+
 HIGH_RATES = 0.75
 """High rates are the top quarter of a sweep."""
 
+
 FIG07 = "prism_fig07"
-FIG03_T1_S, FIG03_T2_S = (5.0, 120.0), (480.0, 600.0)
-FIG08_SURGE_S = (20.0, 60.0)
-"""Windows in which the phases of these experiments lie, without the time in which memory fills, a swap included."""
 
 
 # --- Fig. 7, rates ----------------------------------------------------------------------------------------------------
@@ -62,16 +66,19 @@ def _rate_over(results: Results, trace: str, baselines: Iterable[str]) -> Iterat
         yield Quantity(ours.at / theirs.at, label=f"{TITLES[baseline]}{bound}")
 
 
+@claim("PR-7-rate-hyp", needs=(FIG07,))
 def rates_hyperbolic(results: Results) -> Evaluation:
     return Evaluation(
         tuple(_rate_over(results, "hyperbolic", ("muxserve++", "s-partition"))), _reached(results, "hyperbolic")
     )
 
 
+@claim("PR-head-load", needs=(FIG07,))
 def rate_over_static(results: Results) -> Evaluation:
     return Evaluation(tuple(_rate_over(results, "hyperbolic", ("s-partition",))), _reached(results, "hyperbolic"))
 
 
+@claim("PR-7-rate-arena", needs=(FIG07,))
 def rate_arena(results: Results) -> Evaluation:
     least = ends(list(_rate_over(results, "arena", BASELINES)))[0]
     return Evaluation((least,), _reached(results, "arena"))
@@ -88,6 +95,7 @@ def _place(found: Crossing) -> str:
     return {"none": f"under {found.at:g}", "all": f"over {found.at:g}"}.get(found.beyond, f"{found.at:.2f}")
 
 
+@claim("PR-7-rate-order", needs=(FIG07,))
 def order_at_high_rate(results: Results) -> Evaluation:
     ranks = (PRISM, "muxserve++", "s-partition", "qlm")
     steps = []
@@ -99,6 +107,7 @@ def order_at_high_rate(results: Results) -> Evaluation:
     return order(steps)
 
 
+@claim("PR-7-rate-tpot", needs=(FIG07,))
 def tpot_at_high_rates(results: Results) -> Evaluation:
     steps = []
     for trace in TRACES:
@@ -113,6 +122,7 @@ def tpot_at_high_rates(results: Results) -> Evaluation:
     return order(steps)
 
 
+@claim("PR-head-attain", needs=(FIG07,))
 def best_attainment(results: Results) -> Evaluation:
     """Largest ratio of Prism's TTFT attainment over the best baseline's at the same point, over the sweeps of Fig. 7."""
     found = []
@@ -137,16 +147,28 @@ def _tightest(results: Results, system: str, trace: str, name: str) -> Quantity:
     return Quantity(found.at, label=label + (" (at most)" if found.beyond == "all" else ""))
 
 
-def slo_of_prism(results: Results, trace: str) -> Evaluation:
+@claim("PR-7-slo-hyp", needs=(FIG07,))
+def slo_on_hyperbolic(results: Results) -> Evaluation:
+    return _slo_of_prism(results, "hyperbolic")
+
+
+@claim("PR-7-slo-arena", needs=(FIG07,))
+def slo_on_arena(results: Results) -> Evaluation:
+    return _slo_of_prism(results, "arena")
+
+
+def _slo_of_prism(results: Results, trace: str) -> Evaluation:
     found = (_tightest(results, PRISM, trace, name) for name in ("ttft_attainment", "tpot_attainment"))
     return Evaluation(tuple(found), "SLO scale at which 99 % are met, between the points of the sweep.")
 
 
+@claim("PR-7-slo-tpot", needs=(FIG07,))
 def slo_of_baselines(results: Results) -> Evaluation:
     pairs = (("s-partition", "hyperbolic"), ("qlm", "arena"))
     return Evaluation(tuple(_tightest(results, system, trace, "tpot_attainment") for system, trace in pairs))
 
 
+@claim("PR-7-slo-baselines", needs=(FIG07,))
 def loosest_slo(results: Results) -> Evaluation:
     found = []
     for trace in TRACES:
@@ -156,6 +178,7 @@ def loosest_slo(results: Results) -> Evaluation:
     return Evaluation(tuple(found), "At the largest SLO scale of each sweep.")
 
 
+@claim("PR-slo-base", needs=(FIG07,))
 def base_slos(results: Results) -> Evaluation:
     """Least and largest base SLO of a model, TTFT in s and TPOT in ms, over both traces."""
     cells = [results.cell(FIG07, PRISM, sweep=f"{trace}-slo") for trace in TRACES]
@@ -184,6 +207,7 @@ def _fewest(cells: Iterable[Cell], names: Iterable[str]) -> int:
     return fewest
 
 
+@claim("PR-7-gpus", needs=("prism_fig07_gpus",))
 def gpus_of_18_models(results: Results) -> Evaluation:
     ours, theirs = [], []
     for trace in TRACES:
@@ -196,6 +220,7 @@ def gpus_of_18_models(results: Results) -> Evaluation:
     return Evaluation((*ours, ends(theirs)[0]), "The last is the best baseline, TTFT alone; 9 stands for more than 8.")
 
 
+@claim("PR-T1-gpus", needs=("prism_table1",))
 def gpus_of_8_models(results: Results) -> Evaluation:
     systems = {"s-partition": "S-Partition", "muxserve": "MuxServe", "qlm": "QLM", "prism": "Prism"}
     found = [Quantity(float(results.runs("prism_table1", _dedicated(results))[0].gpus), label="Dedicated")]
@@ -209,58 +234,10 @@ def _dedicated(results: Results) -> Cell:
     return results.cell("prism_table1", "dedicated", sweep="dedicated")
 
 
-# --- two models on a GPU ----------------------------------------------------------------------------------------------
-
-
-def _mean_kv(results: Results, name: str, system: str, start_s: float, end_s: float) -> Estimate:
-    """Mean KV bytes of all models between two times, in GiB."""
-    runs = results.runs(name, results.cell(name, system))
-    return over_runs([float(_kv(run, start_s, end_s).mean()) / 2**30 for run in runs])
-
-
-def _kv(run: RunData, start_s: float, end_s: float) -> Floats:
-    inside = (run.sample_s >= start_s) & (run.sample_s < end_s)
-    used: Floats = run.kv_used_bytes[inside].sum(axis=1).astype(np.float64)
-    return used
-
-
-def _ranked(results: Results, name: str, ranks: Sequence[str], window_s: tuple[float, float]) -> tuple[list[Step], str]:
-    """KV memory in use falls along ``ranks``."""
-    found = {system: _mean_kv(results, name, system, *window_s) for system in ranks}
-    steps = [Step(f"{high} over {low}", found[high], found[low]) for high, low in pairwise(ranks)]
-    return steps, ", ".join(f"{system} {value.mean:.1f}" for system, value in found.items())
-
-
-def both_active(results: Results) -> Evaluation:
-    steps, listed = _ranked(results, "prism_fig03", ("muxserve", "s-partition"), FIG03_T1_S)
-    runs = results.runs("prism_fig03", results.cell("prism_fig03", "qlm"))
-    empty = over_runs([float(np.mean(_kv(run, *FIG03_T1_S) == 0)) for run in runs])
-    steps.append(Step("QLM at zero for over 1 % of the time", empty, Estimate(0.01, 0.0)))
-    return order(steps, f"GiB in use: {listed}; QLM holds nothing {100 * empty.mean:.0f} % of the time.")
-
-
-def one_surges(results: Results) -> Evaluation:
-    steps, listed = _ranked(results, "prism_fig03", ("qlm", "muxserve", "s-partition"), FIG03_T2_S)
-    return order(steps, f"GiB in use: {listed}.")
-
-
-def kv_after_surge(results: Results) -> Evaluation:
-    steps, listed = _ranked(results, "prism_fig08", (PRISM, "static"), FIG08_SURGE_S)
-    return order(steps, f"GiB in use after the surge: {listed}.")
-
-
-def tokens_after_surge(results: Results) -> Evaluation:
-    found = {}
-    for system in (PRISM, "static"):
-        runs = results.runs("prism_fig08", results.cell("prism_fig08", system))
-        found[system] = over_runs([tokens_per_s(run, *FIG08_SURGE_S) for run in runs])
-    listed = ", ".join(f"{system} {value.mean:,.0f}" for system, value in found.items())
-    return order([Step("Prism over static", *found.values())], f"Tokens/s after the surge: {listed}; by simulation.")
-
-
 # --- the other figures and tables -------------------------------------------------------------------------------------
 
 
+@claim("PR-10-global", needs=("prism_fig10",))
 def global_scheduler(results: Results) -> Evaluation:
     steps = []
     for name in ("ttft_attainment", "tpot_attainment"):
@@ -283,6 +260,7 @@ def _table5(results: Results, names: Iterable[tuple[str, float, str]]) -> tuple[
     )
 
 
+@claim("PR-T5-mux", needs=("prism_table5",))
 def mux_latencies(results: Results) -> Evaluation:
     names = [
         (f"{moment}_{which}_s", 1000.0 if moment == "tpot" else 1.0, f"{which} {moment.upper()}")
@@ -292,14 +270,7 @@ def mux_latencies(results: Results) -> Evaluation:
     return Evaluation(_table5(results, names), "TPOT in ms, the others in s.")
 
 
+@claim("PR-T5-tput", needs=("prism_table5",))
 def mux_throughput(results: Results) -> Evaluation:
     names = [("throughput_per_s", 1.0, "requests/s"), ("token_throughput_per_s", 1.0, "tokens/s")]
     return Evaluation(_table5(results, names), "Output lengths are ShareGPT's, the paper's are not given.")
-
-
-def overhead(results: Results) -> Evaluation:
-    """By how many per cent kvcached raises mean TTFT and TPOT over a static pool."""
-    at = {"sweep": "rate", "rate_scale": 1.0}
-    paged, static = (results.cell("prism_sec51", system, **at) for system in ("kvcached-buffered", "static"))
-    found = (percent_above(paged, static, f"{moment}_mean_s", moment.upper()) for moment in ("ttft", "tpot"))
-    return Evaluation(tuple(found), "By simulation, with the driver costs that public reports give.")

@@ -15,8 +15,9 @@ import fineserve_traces as traces
 import numpy as np
 
 from fineserve_sim.catalog import activation_bytes, deployment, driver_costs, gpu, model, precision, weight_bytes
-from fineserve_sim.experiment.analytic.finding import Finding
-from fineserve_sim.experiment.analytic.flexinfer_model import FlexInfer
+from fineserve_sim.experiment.reproduce.judge import Evaluation, holds, numbers
+from fineserve_sim.experiment.reproduce.papers.vtensor.flexinfer_model import FlexInfer
+from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import KVMemory
 from fineserve_sim.policy.memory.paged import PrivatePools
@@ -98,67 +99,67 @@ def _fits(manager: KVMemory, requests: int) -> bool:
     return manager.free_blocks(0) >= requests
 
 
-def evaluate_VT_1_frag() -> Finding:
+@claim("VT-1-frag")
+def fragmentation() -> Evaluation:
     """Share of 80 GB that contiguous memory reserves at batch 32 and requests do not use."""
     pool = SEVEN_B.contiguous()
     fits = _fits(pool, 32)
     reserved = 32 * SEVEN_B.max_tokens * SEVEN_B.token_bytes
     unused = reserved - 32 * request_tokens() * SEVEN_B.token_bytes
-    return Finding(
+    return numbers(
         100 * unused / GPU_BYTES if fits else float("nan"),
-        "% of HBM",
-        f"Llama-2-7B, 32 requests of {request_tokens()} tokens reserve {reserved / GB:.0f} GB and use "
+        detail=f"Llama-2-7B, 32 requests of {request_tokens()} tokens reserve {reserved / GB:.0f} GB and use "
         f"{(reserved - unused) / GB:.1f}.",
     )
 
 
-def evaluate_VT_1_reserved() -> Finding:
+@claim("VT-1-reserved")
+def pool_share() -> Evaluation:
     """Share of 80 GB that a static paged pool takes when all but the weights goes to it."""
     share = 1 - SEVEN_B.weight_bytes / GPU_BYTES
-    return Finding(
-        100 * share,
-        "% of HBM",
-        f"Llama-2-7B: {SEVEN_B.weight_bytes / GB:.2f} GB of weights; utilisation 1, no activations.",
+    return numbers(
+        100 * share, detail=f"Llama-2-7B: {SEVEN_B.weight_bytes / GB:.2f} GB of weights; utilisation 1, no activations."
     )
 
 
-def evaluate_VT_2_oom() -> Finding:
+@claim("VT-2-oom")
+def contiguous_out_of_memory() -> Evaluation:
     """The smallest batch of the sweep that contiguous memory cannot hold."""
     pool = SEVEN_B.contiguous()
     first = next((batch for batch in BATCHES if not _fits(pool, batch)), 0)
-    return Finding(
-        float(first),
-        "batch size",
-        f"{pool.capacity_blocks(0)} requests of {SEVEN_B.max_tokens} tokens fit beside the weights.",
+    return numbers(
+        first, detail=f"{pool.capacity_blocks(0)} requests of {SEVEN_B.max_tokens} tokens fit beside the weights."
     )
 
 
-def evaluate_VT_2_free() -> Finding:
+@claim("VT-2-free")
+def left_free() -> Evaluation:
     """GB that vTensor leaves to others, and their share of 80 GB, averaged over batch sizes."""
     activation = activation_bytes(model("llama-2-7b"), 1, 2048, 64)
     used = [SEVEN_B.weight_bytes + activation + SEVEN_B.mapped_bytes(batch, request_tokens()) for batch in BATCHES]
     free = GPU_BYTES - sum(used) / len(used)
-    return Finding(
-        (free / GB, 100 * free / GPU_BYTES),
-        "GB; %",
-        f"Llama-2-7B, requests of {request_tokens()} tokens on average, batch {BATCHES[0]} to {BATCHES[-1]}; weights, "
+    return numbers(
+        free / GB,
+        100 * free / GPU_BYTES,
+        detail=f"Llama-2-7B, requests of {request_tokens()} tokens on average, batch {BATCHES[0]} to {BATCHES[-1]}; weights, "
         "activations of a step and mapped chunks taken off.",
     )
 
 
-def evaluate_VT_2_reserve() -> Finding:
+@claim("VT-2-reserve")
+def mapped_unused() -> Evaluation:
     """Mapped and unused KV at batch 64: half a chunk in each tensor of each request."""
     used = 64 * request_tokens() * SEVEN_B.token_bytes
     mapped = SEVEN_B.mapped_bytes(64, request_tokens())
-    return Finding(
+    return numbers(
         100 * (mapped - used) / GPU_BYTES,
-        "% of HBM",
-        f"64 requests x {SEVEN_B.tensors} tensors, {mapped / 2**20:.0f} MiB mapped for {used / 2**20:.0f} MiB of KV; no chunk "
-        "is mapped ahead at this moment.",
+        detail=f"64 requests x {SEVEN_B.tensors} tensors, {mapped / 2**20:.0f} MiB mapped for {used / 2**20:.0f} MiB of KV; no "
+        "chunk is mapped ahead at this moment.",
     )
 
 
-def evaluate_VT_2_vllm() -> Finding:
+@claim("VT-2-vllm")
+def paged_is_constant() -> Evaluation:
     """Whether the paged pool holds the same memory at every batch size while vTensor's grows."""
     paged, vtensor = [], []
     for batch in BATCHES:
@@ -167,36 +168,24 @@ def evaluate_VT_2_vllm() -> Finding:
         paged.append(pool.ledger().total_bytes)
         vtensor.append(SEVEN_B.mapped_bytes(batch, request_tokens()))
     constant = len(set(paged)) == 1 and all(low < high for low, high in pairwise(vtensor))
-    return Finding(
+    return holds(
         constant,
-        "whether vLLM's memory is constant over batch sizes",
         f"vLLM holds {paged[0] / GB:.1f} GB of KV memory; vTensor {vtensor[0] / GB:.1f} to {vtensor[-1] / GB:.1f} GB.",
     )
 
 
-def evaluate_VT_11a() -> Finding:
-    """Whether vTensor's memory grows with the batch and saves nearly all at batch 1: Yi-6B, 7,000 tokens in, 3,000 out."""
-    sizes = [YI_6B.mapped_bytes(batch, 7000 + 1500) for batch in BATCHES[:-1]]
-    saved = 1 - sizes[0] / YI_6B.kv_bytes
-    grows = all(low < high for low, high in pairwise(sizes))
-    return Finding(
-        grows and saved > 0.9,
-        "whether memory grows with the batch, and batch 1 saves over 90 % of the pool",
-        f"{sizes[0] / GB:.2f} GB at batch 1 to {sizes[-1] / GB:.1f} GB at batch 32, of vLLM's {YI_6B.kv_bytes / GB:.1f} GB.",
-    )
-
-
-def evaluate_VT_5_chunk() -> Finding:
+@claim("VT-5-chunk")
+def tokens_a_chunk() -> Evaluation:
     """Tokens of K or V of one layer that fill a chunk: Yi-6B, Yi-34B, a 7B with 32 KV heads."""
     tokens = [tokens_per_chunk(Server(name).tensor_token_bytes) for name in ("yi-6b", "yi-34b", "llama-2-7b")]
-    return Finding(
-        tuple(map(float, tokens)),
-        "tokens",
-        f"{CHUNK_BYTES} bytes over KV heads x head dimension x 2 bytes; a request maps at least 2 x layers chunks.",
+    return numbers(
+        *tokens,
+        detail=f"{CHUNK_BYTES} bytes over KV heads x head dimension x 2 bytes; a request maps at least 2 x layers chunks.",
     )
 
 
-def evaluate_VT_5_prefix() -> Finding:
+@claim("VT-5-prefix")
+def prefix_match() -> Evaluation:
     """Bytes taken by a match of a recorded prefix of 12 K tokens."""
     manager, flexinfer = YI_6B.vtensor()
     keys = tuple(range(6))
@@ -205,23 +194,22 @@ def evaluate_VT_5_prefix() -> Finding:
     before = manager.mapped_bytes()
     rows = manager.match(0, keys)
     shared = all(manager.references(0, row) == 2 for row in rows)
-    return Finding(
+    return numbers(
         float(manager.mapped_bytes() - before) if shared and len(rows) == 6 else float("nan"),
-        "bytes",
-        "6 chunks of 2,048 tokens in each of 64 tensors are mapped a second time; every reference count rises by one.",
+        detail="6 chunks of 2,048 tokens in each of 64 tensors are mapped a second time; every reference count rises by one.",
     )
 
 
-def evaluate_VT_5_overlap() -> Finding:
+@claim("VT-5-overlap")
+def mapping_overlap() -> Evaluation:
     """Milliseconds that extending every request of a full batch adds to decode steps, when a row is asked for one row ahead."""
     costs, batch, context = driver_costs(), 64, 8500
     step = StepModel(model("yi-6b"), FP16, 1, gpu("a100-80gb"), deployment("vllm-cudagraph"))
     chunk = tokens_per_chunk(YI_6B.tensor_token_bytes)
     mapping_s = batch * YI_6B.tensors * (costs.create_s.value + costs.map_s.value)
     hidden_s = chunk * step.step_s(batch, batch * context, 0, 0, 0, batch)
-    return Finding(
+    return numbers(
         1000 * max(0.0, mapping_s - hidden_s),
-        "ms",
-        f"A row for each of {batch} requests at once is {batch * YI_6B.tensors} calls, {mapping_s:.2f} s of a CPU "
+        detail=f"A row for each of {batch} requests at once is {batch * YI_6B.tensors} calls, {mapping_s:.2f} s of a CPU "
         f"thread; {chunk} decode steps pass until they are needed, {hidden_s:.0f} s.",
     )

@@ -1,24 +1,20 @@
-"""FineServe's claims that are no comparison of cells: slopes (Fig. 3), pairs on a GPU (Fig. 6), and Algorithm 2 on random
-waiting sets."""
+"""FineServe's figures: slopes of cached tokens (Fig. 3), pairs on a GPU (Fig. 6), driver calls (Fig. 9)."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from fineserve_sim.catalog import gpu, kv_token_bytes, model, precision
 from fineserve_sim.experiment.file.cells import Cell
-from fineserve_sim.experiment.reproduce.judge import Evaluation, holds
-from fineserve_sim.experiment.reproduce.measured import Results, metric, quantity
+from fineserve_sim.experiment.reproduce.finished import Results, metric, quantity
+from fineserve_sim.experiment.reproduce.judge import Evaluation
 from fineserve_sim.experiment.reproduce.orders import Step, order
+from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import Estimate, difference, over_runs, ratio
 from fineserve_sim.experiment.run.run_data import RunData
-from fineserve_sim.policy.interfaces import EngineState, Request
-from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
-from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
 TOKEN_BYTES = {
     "FP16": kv_token_bytes(model("llama-3.1-8b"), precision("W16A16"), 1),
@@ -28,19 +24,15 @@ TOKEN_BYTES = {
 }
 """KV bytes of a token, by the names of fig03's models; fig06 calls its models PAIR/NAME."""
 
+
 EQUAL = 0.1
 """What is about equal in Fig. 3 and 6."""
-
-SETS = 300
-"""Random waiting sets on which Algorithm 2 is checked."""
-
-NOW_S, SLO_S, PREFILL_TOKENS_PER_S, STEP_S = 10.0, 1.0, 40_000.0, 0.01
-"""A model of the sets: prompts of up to 8,192 tokens, a prefill rate near that of an 8B model on an H100, host time a batch."""
 
 
 # --- Fig. 3 -----------------------------------------------------------------------------------------------------------
 
 
+@claim("FS-3-order", needs=("fig03",))
 def slopes(results: Results) -> Evaluation:
     """Cached tokens against KV pool size, a slope for each precision."""
     cells = results.cells("fig03", "alone", sweep="pool")
@@ -86,6 +78,7 @@ def _pairs(names: Iterable[str]) -> dict[str, list[str]]:
     return pairs
 
 
+@claim("FS-6-tokens-per-mem", needs=("fig06",))
 def tokens_per_memory(results: Results) -> Evaluation:
     """Cached tokens a byte of KV memory of each pair, over FP16 alone."""
     cell = results.cell("fig06", "pairs")
@@ -108,7 +101,17 @@ def _tokens_per_byte(run: RunData, names: Sequence[str]) -> float:
     return sum(tokens) / sum(count * size for count, size in zip(tokens, sizes, strict=True))
 
 
-def pair_throughput(results: Results, wanted: Callable[[str], bool]) -> Evaluation:
+@claim("FS-6-all-gain", needs=("fig06",))
+def all_pairs(results: Results) -> Evaluation:
+    return _pair_throughput(results, lambda pair: True)
+
+
+@claim("FS-6-fp8fp8", needs=("fig06",))
+def fp8_pair(results: Results) -> Evaluation:
+    return _pair_throughput(results, lambda pair: pair == "FP8-FP8")
+
+
+def _pair_throughput(results: Results, wanted: Callable[[str], bool]) -> Evaluation:
     """Requests a second of pairs over FP16 alone."""
     cell = results.cell("fig06", "pairs")
     pairs = _pairs(results.runs("fig06", cell)[0].engine_models)
@@ -125,7 +128,17 @@ def pair_throughput(results: Results, wanted: Callable[[str], bool]) -> Evaluati
 # --- Fig. 9 -----------------------------------------------------------------------------------------------------------
 
 
-def driver_calls(results: Results, what: str) -> Evaluation:
+@claim("FS-9-ttft", needs=("fig09",))
+def ttft_of_driver_calls(results: Results) -> Evaluation:
+    return _driver_calls(results, "ttft_mean_s")
+
+
+@claim("FS-9-tpot", needs=("fig09",))
+def tpot_of_driver_calls(results: Results) -> Evaluation:
+    return _driver_calls(results, "tpot_mean_s")
+
+
+def _driver_calls(results: Results, what: str) -> Evaluation:
     """KV slab below kvcached without buffer at every rate, and the gap at the highest rate above that at the lowest."""
     slab, sync = (results.cells("fig09", system, sweep="rate") for system in ("kv-slab", "kvcached-sync"))
     pairs = [(metric(high, what), metric(low, what)) for high, low in zip(sync, slab, strict=True)]
@@ -135,79 +148,3 @@ def driver_calls(results: Results, what: str) -> Evaluation:
     steps.append(Step("the gap widens", gaps_s[-1], gaps_s[0]))
     listed = " and ".join(f"{1000 * gap.mean:.2g} ms" for gap in (gaps_s[0], gaps_s[-1]))
     return order(steps, f"kvcached without buffer; gaps of {listed} at the lowest and the highest rate.")
-
-
-# --- Algorithm 2 ------------------------------------------------------------------------------------------------------
-
-
-def _prefill_s(tokens: int, decoding: int = 0) -> float:
-    return STEP_S + tokens / PREFILL_TOKENS_PER_S if tokens else 0.0
-
-
-def _waiting_sets() -> Iterator[tuple[float, list[Request]]]:
-    """(now, requests that have waited for up to the SLO), drawn anew for each set from one seed."""
-    draw = random.Random(0)
-    for _ in range(SETS):
-        arrivals_s = [NOW_S - draw.uniform(0, SLO_S) for _ in range(draw.randint(1, 40))]
-        yield (
-            NOW_S,
-            [Request(id, "m", arrival_s, _prompt_tokens(draw)) for id, arrival_s in enumerate(arrivals_s)],
-        )
-
-
-def _prompt_tokens(draw: random.Random) -> int:
-    return min(8192, 1 + int(draw.lognormvariate(6, 1.2)))
-
-
-def _adaptive(now: float, requests: Sequence[Request]) -> tuple[list[Request], list[Request], list[Request]]:
-    """(admitted, dropped, dropped by a second call) of Algorithm 2 on an idle engine with room for all."""
-    scheduler = AdaptiveBatching(SLO_S, _prefill_s)
-    for request in requests:
-        scheduler.add(request, 0)
-    state = {0: EngineState(0, 0, 0, len(requests), 10**9, 1.0)}
-    first = scheduler.schedule(now, state)
-    return first.admitted, first.dropped, scheduler.schedule(now, state).dropped
-
-
-def anchor(_: Results) -> Evaluation:
-    """Every admitted batch ends before its earliest deadline; who is hopeless alone is dropped, and once."""
-    broken = 0
-    for now, requests in _waiting_sets():
-        admitted, dropped, again = _adaptive(now, requests)
-        finish_s = now + _prefill_s(sum(request.prompt_tokens for request in admitted))
-        hopeless = {r.id for r in requests if now + _prefill_s(r.prompt_tokens) >= r.arrival_s + SLO_S}
-        late = admitted and finish_s >= min(request.arrival_s for request in admitted) + SLO_S
-        broken += bool(late or {request.id for request in dropped} != hopeless or again)
-    return holds(not broken, f"{SETS} random waiting sets of up to 40 requests, {broken} against it.")
-
-
-def batch_misses(_: Results) -> Evaluation:
-    """Admitted requests that miss their deadline when the selection runs as one chunked-prefill batch."""
-    misses = {"Moore-Hodgson": 0, "Algorithm 2": 0}
-    reversed_ = 0
-    for now, requests in _waiting_sets():
-        chosen: Mapping[str, Sequence[Request]] = {
-            "Moore-Hodgson": _moore_hodgson(now, requests),
-            "Algorithm 2": _adaptive(now, requests)[0],
-        }
-        late = {name: _late_in_batch(now, batch) for name, batch in chosen.items()}
-        reversed_ += late["Moore-Hodgson"] < late["Algorithm 2"]
-        for name, count in late.items():
-            misses[name] += count
-    listed = ", ".join(f"{name} {count}" for name, count in misses.items())
-    return holds(
-        not reversed_ and misses["Moore-Hodgson"] > misses["Algorithm 2"],
-        f"Late requests among the admitted of {SETS} random waiting sets: {listed}; {reversed_} sets the other way round.",
-    )
-
-
-def _moore_hodgson(now: float, requests: Sequence[Request]) -> list[Request]:
-    """The requests that are on time when served one after the other, in deadline order."""
-    ordered = sorted(requests, key=lambda request: (request.arrival_s, request.id))
-    jobs = ((request.arrival_s + SLO_S, _prefill_s(request.prompt_tokens)) for request in ordered)
-    return [ordered[index] for index in moore_hodgson(jobs, now).on_time]
-
-
-def _late_in_batch(now: float, batch: Sequence[Request]) -> int:
-    finish_s = now + _prefill_s(sum(request.prompt_tokens for request in batch))
-    return sum(finish_s > request.arrival_s + SLO_S for request in batch)
