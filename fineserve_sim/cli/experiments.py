@@ -10,17 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fineserve_sim.cli.catalog import complete_gpu, complete_system
-from fineserve_sim.cli.console import JsonOption, console, escaped, examples, interruptible, print_json, progress_bar
+from fineserve_sim.cli.console import (
+    JobsOption,
+    JsonOption,
+    OutOption,
+    console,
+    escaped,
+    examples,
+    interruptible,
+    print_json,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
 
-OutOption = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
+ModelsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME=MODEL:PRECISION:TP",
+        help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
+        "its own name, W16A16, 1 GPU.",
+    ),
 ]
-JobsOption = Annotated[
-    int | None,
-    typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
+AnchorsOption = Annotated[
+    bool,
+    typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
 ]
 DecisionsOption = Annotated[bool, typer.Option("--decisions", help="Log every event and decision, a file a run.")]
 
@@ -99,16 +116,7 @@ def compare(
     systems: Annotated[
         list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
     ],
-    models: Annotated[
-        list[str],
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="NAME=MODEL:PRECISION:TP",
-            help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
-            "its own name, W16A16, 1 GPU.",
-        ),
-    ],
+    models: ModelsOption,
     gpu: Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)] = "h100-sxm",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     ttft_slo: Annotated[
@@ -121,10 +129,7 @@ def compare(
         int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)
     ] = None,
     spread: Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")] = False,
-    anchors: Annotated[
-        bool,
-        typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
-    ] = True,
+    anchors: AnchorsOption = True,
     out: OutOption = None,
     jobs: JobsOption = None,
     decisions: DecisionsOption = False,
@@ -210,24 +215,14 @@ def _run(
 ) -> None:
     """Simulate, draw and report."""
     from fineserve_sim.cluster import simulate, simulate_step_by_step
-    from fineserve_sim.experiment import Interrupted, run_loaded
+    from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.show.figures import draw
 
     _say_what_is_run(experiment, jobs)
-    try:
-        with progress_bar() as advance:
-            run_loaded(
-                experiment,
-                out,
-                jobs=jobs,
-                decisions=decisions,
-                on_progress=advance,
-                simulate=simulate_step_by_step if exact_steps else simulate,
-            )
-    except Interrupted as problem:
-        typer.echo(f"fineserve-sim: {problem}", err=True)
-        raise typer.Exit(130) from None
+    how = simulate_step_by_step if exact_steps else simulate
+    with progress_bar() as advance:
+        run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how)
     figures = draw(out)
     summary = read_summary(out)
     for warning in summary["warnings"]:

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
         return type(self), (self.place, self.key, self.problem)
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """The user stopped the run after ``done`` of ``total`` simulations; no finished one will be repeated."""
 
     def __init__(self, done: int, total: int) -> None:
