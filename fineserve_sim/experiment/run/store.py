@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fineserve_traces import Trace
 from pydantic import BaseModel
 
 from fineserve_sim import __version__
@@ -29,8 +30,8 @@ from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
-FORMAT = 2
-"""Raised whenever the files of a run change their columns or meaning."""
+FORMAT = 3
+"""Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
 
 _REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
 _TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
@@ -38,15 +39,24 @@ _TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 def key_of(scenario: Scenario, warmup: int) -> str:
     """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
-    trace = scenario.trace
     fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log"))
     described = {name: plain(getattr(scenario, name)) for name in fields} | {
-        "trace": [hashlib.sha256(getattr(trace, column).tobytes()).hexdigest() for column in _TRACE_COLUMNS],
-        "trace_models": trace.models,
+        "trace": _digests(scenario.trace),
         "warmup": warmup,
         "code": [__version__, code_digest(), FORMAT],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _digests(trace: Trace) -> dict[str, str]:
+    """The hash of every field of a trace that a simulation can see: of all but where its rows come from."""
+    found = {}
+    for field in dataclasses.fields(trace):
+        if field.name not in ("source", "dropped_rows"):
+            value = getattr(trace, field.name)
+            data = value.tobytes() if isinstance(value, np.ndarray) else json.dumps(value, default=int).encode()
+            found[field.name] = hashlib.sha256(data).hexdigest()
+    return found
 
 
 @cache
