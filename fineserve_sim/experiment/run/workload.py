@@ -112,15 +112,8 @@ def alone_trace(setup: Setup, model: str, load: str | None, seed: int) -> Trace:
 
 
 def _requests_of(trace: Trace, model: str) -> Trace:
-    own = trace.model == trace.models.index(model)
-    return Trace(
-        arrival_s=trace.arrival_s[own],
-        model=np.zeros(int(own.sum()), dtype=np.int32),
-        prompt_tokens=trace.prompt_tokens[own],
-        output_tokens=trace.output_tokens[own],
-        models=(model,),
-        source=trace.source,
-    )
+    own = trace.take(np.flatnonzero(trace.model == trace.models.index(model)))
+    return own.with_models((model,), np.zeros(len(own), dtype=np.int32))
 
 
 def _replayed(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
