@@ -190,7 +190,7 @@ def test_a_model_alone_keeps_what_its_prompts_share(write_file) -> None:
 
 @pytest.fixture
 def base_slo_alone_s(write_file, tmp_path: Path) -> Callable[[bool], float]:
-    """Median TTFT of a model alone at 2 requests a second, 4,096 of whose 4,608 prompt tokens are shared; with a cache or without."""
+    """Median TTFT of a model alone, 4,096 of whose 4,608 prompt tokens are shared, with a cache or without."""
 
     def base_s(prefix_cache: bool) -> float:
         memory = f"{{policy: private, prefix_cache: {str(prefix_cache).lower()}}}"

@@ -59,9 +59,17 @@ class Setup:
     faults: tuple[Fault, ...]
     folder: Path
 
+    @property
+    def names_files(self) -> bool:
+        """Whether it depends on files beside the experiment file."""
+        work, configs = self.workload, (model.entry.model for model in self.models)
+        named = work.trace or work.data_dir or self.engine.step_times
+        return named is not None or any(not isinstance(config, str) for config in configs)
+
 
 def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Setup:
-    """Look everything up. Raises ConfigError for a name that means nothing."""
+    """Look everything up. ``folder``: that of the file. Raises ConfigError for a name that means nothing."""
+    folder = folder / (file.folder or "")
     gpu = _gpu(document, file.cluster.gpu)
     count, per_node = file.cluster.count, file.cluster.gpus_per_node
     network_bytes_per_s = file.cluster.network_bytes_per_s

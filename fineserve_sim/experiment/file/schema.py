@@ -16,6 +16,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -287,6 +288,11 @@ class Assumption(Strict):
     value: Any
     why: str
 
+    @model_serializer
+    def _whole(self) -> dict[str, Any]:
+        """``value`` stays where it is nothing."""
+        return {"what": self.what, "value": self.value, "why": self.why}
+
 
 class Figure(Strict):
     """A figure of a sweep over ``x``, or of the timeline of one point."""
@@ -335,10 +341,12 @@ class Claim(Strict):
 
 
 class ExperimentFile(Strict):
-    """The whole file. ``runtime`` is for ``fineserve-run``, which checks it; a simulation does without."""
+    """The whole file. ``folder``: where its relative paths start, its own folder if not given. ``runtime`` is for
+    ``fineserve-run``, which checks it; a simulation does without."""
 
     fineserve: Literal[1]
     title: Name
+    folder: Name | None = None
     cluster: Cluster
     engine: Engine = Engine()
     models: Annotated[list[Model], Field(min_length=1)]
