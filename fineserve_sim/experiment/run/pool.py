@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -21,6 +23,13 @@ from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.store import Store, key_of
 
 Simulate = Callable[[Scenario], RunResult]
+
+_SPAWN = multiprocessing.get_context("spawn")
+_DIED = "a worker process died, perhaps for want of memory; try again with fewer jobs"
+_UNGUARDED = (
+    'no worker process could start; a script runs experiments in parallel under `if __name__ == "__main__":` alone, '
+    "since workers import it"
+)
 
 
 class Task(NamedTuple):
@@ -62,9 +71,11 @@ def _logging(described: Scenario, log: Callable[[dict[str, object]], None]) -> S
     return replace(described, log=log)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal; workers finish and store what they are at, the parent decides."""
+def _start(started: Event) -> None:
+    """A worker's first act. Ctrl-C reaches every process of the terminal; workers finish and store what they are at, the
+    parent decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started.set()
 
 
 @contextmanager
@@ -85,6 +96,7 @@ class Workers:
     def __init__(self, jobs: int | None) -> None:
         self._jobs = jobs or os.cpu_count() or 1
         self._pool: Executor | None = None
+        self._started: Event | None = None
 
     def __enter__(self) -> Workers:
         return self
@@ -105,21 +117,30 @@ class Workers:
         yield from self._in_parallel(tasks)
 
     def _in_parallel(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        with _interrupts_ignored():  # workers inherit that from their first moment on
-            if self._pool is None:
-                context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._jobs, mp_context=context, initializer=_ignore_interrupts)
-            waiting: dict[Future[None], Task] = {self._pool.submit(execute, task): task for task in tasks}
+        waiting: dict[Future[None], Task] = {}
         try:
+            with _interrupts_ignored():  # workers inherit that from their first moment on
+                if self._pool is None:
+                    self._started = _SPAWN.Event()
+                    self._pool = ProcessPoolExecutor(self._jobs, _SPAWN, _start, (self._started,))
+                waiting |= {self._submit(self._pool, task): task for task in tasks}
             while waiting:
                 done, _ = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in sorted(done, key=lambda future: waiting[future].key):
                     future.result()
                     yield waiting.pop(future)
         except BrokenProcessPool:
-            raise ConfigError(
-                "", "", "a worker process died, perhaps for want of memory; try again with fewer jobs"
-            ) from None
+            raise ConfigError("", "", _DIED if self._started and self._started.is_set() else _UNGUARDED) from None
         finally:
             for future in waiting:
                 future.cancel()
+
+    def _submit(self, pool: Executor, task: Task) -> Future[None]:
+        try:
+            return pool.submit(execute, task)
+        except BrokenProcessPool:
+            raise
+        except RuntimeError:
+            if multiprocessing.current_process().name == "MainProcess":
+                raise
+            sys.exit(1)  # a worker that is importing an unguarded script; its parent says so
