@@ -187,7 +187,7 @@ def _model(text: str) -> dict[str, Any]:
     name, sign, described = text.partition("=")
     model, *rest = (described if sign else name).split(":")
     precision, tp = (*rest, "", "")[:2]
-    if not name or not model or len(rest) > 2 or not (tp or "1").isdigit():
+    if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
         raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
     return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
 

@@ -1,6 +1,7 @@
 """YAML as plain data that remembers where every value was written.
 
-The dialect is the useful part of YAML 1.2: ``1e3`` is a number; a key given twice, an anchor or an alias is an error.
+The dialect is the useful part of YAML 1.2: plain words are read by its core schema (``1e3`` and ``012`` are numbers; ``no``,
+``1:30`` and dates are texts); a key given twice, an anchor or an alias is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ KeyPath = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers of YAML 1.2 and without aliases, which a short file can nest to an endless one."""
+    """SafeLoader with the plain words of YAML 1.2 and without aliases, which a short file can nest to an endless one."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -29,9 +30,32 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes the texts that ``_Loader`` would read as something else."""
+
+
+def _integer(_: yaml.Loader, node: yaml.ScalarNode) -> int:
+    base = {"0o": 8, "0x": 16}.get(node.value[:2], 10)
+    return int(node.value.removeprefix("0o"), base)
+
+
+_CORE_SCHEMA = (
+    ("null", r"null|Null|NULL|~|", ["n", "N", "~", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
 )
+"""Type, how it is written, and with what that begins (YAML 1.2.2, section 10.3.2)."""
+
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
+    for _name, _written, _first in _CORE_SCHEMA:
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_written})\Z"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 @dataclass(slots=True)
@@ -77,7 +101,7 @@ def _step(holder: Any, part: str, key: str, place: str) -> str | int:
         return part
     if not isinstance(holder, list):
         raise ConfigError(place, key, f'"{part}" cannot be set: what is before it is a value, not a mapping or a list')
-    if not part.isdigit() or int(part) >= len(holder):
+    if not part.isdecimal() or int(part) >= len(holder):
         raise ConfigError(place, key, f'"{part}" is no item of the list; expected 0 to {len(holder) - 1}')
     return int(part)
 
@@ -117,8 +141,13 @@ def parse_value(text: str, place: str) -> Any:
     """One YAML value, as ``--set`` takes it. Raises ConfigError when it is none."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(place, "", f"{text!r} is not a YAML value") from None
+
+
+def to_yaml(data: dict[str, Any]) -> str:
+    """A mapping as YAML that ``parse_yaml`` reads back the same."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Reader:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
+from fineserve_sim.experiment.file.document import to_yaml
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.run.files import atomic
 
@@ -17,4 +16,4 @@ def write_resolved(experiment: Experiment, path: Path) -> None:
         file = file.model_copy(update={"folder": str(experiment.setup.folder)})
     data = file.model_dump(mode="json", exclude_none=True, exclude={"quick", "runtime"})
     with atomic(path) as temporary:
-        temporary.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
+        temporary.write_text(to_yaml(data), encoding="utf-8")

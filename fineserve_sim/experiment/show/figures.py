@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from matplotlib.figure import Figure
 
+from fineserve_sim.experiment.file.document import read_yaml
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.labels import varying_axes
 from fineserve_sim.experiment.show.plot_style import SystemStyles, house_style, save
@@ -24,7 +24,7 @@ def draw(results_dir: Path) -> list[Path]:
     Returns the files written. Raises ValueError when the folder holds no results or a figure names what they lack.
     """
     summary = read_summary(results_dir)
-    resolved = yaml.safe_load((results_dir / "resolved.yaml").read_text(encoding="utf-8"))
+    resolved = read_yaml(results_dir / "resolved.yaml").data
     folder = results_dir / "figures"
     folder.mkdir(exist_ok=True)
     styles = SystemStyles(cell["system"] for cell in summary["cells"])
