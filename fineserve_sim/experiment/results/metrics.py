@@ -57,7 +57,7 @@ def counts(run: RunData) -> dict[str, int]:
 
 
 def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[str, float] | None) -> Measures:
-    """Evaluate one run under TTFT limits and, if given, TPOT limits by model. AssertionError as in ``counts``."""
+    """Evaluate one run under the TTFT limits of all models and, if given, TPOT limits. AssertionError as in ``counts``."""
     limit_s = np.array([ttft_slo_s[name] for name in run.models])[run.model]
     finished = run.fate == Fate.FINISHED
     met = {"ttft_attainment": finished & (run.ttft_s <= limit_s)}
@@ -65,7 +65,8 @@ def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[s
         tpot_limit_s = np.array([tpot_slo_s[name] for name in run.models])[run.model]
         met["tpot_attainment"] = finished & ~(run.tpot_s > tpot_limit_s)
     groups = {"": np.ones(len(run.model), dtype=np.bool_)}
-    groups |= {name: run.model == index for index, name in enumerate(run.models)}
+    places = {name: index for index, name in enumerate(run.models)}
+    groups |= {name: run.model == places.get(name, -1) for name in ttft_slo_s}  # a seed may have no request of a model
     hits = {metric: {name: hit[group & run.measured] for name, group in groups.items()} for metric, hit in met.items()}
     by_group = {
         name: _request_values(run, group, met["ttft_attainment"]) | _timeline_values(run, name)
@@ -73,7 +74,7 @@ def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[s
     }
     values = {metric: {name: found[metric] for name, found in by_group.items()} for metric in PER_MODEL}
     values |= {metric: {"": value} for metric, value in _cluster_values(run, values).items()}
-    return Measures(counts(run), hits, values, run.models)
+    return Measures(counts(run), hits, values, tuple(ttft_slo_s))
 
 
 def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, float]:
