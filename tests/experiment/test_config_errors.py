@@ -198,7 +198,7 @@ def test_engine_options_are_those_of_the_cluster() -> None:
     """The schema repeats the engine's settings to check them; names and defaults must stay the same."""
     from dataclasses import asdict
 
-    from fineserve_sim.cluster.scenario import EngineSettings
+    from fineserve_sim.cluster import EngineSettings
 
     assert Engine().model_dump() == asdict(EngineSettings())
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment.results.metrics import counts, estimate, measure
 from fineserve_sim.experiment.results.stats import Estimate, difference, of_share, over_runs, ratio
 from fineserve_sim.experiment.run.run_data import RunData

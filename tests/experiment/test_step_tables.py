@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fineserve_sim.cluster.scenario import ScenarioError
+from fineserve_sim.cluster import ScenarioError
 from fineserve_sim.experiment import load_experiment, run_experiment
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.store import Store

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fineserve_sim.cluster.scenario import MeasuredSteps, Scenario
+from fineserve_sim.cluster import Scenario
+from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment import load_experiment, run_experiment
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.store import key_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from fineserve_sim.cluster.scenario import ScenarioError
+from fineserve_sim.cluster import ScenarioError
 
 __all__ = ["ConfigError", "Interrupted", "ScenarioError", "nearest"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fineserve_sim import catalog
-from fineserve_sim.cluster.scenario import Gpu
+from fineserve_sim.cluster import Gpu
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
-from fineserve_sim.cluster.scenario import EngineSettings, Fault, Gpu, MeasuredSteps
+from fineserve_sim.cluster import EngineSettings, Fault, Gpu
+from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import ConfigError, nearest

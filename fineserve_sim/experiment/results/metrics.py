@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fineserve_sim.cluster import Fate
 from fineserve_sim.cluster.groups.counters import COUNTERS
-from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, METRICS, PER_MODEL, PERCENTILES
 from fineserve_sim.experiment.results.stats import Sample, of_share, over_runs
 from fineserve_sim.experiment.run.run_data import Floats, Mask, RunData

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment.file.axes import LOAD_AXES
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from fineserve_sim.cluster.scenario import RunResult, Scenario, ScenarioError
+from fineserve_sim.cluster import RunResult, Scenario, ScenarioError
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.store import Store, key_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fineserve_sim.cluster.scenario import Scenario, ServedModel
+from fineserve_sim.cluster import Scenario, ServedModel
 from fineserve_sim.experiment.file.resolve import Overrides, Setup
 from fineserve_sim.experiment.run.rates import expected_rates, mean_lengths
 from fineserve_sim.experiment.run.workload import ISOLATED_GAP_S, alone_trace, build_trace, isolated_trace

@@ -25,7 +25,7 @@ from fineserve_traces import Trace
 from pydantic import BaseModel
 
 from fineserve_sim import __version__
-from fineserve_sim.cluster.scenario import RunResult, Scenario
+from fineserve_sim.cluster import RunResult, Scenario
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 

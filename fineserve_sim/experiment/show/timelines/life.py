@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
 SLOT = "a free slot"

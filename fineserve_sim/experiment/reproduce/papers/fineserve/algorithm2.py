@@ -14,12 +14,8 @@ from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 SETS = 300
 """Random waiting sets on which Algorithm 2 is checked."""
 
-
 NOW_S, SLO_S, PREFILL_TOKENS_PER_S, STEP_S = 10.0, 1.0, 40_000.0, 0.01
 """A model of the sets: prompts of up to 8,192 tokens, a prefill rate near that of an 8B model on an H100, host time a batch."""
-
-
-# --- Algorithm 2 ------------------------------------------------------------------------------------------------------
 
 
 def _prefill_s(tokens: int, decoding: int = 0) -> float:

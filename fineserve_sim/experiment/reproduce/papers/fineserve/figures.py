@@ -24,7 +24,6 @@ TOKEN_BYTES = {
 }
 """KV bytes of a token, by the names of fig03's models; fig06 calls its models PAIR/NAME."""
 
-
 EQUAL = 0.1
 """What is about equal in Fig. 3 and 6."""
 

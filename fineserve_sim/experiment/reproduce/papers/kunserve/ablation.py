@@ -7,23 +7,15 @@ from collections.abc import Callable
 import numpy as np
 
 from fineserve_sim.catalog import deployment, gpu, kv_token_bytes, model, precision
-from fineserve_sim.experiment.reproduce.finished import (
-    Results,
-    ends,
-    metric,
-    quantity,
-)
+from fineserve_sim.experiment.reproduce.finished import Results, ends, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
-from fineserve_sim.experiment.reproduce.papers.kunserve.cells import BURST_S, SLO_SCALE, Floats, known, per_run
+from fineserve_sim.experiment.reproduce.papers.kunserve.cells import BURST_S, SLO_SCALE, known, per_run
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import Estimate, ratio
-from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.run_data import Floats, RunData
 from fineserve_sim.latency import StepModel
 
 PREFILL_TOKENS = 2048
-
-
-# --- Fig. 14 ----------------------------------------------------------------------------------------------------------
 
 
 def _burst_quantile(results: Results, system: str, of: Callable[[RunData], Floats], percent: float) -> Estimate:

@@ -8,31 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fineserve_sim.experiment.file.cells import Cell
-from fineserve_sim.experiment.reproduce.finished import (
-    Results,
-)
+from fineserve_sim.experiment.reproduce.finished import Results
 from fineserve_sim.experiment.results.stats import Estimate, over_runs
-from fineserve_sim.experiment.run.run_data import RunData
-
-Floats = NDArray[np.float64]
-
+from fineserve_sim.experiment.run.run_data import Floats, RunData
 
 BASELINES = ("vllm-dp", "vllm-pp", "infercept", "llumnix")
-
-
 WORKLOADS = ("burstgpt", "sharegpt", "longbench")
-
-
 SLO_SCALE = 5
 """Runs of fig13 differ by their SLO scale alone, and these systems ignore it: one scale has them all."""
 
-
 BURST_S = (45.0, 75.0)
-
-
 WINDOW_S = 2.0
 
 

@@ -26,18 +26,15 @@ from fineserve_sim.experiment.reproduce.papers.kunserve.cells import (
     BURST_S,
     SLO_SCALE,
     WORKLOADS,
-    Floats,
     cells,
     known,
     per_run,
 )
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import ratio
-from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.run_data import Floats, RunData
 
 SCALES = range(1, 11)
-
-
 LOOSE = 5
 """The first SLO scale above 4."""
 

@@ -7,18 +7,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from fineserve_sim.catalog import kv_token_bytes, model, precision
-from fineserve_sim.experiment.reproduce.finished import (
-    Results,
-    metric,
-    quantity,
-)
+from fineserve_sim.experiment.reproduce.finished import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers.kunserve.cells import (
     BURST_S,
     SLO_SCALE,
     WINDOW_S,
-    Floats,
     cells,
     known,
     per_run,
@@ -26,13 +21,10 @@ from fineserve_sim.experiment.reproduce.papers.kunserve.cells import (
 )
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import Estimate, over_runs
-from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.run_data import Floats, RunData
 
 LINGER_S = 10.0
 """How long after memory was out a late request may still come of it."""
-
-
-# --- section 2: what throttling is ------------------------------------------------------------------------------------
 
 
 @claim("KS-2-burst", needs=("kunserve_fig02",))

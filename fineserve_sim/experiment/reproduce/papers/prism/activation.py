@@ -11,9 +11,6 @@ SIZES = (("llama-3.1-8b", 1), ("qwen2.5-14b", 1), ("llama-3.1-70b", 8))
 """Models of Fig. 9 with their TP degrees: the ends and the middle."""
 
 
-# --- activation --------------------------------------------------------------------------------------------------------
-
-
 def _load_s(name: str, tp: int, *, pool: bool = True, parallel: bool = True) -> float:
     shard_bytes = weight_bytes(model(name), precision("W16A16"), tp)
     return activation_cost(engine_pool=pool, parallel_loading=parallel).alone_s(shard_bytes, tp)

@@ -14,9 +14,6 @@ from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
-# --- algorithms --------------------------------------------------------------------------------------------------------
-
-
 INSTANCES = 150
 """Random instances of each algorithm that are compared with exhaustive search."""
 

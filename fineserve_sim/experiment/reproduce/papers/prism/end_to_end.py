@@ -8,36 +8,19 @@ from itertools import pairwise
 
 from fineserve_sim.experiment.file.cells import Cell
 from fineserve_sim.experiment.reproduce.crossing import Crossing, crossing
-from fineserve_sim.experiment.reproduce.finished import (
-    MissingError,
-    Results,
-    ends,
-    metric,
-    quantity,
-)
+from fineserve_sim.experiment.reproduce.finished import MissingError, Results, ends, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import ratio
 
 PRISM = "prism"
-
-
 BASELINES = ("muxserve++", "s-partition", "qlm")
-
-
 TITLES = {"muxserve++": "MuxServe++", "s-partition": "S-Partition", "qlm": "QLM", "prism": "Prism"}
-
-
 TRACES = ("hyperbolic", "arena")
-
-
 LEVEL = 0.99
-
-
 HIGH_RATES = 0.75
 """High rates are the top quarter of a sweep."""
-
 
 FIG07 = "prism_fig07"
 

@@ -7,11 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fineserve_sim.experiment.reproduce.finished import (
-    Results,
-    percent_above,
-    tokens_per_s,
-)
+from fineserve_sim.experiment.reproduce.finished import Results, percent_above, tokens_per_s
 from fineserve_sim.experiment.reproduce.judge import Evaluation, numbers
 from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers.prism.end_to_end import PRISM
@@ -21,13 +17,8 @@ from fineserve_sim.experiment.run.run_data import Floats, RunData
 from fineserve_sim.policy.memory.kvcached import PAGE_BYTES, KvCachedManager, VirtualKV
 
 FIG03_T1_S, FIG03_T2_S = (5.0, 120.0), (480.0, 600.0)
-
-
 FIG08_SURGE_S = (20.0, 60.0)
 """Windows in which the phases of these experiments lie, without the time in which memory fills, a swap included."""
-
-
-# --- two models on a GPU ----------------------------------------------------------------------------------------------
 
 
 def _mean_kv(results: Results, name: str, system: str, start_s: float, end_s: float) -> Estimate:

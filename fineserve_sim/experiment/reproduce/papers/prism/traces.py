@@ -20,10 +20,7 @@ from fineserve_sim.experiment.reproduce.registry import claim
 HOURS = 48
 """Length of the generated traces: statistics per hour of 24 models settle within a few per cent."""
 
-
 FOUR_MONTHS_H = 4 * 30.4 * 24
-
-
 MANY = 0.3
 """The paper's "many models", not quantified there: at least this part of them (the ledger's reading)."""
 
@@ -55,9 +52,6 @@ def _idle_s(stats: Sequence[ModelStats]) -> list[float]:
 
 def _cv(stats: Sequence[ModelStats]) -> list[float]:
     return [found.cv_per_minute or 0.0 for found in stats]
-
-
-# --- traces ------------------------------------------------------------------------------------------------------------
 
 
 @claim("PR-1a-tail")
