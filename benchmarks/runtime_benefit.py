@@ -22,8 +22,8 @@ from fineserve_runtime.demo import make_demo
 from fineserve_runtime.replay import replay_on
 
 from fineserve_sim.cluster.scenario import Fate
-from fineserve_sim.experiment.runs import Run, scenario
-from fineserve_sim.experiment.stats import over_runs
+from fineserve_sim.experiment.results.stats import over_runs
+from fineserve_sim.experiment.run.run import Run, scenario
 
 SYSTEMS = ("static", "dynamic")
 

@@ -34,7 +34,7 @@ from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import SlabTable
 from fineserve_runtime.engines.vllm_engine import SteppedCore, build_core, engine_arguments, prepare_environment
 
-from fineserve_sim.experiment.stats import Estimate, over_runs
+from fineserve_sim.experiment.results.stats import Estimate, over_runs
 
 REGION_BYTES = 256 * 2**20
 SLAB_MULTIPLE = 8

@@ -39,8 +39,9 @@ from fineserve_runtime.launch import start_real_host
 from fineserve_sim.catalog import activation_bytes, gpu, model_from_hf_config, precision, weight_bytes
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario
 from fineserve_sim.experiment import run_loaded
-from fineserve_sim.experiment.metrics import RunData, measure, tpot_s
-from fineserve_sim.experiment.store import Store
+from fineserve_sim.experiment.results.metrics import measure
+from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.store import Store
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.measured_steps import load_step_model
 
@@ -288,7 +289,7 @@ def _attainment(run: RunData) -> float:
 LINES = (
     Line("requests finished a second", _metric("throughput_per_s"), "{:.2f}", 0.05),
     Line("TTFT, median, ms", lambda run: 1e3 * float(np.nanmedian(run.ttft_s)), "{:.1f}", 0.15),
-    Line("TPOT, median, ms", lambda run: 1e3 * float(np.nanmedian(tpot_s(run))), "{:.2f}", 0.15),
+    Line("TPOT, median, ms", lambda run: 1e3 * float(np.nanmedian(run.tpot_s)), "{:.2f}", 0.15),
     Line("TTFT, 99th percentile, ms", lambda run: 1e3 * float(np.nanpercentile(run.ttft_s, 99)), "{:.0f}"),
     Line("TTFT attainment", _attainment, "{:.3f}", 0.05, relative=False),
     Line("dropped", lambda run: float(np.sum(run.fate == Fate.DROPPED)), "{:.0f}"),

@@ -103,7 +103,7 @@ def draw(measured: list[Curve], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    from fineserve_sim.experiment.plot_style import COLOURS, house_style
+    from fineserve_sim.experiment.show.plot_style import COLOURS, house_style
 
     with house_style():
         figure = Figure(figsize=(9.2, 2.7), layout="constrained")

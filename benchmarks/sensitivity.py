@@ -104,7 +104,7 @@ def _option(system: str, part: str, value: float) -> Callable[[float], Sequence[
 
 
 def _references(factor: float) -> Sequence[tuple[str, str]]:
-    from fineserve_sim.experiment import workload
+    from fineserve_sim.experiment.run import workload
 
     workload.ISOLATED_REQUESTS = round(workload.ISOLATED_REQUESTS * factor)
     return ()

@@ -14,7 +14,8 @@ import yaml
 
 from fineserve_sim.cluster.compose.policies import register_placement, register_scheduler
 from fineserve_sim.experiment import load_experiment, run_experiment
-from fineserve_sim.experiment.figures import draw, read_summary
+from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.show.figures import draw
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import FcfsSpec, Spec
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fineserve_calibrate.crossvalidation import Thinning
-from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
 
 LIMIT = 0.05
 COLUMNS = 2

@@ -47,7 +47,7 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List the built-in systems, models, GPUs, precisions or policies, one line each."""
-    from fineserve_sim.experiment.errors import nearest
+    from fineserve_sim.experiment.file.errors import nearest
 
     if kind not in _LISTS:
         raise ValueError(f'cannot list "{kind}"; {nearest(kind, _LISTS)}')
@@ -144,7 +144,7 @@ def describe(
 ) -> None:
     """Show a system: its policy on each axis, their options with defaults, and its YAML."""
     from fineserve_sim.cli.policies import chosen
-    from fineserve_sim.experiment.errors import nearest
+    from fineserve_sim.experiment.file.errors import nearest
     from fineserve_sim.systems import load_systems
 
     systems = load_systems()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
 """The option of every command that prints results."""
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
+]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
+]
+"""Options of the commands that simulate."""
 
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
@@ -54,8 +64,9 @@ def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into one line on stderr and exit 130. Between simulations the runner says how many are kept."""
     try:
         yield
-    except KeyboardInterrupt:
-        typer.echo("fineserve-sim: interrupted; run the same command again to go on", err=True)
+    except KeyboardInterrupt as problem:  # the runner's says how many are done
+        text = str(problem) or "interrupted; run the same command again to go on"
+        typer.echo(f"fineserve-sim: {text}", err=True)
         raise typer.Exit(130) from None
 
 

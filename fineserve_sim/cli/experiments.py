@@ -10,17 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fineserve_sim.cli.catalog import complete_gpu, complete_system
-from fineserve_sim.cli.console import JsonOption, console, escaped, examples, interruptible, print_json, progress_bar
+from fineserve_sim.cli.console import (
+    JobsOption,
+    JsonOption,
+    OutOption,
+    console,
+    escaped,
+    examples,
+    interruptible,
+    print_json,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
 
-OutOption = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
+ModelsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME=MODEL:PRECISION:TP",
+        help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
+        "its own name, W16A16, 1 GPU.",
+    ),
 ]
-JobsOption = Annotated[
-    int | None,
-    typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
+AnchorsOption = Annotated[
+    bool,
+    typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
 ]
 DecisionsOption = Annotated[bool, typer.Option("--decisions", help="Log every event and decision, a file a run.")]
 
@@ -86,8 +103,8 @@ def run(
         folder = out or Path("results") / file.stem
         _run(experiment, folder, jobs, decisions or trace_out is not None, as_json, exact_steps)
         if trace_out:
-            from fineserve_sim.experiment.timelines.chrome import write_trace
-            from fineserve_sim.experiment.timelines.stored import stored_run
+            from fineserve_sim.experiment.show.timelines.chrome import write_trace
+            from fineserve_sim.experiment.show.timelines.stored import stored_run
 
             systems = dict.fromkeys(point.system for point in experiment.points)
             write_trace((stored_run(folder, system) for system in systems), trace_out)
@@ -99,16 +116,7 @@ def compare(
     systems: Annotated[
         list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
     ],
-    models: Annotated[
-        list[str],
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="NAME=MODEL:PRECISION:TP",
-            help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
-            "its own name, W16A16, 1 GPU.",
-        ),
-    ],
+    models: ModelsOption,
     gpu: Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)] = "h100-sxm",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     ttft_slo: Annotated[
@@ -121,10 +129,7 @@ def compare(
         int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)
     ] = None,
     spread: Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")] = False,
-    anchors: Annotated[
-        bool,
-        typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
-    ] = True,
+    anchors: AnchorsOption = True,
     out: OutOption = None,
     jobs: JobsOption = None,
     decisions: DecisionsOption = False,
@@ -161,7 +166,7 @@ def plot(
 ) -> None:
     """Draw the figures of a results folder again."""
     with interruptible():
-        from fineserve_sim.experiment.figures import draw
+        from fineserve_sim.experiment.show.figures import draw
 
         written = [str(path) for path in draw(folder)]
         if as_json:
@@ -182,7 +187,7 @@ def _model(text: str) -> dict[str, Any]:
     name, sign, described = text.partition("=")
     model, *rest = (described if sign else name).split(":")
     precision, tp = (*rest, "", "")[:2]
-    if not name or not model or len(rest) > 2 or not (tp or "1").isdigit():
+    if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
         raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
     return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
 
@@ -210,23 +215,14 @@ def _run(
 ) -> None:
     """Simulate, draw and report."""
     from fineserve_sim.cluster import simulate, simulate_step_by_step
-    from fineserve_sim.experiment import Interrupted, run_loaded
-    from fineserve_sim.experiment.figures import draw, read_summary
+    from fineserve_sim.experiment import run_loaded
+    from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.show.figures import draw
 
     _say_what_is_run(experiment, jobs)
-    try:
-        with progress_bar() as advance:
-            run_loaded(
-                experiment,
-                out,
-                jobs=jobs,
-                decisions=decisions,
-                on_progress=advance,
-                simulate=simulate_step_by_step if exact_steps else simulate,
-            )
-    except Interrupted as problem:
-        typer.echo(f"fineserve-sim: {problem}", err=True)
-        raise typer.Exit(130) from None
+    how = simulate_step_by_step if exact_steps else simulate
+    with progress_bar() as advance:
+        run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how)
     figures = draw(out)
     summary = read_summary(out)
     for warning in summary["warnings"]:
@@ -234,7 +230,7 @@ def _run(
     if as_json:
         print_json(summary)
         return
-    from fineserve_sim.experiment.report import report
+    from fineserve_sim.experiment.show.report import report
 
     console().print(report(summary))
     typer.echo(
@@ -245,7 +241,7 @@ def _run(
 def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
     import os
 
-    from fineserve_sim.experiment.workload import describe
+    from fineserve_sim.experiment.file.sources import describe
 
     seeds, cells = experiment.file.seeds, len(experiment.points)
     systems = len({point.system for point in experiment.points})

@@ -11,7 +11,7 @@ import typer
 from fineserve_sim.cli.console import JsonOption, axis_and_value, examples, interruptible, print_json, print_rows
 
 if TYPE_CHECKING:
-    from fineserve_sim.experiment.timelines.life import Life
+    from fineserve_sim.experiment.show.timelines.life import Life
 
 
 def register(app: typer.Typer) -> None:
@@ -45,8 +45,8 @@ def explain(
     The experiment must have been run with --decisions.
     """
     with interruptible():
-        from fineserve_sim.experiment.timelines.life import life_of
-        from fineserve_sim.experiment.timelines.stored import stored_run
+        from fineserve_sim.experiment.show.timelines.life import life_of
+        from fineserve_sim.experiment.show.timelines.stored import stored_run
 
         run = stored_run(folder, system, seed, dict(axis_and_value(text) for text in at or ()))
         life = life_of(run, request)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fineserve_sim.cli.console import console, examples, interruptible, progress_bar
+from fineserve_sim.cli.console import JobsOption, OutOption, console, examples, interruptible, progress_bar
 
 
 def register(app: typer.Typer) -> None:
@@ -29,10 +29,7 @@ def reproduce(
         typer.Option("--claims", metavar="ID", help="Only these, with commas; may be repeated.", show_default=False),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use the short version of every experiment.")] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
-    ] = None,
+    jobs: JobsOption = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON.", show_default=False)
     ] = None,
@@ -45,9 +42,7 @@ def reproduce(
         typer.Option("--claims-file", metavar="FILE", help="Take targets from this ledger.", show_default=False),
     ] = None,
     experiments: Annotated[Path, typer.Option(metavar="DIR", help="Folder of experiment files.")] = Path("experiments"),
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
-    ] = None,
+    out: OutOption = None,
 ) -> None:
     """Run what the papers' claims need and give each a verdict.
 
@@ -56,29 +51,23 @@ def reproduce(
     Claims whose experiment is missing, broken or cannot run stay open; then the exit code is 1.
     """
     with interruptible():
-        from fineserve_sim.experiment import Interrupted
-        from fineserve_sim.experiment.files import write_json
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
         from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
+        from fineserve_sim.experiment.run.files import write_json
 
-        ids = [name for text in claims or () for name in text.replace(",", " ").split()]
+        ids = " ".join(claims or ()).replace(",", " ").split()
         wanted = chosen(read_ledger(claims_file) if claims_file else targets(), paper, ids)
         if markdown:
             check_markdown(markdown)
         folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
-        try:
-            with progress_bar() as advance:
-                rows = decide(wanted, load_all(experiments, quick), folder, jobs=jobs, on_progress=advance)
-        except Interrupted as problem:
-            typer.echo(f"fineserve-sim: {problem}", err=True)
-            raise typer.Exit(130) from None
+        with progress_bar() as advance:
+            rows = decide(wanted, load_all(experiments, quick), folder, jobs=jobs, on_progress=advance)
         console().print(ledger(rows))
         if json_file:
             write_json(json_file, as_json(rows))
         if markdown:
             write_markdown(rows, markdown)
-        if failed := {row.reason: None for row in rows if row.failed}:
-            for reason in failed:
-                typer.echo(f"fineserve-sim: {reason}", err=True)
-            raise typer.Exit(1)
+        failed = dict.fromkeys(row.reason for row in rows if row.failed)
+        typer.echo("".join(f"fineserve-sim: {reason}\n" for reason in failed), nl=False, err=True)
+        raise typer.Exit(1 if failed else 0)

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from fineserve_sim.cli.console import (
+    JobsOption,
     JsonOption,
+    OutOption,
     axis_and_value,
     console,
     examples,
@@ -45,13 +47,8 @@ def size(
     ] = None,
     precision: Annotated[float, typer.Option(min=0.001, max=1.0, help="Relative, of a rate or SLO scale.")] = 0.05,
     quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
-    ] = None,
+    out: OutOption = None,
+    jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The fewest GPUs, highest rate or tightest SLO at which each system meets the targets.
@@ -60,8 +57,7 @@ def size(
     Results of NAME.yaml go to results/size-NAME unless --out names a folder.
     """
     with interruptible():
-        from fineserve_sim.experiment.errors import Interrupted
-        from fineserve_sim.experiment.files import write_json
+        from fineserve_sim.experiment.run.files import write_json
         from fineserve_sim.experiment.sizing import axis_of, goal
         from fineserve_sim.experiment.sizing import size as search
         from fineserve_sim.experiment.sizing.probe import Prober
@@ -71,13 +67,9 @@ def size(
         axis, goals = axis_of(over), [goal(text) for text in targets]
         folder = out or Path("results") / f"size-{file.stem}"
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
-        try:
-            with progress_bar() as advance:
-                prober = Prober(file, folder, goals, at=place, quick=quick, jobs=jobs, on_progress=advance)
-                answers = list(search(prober, axis, most_gpus=most_gpus, precision=precision))
-        except Interrupted as problem:
-            typer.echo(f"fineserve-sim: {problem}", err=True)
-            raise typer.Exit(130) from None
+        with progress_bar() as advance:
+            prober = Prober(file, folder, goals, at=place, quick=quick, jobs=jobs, on_progress=advance)
+            answers = list(search(prober, axis, most_gpus=most_gpus, precision=precision))
         data = data_of(answers, axis, goals)
         write_json(folder / "size.json", data)
         draw(answers, axis, goals, prober.file().file.title, folder)

@@ -44,7 +44,7 @@ def stats(
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The statistics as lines for people; what does not exist for the trace is a dash."""
-    from fineserve_sim.experiment.labels import number
+    from fineserve_sim.experiment.show.labels import number
 
     rows = [
         ("requests", number(found["requests"])),

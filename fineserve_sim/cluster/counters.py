@@ -17,19 +17,6 @@ from fineserve_sim.cluster.engine.pipeline import PipelineEngine
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.samples import InstanceSampler
 
-COUNTERS = (
-    "kv_demand_mean",
-    "kv_demand_peak",
-    "throttlings",
-    "drops",
-    "restores",
-    "migrations",
-    "exchange_mean_s",
-    "exchange_max_s",
-    "exchange_bytes",
-    "bubble_fraction",
-)
-
 MERGE_GAP_S = 20.0
 """Throttled intervals that are closer count as one (an assumption: claim KS-2-events names no rule)."""
 

@@ -151,13 +151,28 @@ class Timeline:
     gpu_free_bytes: Ints
 
 
+COUNTERS = (
+    "kv_demand_mean",
+    "kv_demand_peak",
+    "throttlings",
+    "drops",
+    "restores",
+    "migrations",
+    "exchange_mean_s",
+    "exchange_max_s",
+    "exchange_bytes",
+    "bubble_fraction",
+)
+"""What is counted of a single-model cluster beside the requests (``counters.py``)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came) and counters of the run.
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
-    ``counters`` are what a driver counts besides, by name (``groups/counters.py``).
+    ``counters`` are what a driver counts besides, by name (``counters.py``).
     ``loop_cpu_s`` is not deterministic and never enters result files.
     """
 

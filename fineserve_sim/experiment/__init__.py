@@ -1,9 +1,10 @@
 """Experiments: a strict YAML file in, a results folder out."""
 
-from fineserve_sim.experiment.compare import experiment_for_trace
-from fineserve_sim.experiment.errors import ConfigError, Interrupted, ScenarioError
-from fineserve_sim.experiment.plan import Experiment, Point
-from fineserve_sim.experiment.runner import load_experiment, run_experiment, run_loaded
+from fineserve_sim.experiment.file.comparison import experiment_for_trace
+from fineserve_sim.experiment.file.errors import ConfigError, Interrupted, ScenarioError
+from fineserve_sim.experiment.file.load import load_experiment
+from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.results.produce import run_experiment, run_loaded
 
 __all__ = [
     "ConfigError",

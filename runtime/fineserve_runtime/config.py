@@ -21,11 +21,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from fineserve_runtime.formats import check_format
-from fineserve_sim.experiment.errors import ConfigError, nearest
-from fineserve_sim.experiment.plan import Experiment, build
-from fineserve_sim.experiment.schema import Count, Positive, Strict
-from fineserve_sim.experiment.validation import as_config_error
-from fineserve_sim.experiment.yaml_file import Document, parse_value, read_yaml
+from fineserve_sim.experiment.file.document import Document, parse_value, read_yaml
+from fineserve_sim.experiment.file.errors import ConfigError, nearest
+from fineserve_sim.experiment.file.messages import as_config_error
+from fineserve_sim.experiment.file.plan import Experiment, build
+from fineserve_sim.experiment.file.schema import Count, Positive, Strict
 
 
 class ModelFiles(Strict):

@@ -23,8 +23,8 @@ from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import End, Job, Refused
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, Timeline
-from fineserve_sim.experiment.errors import ConfigError
-from fineserve_sim.experiment.files import write_json
+from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.run.files import write_json
 from fineserve_sim.policy.interfaces import EngineState
 
 _FATES = {

@@ -17,8 +17,8 @@ from fineserve_runtime.server.service import ServedName, Service
 from fineserve_runtime.server.serving import bind, exits_on_sigterm, serve
 from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
 from fineserve_sim.cluster.scenario import Scenario
-from fineserve_sim.experiment.errors import ConfigError, nearest
-from fineserve_sim.experiment.runs import Run, scenario
+from fineserve_sim.experiment.file.errors import ConfigError, nearest
+from fineserve_sim.experiment.run.run import Run, scenario
 
 
 def run_server(

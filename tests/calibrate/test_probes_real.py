@@ -15,30 +15,30 @@ import pytest
 from fineserve_calibrate.probes import attention
 from fineserve_calibrate.probes.backend import Unavailable
 from fineserve_calibrate.probes.models import ONE_LAYER, TINY
-from fineserve_calibrate.probes.operators import PREPARE
+from fineserve_calibrate.probes.operators import PREPARE, TorchBackend
 from fineserve_calibrate.probes.plan import CPU_QUICK, LAYOUTS, grid, plan
 from fineserve_calibrate.probes.schema import KEYS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from fineserve_calibrate.probes.torch_device import TorchDevice, package_version  # noqa: E402
+from fineserve_calibrate.probes.torch_device import package_version  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # those libraries warn of themselves
 VLLM = package_version("vllm") != "none"
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[TorchDevice]:
+def device() -> Iterator[TorchBackend]:
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        probed = TorchDevice(None, {model.name: model for model in (TINY, ONE_LAYER)})
+        probed = TorchBackend(None, {model.name: model for model in (TINY, ONE_LAYER)})
     yield probed
     probed.close()
     torch.set_num_threads(threads)
 
 
-def seconds(device: TorchDevice, operator: str, **axes: Any) -> dict[tuple[Any, ...], float]:
+def seconds(device: TorchBackend, operator: str, **axes: Any) -> dict[tuple[Any, ...], float]:
     """The shortest of some repeats by point, for the axes' combinations: other work on the machine only adds to it."""
     found = {}
     for point in grid(operator, **axes):
@@ -49,7 +49,7 @@ def seconds(device: TorchDevice, operator: str, **axes: Any) -> dict[tuple[Any, 
     return found
 
 
-def test_the_identity_names_processor_and_versions(device: TorchDevice) -> None:
+def test_the_identity_names_processor_and_versions(device: TorchBackend) -> None:
     identity = device.identity
     assert identity.device.endswith("cores")
     assert (identity.gpus, identity.driver, identity.cuda) == (0, "none", "none")
@@ -62,7 +62,7 @@ def test_every_operator_has_a_function() -> None:
     assert set(PREPARE) == set(KEYS)
 
 
-def test_larger_products_take_longer(device: TorchDevice) -> None:
+def test_larger_products_take_longer(device: TorchBackend) -> None:
     found = seconds(device, "gemm", dtype=["bfloat16"], m=[1, 1024], n=[1024], k=[1024])
     assert found[("bfloat16", 1024, 1024, 1024)] > 10 * found[("bfloat16", 1, 1024, 1024)] > 0
 
@@ -70,7 +70,7 @@ def test_larger_products_take_longer(device: TorchDevice) -> None:
 HEADS = {"dtype": ["bfloat16"], "kv_dtype": ["bfloat16"], "q_heads": [4], "kv_heads": [2], "head_dim": [64]}
 
 
-def test_attention_grows_with_what_it_reads(device: TorchDevice) -> None:
+def test_attention_grows_with_what_it_reads(device: TorchBackend) -> None:
     decode = list(seconds(device, "decode_attention", **HEADS, batch=[4], context=[64, 4096]).items())
     short, long = sorted(decode, key=lambda item: item[0][-1])
     assert long[1] > 3 * short[1] > 0
@@ -80,17 +80,17 @@ def test_attention_grows_with_what_it_reads(device: TorchDevice) -> None:
 
 
 @pytest.mark.parametrize("operation", [name for name in CPU_QUICK.widths if VLLM or name != "rope"])
-def test_small_kernels_run(device: TorchDevice, operation: str) -> None:
+def test_small_kernels_run(device: TorchBackend, operation: str) -> None:
     assert seconds(device, "elementwise", operation=[operation], dtype=["bfloat16"], tokens=[4], width=[640])
 
 
-def test_copies_reach_a_plausible_bandwidth(device: TorchDevice) -> None:
+def test_copies_reach_a_plausible_bandwidth(device: TorchBackend) -> None:
     size = 16 * 2**20
     (taken,) = seconds(device, "copy", direction=["host_to_host"], host_memory=["pageable"], bytes=[size]).values()
     assert 1e8 < size / taken < 1e12
 
 
-def test_what_a_cpu_lacks_is_said(device: TorchDevice) -> None:
+def test_what_a_cpu_lacks_is_said(device: TorchBackend) -> None:
     for operator, reason in {"vmm": "no CUDA driver", "all_reduce": "0 GPUs", "point_to_point": "0 GPUs"}.items():
         (part,) = (part for part in plan(True, True, TINY.name) if part.operator == operator)
         with pytest.raises(Unavailable, match=reason):
@@ -98,14 +98,14 @@ def test_what_a_cpu_lacks_is_said(device: TorchDevice) -> None:
 
 
 @pytest.mark.skipif(VLLM, reason="vllm is installed")
-def test_engines_need_vllm(device: TorchDevice) -> None:
+def test_engines_need_vllm(device: TorchBackend) -> None:
     (part,) = (part for part in plan(True, True, TINY.name) if part.operator == "host_overhead")
     with pytest.raises(Unavailable, match="vllm is not installed"):
         device.prepare("host_overhead", part.points[0])
 
 
 @pytest.mark.skipif(not VLLM, reason="vllm is not installed")
-def test_vllm_kernels_are_used(device: TorchDevice) -> None:
+def test_vllm_kernels_are_used(device: TorchBackend) -> None:
     points = grid("gemm", dtype=["bfloat16", "int4_wo"], m=[4], n=[256], k=[256])
     names = {device.prepare("gemm", point).implementation for point in points}
     assert names == {"vllm onednn_mm", "vllm cpu_gemm_wna16"}
@@ -114,7 +114,7 @@ def test_vllm_kernels_are_used(device: TorchDevice) -> None:
 
 
 @pytest.mark.skipif(not VLLM, reason="vllm is not installed")
-def test_a_real_engine_runs_the_steps_that_are_asked_for(device: TorchDevice) -> None:
+def test_a_real_engine_runs_the_steps_that_are_asked_for(device: TorchBackend) -> None:
     engine: dict[str, Any] = {"model": [TINY.name], "dtype": ["bfloat16"], "kv_dtype": ["bfloat16"], "mode": ["eager"]}
     decode = seconds(device, "step", **engine, decodes=[1, 64], context=[256], prefill_tokens=[0], cached_tokens=[0])
     prefill = seconds(
@@ -176,13 +176,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.fixture
-def hopper(calls: Calls) -> TorchDevice:
+def hopper(calls: Calls) -> TorchBackend:
     """A Hopper GPU whose tensors lie on the CPU, with vLLM's operators checked and not run."""
     from vllm import _custom_ops as real
 
     used = ("cutlass_scaled_mm", "machete_prepack_B", "machete_mm", "gptq_marlin_repack", "rms_norm")
     used += ("fused_add_rms_norm", "rotary_embedding")
-    gpu = TorchDevice.__new__(TorchDevice)
+    gpu = TorchBackend.__new__(TorchBackend)
     gpu.torch, gpu.on_cpu, gpu.name, gpu.capability, gpu.cache_bytes = torch, False, "cpu", (9, 0), 1
     gpu.ops = SimpleNamespace(**{name: calls.instead_of(getattr(real, name), torch.zeros(8)) for name in used})
     gpu._random = torch.Generator()
@@ -196,7 +196,7 @@ needs_vllm = pytest.mark.skipif(not VLLM, reason="vllm is not installed")
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("version", [2, 3])
 def test_attention_is_called_as_vllms_backend_calls_it(
-    hopper: TorchDevice, calls: Calls, kv_dtype: str, version: int
+    hopper: TorchBackend, calls: Calls, kv_dtype: str, version: int
 ) -> None:
     shape = attention.Shape(batch=3, new=5, keys=40, q_heads=8, kv_heads=2, head_dim=64, kv_dtype=kv_dtype)
     (call,) = attention._flash(hopper, shape, version)
@@ -214,7 +214,7 @@ def test_attention_is_called_as_vllms_backend_calls_it(
 
 @needs_vllm
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kv_layouts_are_vllms(hopper: TorchDevice, layout: str) -> None:
+def test_kv_layouts_are_vllms(hopper: TorchBackend, layout: str) -> None:
     """The strides of a layer's keys are those of vLLM's own view of a cache in this layout."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -234,7 +234,7 @@ def test_kv_layouts_are_vllms(hopper: TorchDevice, layout: str) -> None:
 @needs_vllm
 @pytest.mark.parametrize("operator", ["gemm", "elementwise", "int4_gemm"])
 def test_products_and_small_kernels_are_called_with_what_they_take(
-    hopper: TorchDevice, calls: Calls, operator: str, monkeypatch: pytest.MonkeyPatch
+    hopper: TorchBackend, calls: Calls, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kernel of the plan but torch's own, on a small shape."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils
@@ -280,7 +280,7 @@ def test_operators_of_torch_ops_that_probes_name_are_in_vllms_sources() -> None:
 
 
 @pytest.mark.skipif(not VLLM, reason="vllm is not installed")
-def test_sequences_longer_than_the_model_are_not_tried(device: TorchDevice) -> None:
+def test_sequences_longer_than_the_model_are_not_tried(device: TorchBackend) -> None:
     keys: dict[str, Any] = {"model": [TINY.name], "dtype": ["bfloat16"], "kv_dtype": ["bfloat16"], "mode": ["eager"]}
     (point,) = grid("step", **keys, decodes=[1], context=[4090], prefill_tokens=[0], cached_tokens=[0])
     with pytest.raises(Unavailable, match="longer than the 4096 tokens of tiny-llama"):

@@ -15,7 +15,7 @@ from simkit import Row, pinned, served, solo, step_model
 from fineserve_sim.cluster import Fate, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.scenario import Fault, wrong_fault
-from fineserve_sim.experiment.analytic.pipeline_model import finish_times_s
+from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s
 from fineserve_sim.systems import SystemSpec
 from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SpareInstancesSpec, SwapPoolsSpec
 

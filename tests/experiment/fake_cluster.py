@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, Timeline
+from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.policy.interfaces import Instance, Placement
 
 calls = 0

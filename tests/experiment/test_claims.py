@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fineserve_sim.experiment.claims import evaluate_claims
-from fineserve_sim.experiment.schema import Claim
+from fineserve_sim.experiment.file.schema import Claim
+from fineserve_sim.experiment.results.claims import evaluate_claims
 
 
 def cell(system: str, scale: float, attainment: float, half_width: float = 0.01, sweep: str = "slo") -> dict[str, Any]:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.experiment import ConfigError, load_experiment
-from fineserve_sim.experiment.schema import Engine, ExperimentFile
-from fineserve_sim.experiment.yaml_file import parse_yaml
+from fineserve_sim.experiment.file.document import parse_yaml
+from fineserve_sim.experiment.file.schema import Engine, ExperimentFile
 
 LENGTHS = "lengths: {prompt_tokens: 512, output_tokens: 20}"
 SYSTEMS = 'systems: [fineserve, "prism*"]'
@@ -198,7 +198,7 @@ def test_engine_options_are_those_of_the_cluster() -> None:
     """The schema repeats the engine's settings to check them; names and defaults must stay the same."""
     from dataclasses import asdict
 
-    from fineserve_sim.cluster.scenario import EngineSettings
+    from fineserve_sim.cluster import EngineSettings
 
     assert Engine().model_dump() == asdict(EngineSettings())
 

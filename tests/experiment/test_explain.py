@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fineserve_sim.experiment import run_experiment
-from fineserve_sim.experiment.timelines.chrome import write_trace
-from fineserve_sim.experiment.timelines.life import life_of
-from fineserve_sim.experiment.timelines.stored import RunError, StoredRun, stored_run
+from fineserve_sim.experiment.show.timelines.chrome import write_trace
+from fineserve_sim.experiment.show.timelines.life import life_of
+from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun, stored_run
 
 CROWDED = """\
 fineserve: 1

@@ -8,7 +8,7 @@ import pytest
 
 from fineserve_sim.cluster import Fault
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
-from fineserve_sim.experiment.timelines.stored import stored_run
+from fineserve_sim.experiment.show.timelines.stored import stored_run
 
 FILE = """\
 fineserve: 1

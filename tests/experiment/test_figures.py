@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from fineserve_sim.experiment.figures import default_figures, draw
-from fineserve_sim.experiment.labels import distinct, interval, number, quantity
-from fineserve_sim.experiment.plot_style import SystemStyles, house_style
-from fineserve_sim.experiment.sweep_figure import sweep_figure
-from fineserve_sim.experiment.timeline_figure import Timeline, timeline_figure
+from fineserve_sim.experiment.show.figures import default_figures, draw
+from fineserve_sim.experiment.show.labels import distinct, interval, number, quantity
+from fineserve_sim.experiment.show.plot_style import SystemStyles, house_style
+from fineserve_sim.experiment.show.sweep_figure import sweep_figure
+from fineserve_sim.experiment.show.timeline_figure import Timeline, timeline_figure
 
 SYSTEMS = {"fineserve": "FineServe", "prism*": "Prism*", "static*": "Static*"}
 

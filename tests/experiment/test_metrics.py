@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.cluster.scenario import Fate
-from fineserve_sim.experiment.metrics import RunData, counts, estimate, measure
-from fineserve_sim.experiment.stats import Estimate, difference, of_share, over_runs, ratio
+from fineserve_sim.cluster import Fate
+from fineserve_sim.experiment.results.metrics import counts, estimate, measure
+from fineserve_sim.experiment.results.stats import Estimate, difference, of_share, over_runs, ratio
+from fineserve_sim.experiment.run.run_data import RunData
 
 
 def run_of(
@@ -206,3 +208,15 @@ def test_the_interval_of_a_comparison_covers_the_truth(compare: Callable[[Estima
         )
         inside += abs(found.mean - truth) <= found.half_width
     assert 0.93 <= inside / 2000 <= 0.97
+
+
+def test_a_model_without_requests_in_one_of_the_seeds() -> None:
+    """It has no throughput there, no request to judge, and no latency, so none over all seeds either."""
+    both, one = example(), run_of([1, 3], [1.5, 4], [2, 5], [3, 3], [F, F])
+    limits = {"A": 1.0, "B": 1.0}
+    runs = [measure(each, limits, None) for each in (replace(one, models=("A",)), both)]
+    assert runs[0].models == runs[1].models == ("A", "B")
+    assert estimate(runs, "goodput_per_s", "B").mean == pytest.approx((0 + runs[1].values["goodput_per_s"]["B"]) / 2)
+    assert estimate(runs, "ttft_attainment", "B") == estimate(runs[1:], "ttft_attainment", "B")
+    assert math.isnan(estimate(runs, "ttft_p50_s", "B").mean)
+    assert estimate(runs, "ttft_attainment", "A").mean == pytest.approx((2 + 1) / (2 + 4))

@@ -19,8 +19,9 @@ from fineserve_sim.cluster.compose.fleet import compose_fleet
 from fineserve_sim.cluster.compose.instances import compose
 from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
-from fineserve_sim.experiment.runs import Run, scenario
-from fineserve_sim.experiment.workload import alone_trace, base_rates, build_trace
+from fineserve_sim.experiment.run.rates import base_rates
+from fineserve_sim.experiment.run.run import Run, scenario
+from fineserve_sim.experiment.run.workload import alone_trace, build_trace
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.stem for path in (ROOT / "experiments").glob("prism_*.yaml"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fineserve_sim.experiment.report import report
+from fineserve_sim.experiment.show.report import report
 
 
 def cell(system: str, slo_scale: float, load: str, attainment: float | None, flags: list[str]) -> dict[str, Any]:

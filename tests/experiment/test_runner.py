@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -184,3 +186,20 @@ def test_the_real_cluster_end_to_end(write_file, tmp_path: Path) -> None:
     assert cells["rate", "fineserve", 1]["metrics"]["ttft_attainment"]["mean"] == 1
     assert {entry["model"] for entry in summary["placements"][0]["instances"]} == {"A", "B"}
     assert load_experiment(path).file.seeds == 3
+
+
+def test_an_unguarded_script_is_told_so(write_file, tmp_path: Path) -> None:
+    """Worker processes import the script anew, so it must not run anything when it is imported."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from fineserve_sim.experiment import run_experiment\n"
+        f"run_experiment(Path({str(write_file())!r}), Path({str(tmp_path / 'out')!r}), quick=True, jobs=2)\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.count("Traceback") == 1
+    assert (
+        'no worker process could start; a script runs experiments in parallel under `if __name__ == "__main__":`'
+        in (done.stderr.splitlines()[-1])
+    )

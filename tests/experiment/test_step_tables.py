@@ -9,11 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fineserve_sim.cluster.scenario import ScenarioError
+from fineserve_sim.cluster import ScenarioError
 from fineserve_sim.experiment import load_experiment, run_experiment
-from fineserve_sim.experiment.errors import ConfigError
-from fineserve_sim.experiment.metrics import tpot_s
-from fineserve_sim.experiment.store import Store
+from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.run.store import Store
 
 FILE = """\
 fineserve: 1
@@ -52,7 +51,7 @@ def test_a_request_takes_the_time_of_the_steps_in_the_table(file: Path, tmp_path
     (meta,) = (path for path in (tmp_path / "out" / "cells").glob("*.json"))
     run = Store(tmp_path / "out").read(meta.stem)
     assert run.ttft_s == pytest.approx(BASE_S + 512 * TOKEN_S, rel=1e-3)
-    assert tpot_s(run) == pytest.approx(BASE_S + TOKEN_S, rel=1e-3)
+    assert run.tpot_s == pytest.approx(BASE_S + TOKEN_S, rel=1e-3)
 
 
 def test_other_contents_are_another_run(file: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fineserve_sim.catalog import gpu
 from fineserve_sim.cluster import EngineSettings
-from fineserve_sim.experiment.step_times import pooled, sentence, warnings
+from fineserve_sim.experiment.results.step_times import pooled, sentence, warnings
 
 H100, A100 = gpu("h100-sxm"), gpu("a100-80gb")
 RUNS: list[dict[str, Any]] = [

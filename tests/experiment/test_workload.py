@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fineserve_sim.experiment import ConfigError, experiment_for_trace, load_experiment
-from fineserve_sim.experiment.resolve import Setup
-from fineserve_sim.experiment.workload import (
-    base_rates,
-    build_trace,
-    expected_rates,
-    isolated_trace,
-    mean_lengths,
-    stream,
-)
+from fineserve_sim.experiment import ConfigError, experiment_for_trace, load_experiment, run_experiment
+from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.run.rates import base_rates, expected_rates, mean_lengths
+from fineserve_sim.experiment.run.streams import stream
+from fineserve_sim.experiment.run.workload import alone_trace, build_trace, isolated_trace
 
 LENGTHS = ("lengths: {prompt_tokens: 512, output_tokens: 20}", "lengths: sharegpt_v3_first_turn")
 
@@ -178,3 +175,37 @@ def test_a_truncated_gzip_is_one_line(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(ROWS.encode())[:-12])
     with pytest.raises(ConfigError, match="cut short"):
         experiment_for_trace(path, ["fineserve"], MODELS)
+
+
+CONVERSATIONS = ("  requests: 60", "  conversations: {turns: 3, gap_s: 5, shared_tokens: 4096}\n  requests: 60")
+
+
+def test_a_model_alone_keeps_what_its_prompts_share(write_file) -> None:
+    setup = setup_of(write_file(CONVERSATIONS))
+    together, alone = build_trace(setup, "A", 1, 0), alone_trace(setup, "B", "A", 0)
+    own = np.flatnonzero(together.model == together.models.index("B"))
+    assert together.prefix_hashes and alone.prefix_hashes == tuple(together.prefix_hashes[row] for row in own)
+    assert alone.prefix_block_tokens == together.prefix_block_tokens
+
+
+@pytest.fixture
+def base_slo_alone_s(write_file, tmp_path: Path) -> Callable[[bool], float]:
+    """Median TTFT of a model alone, 4,096 of whose 4,608 prompt tokens are shared, with a cache or without."""
+
+    def base_s(prefix_cache: bool) -> float:
+        memory = f"{{policy: private, prefix_cache: {str(prefix_cache).lower()}}}"
+        path = write_file(
+            ("  requests: 60", "  conversations: {shared_tokens: 4096}\n  requests: 60"),
+            ("  - {id: B, model: llama-3.1-8b, precision: fp8, share: 3}\n", ""),
+            ("A: {rate_per_s: 20}", "A: {rate_per_s: 2}"),
+            ('systems: [fineserve, "prism*"]', f"systems: [{{base: vllm-v0.4.2, name: x, memory: {memory}}}]"),
+            ("{system: dedicated, load: isolated, quantile: 0.95}", "{system: x, load: alone, quantile: 0.5}"),
+        )
+        summary = json.loads(run_experiment(path, tmp_path / str(prefix_cache), quick=True, jobs=1).read_text())
+        return float(summary["slo"]["A"]["base_s"])
+
+    return base_s
+
+
+def test_a_reference_alone_caches_prefixes(base_slo_alone_s: Callable[[bool], float]) -> None:
+    assert base_slo_alone_s(True) < base_slo_alone_s(False) / 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,12 @@ from stepkit import batches, chunk, engine, engines, part_s
 
 from fineserve_sim.catalog import deployment, gpu, kv_token_bytes, model, precision, weight_bytes
 from fineserve_sim.latency import Batch, StepModel
+from fineserve_sim.latency.attention import TableAttention
+from fineserve_sim.latency.step import INITIAL_ENTRIES
+from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import isotonic, shipped
 
+FP8_70B = (model("llama-3.1-70b"), precision("fp8"), 4, gpu("h100-sxm"), deployment("vllm-cudagraph"), shipped())
 PRECISIONS = ["W16A16", "W8A8KV8", "W8A8", "W4A16", "W4A8KV4"]
 
 
@@ -116,12 +119,31 @@ def test_short_decodes_wait_for_the_host_of_an_eager_engine_alone() -> None:
         assert eager == pytest.approx(0.00177 + 0.00877) and graphs < 0.007
 
 
-def test_construction_is_quick_and_sources_are_named() -> None:
-    args = (model("llama-3.1-70b"), precision("fp8"), 4, gpu("h100-sxm"), deployment("vllm-cudagraph"), shipped())
-    StepModel(*args)
-    start = time.perf_counter()
-    step = StepModel(*args)
-    assert time.perf_counter() - start < 0.1
+def test_tables_are_asked_in_whole_arrays_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new engine prices its first rows in two calls, and a number of decodes when it first comes."""
+    asked: list[tuple[str, int]] = []
+
+    def counted(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def wrapped(self: object, rows: Any) -> Any:
+            asked.append((name, np.size(rows)))
+            return original(self, rows)
+
+        monkeypatch.setattr(kind, name, wrapped)
+
+    counted(TableOperators, "by_tokens")
+    counted(TableOperators, "by_sampled")
+    counted(TableAttention, "decode")
+    step = StepModel(*FP8_70B)
+    assert asked == [("by_tokens", INITIAL_ENTRIES), ("by_sampled", INITIAL_ENTRIES)]
+    for context in (100, 200, 300):
+        step.step_s(8, context, 0, 0, 0, 8)
+    assert asked[2:] == [("decode", 1)]
+
+
+def test_tables_name_their_source() -> None:
+    step = StepModel(*FP8_70B)
     lines = [line for line in step.provenance() if line.quantity.startswith("table.")]
     used = ("gemm/fp8", "gemm/bfloat16", "decode_attention/fp8/128", "prefill_attention/fp8/128", "all_reduce/bfloat16")
     assert [line.quantity for line in lines] == [f"table.{name}" for name in used]

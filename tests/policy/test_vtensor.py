@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fineserve_sim.catalog import model
-from fineserve_sim.experiment.analytic.flexinfer_model import FlexInfer, Readings, VirtualRanges
+from fineserve_sim.experiment.reproduce.papers.vtensor.flexinfer_model import FlexInfer, Readings, VirtualRanges
 from fineserve_sim.policy.interfaces import PrefixKVManager, TimedKVManager
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 from fineserve_sim.policy.memory.vtensor import CHUNK_BYTES, ChunkCosts, VTensorManager, tokens_per_chunk

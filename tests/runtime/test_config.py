@@ -11,7 +11,7 @@ from fineserve_runtime.config import load_file
 from fineserve_runtime.formats import check_format
 from fineserve_runtime.serve import served_scenario
 
-from fineserve_sim.experiment.errors import ConfigError
+from fineserve_sim.experiment.file.errors import ConfigError
 
 
 def line_of(file: Path, text: str) -> int:

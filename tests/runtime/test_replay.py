@@ -14,9 +14,9 @@ from fineserve_runtime.replay import claim_folder, replay_on
 from fineserve_runtime.replay_log import replay_file
 
 from fineserve_sim.experiment import run_loaded
-from fineserve_sim.experiment.errors import ConfigError
-from fineserve_sim.experiment.figures import read_summary
-from fineserve_sim.experiment.report import report
+from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.show.report import report
 
 SHORT = [("workload.requests", "40"), ("models.0.rate_per_s", "40"), ("models.1.rate_per_s", "40")]
 

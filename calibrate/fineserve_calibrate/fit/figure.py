@@ -19,7 +19,7 @@ from fineserve_calibrate.fit.contention import (
 )
 from fineserve_calibrate.fit.least_squares import Fit
 from fineserve_calibrate.fit.rows import FITTED_INPUT, REPORTED_INPUT
-from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
 
 COLUMNS = 3
 

@@ -1,6 +1,6 @@
 """What a device must offer to be probed.
 
-Three devices do: ``TorchDevice`` on CUDA and on the CPU, and the simulated one of ``simulated`` (tests).
+Three devices do: ``TorchBackend`` on CUDA and on the CPU, and the simulated one of ``simulated`` (tests).
 """
 
 from __future__ import annotations

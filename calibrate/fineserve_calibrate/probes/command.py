@@ -15,9 +15,9 @@ from fineserve_calibrate.probes.session import Session, default_folder, select
 
 def _device(gpu: str, model: ProbedModel) -> Backend:
     found = None if gpu == "cpu" else find_gpu(gpu)
-    from fineserve_calibrate.probes.torch_device import TorchDevice
+    from fineserve_calibrate.probes.operators import TorchBackend
 
-    return TorchDevice(found, {known.name: known for known in (model, ONE_LAYER)})
+    return TorchBackend(found, {known.name: known for known in (model, ONE_LAYER)})
 
 
 def probe(gpu: str, quick: bool, out: Path | None, model: Path | None, only: str | None, console: Console) -> Path:

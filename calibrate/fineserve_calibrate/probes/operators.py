@@ -1,4 +1,4 @@
-"""Which function prepares the points of an operator."""
+"""Which function prepares the points of an operator, and the real backend that asks it."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ PREPARE: Mapping[str, Callable[[TorchDevice, Point], Prepared]] = MappingProxyTy
         "contention": engine_points.contention,
     }
 )
+
+
+class TorchBackend(TorchDevice):
+    """A torch device under test."""
+
+    def prepare(self, operator: str, point: Point) -> Prepared:
+        """See ``Backend.prepare``."""
+        return PREPARE[operator](self, point)

@@ -16,7 +16,7 @@ from fineserve_calibrate.probes.roofline import Floats, ideal_s, measured_spec
 from fineserve_calibrate.probes.schema import KEYS
 from fineserve_calibrate.tables import COLUMNS, Table
 from fineserve_sim.catalog import GpuSpec
-from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
 from fineserve_sim.latency.measured_steps import fit_steps
 from fineserve_sim.latency.tables import TableError
 

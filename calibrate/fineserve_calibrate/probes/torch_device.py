@@ -25,7 +25,6 @@ from fineserve_calibrate.probes.devices import FoundGpu
 from fineserve_calibrate.probes.engines import EnginePool
 from fineserve_calibrate.probes.models import ProbedModel
 from fineserve_calibrate.probes.mps import Environment, stop_mps
-from fineserve_calibrate.probes.schema import Point
 from fineserve_sim.catalog import GpuSpec
 
 Call = Callable[[], object]
@@ -116,12 +115,6 @@ class TorchDevice:
         self.identity = Identity(device, gpus, driver, cuda, str(self.torch.__version__), package_version("vllm"))
         self._random = self.torch.Generator(device=self.name)
         self._random.manual_seed(0)
-
-    def prepare(self, operator: str, point: Point) -> Prepared:
-        """See ``Backend.prepare``."""
-        from fineserve_calibrate.probes.operators import PREPARE
-
-        return PREPARE[operator](self, point)
 
     def now_s(self) -> float:
         """See ``Backend.now_s``."""

@@ -12,7 +12,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from fineserve_calibrate.validate.cases import Floats
 from fineserve_calibrate.validate.predict import Predicted
-from fineserve_sim.experiment.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
 
 MOST_POINTS = 4000
 """Points drawn of one group: beyond, every k-th."""

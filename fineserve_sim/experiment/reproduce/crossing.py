@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fineserve_sim.experiment.claims import Cell
-from fineserve_sim.experiment.reproduce.measured import metric
+from fineserve_sim.experiment.file.cells import Cell
+from fineserve_sim.experiment.reproduce.finished import metric
 
 
 class Crossing(NamedTuple):

@@ -1,7 +1,7 @@
 """Our numbers against a target: reproduced, direction only, or not reproduced.
 
 A number is reproduced within the tolerance, a range inside it, a comparison beyond our interval, an order at every point
-(``experiment.claims`` has these rules); direction only means on the paper's side of no effect. A claim of several
+(``results.claims`` has these rules); direction only means on the paper's side of no effect. A claim of several
 numbers is reproduced when all of them are, and has the direction only when none of them lacks it.
 """
 
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fineserve_sim.experiment.claims import judged
 from fineserve_sim.experiment.reproduce.ledger import HOLDS, Target
-from fineserve_sim.experiment.stats import Estimate
+from fineserve_sim.experiment.results.claims import judged
+from fineserve_sim.experiment.results.stats import Estimate
 
 Verdict = Literal["reproduced", "direction only", "not reproduced", "not decidable here", "input"]
+UNDECIDED: Verdict = "not decidable here"
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "direction only", "not reproduced", "not decidable here", "input")
 
 
@@ -34,10 +35,12 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Our side of a claim: its numbers in the order of the target's, and from what they follow."""
+    """Our side of a claim: its numbers in the order of the target's, and from what they follow. ``verdict``: that of who looked
+    at it elsewhere, or that it is not decidable here; otherwise ``judge`` finds it from the numbers."""
 
-    quantities: tuple[Quantity, ...]
+    quantities: tuple[Quantity, ...] = ()
     detail: str = ""
+    verdict: Verdict | None = None
 
 
 def numbers(*values: float, detail: str = "") -> Evaluation:
@@ -50,11 +53,21 @@ def holds(value: bool, detail: str) -> Evaluation:
     return Evaluation((Quantity(value),), detail)
 
 
+def undecided(reason: str) -> Evaluation:
+    """No answer, and why there is none here."""
+    return Evaluation(detail=reason, verdict=UNDECIDED)
+
+
 def judge(target: Target, evaluation: Evaluation) -> Verdict:
     """The verdict on a claim. Raises ValueError when there are not as many numbers as the target has."""
-    found = evaluation.quantities
-    verdicts = [_one(target, part, quantity) for part, quantity in zip(_parts(target, found), found, strict=True)]
-    return "input" if target.role != "claim" else _worst(verdicts)
+    if evaluation.verdict == UNDECIDED:
+        return UNDECIDED
+    verdict = evaluation.verdict or _of_numbers(target, evaluation.quantities)
+    return verdict if target.role == "claim" else "input"
+
+
+def _of_numbers(target: Target, found: Sequence[Quantity]) -> Verdict:
+    return _worst([_one(target, part, each) for part, each in zip(_parts(target, found), found, strict=True)])
 
 
 def _parts(target: Target, found: Sequence[Quantity]) -> list[int]:

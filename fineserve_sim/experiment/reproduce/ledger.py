@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from fineserve_sim.experiment.schema import COMPARISON
+from fineserve_sim.experiment.file.schema import COMPARISON
 from fineserve_sim.packaged import read_yaml
 
 Expected: TypeAlias = "float | tuple[float, float] | str"
@@ -37,7 +37,7 @@ class Target:
 
     ``expect`` has one entry a number, in ``unit``, after ours were multiplied with ``scale``. ``tolerance`` is relative.
     ``neutral`` is the number that means no effect, for all entries or one each. An ``input`` or a load ``calibration``
-    (role) is evidence of nothing.
+    (role) is evidence of nothing. ``undecidable``: why nothing here can decide the claim.
     """
 
     id: str
@@ -52,6 +52,7 @@ class Target:
     scale: float = 1.0
     neutral: float | tuple[float, ...] | None = None
     role: Literal["claim", "input", "calibration"] = "claim"
+    undecidable: str = ""
     known: bool = True
 
     def neutral_of(self, part: int) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
-from fineserve_sim.experiment.stats import Estimate, difference
+from fineserve_sim.experiment.results.stats import Estimate, difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Step:
 
 
 def order(steps: Sequence[Step], detail: str = "") -> Evaluation:
-    """All steps as one claim, as ``experiment.claims`` judges an order: reproduced when no step is reversed beyond its interval
+    """All steps as one claim, as ``results.claims`` judges an order: reproduced when no step is reversed beyond its interval
     and one is clear; direction only when more steps hold than not."""
     gaps = [(step.place, difference(step.higher, step.lower)) for step in steps]
     reversed_ = [place for place, gap in gaps if not gap.mean >= -_slack(gap)]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fineserve_sim.experiment import analytic
-from fineserve_sim.experiment.errors import ConfigError, Interrupted, ScenarioError
-from fineserve_sim.experiment.plan import Experiment
-from fineserve_sim.experiment.reproduce import declared
-from fineserve_sim.experiment.reproduce.evaluators import SIMULATED
-from fineserve_sim.experiment.reproduce.gpu_claims import calibrator_verdicts
-from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, Verdict, judge
+from fineserve_sim.experiment.file.errors import ConfigError, Interrupted, ScenarioError
+from fineserve_sim.experiment.file.load import load_experiment
+from fineserve_sim.experiment.file.plan import Experiment
+from fineserve_sim.experiment.reproduce import calibrator, declared
+from fineserve_sim.experiment.reproduce.finished import MissingError, Results
+from fineserve_sim.experiment.reproduce.judge import UNDECIDED, Evaluation, Quantity, Verdict, judge, undecided
 from fineserve_sim.experiment.reproduce.ledger import LedgerError, Target
-from fineserve_sim.experiment.reproduce.measured import MissingError, Results
-from fineserve_sim.experiment.reproduce.undecided import GPU, REASONS
-from fineserve_sim.experiment.runner import OnProgress, load_experiment, run_loaded
-from fineserve_sim.experiment.slo import reference_runs
-
-OnExperiment = Callable[[str], None]
+from fineserve_sim.experiment.reproduce.papers import DECIDERS
+from fineserve_sim.experiment.reproduce.registry import Decider
+from fineserve_sim.experiment.results.produce import run_loaded
+from fineserve_sim.experiment.run.runner import OnProgress
+from fineserve_sim.experiment.run.slo import reference_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,9 @@ def reproduce(
 
     Raises Interrupted after Ctrl-C. An experiment that is missing, broken or cannot run leaves its claims undecided.
     """
-    sources = _Sources(targets, experiments)
+    deciders = _Deciders(targets, experiments)
     readable = experiments.readable
-    names = [name for name in readable if name in sources.needed]
+    names = [name for name in readable if name in deciders.needed]
     progress = _Progress([readable[name] for name in names], on_progress)
     problems = dict(experiments.broken)
     for name in names:
@@ -83,7 +81,7 @@ def reproduce(
             problems[name] = f"experiments/{name}.yaml: {problem}"
         progress.finish(name)
     results = Results(out, problems)
-    return [sources.row(target, results) for target in targets]
+    return [deciders.row(target, results) for target in targets]
 
 
 class _Progress:
@@ -110,67 +108,55 @@ def _simulations(experiment: Experiment) -> int:
     return len(reference_runs(experiment)) + len(experiment.points) * experiment.file.seeds
 
 
-class _Sources:
-    """What decides each target: an evaluator over experiments, claims that experiment files state, analysis, a GPU."""
+class _Deciders:
+    """What decides each target: an evaluator of ``papers``, a claim that experiment files state, the calibrator; in this order,
+    but that what was measured on a GPU goes first."""
 
     def __init__(self, targets: Sequence[Target], experiments: Experiments) -> None:
         self._experiments = experiments
-        self._declared = declared.declaring(experiments.readable.values())
-        self._analytic = analytic.evaluators()
+        self._found = {**declared.deciders(experiments.readable.values()), **DECIDERS}
         known = [target for target in targets if target.known]
-        self.needed = {name for target in known for name in self._names(target.id)}
+        self.needed = {name for each in known if each.id in self._found for name in self._found[each.id].needs}
         gpu = any(target.backend == "calibrator-gpu" for target in known)
-        self._gpu = calibrator_verdicts() if gpu else {}
-
-    def _names(self, claim: str) -> Sequence[str]:
-        return SIMULATED[claim].experiments if claim in SIMULATED else self._declared.get(claim, ())
+        self._measured = calibrator.answers() if gpu else {}
 
     def row(self, target: Target, results: Results) -> Row:
         """The verdict on one target, or why there is none here."""
+        measured = self._measured.get(target.id)
+        decider = self._found.get(target.id)
         if not target.known:
-            return Row(target, "not decidable here", reason="No evaluator knows this claim.")
-        measured = self._gpu.get(target.id)
-        if measured and measured[0] != "not decidable here":
-            verdict: Verdict = "input" if target.role != "claim" else measured[0]
-            return Row(target, verdict, reason=measured[1], by="calibrator")
+            return _row(target, undecided("No evaluator knows this claim."))
+        if measured and measured.verdict != UNDECIDED:
+            return _row(target, measured, by="calibrator")
+        if decider is None:
+            return self._open(target, measured)
         try:
-            evaluation, by = self._evaluate(target.id, results)
+            self._check_there(decider, results)
+            evaluation = decider.decide(results)
         except MissingError as problem:
-            return Row(target, "not decidable here", reason=str(problem), failed=self._lacks(target.id, results))
-        if evaluation is None:
-            return self._undecided(target, measured)
-        return Row(target, judge(target, evaluation), evaluation.quantities, evaluation.detail, by)
+            lacking = any(name not in self._experiments.readable or not results.has(name) for name in decider.needs)
+            return _row(target, undecided(str(problem)), failed=lacking)
+        return _row(target, evaluation, by=decider.by)
 
-    def _lacks(self, claim: str, results: Results) -> bool:
-        """Whether an experiment of the claim is not there, rather than without an answer."""
-        return any(name not in self._experiments.readable or not results.has(name) for name in self._names(claim))
+    def _check_there(self, decider: Decider, results: Results) -> None:
+        """Raises MissingError for an experiment without file or results."""
+        for name in decider.needs:
+            if name not in self._experiments.readable and name not in self._experiments.broken:
+                raise MissingError(f"There is no experiments/{name}.yaml.")
+            results.summary(name)
 
-    def _evaluate(self, claim: str, results: Results) -> tuple[Evaluation | None, str]:
-        if claim in SIMULATED:
-            evaluator = SIMULATED[claim]
-            for name in evaluator.experiments:
-                if name not in self._experiments.readable and name not in self._experiments.broken:
-                    raise MissingError(f"There is no experiments/{name}.yaml.")
-                results.summary(name)
-            return evaluator.evaluate(results), ", ".join(evaluator.experiments) or "policy core"
-        if claim in self._declared:
-            names = self._declared[claim]
-            return declared.evaluate(claim, names, results), ", ".join(names)
-        name = claim.replace("-", "_").replace(".", "_")
-        if name in self._analytic:
-            finding = self._analytic[name]()
-            values = finding.value if isinstance(finding.value, tuple) else (finding.value,)
-            return Evaluation(tuple(Quantity(value) for value in values), finding.detail), "analysis"
-        return None, ""
-
-    def _undecided(self, target: Target, measured: tuple[Verdict, str] | None) -> Row:
+    def _open(self, target: Target, measured: Evaluation | None) -> Row:
         """Nobody answers a claim: it takes a GPU, or lacks data, or its experiment file is not there."""
         if measured:
-            return Row(target, "not decidable here", reason=measured[1])
-        if target.id in REASONS:
-            return Row(target, "not decidable here", reason=REASONS[target.id])
+            return _row(target, measured)
+        if target.undecidable:
+            return _row(target, undecided(target.undecidable))
         if target.backend == "calibrator-gpu":
-            return Row(target, "not decidable here", reason=GPU)
+            return _row(target, undecided(calibrator.NOT_INSTALLED))
         broken = "; ".join(self._experiments.broken.values())
         reason = "No experiment file states this claim" + (f" ({broken})." if broken else ".")
-        return Row(target, "not decidable here", reason=reason, failed=True)
+        return _row(target, undecided(reason), failed=True)
+
+
+def _row(target: Target, evaluation: Evaluation, *, by: str = "", failed: bool = False) -> Row:
+    return Row(target, judge(target, evaluation), evaluation.quantities, evaluation.detail, by, failed)

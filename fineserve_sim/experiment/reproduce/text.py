@@ -13,11 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fineserve_sim.experiment.files import atomic
-from fineserve_sim.experiment.labels import interval, number
 from fineserve_sim.experiment.reproduce.judge import VERDICTS, Quantity
 from fineserve_sim.experiment.reproduce.ledger import HOLDS, Expected, LedgerError, Target
 from fineserve_sim.experiment.reproduce.session import Row
+from fineserve_sim.experiment.run.files import atomic
+from fineserve_sim.experiment.show.labels import interval, number
 
 STYLES = {"reproduced": "green", "direction only": "yellow", "not reproduced": "red"}
 BEGIN, END = "<!-- begin of fineserve-sim reproduce -->", "<!-- end of fineserve-sim reproduce -->"

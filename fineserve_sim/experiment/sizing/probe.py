@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fineserve_sim.experiment.errors import ConfigError, ScenarioError
-from fineserve_sim.experiment.plan import Experiment
-from fineserve_sim.experiment.runner import OnProgress, load_experiment, run_loaded
+from fineserve_sim.experiment.file.errors import ConfigError, ScenarioError
+from fineserve_sim.experiment.file.load import load_experiment
+from fineserve_sim.experiment.file.plan import Experiment
+from fineserve_sim.experiment.results.produce import run_loaded
+from fineserve_sim.experiment.run.runner import OnProgress
 
 METRICS = {"ttft": "ttft_attainment", "tpot": "tpot_attainment"}
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from fineserve_sim.experiment.labels import number, quantity
-from fineserve_sim.experiment.plot_style import Handle, SystemStyles, house_style, panel_grid, save, set_heading
+from fineserve_sim.experiment.show.labels import number, quantity
+from fineserve_sim.experiment.show.plot_style import Handle, SystemStyles, house_style, panel_grid, save, set_heading
 from fineserve_sim.experiment.sizing.probe import Goal
 from fineserve_sim.experiment.sizing.search import Answer, Axis
 

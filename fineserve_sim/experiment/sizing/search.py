@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fineserve_sim.experiment.plan import default_axes
+from fineserve_sim.experiment.file.plan import default_axes
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError
 

@@ -41,8 +41,9 @@ def replay(
     from fineserve_runtime.config import load_file
     from fineserve_runtime.replay import claim_folder, replay_on
     from fineserve_sim.experiment import run_loaded
-    from fineserve_sim.experiment.figures import draw, read_summary
-    from fineserve_sim.experiment.report import report
+    from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.show.figures import draw
+    from fineserve_sim.experiment.show.report import report
 
     changes: list[tuple[str, Any, str]] = [] if seeds is None else [("seeds", seeds, f"--seeds {seeds}")]
     if trace is not None:

@@ -1,0 +1,33 @@
+"""What a sweep may vary: the three axes of the load, and any dotted key of the parts that a run is made of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fineserve_sim.experiment.file.document import Document, KeyPath
+from fineserve_sim.experiment.file.errors import nearest
+from fineserve_sim.experiment.file.resolve import Setup
+
+LOAD_AXES = ("load", "rate_scale", "slo_scale")
+SWEEPABLE = ("cluster", "engine", "models", "workload", "slo", "faults", "systems")
+
+
+def check_axis(document: Document, path: KeyPath, axis: str, values: list[Any], setup: Setup) -> None:
+    """Raise ConfigError unless ``axis`` can be varied and ``values`` suit it."""
+    head = axis.split(".", 1)[0]
+    if axis not in LOAD_AXES and ("." not in axis or head not in SWEEPABLE):
+        expected = f"{', '.join(LOAD_AXES)}, or a dotted key such as engine.token_budget"
+        close = nearest(axis, LOAD_AXES)
+        raise document.error(path, f"unknown axis; {close if close.startswith('did') else 'expected ' + expected}")
+    if len(set(values)) < len(values):
+        raise document.error(path, "a value is given twice")
+    for value in values:
+        if axis == "load" and value not in setup.loads:
+            raise document.error(path, f"unknown load {value!r}; {nearest(value, setup.loads)}")
+        if axis in ("rate_scale", "slo_scale") and not _positive(value):
+            raise document.error(path, f"must be a number greater than 0, not {value!r}")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

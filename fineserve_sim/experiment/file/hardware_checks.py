@@ -1,0 +1,58 @@
+"""Whether the models fit the hardware: weights, TP groups, precisions and pinned placements."""
+
+from __future__ import annotations
+
+from fineserve_sim import catalog
+from fineserve_sim.cluster import Gpu
+from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.document import Document, KeyPath
+from fineserve_sim.experiment.file.errors import nearest
+from fineserve_sim.experiment.file.resolve import Setup, look_up
+from fineserve_sim.systems.spec import PinnedPlacementSpec
+
+
+def check_hardware(document: Document, setup: Setup) -> None:
+    """A TP group lies inside one node; one GPU holds its share of the weights; the GPU computes in the precision."""
+    gpu = setup.gpus[0].spec
+    usable_bytes = int(gpu.memory_bytes * setup.engine.memory_utilization) - setup.engine.context_bytes
+    node_gpus = sum(other.node == 0 for other in setup.gpus)
+    deployment = look_up(document, ("engine", "deployment"), lambda: catalog.deployment(setup.engine.deployment))
+    for index, model in enumerate(setup.models):
+        path: KeyPath = ("models", index)
+        tp, precision = model.entry.tp, model.precision
+        if tp > node_gpus:
+            raise document.error((*path, "tp"), f"must be at most the {node_gpus} GPUs of a node, not {tp}")
+        weights = catalog.weight_bytes(model.spec, precision, tp)
+        if weights >= usable_bytes:
+            raise document.error(
+                path,
+                f"model {model.id} fits on no GPU: {weights / 2**30:.1f} GiB of weights a GPU at tp {tp}, but "
+                f"{gpu.name} leaves {usable_bytes / 2**30:.1f} GiB; raise tp or take a precision with smaller weights",
+            )
+        look_up(document, (*path, "precision"), lambda core=precision.tensor_core: gpu.peak_flops_per_s(core))  # type: ignore[misc]
+        look_up(document, (*path, "precision"), lambda name=precision.name: deployment.floor(name))  # type: ignore[misc]
+
+
+def check_pins(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """A pinned placement gives every model of the file groups of existing GPUs, each as large as its TP degree."""
+    models = {model.id: model.entry.tp for model in setup.models}
+    for index, item in enumerate(file.systems):
+        placement = setup.systems[item if isinstance(item, str) else item.name].placement
+        if not isinstance(placement, PinnedPlacementSpec):
+            continue
+        path: KeyPath = ("systems", index, "placement", "groups")
+        if missing := [name for name in models if not placement.groups.get(name)]:
+            raise document.error(path, f"no GPU is given for model {missing[0]}")
+        for name, groups in placement.groups.items():
+            if name not in models:
+                raise document.error((*path, name), f"unknown model; {nearest(name, models)}")
+            for group in groups:
+                _check_group(document, (*path, name), group, models[name], setup.gpus)
+
+
+def _check_group(document: Document, path: KeyPath, group: tuple[int, ...], tp: int, gpus: tuple[Gpu, ...]) -> None:
+    inside = [gpu for gpu in set(group) if 0 <= gpu < len(gpus)]
+    if len(inside) != tp or len(group) != tp:
+        raise document.error(path, f"expected {tp} different GPUs of 0 to {len(gpus) - 1} a replica, not {list(group)}")
+    if len({gpus[gpu].node for gpu in group}) > 1:
+        raise document.error(path, f"the GPUs of one replica must be in one node, not {list(group)}")

@@ -1,0 +1,21 @@
+"""The metrics that figures and claims may name (``results.metrics`` says what each is)."""
+
+from __future__ import annotations
+
+from fineserve_sim.cluster.scenario import COUNTERS
+
+PERCENTILES = (50, 90, 95, 99, 99.9)
+ATTAINMENTS = ("ttft_attainment", "tpot_attainment")
+PER_MODEL = (
+    "goodput_per_s",
+    "throughput_per_s",
+    "decode_throughput_tokens_per_s",
+    "token_throughput_per_s",
+    *(f"{moment}_p{percent}_s" for moment in ("ttft", "tpot", "e2e") for percent in PERCENTILES),
+    *(f"{moment}_mean_s" for moment in ("ttft", "tpot", "e2e")),
+    "waiting_mean",
+    "waiting_max",
+    "kv_used_peak_bytes",
+)
+CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken", *COUNTERS)
+METRICS = (*ATTAINMENTS, *PER_MODEL, *CLUSTER_WIDE)

@@ -1,0 +1,134 @@
+"""From the names in a file to the things they mean: GPUs, models, precisions, systems.
+
+Every failure names the line that asked for the thing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from fineserve_sim import catalog
+from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.cluster import EngineSettings, Fault, Gpu
+from fineserve_sim.cluster.scenario import MeasuredSteps
+from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.document import Document, KeyPath
+from fineserve_sim.experiment.file.errors import ConfigError, nearest
+from fineserve_sim.experiment.file.messages import as_config_error
+from fineserve_sim.experiment.file.variants import systems_of
+from fineserve_sim.systems import SystemSpec
+
+T = TypeVar("T")
+Overrides = tuple[tuple[str, Any], ...]
+"""Dotted keys of a file and the values that replace its own, sorted by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model of the file with its geometry and precision."""
+
+    entry: schema.Model
+    spec: ModelSpec
+    precision: PrecisionSpec
+
+    @property
+    def id(self) -> str:
+        return self.entry.id
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a file describes, without sweeps: the hardware, the models, the workload and every system by name.
+
+    ``systems`` has the file's systems first and then all built-in ones, which references may name.
+    ``folder`` is where relative paths of the file start.
+    """
+
+    gpus: tuple[Gpu, ...]
+    engine: EngineSettings
+    models: tuple[ResolvedModel, ...]
+    systems: dict[str, SystemSpec]
+    workload: schema.Workload
+    loads: dict[str, schema.Load]
+    slo: schema.Slo
+    faults: tuple[Fault, ...]
+    folder: Path
+
+    @property
+    def names_files(self) -> bool:
+        """Whether it depends on files beside the experiment file."""
+        work, configs = self.workload, (model.entry.model for model in self.models)
+        named = work.trace or work.data_dir or self.engine.step_times
+        return named is not None or any(not isinstance(config, str) for config in configs)
+
+
+def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Setup:
+    """Look everything up. ``folder``: that of the file. Raises ConfigError for a name that means nothing."""
+    folder = folder / (file.folder or "")
+    gpu = _gpu(document, file.cluster.gpu)
+    count, per_node = file.cluster.count, file.cluster.gpus_per_node
+    network_bytes_per_s = file.cluster.network_bytes_per_s
+    return Setup(
+        gpus=tuple(Gpu(number, number // per_node, gpu, network_bytes_per_s) for number in range(count)),
+        engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
+        models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
+        systems=systems_of(document, file),
+        workload=file.workload,
+        loads=file.loads,
+        slo=file.slo,
+        faults=tuple(Fault(fault.time_s, fault.instance, fault.repair_s) for fault in file.faults),
+        folder=folder,
+    )
+
+
+def look_up(document: Document, path: KeyPath, find: Callable[[], T]) -> T:
+    try:
+        return find()
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise document.error(path, str(problem)) from None
+
+
+def _gpu(document: Document, given: str | dict[str, Any]) -> GpuSpec:
+    path: KeyPath = ("cluster", "gpu")
+    if isinstance(given, str):
+        return look_up(document, path, lambda: catalog.gpu(given))
+    for key in given:
+        if key not in GpuSpec.model_fields:
+            raise document.error((*path, key), f"unknown key; {nearest(key, GpuSpec.model_fields)}")
+    try:
+        return GpuSpec.model_validate({"name": "inline", "efficiency": "roofline-scaled", "source": "inline"} | given)
+    except ValidationError as problem:
+        raise as_config_error(document, path, problem.errors()[0]) from None
+
+
+def _step_times(document: Document, engine: schema.Engine, folder: Path) -> MeasuredSteps | None:
+    if engine.step_times is None:
+        return None
+    path = (folder / engine.step_times).resolve()
+    try:
+        return MeasuredSteps(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+    except OSError as problem:
+        raise document.error(("engine", "step_times"), f"{path} cannot be read: {problem.strerror}") from None
+
+
+def _model(document: Document, index: int, entry: schema.Model, folder: Path) -> ResolvedModel:
+    path: KeyPath = ("models", index)
+    reference = entry.model
+
+    def geometry() -> ModelSpec:
+        if isinstance(reference, str):
+            return catalog.model(reference)
+        return catalog.model_from_hf_config(folder / reference.config)
+
+    spec = look_up(document, (*path, "model"), geometry)
+    precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
+    look_up(document, (*path, "tp"), lambda: catalog.check_tp(spec, entry.tp))
+    return ResolvedModel(entry, spec, precision)

@@ -1,0 +1,364 @@
+"""The experiment file, schema version 1: what may be written, of which type, in which range.
+
+Types and ranges are here; what the names mean is for ``resolve``, whether the pieces fit together for the ``*checks``.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from fineserve_sim.experiment.file.errors import nearest
+
+MAX_TOKENS = 2**20
+"""No served model takes a longer prompt: 1,048,576 tokens is the largest context window in use."""
+
+COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
+"""How a claim without a number is written: ``> 1``."""
+
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, str | int | float | bool):
+        raise PydanticCustomError("scalar", "must be one value: a number, a word, true or false")
+    return value
+
+
+Scalar = Annotated[Any, BeforeValidator(_scalar)]
+"""A value of an axis; its type is that of the key it is for."""
+
+
+class Strict(BaseModel):
+    """A part of the file. A key it does not have is an error that names the nearest one it has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for key in value:
+                if key not in cls.model_fields:
+                    hint = nearest(key, cls.model_fields)
+                    raise PydanticCustomError("unknown_key", "unknown key; {hint}", {"key": key, "hint": hint})
+        return value
+
+
+def _shape(value: Any) -> str:
+    return "mapping" if isinstance(value, dict | BaseModel) else "name"
+
+
+class Fault(Strict):
+    """An instance of a single-model cluster is lost at ``time_s``, and back after ``repair_s`` (never, without)."""
+
+    time_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+    instance: CountOrZero
+    repair_s: Positive | None = None
+
+
+class ConfigJson(Strict):
+    """A model of the user's own: the path of its Hugging Face config.json, relative to the experiment file."""
+
+    config: Name
+
+
+class FixedLengths(Strict):
+    """Every request alike."""
+
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+
+
+class Cluster(Strict):
+    """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
+    what each GPU sends to other nodes."""
+
+    gpu: str | dict[str, Any]
+    count: Count
+    gpus_per_node: Count = 8
+    network_bytes_per_s: Positive = 25e9
+
+
+class Engine(Strict):
+    """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them. ``step_times``: the
+    ``step.parquet`` of ``fineserve-calibrate``, relative to the experiment file."""
+
+    token_budget: Count = 2048
+    max_sequences: Count = 256
+    block_tokens: Count = 16
+    memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
+    context_bytes: CountOrZero = 512 * 2**20
+    deployment: str = "vllm-cudagraph"
+    contention: Literal["composition", "step"] = "composition"
+    latency: Literal["tables", "roofline"] = "tables"
+    step_times: str | None = None
+
+
+class Phase(Strict):
+    """A stretch of time with one arrival rate at rate scale 1."""
+
+    duration_s: Positive
+    rate_per_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+class Model(Strict):
+    """One served model and its load: a share of the load's total rate, a rate of its own, or phases."""
+
+    id: Name
+    model: Annotated[
+        Annotated[str, Tag("name")] | Annotated[ConfigJson, Tag("mapping")],
+        Discriminator(_shape),
+    ]
+    precision: str
+    tp: Count = 1
+    share: Positive | None = None
+    rate_per_s: Positive | None = None
+    phases: list[Phase] | None = Field(default=None, min_length=1)
+    ttft_slo_s: Positive | None = None
+
+
+class Poisson(Strict):
+    process: Literal["poisson"] = "poisson"
+
+
+class Gamma(Strict):
+    """``cv``: coefficient of variation of the gaps between arrivals."""
+
+    process: Literal["gamma"]
+    cv: Positive
+
+
+class Weibull(Strict):
+    """``cv``: coefficient of variation of the gaps between arrivals."""
+
+    process: Literal["weibull"]
+    cv: Positive
+
+
+class Replay(Strict):
+    """The arrivals of ``workload.trace``."""
+
+    process: Literal["replay"]
+
+
+class ManyModels(Strict):
+    """Every model on and off by itself, as in Prism's traces (``fineserve_traces.prism``): like a provider's or like Chatbot
+    Arena's, for ``duration_s``; or one client of ServeGen a model, whose day passes in it (``fineserve_traces.servegen``). The
+    first model of the file is the most popular. ``scale`` and a rate scale multiply requests and leave the times on and off."""
+
+    process: Literal["provider", "arena", "servegen"]
+    duration_s: Positive
+    scale: Positive = 1.0
+
+
+class Conversations(Strict):
+    """Every drawn request opens a conversation: ``turns`` turns, ``gap_s`` apart, each with as many new tokens, after
+    ``shared_tokens`` that begin every prompt."""
+
+    turns: Count = 1
+    gap_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
+    shared_tokens: CountOrZero = 0
+
+
+class Workload(Strict):
+    """Requests a run: drawn from a length source and an arrival process, or read from a trace."""
+
+    lengths: (
+        Annotated[
+            Annotated[str, Tag("name")] | Annotated[FixedLengths, Tag("mapping")],
+            Discriminator(_shape),
+        ]
+        | None
+    ) = None
+    data_dir: str | None = None
+    arrivals: Annotated[Poisson | Gamma | Weibull | ManyModels | Replay, Field(discriminator="process")] | None = None
+    trace: str | None = None
+    assign: Literal["share"] | None = None
+    requests: Count | None = None
+    warmup_requests: CountOrZero = 0
+    conversations: Conversations | None = None
+
+
+class Reference(Strict):
+    """The runs from which a base SLO is taken: a quantile of a model's TTFT under ``system`` (the best of several): each
+    request ``isolated``, all models under the ``same`` arrivals, or each model ``alone`` with its own at rate scale 1. A
+    quantile below ``least_s`` counts as this: what a front end takes that is not simulated."""
+
+    system: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
+    load: Literal["isolated", "same", "alone"]
+    metric: Literal["ttft_s"] = "ttft_s"
+    quantile: Fraction
+    least_s: NonNegative = 0.0
+
+
+class TtftSlo(Strict):
+    """Base SLO from reference cells, times a scale."""
+
+    reference: Reference
+    scale: Positive
+
+
+class TpotReference(Strict):
+    """As ``Reference``, of the time per token; isolated requests have one token, so they have none."""
+
+    system: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
+    load: Literal["same", "alone"]
+    quantile: Fraction
+
+
+class TpotSlo(Strict):
+    """Base TPOT SLO from reference cells, times ``scale``; without one, times the slo_scale axis."""
+
+    reference: TpotReference
+    scale: Positive | None = None
+
+
+class Slo(Strict):
+    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived."""
+
+    ttft_s: Positive | None = None
+    ttft: TtftSlo | None = None
+    tpot_s: Positive | None = None
+    tpot: TpotSlo | None = None
+
+
+class SystemVariant(Strict):
+    """A built-in system with some axes changed."""
+
+    base: str
+    name: Name
+    title: str | None = None
+    placement: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
+    residency: dict[str, Any] | None = None
+    dispatch: dict[str, Any] | None = None
+    execution: dict[str, Any] | None = None
+    drop: dict[str, Any] | None = None
+    migration: dict[str, Any] | None = None
+    scaling: dict[str, Any] | None = None
+
+
+SystemItem = Annotated[
+    Annotated[str, Tag("name")] | Annotated[SystemVariant, Tag("mapping")],
+    Discriminator(_shape),
+]
+
+
+class Load(Strict):
+    """A named total base rate over all models that have a share, at rate scale 1."""
+
+    rate_per_s: Positive
+    reason: str = ""
+
+
+class Sweep(Strict):
+    """The product of ``axes``; what is not an axis is ``at`` a value; ``systems`` restricts the sweep to some."""
+
+    name: Name
+    axes: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = {}
+    at: dict[str, Scalar] = {}
+    systems: list[str] | None = None
+
+
+class Assumption(Strict):
+    """What the paper leaves open, the value taken, and why."""
+
+    what: str
+    value: Any
+    why: str
+
+    @model_serializer
+    def _whole(self) -> dict[str, Any]:
+        """``value`` stays where it is nothing."""
+        return {"what": self.what, "value": self.value, "why": self.why}
+
+
+class Figure(Strict):
+    """A figure of a sweep over ``x``, or of the timeline of one point."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    title: str | None = None
+    sweep: str | None = None
+    x: str | None = None
+    columns: str | None = None
+    timeline: dict[str, Scalar] | None = None
+    panels: Annotated[list[str], Field(min_length=1)]
+    systems: list[str] | None = None
+
+
+def _paper(value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if number or (isinstance(value, str) and COMPARISON.fullmatch(value)):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise PydanticCustomError("paper", 'must be a number, a comparison such as "> 1", or a list such as ["A:0", "B:1"]')
+
+
+SINGLE = ("value", "ratio", "difference")
+"""Measures of one cell, or one against another."""
+
+
+class Claim(Strict):
+    """A sentence of a paper as a comparison of cells (``results.claims`` defines the measures).
+
+    ``at`` names a sweep (key ``sweep``) and values of its axes. ``calibration``: the number was used to set the load.
+    """
+
+    id: Name
+    paper: Annotated[Any, BeforeValidator(_paper)]
+    measure: Literal["value", "ratio", "mean_ratio", "difference", "max_difference", "order", "placement"]
+    metric: str | None = None
+    of: str
+    over: str | None = None
+    model: str | None = None
+    at: dict[str, Scalar]
+    over_at: dict[str, Scalar] = {}
+    tolerance: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.2
+    calibration: bool = False
+    note: str = ""
+
+
+class ExperimentFile(Strict):
+    """The whole file. ``folder``: where its relative paths start, its own folder if not given. ``runtime`` is for
+    ``fineserve-run``, which checks it; a simulation does without."""
+
+    fineserve: Literal[1]
+    title: Name
+    folder: Name | None = None
+    cluster: Cluster
+    engine: Engine = Engine()
+    models: Annotated[list[Model], Field(min_length=1)]
+    workload: Workload
+    slo: Slo
+    systems: Annotated[list[SystemItem], Field(min_length=1)]
+    loads: dict[str, Load] = {}
+    faults: list[Fault] = []
+    sweeps: list[Sweep] = []
+    seeds: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
+    quick: dict[str, Any] = {}
+    assumptions: list[Assumption] = []
+    figures: list[Figure] = []
+    claims: list[Claim] = []
+    runtime: dict[str, Any] = {}

@@ -1,0 +1,109 @@
+"""Where requests come from: the length source, the recorded trace and the arrival processes that a file names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import fineserve_traces as traces
+import numpy as np
+from fineserve_traces import LengthSource, Trace, TraceError
+from fineserve_traces.onoff import OnOff
+from fineserve_traces.prism import ARENA, PROVIDER, arena_lengths, processes
+from fineserve_traces.servegen import Client, servegen_clients
+
+from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.document import Document
+from fineserve_sim.experiment.file.errors import ConfigError, nearest
+from fineserve_sim.experiment.file.resolve import Setup
+
+ARENA_LENGTHS = "arena_27models"
+"""Name of the length source that is the public Arena trace."""
+
+
+def check_sources(document: Document, setup: Setup) -> None:
+    """Open the length source or the trace. Raises ConfigError at the line that names it when it cannot be used."""
+    key = "lengths" if setup.workload.trace is None else "trace"
+    try:
+        if setup.workload.trace is None:
+            length_source(setup)
+        else:
+            recorded(setup)
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise document.error(("workload", key), str(problem)) from None
+    if isinstance(setup.workload.arrivals, schema.ManyModels):
+        try:
+            processes_of(setup)
+        except ValueError as problem:
+            raise document.error(("workload", "arrivals"), str(problem)) from None
+
+
+def length_source(setup: Setup) -> LengthSource:
+    """Where lengths come from. Raises ValueError when the name or the folder is wrong."""
+    return source_named(*lengths_key(setup))
+
+
+def lengths_key(setup: Setup) -> tuple[str | schema.FixedLengths, Path | None]:
+    folder = setup.workload.data_dir
+    return setup.workload.lengths or "", None if folder is None else setup.folder / folder
+
+
+@lru_cache(maxsize=8)
+def source_named(lengths: str | schema.FixedLengths, data_dir: Path | None) -> LengthSource:
+    if isinstance(lengths, schema.FixedLengths):
+        return traces.ConstantLengths(lengths.prompt_tokens, lengths.output_tokens)
+    if lengths == ARENA_LENGTHS:
+        return arena_lengths(data_dir)
+    known = [*traces.DATASETS, *traces.FITTED, ARENA_LENGTHS]
+    if lengths not in known:
+        raise ValueError(f'unknown length source "{lengths}"; {nearest(lengths, known)}')
+    return traces.length_source(lengths, data_dir)
+
+
+@lru_cache(maxsize=2)
+def _read_trace(path: Path) -> Trace:
+    trace = traces.read_trace(path)
+    for column in ("prompt_tokens", "output_tokens"):
+        tokens = getattr(trace, column)
+        if tokens.max() > schema.MAX_TOKENS:
+            row = int(tokens.argmax())
+            raise TraceError(
+                f"{path}, request {row + 1}: {tokens[row]} {column}; at most {schema.MAX_TOKENS} make sense"
+            )
+    return trace
+
+
+def recorded(setup: Setup) -> Trace:
+    """The trace file's requests, named by the models of the file. Raises ValueError when a name does not fit."""
+    trace = _read_trace(setup.folder / str(setup.workload.trace))
+    ids = [model.id for model in setup.models]
+    if setup.workload.assign == "share":
+        return trace.with_models(ids, np.zeros(len(trace), dtype=np.int32))
+    for name in trace.models:
+        if name not in ids:
+            hint = nearest(name, ids)
+            raise ValueError(f'the trace has a model "{name}" that is no id of models; {hint} Or set assign: share')
+    place = np.array([ids.index(name) for name in trace.models], dtype=np.int32)
+    return trace.with_models(ids, place[trace.model])
+
+
+def describe(setup: Setup) -> str:
+    """Where the requests come from, for people."""
+    return recorded(setup).source if setup.workload.trace is not None else length_source(setup).source
+
+
+def processes_of(setup: Setup) -> Sequence[OnOff | Client]:
+    """The process of each model, in the order of the file."""
+    arrivals, models = setup.workload.arrivals, len(setup.models)
+    assert isinstance(arrivals, schema.ManyModels)
+    if arrivals.process == "servegen":
+        return _clients(models, lengths_key(setup)[1])
+    return processes(PROVIDER if arrivals.process == "provider" else ARENA, models)
+
+
+@lru_cache(maxsize=4)
+def _clients(models: int, data_dir: Path | None) -> list[Client]:
+    return servegen_clients(models, data_dir)

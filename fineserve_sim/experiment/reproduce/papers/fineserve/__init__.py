@@ -1,0 +1,5 @@
+"""FineServe's claims."""
+
+from fineserve_sim.experiment.reproduce.papers.fineserve import algorithm2, figures, formulas, rooflines
+
+__all__ = ["algorithm2", "figures", "formulas", "rooflines"]

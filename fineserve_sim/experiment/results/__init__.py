@@ -1,0 +1,1 @@
+"""From finished simulations to the results folder."""

@@ -1,0 +1,150 @@
+"""What is measured of one run (systems.md 1.4, claims.yaml meta.definitions).
+
+The window lasts from the first measured arrival (after the warm-up) to the last arrival; rates count everything that
+happens inside it, whoever it belongs to, so that a queue carried over from the warm-up and one left at the end weigh
+the same. Latencies and attainment are those of the measured requests, however late they finish.
+
+* TTFT: first token - arrival. TPOT: (finish - first token) / (output tokens - 1), for two tokens and more.
+* attainment: share of measured arrivals that finished and met the limit; all others (dropped, rejected, unfinished,
+  late) are misses.
+* throughput: completions in the window a second; goodput: those that met their TTFT limit.
+* decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those
+  inside the window a second; token throughput: with the first tokens.
+* percentiles and means of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
+  system that drops is judged by its attainment, not by these.
+* KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
+* counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/counters.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fineserve_sim.cluster import Fate
+from fineserve_sim.cluster.scenario import COUNTERS
+from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, METRICS, PER_MODEL, PERCENTILES
+from fineserve_sim.experiment.results.stats import Sample, of_share, over_runs
+from fineserve_sim.experiment.run.run_data import Floats, Mask, RunData
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """All metrics of one run: hits of measured requests for the attainments, one number each for the rest.
+
+    Keys of the inner mappings are model ids; ``""`` stands for all models together.
+    """
+
+    counts: dict[str, int]
+    hits: dict[str, dict[str, Mask]]
+    values: dict[str, dict[str, float]]
+    models: tuple[str, ...] = field(default=())
+
+
+def counts(run: RunData) -> dict[str, int]:
+    """Measured requests by their end. Raises AssertionError when a request got lost: every arrival has one fate."""
+    measured = run.measured
+    found = {fate.name.lower(): int(np.sum(run.fate[measured] == fate)) for fate in Fate}
+    arrived = int(measured.sum())
+    if arrived != sum(found.values()):
+        raise AssertionError(f"{arrived} requests arrived, but their fates add up to {found}")
+    if np.any(np.isnan(run.finish_s) == (run.fate == Fate.FINISHED)):
+        raise AssertionError("a finished request has no finish time, or another one has")
+    return {"arrived": arrived, **found, "preemptions": int(run.preemptions[measured].sum())}
+
+
+def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[str, float] | None) -> Measures:
+    """Evaluate one run under the TTFT limits of all models and, if given, TPOT limits. AssertionError as in ``counts``."""
+    limit_s = np.array([ttft_slo_s[name] for name in run.models])[run.model]
+    finished = run.fate == Fate.FINISHED
+    met = {"ttft_attainment": finished & (run.ttft_s <= limit_s)}
+    if tpot_slo_s:
+        tpot_limit_s = np.array([tpot_slo_s[name] for name in run.models])[run.model]
+        met["tpot_attainment"] = finished & ~(run.tpot_s > tpot_limit_s)
+    groups = {"": np.ones(len(run.model), dtype=np.bool_)}
+    places = {name: index for index, name in enumerate(run.models)}
+    groups |= {name: run.model == places.get(name, -1) for name in ttft_slo_s}  # a seed may have no request of a model
+    hits = {metric: {name: hit[group & run.measured] for name, group in groups.items()} for metric, hit in met.items()}
+    by_group = {
+        name: _request_values(run, group, met["ttft_attainment"]) | _timeline_values(run, name)
+        for name, group in groups.items()
+    }
+    values = {metric: {name: found[metric] for name, found in by_group.items()} for metric in PER_MODEL}
+    values |= {metric: {"": value} for metric, value in _cluster_values(run, values).items()}
+    return Measures(counts(run), hits, values, tuple(ttft_slo_s))
+
+
+def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, float]:
+    start_s, end_s = run.window_s
+    span_s = end_s - start_s if end_s > start_s else math.nan
+    ended = group & (run.finish_s >= start_s) & (run.finish_s <= end_s)
+    first = group & (run.first_token_s >= start_s) & (run.first_token_s <= end_s)
+    decoded = float(_decoded_tokens(run, start_s, end_s)[group].sum())
+    values = {
+        "goodput_per_s": float(np.sum(ended & met_ttft)) / span_s,
+        "throughput_per_s": float(np.sum(ended)) / span_s,
+        "decode_throughput_tokens_per_s": decoded / span_s,
+        "token_throughput_per_s": (decoded + float(np.sum(first))) / span_s,
+    }
+    latencies = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.finish_s - run.arrival_s}
+    for moment, latency_s in latencies.items():
+        known = latency_s[group & run.measured & np.isfinite(latency_s)]
+        for percent in PERCENTILES:
+            values[f"{moment}_p{percent}_s"] = float(np.percentile(known, percent)) if len(known) else math.nan
+        values[f"{moment}_mean_s"] = float(known.mean()) if len(known) else math.nan
+    return values
+
+
+def _decoded_tokens(run: RunData, start_s: float, end_s: float) -> Floats:
+    """Output tokens after the first that each finished request produced inside the window."""
+    duration_s = run.finish_s - run.first_token_s
+    inside_s = np.minimum(run.finish_s, end_s) - np.maximum(run.first_token_s, start_s)
+    at_once = (run.finish_s >= start_s) & (run.finish_s <= end_s)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part = np.where(duration_s > 0, np.clip(inside_s / duration_s, 0, 1), at_once)
+    return np.where(run.fate == Fate.FINISHED, (run.output_tokens - 1) * part, 0.0)
+
+
+def _timeline_values(run: RunData, name: str) -> dict[str, float]:
+    rows = _samples(run)
+    columns = np.array([name in ("", model) for model in run.engine_models], dtype=np.bool_)
+    waiting = run.waiting[rows][:, columns].sum(axis=1)
+    used = run.kv_used_bytes[rows][:, columns].sum(axis=1)
+    if not len(waiting):
+        return {"waiting_mean": math.nan, "waiting_max": math.nan, "kv_used_peak_bytes": math.nan}
+    return {
+        "waiting_mean": float(waiting.mean()),
+        "waiting_max": float(waiting.max()),
+        "kv_used_peak_bytes": float(used.max()),
+    }
+
+
+def _samples(run: RunData) -> Mask:
+    start_s, end_s = run.window_s
+    return (run.sample_s >= start_s) & (run.sample_s <= end_s)
+
+
+def _cluster_values(run: RunData, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    used = run.kv_used_bytes[_samples(run)].sum(axis=1)
+    known = len(used) > 0 and run.kv_capacity_bytes > 0
+    tokens_per_s = values["token_throughput_per_s"][""]
+    return {
+        "kv_use_mean": float(used.mean()) / run.kv_capacity_bytes if known else math.nan,
+        "kv_use_peak": float(used.max()) / run.kv_capacity_bytes if known else math.nan,
+        "gpu_hours_per_mtoken": run.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
+    } | ({name: run.counters.get(name, math.nan) for name in COUNTERS} if run.counters else {})
+
+
+def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Sample:
+    """A metric over the runs of one cell, of one model or (``""``) all: the right interval for its kind."""
+    if metric in ATTAINMENTS:
+        return of_share([run.hits[metric][model] for run in runs])
+    return over_runs([run.values[metric][model] for run in runs])
+
+
+def present(runs: Sequence[Measures]) -> list[str]:
+    """The metrics that the runs have, in the fixed order of ``METRICS``."""
+    return [metric for metric in METRICS if metric in runs[0].hits or metric in runs[0].values]

@@ -1,0 +1,145 @@
+"""summary.json: cells with their metrics and flags, SLOs, placements, claims."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fineserve_sim import __version__
+from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
+from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.file.sources import describe
+from fineserve_sim.experiment.results.claims import evaluate_claims
+from fineserve_sim.experiment.results.metrics import Measures, estimate, present
+from fineserve_sim.experiment.results.stats import Estimate
+from fineserve_sim.experiment.results.step_times import pooled, warnings
+from fineserve_sim.experiment.run.rates import mean_lengths
+from fineserve_sim.experiment.run.runner import Outcome
+from fineserve_sim.experiment.run.store import Store
+
+SCHEMA = 1
+ENOUGH_REQUESTS = 2000
+ENOUGH_PRECISION = 0.02
+"""A cell says so when it measured fewer requests a run, or when its attainment is less certain than two points."""
+
+
+def cell_entry(experiment: Experiment, outcome: Outcome, runs: Sequence[Measures]) -> dict[str, Any]:
+    """One entry of summary.json's cells, without its sweep."""
+    measured = sum(run.counts["arrived"] for run in runs)
+    totals = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
+    metrics = {metric: _metric(runs, metric) for metric in present(runs)}
+    return {
+        "system": outcome.point.system,
+        "title": experiment.setup_of(outcome.point).systems[outcome.point.system].title,
+        "axes": outcome.point.axes,
+        "seeds": len(runs),
+        "requests": measured,
+        **totals,
+        "ttft_slo_s": outcome.limits_s,
+        **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
+        "runs": list(outcome.keys),
+        "metrics": metrics,
+        "flags": list(_flags(runs, metrics)),
+    }
+
+
+def _metric(runs: Sequence[Measures], metric: str) -> dict[str, Any]:
+    overall = estimate(runs, metric)
+    found = _jsonable(overall) | {"observations": [_number(value) for value in overall.observations]}
+    if metric in CLUSTER_WIDE:
+        return found
+    return found | {"by_model": {name: _jsonable(estimate(runs, metric, name)) for name in runs[0].models}}
+
+
+def _jsonable(value: Estimate) -> dict[str, Any]:
+    return {"mean": _number(value.mean), "half_width": _number(value.half_width)}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader should know before trusting the numbers of a cell."""
+    fewest = min(run.counts["arrived"] for run in runs)
+    if fewest < ENOUGH_REQUESTS:
+        yield f"{fewest} measured requests a run < {ENOUGH_REQUESTS}"
+    half_width = metrics["ttft_attainment"]["half_width"]
+    if half_width is None:
+        yield "attainment without interval: too few requests"
+    elif half_width > ENOUGH_PRECISION:
+        yield f"attainment half-width {100 * half_width:.1f} points > {100 * ENOUGH_PRECISION:.0f}"
+    for fate in ("rejected", "unfinished"):
+        count = sum(run.counts[fate] for run in runs)
+        if count:
+            yield f"{count} requests {fate}"
+
+
+def summary_of(
+    experiment: Experiment, outcomes: Sequence[Outcome], cells: Mapping[Point, dict[str, Any]], store: Store
+) -> dict[str, Any]:
+    listed = [
+        {"sweep": sweep, **cells[point], "axes": experiment.ordered_axes(sweep, point)}
+        for sweep, points in experiment.sweeps.items()
+        for point in points
+    ]
+    placements = [_placement(outcome, store) for outcome in outcomes]
+    step_times = pooled([store.meta(key) for outcome in outcomes for key in outcome.keys])
+    setup = experiment.setup
+    return {
+        "schema": SCHEMA,
+        "fineserve": __version__,
+        "title": experiment.file.title,
+        "experiment": experiment.name,
+        "workload": _workload(experiment),
+        "slo": _slo(outcomes),
+        "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
+        "placements": placements,
+        "step_times": step_times,
+        "warnings": list(warnings(step_times, setup.gpus[0].spec, setup.engine)),
+        "cells": listed,
+        "claims": evaluate_claims(experiment.file.claims, listed, placements),
+    }
+
+
+def _workload(experiment: Experiment) -> dict[str, Any]:
+    setup = experiment.setup
+    means = {model.id: mean_lengths(setup, model.id) for model in setup.models}
+    return {
+        "source": describe(setup),
+        "requests": setup.workload.requests,
+        "warmup_requests": setup.workload.warmup_requests,
+        "loads": {name: load.model_dump() for name, load in setup.loads.items()},
+        "mean_tokens": {name: {"prompt": prompt, "output": output} for name, (prompt, output) in means.items()},
+    }
+
+
+def _slo(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The base SLO of each model; null where it differs from cell to cell (the cells have the limits themselves)."""
+    found: dict[str, Any] = {}
+    for name in outcomes[0].slos:
+        bases = {outcome.slos[name].base_s for outcome in outcomes}
+        found[name] = {
+            "base_s": bases.pop() if len(bases) == 1 else None,
+            "reference": outcomes[0].slos[name].reference,
+        }
+    return found
+
+
+def _placement(outcome: Outcome, store: Store) -> dict[str, Any]:
+    return {"system": outcome.point.system, **outcome.point.axes, **store.meta(outcome.keys[0])["placement"]}
+
+
+def read_summary(results_dir: Path) -> dict[str, Any]:
+    """summary.json of a results folder. Raises ValueError when there is none."""
+    path = results_dir / "summary.json"
+    if not path.is_file():
+        raise ValueError(f"{results_dir}: no summary.json here; give a folder that `fineserve-sim run` has written")
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path}: damaged ({problem}); run the experiment again to write it anew") from None
+    return summary

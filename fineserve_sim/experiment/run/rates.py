@@ -1,0 +1,92 @@
+"""What an operator expects of the requests: rates and mean lengths, of each model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from fineserve_traces import LengthPairs
+
+from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.sources import lengths_key, processes_of, recorded, source_named
+from fineserve_sim.experiment.run.streams import stream
+
+_MEAN_SAMPLE = 200_000
+
+
+def base_rates(setup: Setup, load: str | None) -> dict[str, float]:
+    """Expected requests per second of each model at rate scale 1."""
+    if setup.workload.trace is not None:
+        return _recorded_rates(setup, load)
+    if isinstance(setup.workload.arrivals, schema.ManyModels):
+        scale, ids = setup.workload.arrivals.scale, [model.id for model in setup.models]
+        return {name: scale * process.rate_per_s for name, process in zip(ids, processes_of(setup), strict=True)}
+    total_share = sum(model.entry.share or 0.0 for model in setup.models)
+    span_s = phased_s(setup)
+    rates = {}
+    for model in setup.models:
+        entry = model.entry
+        if entry.phases:
+            rates[model.id] = sum(phase.duration_s * phase.rate_per_s for phase in entry.phases) / span_s
+        elif entry.share is not None and load is not None:
+            rates[model.id] = setup.loads[load].rate_per_s * entry.share / total_share
+        else:
+            rates[model.id] = entry.rate_per_s or 0.0
+    return rates
+
+
+def phased_s(setup: Setup) -> float:
+    """How long the longest phases last together; 0 without phases."""
+    return max(sum(phase.duration_s for phase in model.entry.phases or ()) for model in setup.models)
+
+
+def _recorded_rates(setup: Setup, load: str | None) -> dict[str, float]:
+    total_per_s = _recorded_rate(setup) * stretch(setup, load)
+    if setup.workload.assign == "share":
+        shares = {model.id: model.entry.share or 0.0 for model in setup.models}
+        return {name: total_per_s * share / sum(shares.values()) for name, share in shares.items()}
+    trace = recorded(setup)
+    counts = np.bincount(trace.model, minlength=len(trace.models))
+    return {name: total_per_s * float(counts[index]) / len(trace) for index, name in enumerate(trace.models)}
+
+
+def _recorded_rate(setup: Setup) -> float:
+    """Mean rate of the recorded trace. A trace of one moment counts as one second."""
+    trace = recorded(setup)
+    return len(trace) / (float(trace.arrival_s[-1] - trace.arrival_s[0]) or 1.0)
+
+
+def stretch(setup: Setup, load: str | None) -> float:
+    """How much faster a load plays a recorded trace so that its mean rate is that of the load."""
+    return 1.0 if load is None else setup.loads[load].rate_per_s / _recorded_rate(setup)
+
+
+def mean_lengths(setup: Setup, model: str) -> tuple[float, float]:
+    """Mean prompt and output tokens that an operator would expect of ``model``: those of the source, not of one run."""
+    if setup.workload.trace is None:
+        prompt, output = _source_means(*lengths_key(setup))
+        told = setup.workload.conversations or schema.Conversations()
+        return told.shared_tokens + prompt + (told.turns - 1) / 2 * (prompt + output), output
+    trace = recorded(setup)
+    own = trace.model == trace.models.index(model)
+    if not own.any():
+        own[:] = True
+    return float(trace.prompt_tokens[own].mean()), float(trace.output_tokens[own].mean())
+
+
+@lru_cache(maxsize=8)
+def _source_means(lengths: str | schema.FixedLengths, data_dir: Path | None) -> tuple[float, float]:
+    source = source_named(lengths, data_dir)
+    if isinstance(source, LengthPairs):
+        prompt, output = source.prompt_tokens, source.output_tokens
+    else:
+        prompt, output = source.sample(stream(0, "mean lengths"), _MEAN_SAMPLE)
+    return float(prompt.mean()), float(output.mean())
+
+
+def expected_rates(setup: Setup, load: str | None, rate_scale: float) -> Mapping[str, float]:
+    """Expected requests per second of each model in one run."""
+    return {name: rate_per_s * rate_scale for name, rate_per_s in base_rates(setup, load).items()}

@@ -1,0 +1,96 @@
+"""One simulation as a small description that travels to a worker: what is run, not the requests themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fineserve_sim.cluster import Scenario, ServedModel
+from fineserve_sim.experiment.file.resolve import Overrides, Setup
+from fineserve_sim.experiment.run.rates import expected_rates, mean_lengths
+from fineserve_sim.experiment.run.workload import ISOLATED_GAP_S, alone_trace, build_trace, isolated_trace
+
+SAMPLE_S = 1.0
+"""Seconds between the samples of a run's timeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulation of ``system`` in one variant of the file (``setup``, named by the overridden keys ``variant``).
+
+    ``slo_s`` are the TTFT limits of the models in their order. Reference runs have one model: ``isolated``, in which each
+    request is alone, or ``alone``, under its own arrivals on GPUs of its own.
+    """
+
+    setup: Setup = field(compare=False, repr=False)
+    variant: Overrides
+    system: str
+    load: str | None
+    rate_scale: float
+    seed: int
+    slo_s: tuple[float, ...]
+    isolated: str | None = None
+    alone: str | None = None
+
+    @property
+    def warmup(self) -> int:
+        """Requests at the start that are not measured."""
+        return 0 if self.isolated or self.alone else self.setup.workload.warmup_requests
+
+    def __str__(self) -> str:
+        variant = "".join(f", {key} {value}" for key, value in self.variant)
+        if self.isolated:
+            return f"{self.system}, model {self.isolated} isolated{variant}"
+        load = "" if self.load is None else f", load {self.load}"
+        load += f", model {self.alone} alone" if self.alone else ""
+        return f"{self.system}{load}, rate scale {self.rate_scale:g}{variant}, seed {self.seed}"
+
+
+def scenario(run: Run) -> Scenario:
+    """The simulation that ``run`` describes. Raises ValueError when it has no request to measure."""
+    setup = run.setup
+    if run.isolated:
+        rates = {run.isolated: 1 / ISOLATED_GAP_S}
+        trace = isolated_trace(setup, run.isolated)
+    elif run.alone:
+        rates = {run.alone: expected_rates(setup, run.load, 1.0)[run.alone]}
+        trace = alone_trace(setup, run.alone, run.load, run.seed)
+    else:
+        rates = dict(expected_rates(setup, run.load, run.rate_scale))
+        trace = build_trace(setup, run.load, run.rate_scale, run.seed)
+    gpus = setup.gpus
+    if run.alone:
+        gpus = gpus[: next(model.entry.tp for model in setup.models if model.id == run.alone)]
+    return Scenario(
+        system=setup.systems[run.system],
+        models=_served(run, rates),
+        gpus=gpus,
+        trace=trace,
+        engine=setup.engine,
+        sample_s=0.0 if run.isolated else SAMPLE_S,
+        faults=() if run.isolated or run.alone else setup.faults,
+    )
+
+
+def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
+    served = []
+    blind = (
+        run.setup.systems[run.system].dispatch is not None
+    )  # no policy of such a system sees an SLO: one run for all
+    for model, slo_s in zip(run.setup.models, run.slo_s, strict=True):
+        if model.id in rates:
+            prompt, output = mean_lengths(run.setup, model.id)
+            served.append(
+                ServedModel(
+                    id=model.id,
+                    model=model.spec,
+                    precision=model.precision,
+                    tp=model.entry.tp,
+                    rate_per_s=rates[model.id],
+                    ttft_slo_s=math.inf if blind else slo_s,
+                    mean_prompt_tokens=prompt,
+                    mean_output_tokens=output,
+                )
+            )
+    return tuple(served)

@@ -1,0 +1,59 @@
+"""One finished run as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunData:
+    """One finished run. Arrays have one entry a request in arrival order; ``model`` indexes ``models``.
+
+    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model.
+    """
+
+    models: tuple[str, ...]
+    model: NDArray[np.int32]
+    arrival_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+    first_token_s: Floats
+    finish_s: Floats
+    fate: NDArray[np.int8]
+    preemptions: Ints
+    engine: NDArray[np.int32]
+    warmup: int
+    engine_models: tuple[str, ...]
+    sample_s: Floats
+    waiting: Ints
+    kv_used_bytes: Ints
+    kv_capacity_bytes: int
+    gpus: int
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> Mask:
+        return np.arange(len(self.arrival_s)) >= self.warmup
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        return float(self.arrival_s[self.warmup]), float(self.arrival_s[-1])
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Seconds per output token after the first; NaN for requests of one token and for those that did not finish."""
+        later = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
+        result: Floats = (self.finish_s - self.first_token_s) / later
+        return result

@@ -1,0 +1,104 @@
+"""Simulate an experiment: reference runs, then the SLOs that follow from them, then all cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.run.pool import Simulate, Task, Workers, keyed
+from fineserve_sim.experiment.run.run import Run
+from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.slo import BaseSlo, base_slos, reference_runs, tpot_slos
+from fineserve_sim.experiment.run.store import Store
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with simulations done, simulations in all, and the one just done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished point: the base SLOs of each model (TPOT: of none where there is no limit), and the key of its run for each
+    seed."""
+
+    point: Point
+    slos: Mapping[str, BaseSlo]
+    tpot_slos: Mapping[str, BaseSlo]
+    keys: tuple[str, ...]
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        return {name: slo.at(self.point.slo_scale) for name, slo in self.slos.items()}
+
+    @property
+    def tpot_limits_s(self) -> dict[str, float]:
+        return {name: slo.at(self.point.slo_scale) for name, slo in self.tpot_slos.items()}
+
+
+class Progress:
+    """Counts simulations done and tells the caller."""
+
+    def __init__(self, total: int, tell: OnProgress | None) -> None:
+        self.done = 0
+        self.total = total
+        self._tell = tell
+
+    def count(self, run: Run) -> None:
+        self.done += 1
+        if self._tell is not None:
+            self._tell(self.done, self.total, str(run))
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One call of ``run_loaded``."""
+
+    store: Store
+    out: Path
+    workers: Workers
+    decisions: bool
+    simulate: Simulate
+    progress: Progress
+
+    def simulate_all(self, experiment: Experiment) -> list[Outcome]:
+        """Reference runs first, then every cell under the SLOs that they give; the outcome of each point."""
+        references = reference_runs(experiment)
+        key_of_reference = dict(zip(references, self._ensure(references, decisions=False), strict=True))
+        stored = lru_cache(maxsize=32)(self.store.read)
+
+        def read(run: Run) -> RunData:
+            return stored(key_of_reference[run])
+
+        points = experiment.points
+        slos = [base_slos(experiment, point, read) for point in points]
+        tpots = [tpot_slos(experiment, point, read) for point in points]
+        cells = [_cells(experiment, point, slo) for point, slo in zip(points, slos, strict=True)]
+        keys = iter(self._ensure([run for runs in cells for run in runs], self.decisions))
+        return [
+            Outcome(point, slo, tpot, tuple(next(keys) for _ in runs))
+            for point, slo, tpot, runs in zip(points, slos, tpots, cells, strict=True)
+        ]
+
+    def _ensure(self, runs: Sequence[Run], decisions: bool) -> list[str]:
+        """Simulate the runs that are not stored yet, equal ones once. Returns the key of each, in order."""
+        keys = [keyed(run) for run in runs]
+        missing: dict[str, list[Run]] = {}
+        for run, key in zip(runs, keys, strict=True):
+            if self.store.has(key, decisions):
+                self.progress.count(run)
+            else:
+                missing.setdefault(key, []).append(run)
+        tasks = [Task(group[0], key, self.out, decisions, self.simulate) for key, group in missing.items()]
+        for task in self.workers.run(tasks):
+            for run in missing[task.key]:
+                self.progress.count(run)
+        return keys
+
+
+def _cells(experiment: Experiment, point: Point, slos: Mapping[str, BaseSlo]) -> list[Run]:
+    setup = experiment.setup_of(point)
+    limits = tuple(slos[model.id].at(point.slo_scale) for model in setup.models)
+    where = (setup, point.overrides, point.system, point.load, point.rate_scale)
+    return [Run(*where, seed, limits) for seed in range(experiment.file.seeds)]

@@ -1,0 +1,187 @@
+"""Finished simulations on disk, by key. A run is three files; its JSON comes last, so that it is there or not.
+
+cells/<key>.parquet            one row a request
+cells/<key>.timeline.parquet   one row a sample (absent for runs without samples)
+cells/<key>.json               placement, capacities, counters
+decisions/<key>.jsonl          every event and command, on request
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fineserve_traces import Trace
+from pydantic import BaseModel
+
+from fineserve_sim import __version__
+from fineserve_sim.cluster import RunResult, Scenario
+from fineserve_sim.experiment.run.files import atomic, write_json
+from fineserve_sim.experiment.run.run_data import RunData
+
+PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
+FORMAT = 3
+"""Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
+
+_REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
+_TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
+
+
+def key_of(scenario: Scenario, warmup: int) -> str:
+    """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
+    fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log"))
+    described = {name: plain(getattr(scenario, name)) for name in fields} | {
+        "trace": _digests(scenario.trace),
+        "warmup": warmup,
+        "code": [__version__, code_digest(), FORMAT],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _digests(trace: Trace) -> dict[str, str]:
+    """The hash of every field of a trace that a simulation can see: of all but where its rows come from."""
+    found = {}
+    for field in dataclasses.fields(trace):
+        if field.name not in ("source", "dropped_rows"):
+            value = getattr(trace, field.name)
+            data = value.tobytes() if isinstance(value, np.ndarray) else json.dumps(value, default=int).encode()
+            found[field.name] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+@cache
+def code_digest() -> str:
+    """Hash of all sources and data files that a simulation is made of. This package is none of them: what it makes of a
+    file, the scenario, is hashed itself; what it makes of a run does not change the run."""
+    digest = hashlib.sha256()
+    for package in ("fineserve_sim", "fineserve_traces"):
+        root = Path(str(files(package)))
+        for path in sorted(root.rglob("*")):
+            relative = path.relative_to(root)
+            if path.is_file() and not {"__pycache__", "experiment", "cli"} & set(relative.parts):
+                digest.update(f"{package}/{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class Store:
+    """The runs of one output folder."""
+
+    def __init__(self, out: Path) -> None:
+        self._cells = out / "cells"
+        self._decisions = out / "decisions"
+
+    def has(self, key: str, decisions: bool = False) -> bool:
+        return (self._cells / f"{key}.json").exists() and (not decisions or self.decisions_path(key).exists())
+
+    def decisions_path(self, key: str) -> Path:
+        return self._decisions / f"{key}.jsonl"
+
+    @contextmanager
+    def decision_log(self, key: str) -> Iterator[Callable[[dict[str, object]], None]]:
+        """A logger that writes one JSON line an entry; the file appears when the run has succeeded."""
+        self._decisions.mkdir(exist_ok=True)
+        with atomic(self.decisions_path(key)) as temporary, temporary.open("w", encoding="utf-8") as file:
+            yield lambda entry: print(json.dumps(entry, separators=(",", ":")), file=file)
+
+    def write(self, key: str, scenario: Scenario, warmup: int, result: RunResult) -> None:
+        """Store a finished run. Raises OSError when the disk refuses; then the run is not there."""
+        trace = scenario.trace
+        requests = {column: getattr(trace, column) for column in _TRACE_COLUMNS}
+        requests |= {column: getattr(result, column) for column in _REQUEST_COLUMNS}
+        self._write_table(self._cells / f"{key}.parquet", requests)
+        if len(result.timeline.time_s):
+            self._write_table(self._cells / f"{key}.timeline.parquet", _timeline_columns(result))
+        meta = {
+            "models": list(trace.models),
+            "engine_models": list(result.timeline.engine_models),
+            "kv_capacity_bytes": list(result.kv_capacity_bytes),
+            "gpus": len(scenario.gpus),
+            "warmup": warmup,
+            "placement": placement(result),
+            "end_s": result.end_s,
+            "iterations": result.iterations,
+            "step_times": result.step_times,
+            "step_samples": result.step_samples,
+            "counters": dict(result.counters),
+        }
+        write_json(self._cells / f"{key}.json", meta)
+
+    def _write_table(self, path: Path, columns: dict[str, Any]) -> None:
+        with atomic(path) as temporary:
+            pq.write_table(pa.table(columns), temporary, **PARQUET)
+
+    def meta(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self._cells / f"{key}.json").read_text(encoding="utf-8"))
+        return found
+
+    def read(self, key: str) -> RunData:
+        """A stored run with its timeline."""
+        meta = self.meta(key)
+        table = pq.read_table(self._cells / f"{key}.parquet")
+        columns = {name: table.column(name).to_numpy() for name in table.column_names}
+        engines = len(meta["engine_models"])
+        path = self._cells / f"{key}.timeline.parquet"
+        samples = pq.read_table(path) if path.exists() else None
+        return RunData(
+            models=tuple(meta["models"]),
+            **columns,
+            warmup=meta["warmup"],
+            engine_models=tuple(meta["engine_models"]),
+            sample_s=np.empty(0) if samples is None else samples.column("time_s").to_numpy(),
+            waiting=_by_engine(samples, "waiting", engines),
+            kv_used_bytes=_by_engine(samples, "kv_used_bytes", engines),
+            kv_capacity_bytes=sum(meta["kv_capacity_bytes"]),
+            counters=meta["counters"],
+            gpus=meta["gpus"],
+        )
+
+
+def placement(result: RunResult) -> dict[str, Any]:
+    """The placement as JSON-able data, instances in the order of the decisions."""
+    return {
+        "instances": [
+            {"model": instance.model, "replica": instance.replica, "gpus": list(instance.gpus)}
+            for instance in result.placement.instances
+        ],
+        "unplaced": list(result.placement.unplaced),
+        "infeasible": list(result.placement.infeasible),
+    }
+
+
+def _timeline_columns(result: RunResult) -> dict[str, Any]:
+    timeline = result.timeline
+    columns: dict[str, Any] = {"time_s": timeline.time_s}
+    for name in ("waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes"):
+        series = getattr(timeline, name)
+        columns |= {f"{name}.{index}": series[:, index] for index in range(series.shape[1])}
+    return columns
+
+
+def _by_engine(samples: Any, name: str, engines: int) -> Any:
+    """Shape (samples, engines)."""
+    if samples is None or engines == 0:
+        return np.empty((0 if samples is None else len(samples), engines), dtype=np.int64)
+    return np.stack([samples.column(f"{name}.{engine}").to_numpy() for engine in range(engines)], axis=1)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and pydantic models as JSON-able data, for hashes and files."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,153 @@
+"""What a run says in the terminal: a table a sweep, the claims with their verdicts, the cells to be careful with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fineserve_sim.experiment.results.step_times import sentence
+from fineserve_sim.experiment.show.labels import axis_text, distinct, interval, number, quantity, varying_axes
+
+Cell = Mapping[str, Any]
+"""One entry of ``cells`` in summary.json."""
+
+_SWEEP_METRICS = ("ttft_attainment", "decode_throughput_tokens_per_s")
+_POINT_METRICS = (*_SWEEP_METRICS, "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "kv_use_mean")
+_VERDICT_STYLES = {"reproduced": "green", "direction only": "yellow", "not reproduced": "red", "input": "dim"}
+_MOST_FLAGS = 12
+
+
+def report(summary: Mapping[str, Any]) -> Group:
+    """Everything that the terminal shows of summary.json, in reading order."""
+    parts: list[RenderableType] = []
+    for sweep in dict.fromkeys(cell["sweep"] for cell in summary["cells"]):
+        parts += sweep_tables(sweep, [cell for cell in summary["cells"] if cell["sweep"] == sweep])
+    if summary["claims"]:
+        parts += claims_table(summary["claims"])
+    if summary["step_times"]:
+        parts.append(Text(sentence(summary["step_times"]["shares"])))
+    flagged = [*summary["warnings"], *flag_lines(summary["cells"])]
+    if flagged:
+        parts.append(Text("\n".join(["Handle with care:", *(f"  {line}" for line in flagged), ""])))
+    return Group(*parts)
+
+
+def sweep_tables(sweep: str, cells: Sequence[Cell]) -> Iterator[RenderableType]:
+    """One table a metric with the first varying axis across; a sweep of one point is one table of many metrics."""
+    axes = varying_axes(cells)
+    if not axes:
+        yield _heading(sweep)
+        yield _point_table(cells)
+        return
+    for metric in _SWEEP_METRICS:
+        yield _heading(f"{sweep}: {quantity(metric).text} by {quantity(axes[0]).label}")
+        yield _axis_table(cells, axes[0], axes[1:], metric)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _point_table(cells: Sequence[Cell]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("System")
+    for metric in _POINT_METRICS:
+        table.add_column(quantity(metric).text, justify="right")
+    for cell in cells:
+        table.add_row(cell["title"], *(_estimate(cell, metric) for metric in _POINT_METRICS))
+    return table
+
+
+def _axis_table(cells: Sequence[Cell], x: str, others: Sequence[str], metric: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for axis in others:
+        table.add_column(quantity(axis).label)
+    table.add_column("System")
+    xs = distinct(cell["axes"][x] for cell in cells)
+    for value in xs:
+        table.add_column(number(value), justify="right")
+    by_place = {(tuple(cell["axes"][axis] for axis in (*others, x)), cell["system"]): cell for cell in cells}
+    systems = list(dict.fromkeys(cell["system"] for cell in cells))
+    for group in product(*(distinct(cell["axes"][axis] for cell in cells) for axis in others)):
+        columns = [[by_place.get(((*group, value), system)) for system in systems] for value in xs]
+        shown = [_estimates(column, metric) for column in columns]
+        for row, system in enumerate(systems):
+            first = [number(value) if row == 0 else "" for value in group]
+            table.add_row(*first, _title(cells, system), *(column[row] for column in shown))
+        table.add_section()
+    return table
+
+
+def _title(cells: Sequence[Cell], system: str) -> str:
+    return next(str(cell["title"]) for cell in cells if cell["system"] == system)
+
+
+def _estimates(column: Sequence[Cell | None], metric: str) -> list[Text]:
+    """One text a system, the best one bold."""
+    means = [cell["metrics"][metric]["mean"] if cell else None for cell in column]
+    best = max((mean for mean in means if mean is not None), default=None)
+    return [
+        Text(_estimate(cell, metric) if cell else "–", style="bold" if mean is not None and mean == best else "")
+        for cell, mean in zip(column, means, strict=True)
+    ]
+
+
+def _estimate(cell: Cell, metric: str) -> str:
+    """Mean and half-width of a 95 % interval, in the shown unit; one decimal for percentages."""
+    found = cell["metrics"].get(metric, {})
+    shown = quantity(metric)
+    mean, half_width = (
+        None if (value := found.get(key)) is None else value * shown.scale for key in ("mean", "half_width")
+    )
+    if mean is None:
+        return "–"
+    if shown.unit == "%":
+        return f"{mean:.1f}" if half_width is None else f"{mean:.1f} ± {half_width:.1f}"
+    return interval(mean, half_width)
+
+
+def claims_table(claims: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """How many claims got which verdict; then each claim with the paper's value, ours and the verdict."""
+    verdicts = [claim["verdict"] for claim in claims]
+    counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICT_STYLES if verdict in verdicts)
+    yield _heading(f"Claims: {', '.join(counts)}")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("Claim")
+    table.add_column("Measure")
+    table.add_column("Paper", justify="right")
+    table.add_column("Ours", justify="right")
+    table.add_column("Verdict", no_wrap=True)
+    for claim in claims:
+        verdict = Text(claim["verdict"], style=_VERDICT_STYLES.get(claim["verdict"], ""))
+        table.add_row(claim["id"], claim["measure"], _claim_value(claim["paper"]), _ours(claim), verdict)
+    yield table
+
+
+def _ours(claim: Mapping[str, Any]) -> str:
+    ours = claim["ours"]
+    return interval(ours, claim["half_width"]) if isinstance(ours, int | float) else _claim_value(ours)
+
+
+def _claim_value(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else number(value)
+
+
+def flag_lines(cells: Sequence[Cell]) -> Iterator[str]:
+    """One line a flag with the cells that carry it; at most a dozen, then how many more there are."""
+    flagged: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        place = ", ".join([cell["title"], *(axis_text(axis, value) for axis, value in cell["axes"].items())])
+        for flag in cell["flags"]:
+            flagged.setdefault(flag, {})[place] = None
+    for flag, places in list(flagged.items())[:_MOST_FLAGS]:
+        others = len(places) - 1
+        more = f" and {others} other cell{'s' if others > 1 else ''}" if others else ""
+        yield f"{flag}: {next(iter(places))}{more}"
+    if len(flagged) > _MOST_FLAGS:
+        yield f"and {len(flagged) - _MOST_FLAGS} more flags (summary.json, cells)"

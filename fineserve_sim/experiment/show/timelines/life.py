@@ -1,0 +1,219 @@
+"""The life of one request: what it waited for, how long, and on which decision.
+
+Between its arrival and its dispatch a request waits in its scheduler. Each time an engine of the scheduler's scope stands
+between two steps, the log shows the engine's state; that state says what kept the request until the next look: no slot, no KV
+memory for its prompt, prompts that were admitted before it, or the scheduler's order. In a cluster of one model a request is
+dispatched at once and waits in the queue of its group, whose state the log shows with every microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fineserve_sim.cluster import Fate
+from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
+
+SLOT = "a free slot"
+MEMORY = "KV memory for its prompt"
+PREFILL = "prompts admitted before it"
+ORDER = "its turn in the scheduler's order"
+STEP = "the next look at its queue"
+GROUP_COMMANDS = ("DropLayers", "RestoreLayers", "AddInstance")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to the request, ``after_s`` seconds from its arrival."""
+
+    at_s: float
+    after_s: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A request's own story. ``waited_s``: seconds in the scheduler by what it waited for, the longest first."""
+
+    request: int
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    moments: tuple[Moment, ...]
+    waited_s: Mapping[str, float]
+    verdict: str
+
+
+def life_of(run: StoredRun, request: int) -> Life:
+    """The life of a request by its number in arrival order. Raises RunError for a number that no request has."""
+    data = run.data
+    if not 0 <= request < len(data.arrival_s):
+        raise RunError(f"no request {request}: there are {len(data.arrival_s)}, from 0 on")
+    arrival_s = float(data.arrival_s[request])
+    model = data.models[data.model[request]]
+    own = {str(engine) for engine, name in enumerate(data.engine_models) if name == model}
+    log = _Log(request, arrival_s, model, own, run.of_groups)
+    for entry in run.decisions():
+        log.take(entry)
+        if not log.open and entry["now_s"] > _end_s(run, request):
+            break
+    moments = [Moment(arrival_s, 0.0, _surroundings(run, arrival_s)), *log.moments, *_outcomes(run, request)]
+    return Life(
+        request=request,
+        model=data.models[data.model[request]],
+        prompt_tokens=int(data.prompt_tokens[request]),
+        output_tokens=int(data.output_tokens[request]),
+        moments=tuple(sorted(moments, key=lambda moment: moment.at_s)),
+        waited_s=dict(sorted(log.waited_s.items(), key=lambda item: -item[1])),
+        verdict=_verdict(run, request),
+    )
+
+
+def _end_s(run: StoredRun, request: int) -> float:
+    finish_s = float(run.data.finish_s[request])
+    return math.inf if math.isnan(finish_s) else finish_s
+
+
+class _Log:
+    """Reads the decision log and keeps what concerns one request."""
+
+    def __init__(self, request: int, arrival_s: float, model: str, engines: set[str], groups: bool) -> None:
+        self._id = request
+        self._arrival_s = arrival_s
+        self._prompt_tokens = 0
+        self._model = model
+        self._engines = engines
+        self._reason: str | None = None
+        self._since_s = arrival_s
+        self._groups = groups
+        self._queue: int | None = None
+        self._started = False
+        self.moments: list[Moment] = []
+        self.waited_s: dict[str, float] = {}
+        self.open = False
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        now = float(entry["now_s"])
+        event = entry.get("event")
+        if event == "RequestArrived" and entry["request"]["id"] == self._id:
+            self._arrives(now, entry["request"])
+        elif entry.get("request_id") == self._id and "command" in entry:
+            self._decided(now, entry)
+        elif self.open and event == "EngineStepped":
+            self._looked_at(now, entry["engines"])
+        elif entry.get("span") == "GroupStepped" and self._queue in entry.get("engines", ()):
+            self._group_stepped(now, entry)
+        elif entry.get("span") == "Transferred" and self._queue in entry["engines"]:
+            self._note(now, f"{entry['what']} of engines {entry['engines']} ends after {entry['seconds']:.3g} s")
+        elif entry.get("command") in ("Activate", "Evict"):
+            self._moved(now, entry)
+        elif (self.open or self._reason is not None) and entry.get("command") in GROUP_COMMANDS:
+            self._note(now, f"{entry['command']}: {_fields(entry)}")
+
+    def _arrives(self, now: float, request: Mapping[str, Any]) -> None:
+        self.open = True
+        self._prompt_tokens = request["prompt_tokens"]
+        self._reason, self._since_s = STEP, now
+        if now > self._arrival_s:
+            self._note(now, "waits again: its engine was taken from it")
+
+    def _looked_at(self, now: float, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """An engine stepped and the request may have stayed behind: what for, as far as the state tells."""
+        own = [state for engine, state in engines.items() if engine in self._engines]
+        if own:
+            self._close(now)
+            self._reason = _reason(own, self._prompt_tokens)
+
+    def _group_stepped(self, now: float, entry: Mapping[str, Any]) -> None:
+        """The group in whose queue it is begins a microbatch: with its first chunk, or for a reason without it."""
+        self._close(now)
+        if self._id in entry["starts"]:
+            self._reason = None
+            again = "again, " if self._started else ""
+            self._started = True
+            self._note(now, f"prefill begins {again}on engines {entry['engines']}")
+        elif self._reason is not None:
+            self._reason = _reason([entry], self._prompt_tokens)
+
+    def _moved(self, now: float, entry: Mapping[str, Any]) -> None:
+        """A model comes or goes; its own is told of in any case while the request waits."""
+        if entry.get("model") == self._model:
+            self._engines.add(str(entry["engine"]))
+        if self.open:
+            self._note(now, _move(entry))
+
+    def _decided(self, now: float, entry: Mapping[str, Any]) -> None:
+        self._close(now)
+        self._reason = None
+        self.open = False
+        command = entry["command"]
+        if command == "Dispatch":
+            self._note(now, f"Dispatch to engine {entry['engine']}")
+            if self._groups:
+                self._queue, self._reason = entry["engine"], STEP
+        else:
+            self._note(now, f"{command}: {entry.get('reason', '')}".rstrip(": "))
+
+    def _close(self, now: float) -> None:
+        if self._reason is not None and now > self._since_s:
+            self.waited_s[self._reason] = self.waited_s.get(self._reason, 0.0) + now - self._since_s
+        self._since_s = now
+
+    def _note(self, now: float, what: str) -> None:
+        self.moments.append(Moment(now, now - self._arrival_s, what))
+
+
+def _reason(engines: Sequence[Mapping[str, Any]], prompt_tokens: int) -> str:
+    """What a request waits for when the engines of its model look like this."""
+    if all(state["free_slots"] <= 0 for state in engines):
+        return SLOT
+    if all(state["free_kv_tokens"] < prompt_tokens for state in engines):
+        return MEMORY
+    return PREFILL if any(state["prefill_tokens"] > 0 for state in engines) else ORDER
+
+
+def _move(entry: Mapping[str, Any]) -> str:
+    if entry["command"] == "Activate":
+        return f"Activate {entry['model']} on GPUs {', '.join(map(str, entry['gpus']))} as engine {entry['engine']}"
+    return f"Evict engine {entry['engine']}"
+
+
+def _fields(entry: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in entry.items() if name not in ("now_s", "command"))
+
+
+def _surroundings(run: StoredRun, at_s: float) -> str:
+    """How full the cluster was at the last sample before a moment."""
+    data = run.data
+    before = np.flatnonzero(data.sample_s <= at_s)
+    if not len(before) or not data.kv_capacity_bytes:
+        return "arrives"
+    row = before[-1]
+    used = data.kv_used_bytes[row].sum() / data.kv_capacity_bytes
+    return f"arrives; {data.waiting[row].sum()} requests wait, {100 * used:.0f} % of KV memory is in use"
+
+
+def _outcomes(run: StoredRun, request: int) -> Iterator[Moment]:
+    data = run.data
+    columns = (data.arrival_s, data.first_token_s, data.finish_s)
+    arrival_s, first_s, finish_s = (float(column[request]) for column in columns)
+    if math.isfinite(first_s):
+        yield Moment(first_s, first_s - arrival_s, f"first token, from engine {data.engine[request]}")
+    if math.isfinite(finish_s):
+        preempted = int(data.preemptions[request])
+        note = f", after {preempted} preemptions" if preempted else ""
+        yield Moment(finish_s, finish_s - arrival_s, f"last token{note}")
+
+
+def _verdict(run: StoredRun, request: int) -> str:
+    data = run.data
+    fate = Fate(int(data.fate[request]))
+    limit_s = run.ttft_slo_s[data.models[data.model[request]]]
+    if fate is not Fate.FINISHED:
+        return f"{fate.name.lower()}: a miss (TTFT limit {limit_s:.3g} s)"
+    ttft_s = float(data.ttft_s[request])
+    return f"TTFT {ttft_s:.3g} s, limit {limit_s:.3g} s: {'met' if ttft_s <= limit_s else 'missed'}"

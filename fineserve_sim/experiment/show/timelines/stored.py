@@ -1,0 +1,86 @@
+"""One stored run with everything that was kept of it: requests, samples, decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.store import Store
+
+
+class RunError(ValueError):
+    """A run or a request that is not there; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run of a cell. ``engine_gpus``: the GPUs of each engine of the first placement; ``ttft_slo_s`` by model."""
+
+    title: str
+    seed: int
+    key: str
+    data: RunData
+    ttft_slo_s: Mapping[str, float]
+    engine_gpus: tuple[tuple[int, ...], ...]
+    decisions_path: Path
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether it is a run of a single-model cluster, in which requests wait in the queues of groups."""
+        return "migrations" in self.data.counters
+
+    def decisions(self) -> Iterator[Mapping[str, Any]]:
+        """Every event and command in order. Raises RunError where the run was made without --decisions."""
+        if not self.decisions_path.exists():
+            raise RunError(f"{self.decisions_path}: no decision log; run the experiment again with --decisions")
+        with self.decisions_path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+def stored_run(out: Path, system: str | None = None, seed: int = 0, at: Mapping[str, str] | None = None) -> StoredRun:
+    """The first run in a results folder that fits. ``at`` has axes and their values as text.
+
+    Raises RunError naming what there is when nothing fits, ValueError for a folder without results.
+    """
+    cells = read_summary(out)["cells"]
+    fitting = [
+        cell
+        for cell in cells
+        if system in (None, cell["system"])
+        and all(_same(cell["axes"].get(axis), text) for axis, text in (at or {}).items())
+    ]
+    if not fitting:
+        systems = ", ".join(dict.fromkeys(cell["system"] for cell in cells))
+        axes = {axis: list(dict.fromkeys(cell["axes"].get(axis) for cell in cells)) for axis in cells[0]["axes"]}
+        raise RunError(f"{out}: no cell fits; systems: {systems}; axes: {axes}")
+    cell = fitting[0]
+    if not 0 <= seed < len(cell["runs"]):
+        raise RunError(f"{out}: no seed {seed}; there are {len(cell['runs'])}, from 0 on")
+    store, key = Store(out), cell["runs"][seed]
+    instances = store.meta(key)["placement"]["instances"]
+    place = ", ".join(f"{axis} {value}" for axis, value in cell["axes"].items())
+    return StoredRun(
+        title=f"{cell['title']}, {place}, seed {seed}",
+        seed=seed,
+        key=key,
+        data=store.read(key),
+        ttft_slo_s=cell["ttft_slo_s"],
+        engine_gpus=tuple(tuple(instance["gpus"]) for instance in instances),
+        decisions_path=store.decisions_path(key),
+    )
+
+
+def _same(value: object, text: str) -> bool:
+    """Whether a value of an axis is what somebody typed: 2 is 2.0."""
+    if str(value) == text:
+        return True
+    try:
+        return isinstance(value, int | float) and float(value) == float(text)
+    except ValueError:
+        return False

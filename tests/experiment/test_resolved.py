@@ -1,0 +1,80 @@
+"""resolved.yaml is the experiment as it was run: it loads from anywhere and means the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fineserve_sim.experiment import Experiment, load_experiment, run_experiment
+from fineserve_sim.experiment.results.resolved import write_resolved
+from fineserve_sim.experiment.show.figures import draw
+
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+LENGTHS = """\
+  lengths: {prompt_tokens: 512, output_tokens: 20}
+  arrivals: {process: poisson}
+  requests: 60
+  warmup_requests: 10
+"""
+TRACE = "arrival_s,model,prompt_tokens,output_tokens\n0,A,512,20\n1,B,512,20\n"
+
+
+def read_again(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment of the resolved file, from a folder without anything else."""
+    folder.mkdir()
+    write_resolved(experiment, folder / "resolved.yaml")
+    return load_experiment(folder / "resolved.yaml")
+
+
+def meaning(experiment: Experiment) -> Any:
+    """All that a file says, without what its resolved form leaves out."""
+    return experiment.file.model_dump(exclude={"quick", "runtime", "folder"})
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_shipped_file_means_the_same_resolved(path: Path, tmp_path: Path) -> None:
+    experiment = load_experiment(path)
+    again = read_again(experiment, tmp_path / "out")
+    assert meaning(again) == meaning(experiment)
+    assert again.sweeps == experiment.sweeps
+
+
+def test_paths_that_a_sweep_varies_lead_to_the_same_runs(write_file, tmp_path: Path, fake: ModuleType) -> None:
+    for name in ("one.csv", "two.csv"):
+        (tmp_path / name).write_text(TRACE)
+    path = write_file(
+        (LENGTHS, "  trace: one.csv\n"),
+        (" share: 2}", "}"),
+        (" share: 3}", "}"),
+        ("loads:\n  A: {rate_per_s: 20}\n", ""),
+        ("at: {rate_scale: 2}", "at: {workload.trace: two.csv}"),
+        ("{rate_scale: [1, 2]}", "{workload.trace: [one.csv, two.csv]}"),
+        ("quick: {workload.requests: 30, seeds: 1}", CLAIM_AND_FIGURE),
+    )
+    run_experiment(path, tmp_path / "out", jobs=1, simulate=fake.simulate)
+    before, summary = fake.calls, (tmp_path / "out" / "summary.json").read_bytes()
+    resolved = tmp_path / "elsewhere" / "small.yaml"
+    resolved.parent.mkdir()
+    resolved.write_bytes((tmp_path / "out" / "resolved.yaml").read_bytes())
+    run_experiment(resolved, tmp_path / "out", jobs=1, simulate=fake.simulate)
+    assert fake.calls == before
+    assert (tmp_path / "out" / "summary.json").read_bytes() == summary
+    assert draw(tmp_path / "out")
+
+
+CLAIM_AND_FIGURE = """\
+claims:
+  - {id: X, paper: "> 0", measure: difference, metric: ttft_p50_s, of: fineserve, over: fineserve,
+     at: {sweep: rate, workload.trace: one.csv}, over_at: {workload.trace: two.csv}}
+figures:
+  - {name: life, timeline: {sweep: rate, workload.trace: one.csv}, panels: [waiting]}
+"""
+
+
+def test_an_assumption_of_nothing_stays(write_file, tmp_path: Path) -> None:
+    assumption = "assumptions:\n  - {what: host time, value: null, why: not given}\nquick: {"
+    again = read_again(load_experiment(write_file(("quick: {", assumption))), tmp_path / "out")
+    assert again.file.assumptions[0].value is None
