@@ -5,24 +5,34 @@ block. Each item of a stored key carries a value, the block itself. Edges hold r
 fewer than 2 n nodes however long they are; a run is split where a new sequence leaves it.
 
 What was not used for longest goes first: leaves are trimmed from their ends, so that a stored prefix never loses its
-beginning before its end.
+beginning before its end. Leaves wait for that in a heap, each with one entry. A use leaves the entry too old, which shows when
+it reaches the top; so an eviction costs O(log leaves), amortised over uses, for each leaf that it trims. A leaf whose end is
+held is set aside until it is offered again, however many are. A match or an insertion costs the length of its key.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from heapq import heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class _Node(Generic[K, V]):
-    """A run of items after the path from the root; ``used`` is the tree's tick when it was last matched or stored."""
+_serials = itertools.count()
 
-    __slots__ = ("children", "items", "parent", "used", "values")
+
+class _Node(Generic[K, V]):
+    """A run of items after the path from the root; ``used`` is the tree's tick when it was last matched or stored, and
+    ``queued`` says whether the heap of leaves has an entry for it."""
+
+    __slots__ = ("children", "items", "made", "parent", "queued", "used", "values")
 
     def __init__(self, items: Sequence[K], values: Sequence[V], parent: _Node[K, V] | None, used: int) -> None:
+        self.made = next(_serials)
+        self.queued = False
         self.items = list(items)
         self.values = list(values)
         self.parent = parent
@@ -32,7 +42,7 @@ class _Node(Generic[K, V]):
     def common(self, key: Sequence[K], start: int) -> int:
         """How many items of the run agree with ``key`` from ``start`` on."""
         count = 0
-        for mine, theirs in zip(self.items, key[start:], strict=False):
+        for mine, theirs in zip(self.items, key[start : start + len(self.items)], strict=False):
             if mine != theirs:
                 break
             count += 1
@@ -46,6 +56,8 @@ class RadixTree(Generic[K, V]):
         self._root: _Node[K, V] = _Node((), (), None, 0)
         self._tick = 0
         self._size = 0
+        self._leaves: list[tuple[int, int, _Node[K, V]]] = []  # a heap of (used, -made, leaf); ``used`` may be too old
+        self._held: dict[V, _Node[K, V]] = {}  # leaves that could not be trimmed, by their last value
 
     def __len__(self) -> int:
         """Items in the tree."""
@@ -72,26 +84,35 @@ class RadixTree(Generic[K, V]):
             if count < len(node.items):
                 self._split(node, count)
         if shared < len(key):
-            at.children[key[shared]] = _Node(key[shared:], values[shared:], at, self._tick)
+            leaf = at.children[key[shared]] = _Node(key[shared:], values[shared:], at, self._tick)
+            self._queue(leaf)
             self._size += len(key) - shared
         return shared
 
     def evict(self, count: int, evictable: Callable[[V], bool]) -> list[V]:
         """Remove up to ``count`` items, ends of the least recently used leaves first, and return their values. An item that
-        is not ``evictable`` stays, and all before it."""
+        is not ``evictable`` stays, and all before it; it is asked for again once it was offered (see ``offer``)."""
         gone: list[V] = []
-        while len(gone) < count:
-            leaves = [leaf for leaf in self._leaves() if evictable(leaf.values[-1])]
-            if not leaves:
-                break
-            leaf = min(leaves, key=_last_used)
+        while len(gone) < count and (leaf := self._oldest_leaf()) is not None:
             while leaf.values and len(gone) < count and evictable(leaf.values[-1]):
                 gone.append(leaf.values.pop())
                 last = leaf.items.pop()
-                if not leaf.items and leaf.parent is not None:
-                    del leaf.parent.children[last]
+            if not leaf.items:
+                assert leaf.parent is not None
+                del leaf.parent.children[last]
+                self._queue(leaf.parent)
+            elif len(gone) < count:
+                self._held[leaf.values[-1]] = leaf
+            else:
+                self._queue(leaf)
         self._size -= len(gone)
         return gone
+
+    def offer(self, value: V) -> None:
+        """The item with this value has become evictable. Values that are offered must be distinct."""
+        leaf = self._held.pop(value, None)
+        if leaf is not None:
+            self._queue(leaf)
 
     def values(self) -> list[V]:
         """All values, parents before children."""
@@ -121,6 +142,27 @@ class RadixTree(Generic[K, V]):
             child.parent = rest
         del node.items[at:], node.values[at:]
         node.children = {rest.items[0]: rest}
+        self._queue(rest)
+
+    def _queue(self, node: _Node[K, V]) -> None:
+        """Give the heap an entry for a leaf. Among leaves used at one time, the one made last comes first."""
+        if node.items and not node.children and not node.queued:
+            node.queued = True
+            heappush(self._leaves, (node.used, -node.made, node))
+
+    def _oldest_leaf(self) -> _Node[K, V] | None:
+        """Take the least recently used leaf from the heap; None when that is empty."""
+        heap = self._leaves
+        while heap:
+            used, _, node = heap[0]
+            if node.used != used and not node.children:
+                heapreplace(heap, (node.used, -node.made, node))
+                continue
+            heappop(heap)
+            node.queued = False
+            if node.items and not node.children:
+                return node
+        return None
 
     def _nodes(self) -> Iterator[_Node[K, V]]:
         pending = [self._root]
@@ -130,9 +172,6 @@ class RadixTree(Generic[K, V]):
             if node.items:
                 yield node
 
-    def _leaves(self) -> Iterator[_Node[K, V]]:
-        return (node for node in self._nodes() if not node.children)
-
     def check(self) -> None:
         """Raise AssertionError if the tree contradicts itself."""
         size = 0
@@ -140,8 +179,7 @@ class RadixTree(Generic[K, V]):
             size += len(node.items)
             assert len(node.items) == len(node.values), "an item without a value"
             assert node.parent is not None and node.parent.children.get(node.items[0]) is node, "a lost node"
+            assert node.children or node.queued or self._held.get(node.values[-1]) is node, (
+                "a leaf that nobody can evict"
+            )
         assert size == self._size, f"{size} items, {self._size} counted"
-
-
-def _last_used(node: _Node[K, V]) -> int:
-    return node.used
