@@ -46,6 +46,7 @@ def test_the_end_of_what_was_not_used_for_longest_goes_first() -> None:
     assert tree.evict(1, lambda _: True) == ["d"]
     assert tree.evict(1, lambda _: True) == ["y"]
     assert tree.evict(9, lambda value: value != "b") == ["x", "c"]  # b is held, and a before it
+    assert tree.match("abc") == ["a", "b"]
     assert tree.evict(9, lambda _: True) == []  # nobody said that b is free again
     tree.offer("b")
     assert tree.evict(9, lambda _: True) == ["b", "a"] and len(tree) == 0

@@ -12,10 +12,12 @@ amounts to the n lowest ratios of the node with the lowest one.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from heapq import nsmallest
+from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 
@@ -66,20 +68,21 @@ class KvprPlacement:
         """Place all models from scratch. ``current`` names the GPUs of models that run already; see ``tau``. All
         parts of a model stay or all move. Raises ValueError if ``current`` names a GPU that is not there."""
         current = current or {}
-        loads = {gpu.id: GpuLoad(gpu.node, gpu.memory_bytes) for gpu in gpus}
+        charges = {model.id: self._charge(model) for model in models}
+        ranking = _Ranking(gpus, least_bytes=min(charges.values(), default=0))
         for id, place in current.items():
-            if not loads.keys() >= set(place):
-                raise ValueError(f"model {id} is said to run on GPUs {place}, but the cluster has {sorted(loads)}")
+            if not ranking.loads.keys() >= set(place):
+                known = sorted(ranking.loads)
+                raise ValueError(f"model {id} is said to run on GPUs {place}, but the cluster has {known}")
         weights = {model.id: self.part_weight(model) for model in models}
         instances = []
         for model in sorted(models, key=lambda model: (-weights[model.id], model.id)):
-            weight = weights[model.id]
-            group = self._target(model, weight, loads, current.get(model.id))
+            part = _Part(model.tp, weights[model.id], charges[model.id])
+            group = self._target(part, ranking, current.get(model.id))
             if group is None:
                 continue
             for gpu in group:
-                loads[gpu].weight += weight
-                loads[gpu].shared_kv_bytes -= self._charge(model)
+                ranking.add(gpu, part)
             instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
         placed = {instance.model for instance in instances}
         return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
@@ -101,21 +104,24 @@ class KvprPlacement:
     def _charge(self, model: ModelDemand) -> int:
         return model.engine_bytes if self._charges_engine else model.weight_bytes
 
-    def _target(
-        self, model: ModelDemand, weight: float, loads: Mapping[int, GpuLoad], current: tuple[int, ...] | None
-    ) -> tuple[int, ...] | None:
+    def _target(self, part: _Part, ranking: _Ranking, current: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """GPUs for the model: the best ones, or the present ones while the best are not better enough."""
-
-        def ratio(gpu: int) -> float:
-            return self.ratio(loads[gpu], model, weight)
-
-        roomy = {gpu for gpu, load in loads.items() if load.shared_kv_bytes > self._charge(model)}
-        best = best_group(model.tp, loads, ratio_of={gpu: ratio(gpu) for gpu in roomy})
-        if best is None or current is None or not roomy >= set(current):
+        best = ranking.best_group(part, adds_first=self._adds_first)
+        if best is None or current is None or not all(ranking.has_room(gpu, part) for gpu in current):
             return best
-        best_ratio, current_ratio = max(map(ratio, best)), max(map(ratio, current))
+        best_ratio, current_ratio = (
+            max(ranking.loads[gpu].judged(part, self._adds_first) for gpu in group) for group in (best, current)
+        )
         moves = best_ratio < self._tau * current_ratio if self._relative else current_ratio - best_ratio > self._tau
         return best if moves else current
+
+
+class _Part(NamedTuple):
+    """What each part of a model adds to its GPU: its weight, and the bytes that it takes from KV memory."""
+
+    tp: int
+    weight: float
+    charge_bytes: int
 
 
 @dataclass(slots=True)
@@ -129,15 +135,78 @@ class GpuLoad:
     def ratio(self, added_weight: float, added_bytes: int) -> float:
         return (self.weight + added_weight) / (self.shared_kv_bytes - added_bytes)
 
+    def judged(self, part: _Part, adds_first: bool) -> float:
+        """The ratio with the part, or before it."""
+        return self.ratio(part.weight, part.charge_bytes) if adds_first else self.ratio(0.0, 0)
+
+
+class _Ranking:
+    """The GPUs of one pass by rising ratio, those that have no room for any part left out.
+
+    Looking for a group starts at the lowest ratio and costs what it passes over: GPUs too full for the part; nodes too full
+    for all parts, and the members of each node that it counts; and, if ratios are judged with the part, all GPUs whose
+    ratio before might be low enough. An addition shifts a list of all GPUs, by one memory move.
+    """
+
+    def __init__(self, gpus: Sequence[GpuSlot], least_bytes: int) -> None:
+        self.loads = {gpu.id: GpuLoad(gpu.node, gpu.memory_bytes) for gpu in gpus}
+        self._least_bytes = least_bytes
+        self._most_bytes = max((gpu.memory_bytes for gpu in gpus), default=0)
+        self._members: defaultdict[int, list[int]] = defaultdict(list)
+        for gpu in gpus:
+            self._members[gpu.node].append(gpu.id)
+        self._ranked = sorted(
+            (load.ratio(0.0, 0), gpu) for gpu, load in self.loads.items() if load.shared_kv_bytes > least_bytes
+        )
+
+    def has_room(self, gpu: int, part: _Part) -> bool:
+        return self.loads[gpu].shared_kv_bytes > part.charge_bytes
+
+    def add(self, gpu: int, part: _Part) -> None:
+        load = self.loads[gpu]
+        del self._ranked[bisect_left(self._ranked, (load.ratio(0.0, 0), gpu))]
+        load.weight += part.weight
+        load.shared_kv_bytes -= part.charge_bytes
+        if load.shared_kv_bytes > self._least_bytes:
+            insort(self._ranked, (load.ratio(0.0, 0), gpu))
+
+    def best_group(self, part: _Part, *, adds_first: bool) -> tuple[int, ...] | None:
+        """As the function of this name, among GPUs with room for the part."""
+        best: tuple[float, int] | None = None
+        passed: set[int] = set()  # nodes without room for all parts
+        for ratio, gpu in self._ranked:
+            if best is not None and (not adds_first or self._least_with(part, ratio) >= best[0]):
+                break
+            load = self.loads[gpu]
+            if load.shared_kv_bytes <= part.charge_bytes or load.node in passed:
+                continue
+            if part.tp > 1 and len(self._roomy(load.node, part)) < part.tp:
+                passed.add(load.node)
+                continue
+            found = load.judged(part, adds_first), gpu
+            best = found if best is None else min(best, found)
+        if best is None or part.tp == 1:
+            return best and (best[1],)
+        roomy = self._roomy(self.loads[best[1]].node, part)
+        return tuple(sorted(nsmallest(part.tp, roomy, key=lambda gpu: (self.loads[gpu].judged(part, adds_first), gpu))))
+
+    def _roomy(self, node: int, part: _Part) -> list[int]:
+        return [gpu for gpu in self._members[node] if self.has_room(gpu, part)]
+
+    def _least_with(self, part: _Part, ratio: float) -> float:
+        """No GPU of at least this ratio has a lower one with the part: (w + a) / (s - c), where w = ratio x s, falls with s,
+        and s is at most the memory of the largest GPU. A margin makes up for rounding."""
+        most_bytes = self._most_bytes
+        return (ratio * most_bytes + part.weight) / (most_bytes - part.charge_bytes) * (1 - 1e-12)
+
 
 def best_group(tp: int, loads: Mapping[int, GpuLoad], ratio_of: Mapping[int, float]) -> tuple[int, ...] | None:
     """``tp`` GPUs, in id order, with the lowest ratios of one node: the node of the lowest ratio that has room for all
-    parts. Only GPUs in ``ratio_of`` have room. None when no node has enough of them."""
-    nodes: defaultdict[int, list[int]] = defaultdict(list)
-    for gpu in sorted(ratio_of, key=lambda gpu: (ratio_of[gpu], gpu)):
-        nodes[loads[gpu].node].append(gpu)
-    complete = [ranked[:tp] for ranked in nodes.values() if len(ranked) >= tp]
-    if not complete:
-        return None
-    best = min(complete, key=lambda ranked: (ratio_of[ranked[0]], ranked[0]))
-    return tuple(sorted(best))
+    parts. Only GPUs in ``ratio_of`` have room. None when no node has enough of them. Looks at each of them."""
+    if tp == 1 and ratio_of:
+        return (min(ratio_of, key=lambda gpu: (ratio_of[gpu], gpu)),)
+    nodes: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    for gpu, ratio in ratio_of.items():
+        nodes[loads[gpu].node].append((ratio, gpu))
+    best = min((node for node in nodes.values() if len(node) >= tp), key=min, default=None)
+    return best and tuple(sorted(gpu for _, gpu in nsmallest(tp, best)))
