@@ -209,4 +209,4 @@ def best_group(tp: int, loads: Mapping[int, GpuLoad], ratio_of: Mapping[int, flo
     for gpu, ratio in ratio_of.items():
         nodes[loads[gpu].node].append((ratio, gpu))
     best = min((node for node in nodes.values() if len(node) >= tp), key=min, default=None)
-    return best and tuple(sorted(gpu for _, gpu in nsmallest(tp, best)))
+    return tuple(sorted(gpu for _, gpu in nsmallest(tp, best))) if best else None
