@@ -227,7 +227,9 @@ def literal(
         roomy = [gpu for gpu in left if left[gpu] > one.weight_bytes]
         added = (part, one.weight_bytes) if post else (0.0, 0)
         ratio = {gpu: (weight[gpu] + added[0]) / (left[gpu] - added[1]) for gpu in roomy}
-        nodes = [sorted((ratio[gpu.id], gpu.id) for gpu in gpus if gpu.id in ratio and gpu.node == n) for n in range(10)]
+        nodes = [
+            sorted((ratio[gpu.id], gpu.id) for gpu in gpus if gpu.id in ratio and gpu.node == n) for n in range(10)
+        ]
         best = min((node[: one.tp] for node in nodes if len(node) >= one.tp), default=None)
         if best is None:
             continue
