@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.rates import MovingRate
-from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, PrismResidency, Start, Status, Stop
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 

@@ -74,7 +74,7 @@ class KvprPlacement:
             if not ranking.loads.keys() >= set(place):
                 known = sorted(ranking.loads)
                 raise ValueError(f"model {id} is said to run on GPUs {place}, but the cluster has {known}")
-        weights = {model.id: self.part_weight(model) for model in models}
+        weights = {model.id: self.part_weight(model, model.rate_per_s) for model in models}
         instances = []
         for model in sorted(models, key=lambda model: (-weights[model.id], model.id)):
             part = _Part(model.tp, weights[model.id], charges[model.id])
@@ -87,19 +87,21 @@ class KvprPlacement:
         placed = {instance.model for instance in instances}
         return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
 
-    def part_weight(self, model: ModelDemand) -> float:
-        """Weight of one TP part. Bytes per token are per GPU, so the token weight is that of a part as it stands. Raises
-        ValueError if the weight needs the tokens of a request and the model does not tell them."""
+    def part_weight(self, model: ModelDemand, rate_per_s: float) -> float:
+        """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight is that of a part as it
+        stands. Raises ValueError if the weight needs the tokens of a request and the model does not tell them."""
         if not self._by_tokens:
-            return model.rate_per_s / model.slo_s / model.tp
+            return rate_per_s / model.slo_s / model.tp
         if model.tokens_per_request <= 0:
             raise ValueError(f"model {model.id} has no tokens_per_request, which weight='token_rate' needs")
-        tokens_per_s = model.rate_per_s * model.tokens_per_request
+        tokens_per_s = rate_per_s * model.tokens_per_request
         return tokens_per_s * model.token_bytes / (model.tpot_slo_s or model.slo_s)
 
-    def ratio(self, load: GpuLoad, model: ModelDemand, part_weight: float) -> float:
-        """KVPR by which a GPU is judged for a part of ``model``: before taking it, or with it."""
-        return load.ratio(part_weight, self._charge(model)) if self._adds_first else load.ratio(0.0, 0)
+    def ratio(self, weight: float, kv_bytes: int, model: ModelDemand, part_weight: float) -> float:
+        """KVPR by which a GPU of this weight and KV memory is judged for a part of ``model``: before taking it, or with it."""
+        if self._adds_first:
+            return (weight + part_weight) / (kv_bytes - self._charge(model))
+        return weight / kv_bytes
 
     def _charge(self, model: ModelDemand) -> int:
         return model.engine_bytes if self._charges_engine else model.weight_bytes
@@ -125,7 +127,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class GpuLoad:
+class _Load:
     """One GPU during a pass: the memory that its models leave for KV, and the sum of their part weights."""
 
     node: int
@@ -149,7 +151,7 @@ class _Ranking:
     """
 
     def __init__(self, gpus: Sequence[GpuSlot], least_bytes: int) -> None:
-        self.loads = {gpu.id: GpuLoad(gpu.node, gpu.memory_bytes) for gpu in gpus}
+        self.loads = {gpu.id: _Load(gpu.node, gpu.memory_bytes) for gpu in gpus}
         self._least_bytes = least_bytes
         self._most_bytes = max((gpu.memory_bytes for gpu in gpus), default=0)
         self._members: defaultdict[int, list[int]] = defaultdict(list)
@@ -200,13 +202,11 @@ class _Ranking:
         return (ratio * most_bytes + part.weight) / (most_bytes - part.charge_bytes) * (1 - 1e-12)
 
 
-def best_group(tp: int, loads: Mapping[int, GpuLoad], ratio_of: Mapping[int, float]) -> tuple[int, ...] | None:
+def best_group(tp: int, ratio_of: Mapping[int, float], node_of: Mapping[int, int]) -> tuple[int, ...] | None:
     """``tp`` GPUs, in id order, with the lowest ratios of one node: the node of the lowest ratio that has room for all
     parts. Only GPUs in ``ratio_of`` have room. None when no node has enough of them. Looks at each of them."""
-    if tp == 1 and ratio_of:
-        return (min(ratio_of, key=lambda gpu: (ratio_of[gpu], gpu)),)
     nodes: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
     for gpu, ratio in ratio_of.items():
-        nodes[loads[gpu].node].append((ratio, gpu))
+        nodes[node_of[gpu]].append((ratio, gpu))
     best = min((node for node in nodes.values() if len(node) >= tp), key=min, default=None)
     return tuple(sorted(gpu for _, gpu in nsmallest(tp, best))) if best else None
