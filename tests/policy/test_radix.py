@@ -53,6 +53,20 @@ def test_the_end_of_what_was_not_used_for_longest_goes_first() -> None:
     tree.check()
 
 
+@pytest.mark.parametrize("use", ["match", "insert"])
+def test_the_rest_of_a_run_that_was_left_is_not_used(use: str) -> None:
+    """c and d were stored before x and y, and only a and b are used after them."""
+    tree: RadixTree[str, str] = RadixTree()
+    for word in ("abcd", "xy"):
+        tree.insert(word, list(word))
+    if use == "match":
+        assert tree.match("abz") == ["a", "b"]
+    else:
+        tree.insert("abz", list("abz"))
+    assert tree.evict(2, lambda _: True) == ["d", "c"]
+    assert tree.evict(2, lambda _: True) == ["y", "x"]
+
+
 def test_one_value_an_item() -> None:
     with pytest.raises(ValueError, match="2 items with 1 values"):
         RadixTree[str, int]().insert("ab", [1])
@@ -111,7 +125,7 @@ TestRadix = RadixMachine.TestCase
 
 
 class LiteralTree(RadixTree[str, int]):
-    """Looks through all leaves for the one that was not used for longest; among equals the one that was made last."""
+    """Looks through all leaves for the one that was not used for longest."""
 
     def evict(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         gone: list[int] = []

@@ -1,8 +1,8 @@
 """A radix tree over token prefixes (vTensor, section 5.2: the rTree).
 
 Keys are sequences of block keys: one hashable item a KV block, equal for two sequences when they agree up to the end of that
-block. Each item of a stored key carries a value, the block itself. Edges hold runs of items, so that a tree of n sequences has
-fewer than 2 n nodes however long they are; a run is split where a new sequence leaves it.
+block. Each item of a stored key carries a value, the block itself. Edges hold runs of items, so that a tree of n sequences,
+stored or looked for, has fewer than 2 n nodes however long they are: a run is split where one of them leaves it.
 
 What was not used for longest goes first: leaves are trimmed from their ends, so that a stored prefix never loses its
 beginning before its end. Leaves wait for that in a heap, each with one entry. A use leaves the entry too old, which shows when
@@ -21,17 +21,13 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-_serials = itertools.count()
-
-
 class _Node(Generic[K, V]):
     """A run of items after the path from the root; ``used`` is the tree's tick when it was last matched or stored, and
     ``queued`` says whether the heap of leaves has an entry for it."""
 
-    __slots__ = ("children", "items", "made", "parent", "queued", "used", "values")
+    __slots__ = ("children", "items", "parent", "queued", "used", "values")
 
     def __init__(self, items: Sequence[K], values: Sequence[V], parent: _Node[K, V] | None, used: int) -> None:
-        self.made = next(_serials)
         self.queued = False
         self.items = list(items)
         self.values = list(values)
@@ -56,7 +52,8 @@ class RadixTree(Generic[K, V]):
         self._root: _Node[K, V] = _Node((), (), None, 0)
         self._tick = 0
         self._size = 0
-        self._leaves: list[tuple[int, int, _Node[K, V]]] = []  # a heap of (used, -made, leaf); ``used`` may be too old
+        self._leaves: list[tuple[int, int, _Node[K, V]]] = []  # a heap by ``used``, which may be too old here
+        self._entries = itertools.count()
         self._held: dict[V, _Node[K, V]] = {}  # leaves that could not be trimmed, by their last value
 
     def __len__(self) -> int:
@@ -65,10 +62,7 @@ class RadixTree(Generic[K, V]):
 
     def match(self, key: Sequence[K]) -> list[V]:
         """The values of the longest stored prefix of ``key``; it counts as used now."""
-        found: list[V] = []
-        for node, count in self._descend(key):
-            found += node.values[:count]
-        return found
+        return [value for node in self._descend(key) for value in node.values]
 
     def insert(self, key: Sequence[K], values: Sequence[V]) -> int:
         """Store ``key``, one value an item. The first items that are there already keep their values; returns how many.
@@ -78,11 +72,8 @@ class RadixTree(Generic[K, V]):
         if len(key) != len(values):
             raise ValueError(f"radix tree: {len(key)} items with {len(values)} values; give one value an item")
         shared, at = 0, self._root
-        for node, count in self._descend(key):
-            shared += count
-            at = node
-            if count < len(node.items):
-                self._split(node, count)
+        for at in self._descend(key):
+            shared += len(at.items)
         if shared < len(key):
             leaf = at.children[key[shared]] = _Node(key[shared:], values[shared:], at, self._tick)
             self._queue(leaf)
@@ -118,20 +109,19 @@ class RadixTree(Generic[K, V]):
         """All values, parents before children."""
         return [value for node in self._nodes() for value in node.values]
 
-    def _descend(self, key: Sequence[K]) -> Iterator[tuple[_Node[K, V], int]]:
-        """The nodes along ``key`` and how many items of each agree; all are marked as used."""
+    def _descend(self, key: Sequence[K]) -> Iterator[_Node[K, V]]:
+        """The nodes along ``key``, which are marked as used now. Where ``key`` leaves a run, the rest of it is not."""
         self._tick += 1
         node, start = self._root, 0
         while start < len(key):
             child = node.children.get(key[start])
             if child is None:
                 return
-            child.used = self._tick
             count = child.common(key, start)
-            whole = count == len(child.items)
-            yield child, count
-            if not whole:
-                return
+            if count < len(child.items):
+                self._split(child, count)
+            child.used = self._tick
+            yield child
             node, start = child, start + count
 
     def _split(self, node: _Node[K, V], at: int) -> None:
@@ -145,10 +135,10 @@ class RadixTree(Generic[K, V]):
         self._queue(rest)
 
     def _queue(self, node: _Node[K, V]) -> None:
-        """Give the heap an entry for a leaf. Among leaves used at one time, the one made last comes first."""
+        """Give the heap an entry for a leaf."""
         if node.items and not node.children and not node.queued:
             node.queued = True
-            heappush(self._leaves, (node.used, -node.made, node))
+            heappush(self._leaves, (node.used, next(self._entries), node))
 
     def _oldest_leaf(self) -> _Node[K, V] | None:
         """Take the least recently used leaf from the heap; None when that is empty."""
@@ -156,7 +146,7 @@ class RadixTree(Generic[K, V]):
         while heap:
             used, _, node = heap[0]
             if node.used != used and not node.children:
-                heapreplace(heap, (node.used, -node.made, node))
+                heapreplace(heap, (node.used, next(self._entries), node))
                 continue
             heappop(heap)
             node.queued = False
