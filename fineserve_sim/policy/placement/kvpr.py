@@ -27,7 +27,7 @@ class KvprPlacement:
 
     ``evaluate``: the ratio "pre": before the model is added (listing and proof of Prism), or "post": with it.
     ``weight``: "req_rate" is rate / TTFT SLO; "token_rate" (later version of Prism) is token rate x KV bytes per
-    token / TPOT SLO.
+    token / TPOT SLO, or the TTFT SLO of a model for which no TPOT SLO is set.
     ``tau`` and ``threshold`` matter to models that have a place already: they move only if the best ratio is below
     tau x the ratio of their place ("relative"), or lower by more than tau ("absolute"). Ties: lower model id, lower
     GPU id. ``charges``: what a model takes from KV memory, its "weights" or all that its "engine" takes.
@@ -95,7 +95,8 @@ class KvprPlacement:
         if model.tokens_per_request <= 0:
             raise ValueError(f"model {model.id} has no tokens_per_request, which weight='token_rate' needs")
         tokens_per_s = rate_per_s * model.tokens_per_request
-        return tokens_per_s * model.token_bytes / (model.tpot_slo_s or model.slo_s)
+        slo_s = model.slo_s if model.tpot_slo_s is None else model.tpot_slo_s
+        return tokens_per_s * model.token_bytes / slo_s
 
     def ratio(self, weight: float, kv_bytes: int, model: ModelDemand, part_weight: float) -> float:
         """KVPR by which a GPU of this weight and KV memory is judged for a part of ``model``: before taking it, or with it."""
