@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.placement.muxserve import (
-    MuxServePlacement,
-    _cuts,
-    _sums,
-    batch_at,
-    least_batch,
-    mesh_throughput,
-)
+from fineserve_sim.policy.placement.muxserve import MuxServePlacement, Profile, _cuts, _sums
+from fineserve_sim.policy.placement.muxserve import mesh_throughput as throughput_of
 
 
 def profile(prefill_s: float, decode_s: float, kv_bytes: int, largest: int = 64) -> tuple[OperatingPoint, ...]:
@@ -42,6 +36,10 @@ def cluster(count: int, memory_bytes: int = 100, node_size: int = 8) -> list[Gpu
     return [GpuSlot(id, id // node_size, memory_bytes) for id in range(count)]
 
 
+def mesh_throughput(models: list[ModelDemand], memory_bytes: int) -> float:
+    return throughput_of([Profile(model) for model in models], memory_bytes)
+
+
 def homes(models: list[ModelDemand], gpus: list[GpuSlot]) -> dict[str, tuple[int, ...]]:
     placement = MuxServePlacement().place(models, gpus)
     assert placement.unplaced == ()
@@ -52,15 +50,15 @@ class TestEstimate:
     @given(st.floats(0.05, 50.0))
     def test_the_least_batch_solves_the_equation(self, rate: float) -> None:
         """b / (0.01 b + 1) = rate has the solution rate / (1 - 0.01 rate); beyond the profile it is the largest batch."""
-        found = least_batch(model("m", rate))
+        found = Profile(model("m", rate)).least
         exact = rate / (1 - 0.01 * rate)
         assert found == pytest.approx(min(exact, 64.0) if rate >= 1 / 1.01 else exact, rel=1e-6)
 
     def test_the_profile_is_linear_between_points(self) -> None:
         m = model("m", 1.0)
-        assert batch_at(m, 3.0) == pytest.approx((3.0, 0.03, 1.0, 3.0))
-        assert batch_at(m, 0.5) == pytest.approx((0.5, 0.005, 1.0, 0.5))
-        assert batch_at(m, 1000.0).size == 64
+        assert Profile(m).at(3.0) == pytest.approx((3.0, 0.03, 1.0, 3.0))
+        assert Profile(m).at(0.5) == pytest.approx((0.5, 0.005, 1.0, 0.5))
+        assert Profile(m).at(1000.0).size == 64
 
     def test_alone_a_model_meets_its_rate(self) -> None:
         assert mesh_throughput([model("m", 8.0)], 100) == pytest.approx(8.0)

@@ -12,9 +12,9 @@ the score would prefer models that use memory badly. All bytes are per GPU; K_re
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -125,26 +125,28 @@ class FineServePlacement:
         gpus: Sequence[GpuSlot],
     ) -> list[Instance]:
         """Every replica of ``models``, in that order, on its best group; those that find no room are left out."""
-        memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        residents: dict[int, dict[tuple[str, int], float]] = {gpu: {} for gpu in left_bytes}
         candidates = {
-            tp: [_Candidate(group, min(memory_bytes[gpu] for gpu in group)) for group in groups[tp]] for tp in groups
+            tp: [_Candidate(group, min(left_bytes[gpu] for gpu in group)) for group in groups[tp]] for tp in groups
         }
-        cluster = {gpu: _Gpu(memory, {}) for gpu, memory in memory_bytes.items()}
+        with_gpu: defaultdict[int, list[_Candidate]] = defaultdict(list)
         for candidate in chain.from_iterable(candidates.values()):
             for gpu in candidate.gpus:
-                cluster[gpu].candidates.append(candidate)
+                with_gpu[gpu].append(candidate)
         instances: list[Instance] = []
         for model in models:
-            footprint_bytes = footprints[model.id].footprint_bytes
+            footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
             hosts: set[int] = set()  # the GPUs that have a replica already
             for replica in range(replicas[model.id]):
-                best = self._best(marginal_efficiency(model), footprint_bytes, candidates[model.tp], hosts)
+                best = self._best(efficiency, footprint_bytes, candidates[model.tp], hosts)
                 if best is None:
                     break
                 for gpu in best.gpus:
-                    cluster[gpu].take(model, replica, footprint_bytes)
-                for candidate in chain.from_iterable(cluster[gpu].candidates for gpu in best.gpus):
-                    candidate.count([cluster[gpu] for gpu in candidate.gpus])
+                    left_bytes[gpu] -= footprint_bytes
+                    residents[gpu][model.id, replica] = efficiency
+                for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
+                    candidate.count(left_bytes, residents)
                 hosts.update(best.gpus)
                 instances.append(Instance(model.id, replica, best.gpus, 0.0, footprint_bytes))
         return instances
@@ -174,19 +176,6 @@ class FineServePlacement:
 
 
 @dataclass(slots=True)
-class _Gpu:
-    """What is left of a GPU, the efficiency of each (model, replica) on it, and the candidates that it is part of."""
-
-    remaining_bytes: int
-    residents: dict[tuple[str, int], float]
-    candidates: list[_Candidate] = field(default_factory=list)
-
-    def take(self, model: ModelDemand, replica: int, footprint_bytes: int) -> None:
-        self.remaining_bytes -= footprint_bytes
-        self.residents[model.id, replica] = marginal_efficiency(model)
-
-
-@dataclass(slots=True)
 class _Candidate:
     """GPUs that may take a replica: what is left of the fullest one, and what a score needs of all residents."""
 
@@ -201,15 +190,13 @@ class _Candidate:
         """Among equal scores the lowest comes first."""
         return self.residents, self.gpus
 
-    def count(self, gpus: Sequence[_Gpu]) -> None:
-        """A resident came to one of these GPUs, the members."""
-        residents: dict[tuple[str, int], float] = {}
-        for gpu in gpus:
-            residents |= gpu.residents
-        self.remaining_bytes = min(gpu.remaining_bytes for gpu in gpus)
-        self.residents = len(residents)
-        self.efficiency_sum = sum(residents.values())
-        self.efficiency_max = max(residents.values())
+    def count(self, left_bytes: Mapping[int, int], residents: Mapping[int, Mapping[tuple[str, int], float]]) -> None:
+        """A resident came to a member; both maps are by GPU, the residents are efficiencies by (model, replica)."""
+        here = {resident: efficiency for gpu in self.gpus for resident, efficiency in residents[gpu].items()}
+        self.remaining_bytes = min(left_bytes[gpu] for gpu in self.gpus)
+        self.residents = len(here)
+        self.efficiency_sum = sum(here.values())
+        self.efficiency_max = max(here.values())
 
 
 def _footprint_bytes(model: ModelDemand, point: OperatingPoint) -> int:

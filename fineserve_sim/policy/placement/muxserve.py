@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     kv_bytes: float
 
 
-class _Profile:
+class Profile:
     """What a model does at any batch size, linear between the points of its profile; below the first, a part of the time in
     use. ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does;
     ``wanted`` is what it does then. Raises ValueError if the model has no profile."""
@@ -83,29 +83,15 @@ class _Profile:
         return batch.size / (batch.prefill_s + batch.decode_s)
 
 
-def batch_at(model: ModelDemand, size: float) -> Batch:
-    """See ``_Profile``; at most the largest profiled batch."""
-    return _Profile(model).at(size)
-
-
-def least_batch(model: ModelDemand) -> float:
-    """The smallest batch size at which the model alone meets its rate; the largest profiled one if none does."""
-    return _Profile(model).least
-
-
 def _profiled(point: OperatingPoint) -> Batch:
     """What is not prefill of the time in which a batch is served once is decode."""
     served_s = point.batch / point.throughput_per_s
     return Batch(point.batch, point.ttft_s, max(0.0, served_s - point.ttft_s), point.kv_bytes)
 
 
-def mesh_throughput(models: Sequence[ModelDemand], memory_bytes: int) -> float:
+def mesh_throughput(profiles: Sequence[Profile], memory_bytes: int) -> float:
     """Requests per second that the models of a mesh complete together, each at most its rate; ``memory_bytes`` is the usable
     memory of each GPU. Minus infinity when their engines leave no memory for KV."""
-    return _throughput([_Profile(model) for model in models], memory_bytes)
-
-
-def _throughput(profiles: Sequence[_Profile], memory_bytes: int) -> float:
     kv_bytes = memory_bytes - sum(profile.model.engine_bytes for profile in profiles)
     if kv_bytes <= 0:
         return -math.inf
@@ -131,14 +117,14 @@ class _Mesh:
 
     index: int
     memory_bytes: int
-    profiles: list[_Profile] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
     engine_bytes: int = 0
     wanted_bytes: float = 0.0
     prefill_s: float = 0.0
     throughput_per_s: float = 0.0
     compute_demand: float = 0.0
 
-    def gain_per_s(self, profile: _Profile, least_per_s: float) -> float:
+    def gain_per_s(self, profile: Profile, least_per_s: float) -> float:
         """What the model adds to the throughput. Minus infinity if it does not fit, or plainly adds less than
         ``least_per_s``: while no batch is cut, the others can only lose."""
         model, wanted = profile.model, profile.wanted
@@ -146,7 +132,7 @@ class _Mesh:
         if kv_bytes <= 0:
             return -math.inf
         if self.wanted_bytes + wanted.kv_bytes > kv_bytes:
-            return _throughput([*self.profiles, profile], self.memory_bytes) - self.throughput_per_s
+            return mesh_throughput([*self.profiles, profile], self.memory_bytes) - self.throughput_per_s
         prefill_s = self.prefill_s + wanted.prefill_s
         own_per_s = min(model.rate_per_s, wanted.size / (prefill_s + wanted.decode_s))
         if own_per_s < least_per_s:
@@ -156,12 +142,12 @@ class _Mesh:
             others_per_s += min(other.model.rate_per_s, other.wanted.size / (prefill_s + other.wanted.decode_s))
         return others_per_s + own_per_s - self.throughput_per_s
 
-    def add(self, profile: _Profile) -> None:
+    def add(self, profile: Profile) -> None:
         self.profiles.append(profile)
         self.engine_bytes += profile.model.engine_bytes
         self.wanted_bytes += profile.wanted.kv_bytes
         self.prefill_s += profile.wanted.prefill_s
-        self.throughput_per_s = _throughput(self.profiles, self.memory_bytes)
+        self.throughput_per_s = mesh_throughput(self.profiles, self.memory_bytes)
         self.compute_demand += _compute_demand(profile.model)
 
 
@@ -177,9 +163,9 @@ class MuxServePlacement:
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError if a model has no profile."""
         order = sorted(models, key=lambda model: (-_compute_demand(model), model.id))
-        profiles: defaultdict[int, list[_Profile]] = defaultdict(list)
+        profiles: defaultdict[int, list[Profile]] = defaultdict(list)
         for model in order:
-            profiles[model.tp].append(_Profile(model))
+            profiles[model.tp].append(Profile(model))
         fill = cache(lambda size, memory_bytes: _fill(profiles[size], memory_bytes))
         home: dict[str, tuple[int, ...]] = {}
         most_per_s = -math.inf
@@ -219,7 +205,7 @@ _TIE_PER_S = 2e-9
 """Gains are compared to nine digits: those that differ by more are never equal."""
 
 
-def _fill(profiles: Sequence[_Profile], memory_bytes: Sequence[int]) -> list[_Mesh] | None:
+def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[_Mesh] | None:
     """Models, in this order, to meshes of their size by the largest gain; None if one fits nowhere."""
     meshes = [_Mesh(index, memory) for index, memory in enumerate(memory_bytes)]
     empty: defaultdict[int, list[_Mesh]] = defaultdict(list)  # by memory, the first one last
@@ -243,21 +229,19 @@ def _fill(profiles: Sequence[_Profile], memory_bytes: Sequence[int]) -> list[_Me
     return meshes
 
 
-@dataclass(slots=True)
-class _Cut:
-    """The nodes that were cut so far: the last of them, how it was cut, and the cut of those before."""
+class _Cut(NamedTuple):
+    """Nodes that are cut: the last of them, the sizes of its meshes, and the cut of those before."""
 
     before: _Cut | None
     node: Sequence[GpuSlot]
     sizes: tuple[int, ...]
 
-    def pieces(self) -> Iterator[tuple[GpuSlot, ...]]:
-        start = 0
-        for size in self.sizes:
-            yield tuple(self.node[start : start + size])
-            start += size
-        if self.before is not None:
-            yield from self.before.pieces()
+
+def _pieces(cut: _Cut | None) -> Iterator[tuple[GpuSlot, ...]]:
+    while cut is not None:
+        ends = accumulate(cut.sizes)
+        yield from (tuple(cut.node[end - size : end]) for end, size in zip(ends, cut.sizes, strict=True))
+        cut = cut.before
 
 
 def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[tuple[GpuSlot, ...], ...]]:
@@ -287,8 +271,7 @@ def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[tuple[GpuS
         for (_, key), cut in within.items():
             found.setdefault(key, cut)
     for cut in found.values():
-        if cut is not None:
-            yield tuple(sorted(cut.pieces(), key=lambda piece: piece[0].id))
+        yield tuple(sorted(_pieces(cut), key=lambda piece: piece[0].id))
 
 
 def _sums(total: int, sizes: set[int]) -> list[tuple[int, ...]]:
