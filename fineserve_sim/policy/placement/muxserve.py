@@ -54,6 +54,7 @@ class Profile:
         if not model.profile:
             raise ValueError(f"model {model.id} has no profile, which MuxServe's optimiser needs")
         self.model = model
+        self.rate_per_s, self.engine_bytes = model.rate_per_s, model.engine_bytes
         self._batches = [_profiled(point) for point in model.profile]
         self._sizes = [point.batch for point in model.profile]
         self.least = self._least()
@@ -71,11 +72,11 @@ class Profile:
 
     def _least(self) -> float:
         low, high = 0.0, self.at(math.inf).size
-        if self._alone_per_s(high) < self.model.rate_per_s:
+        if self._alone_per_s(high) < self.rate_per_s:
             return high
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self._alone_per_s(middle) >= self.model.rate_per_s else (middle, high)
+            low, high = (low, middle) if self._alone_per_s(middle) >= self.rate_per_s else (middle, high)
         return high
 
     def _alone_per_s(self, size: float) -> float:
@@ -92,7 +93,7 @@ def _profiled(point: OperatingPoint) -> Batch:
 def mesh_throughput(profiles: Sequence[Profile], memory_bytes: int) -> float:
     """Requests per second that the models of a mesh complete together, each at most its rate; ``memory_bytes`` is the usable
     memory of each GPU. Minus infinity when their engines leave no memory for KV."""
-    kv_bytes = memory_bytes - sum(profile.model.engine_bytes for profile in profiles)
+    kv_bytes = memory_bytes - sum(profile.engine_bytes for profile in profiles)
     if kv_bytes <= 0:
         return -math.inf
     chosen = [profile.wanted for profile in profiles]
@@ -105,7 +106,7 @@ def mesh_throughput(profiles: Sequence[Profile], memory_bytes: int) -> float:
         chosen = [profile.at(profile.least * low) for profile in profiles]
     prefill_s = sum(batch.prefill_s for batch in chosen)
     return sum(
-        min(profile.model.rate_per_s, batch.size / (prefill_s + batch.decode_s))
+        min(profile.rate_per_s, batch.size / (prefill_s + batch.decode_s))
         for profile, batch in zip(profiles, chosen, strict=True)
     )
 
@@ -118,6 +119,7 @@ class _Mesh:
     index: int
     memory_bytes: int
     profiles: list[Profile] = field(default_factory=list)
+    served: list[tuple[float, float, float]] = field(default_factory=list)  # rate, batch and decode seconds of each
     engine_bytes: int = 0
     wanted_bytes: float = 0.0
     prefill_s: float = 0.0
@@ -127,24 +129,27 @@ class _Mesh:
     def gain_per_s(self, profile: Profile, least_per_s: float) -> float:
         """What the model adds to the throughput. Minus infinity if it does not fit, or plainly adds less than
         ``least_per_s``: while no batch is cut, the others can only lose."""
-        model, wanted = profile.model, profile.wanted
-        kv_bytes = self.memory_bytes - self.engine_bytes - model.engine_bytes
+        wanted_size, wanted_prefill_s, wanted_decode_s, wanted_kv_bytes = profile.wanted
+        kv_bytes = self.memory_bytes - self.engine_bytes - profile.engine_bytes
         if kv_bytes <= 0:
             return -math.inf
-        if self.wanted_bytes + wanted.kv_bytes > kv_bytes:
+        if self.wanted_bytes + wanted_kv_bytes > kv_bytes:
             return mesh_throughput([*self.profiles, profile], self.memory_bytes) - self.throughput_per_s
-        prefill_s = self.prefill_s + wanted.prefill_s
-        own_per_s = min(model.rate_per_s, wanted.size / (prefill_s + wanted.decode_s))
+        prefill_s = self.prefill_s + wanted_prefill_s
+        own_per_s = wanted_size / (prefill_s + wanted_decode_s)
+        own_per_s = min(own_per_s, profile.rate_per_s)
         if own_per_s < least_per_s:
             return -math.inf
         others_per_s = 0.0
-        for other in self.profiles:
-            others_per_s += min(other.model.rate_per_s, other.wanted.size / (prefill_s + other.wanted.decode_s))
+        for rate_per_s, size, decode_s in self.served:
+            served_per_s = size / (prefill_s + decode_s)
+            others_per_s += served_per_s if served_per_s < rate_per_s else rate_per_s
         return others_per_s + own_per_s - self.throughput_per_s
 
     def add(self, profile: Profile) -> None:
         self.profiles.append(profile)
-        self.engine_bytes += profile.model.engine_bytes
+        self.served.append((profile.rate_per_s, profile.wanted.size, profile.wanted.decode_s))
+        self.engine_bytes += profile.engine_bytes
         self.wanted_bytes += profile.wanted.kv_bytes
         self.prefill_s += profile.wanted.prefill_s
         self.throughput_per_s = mesh_throughput(self.profiles, self.memory_bytes)
