@@ -3,6 +3,9 @@
 An *engine* is one stay of a model on GPUs: activated (loading), then ready (resident), then evicted, at once or after it
 ended its requests (draining). Requests of a model without an engine wait; such a model is *pending*. A policy suggests to
 start and stop engines; the controller, which owns the fleet, does what is possible and refuses the rest.
+
+Policies read attributes and items alone: a controller may show records of engines that it keeps up to date, and rates that are
+worked out when they are asked for.
 """
 
 from __future__ import annotations
