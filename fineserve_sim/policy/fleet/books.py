@@ -91,12 +91,22 @@ class Books:
         for gpu in self.homes.get(model, ()):
             del self._models_on[gpu][model]
 
-    def room_for(self, model: str) -> Iterator[tuple[int, Sequence[EngineView]]]:
-        """All GPUs that fit an engine of the model, headroom for KV included, each with who must be evicted from it."""
-        for gpu in self._gpus:
+    def room_for(self, model: str) -> Iterator[tuple[int, Sequence[EngineView], Iterable[str], int]]:
+        """All GPUs that fit an engine of the model, headroom for KV included, each with who must be evicted from it, the
+        models that are at home there then, in the order in which they came, and the bytes left for KV beside them."""
+        weight_bytes, fraction = self._models[model].weight_bytes, self._headroom_fraction
+        for gpu, slot in self._gpus.items():
+            left_bytes = slot.memory_bytes - self._fixed[gpu]
+            kv_bytes = left_bytes - weight_bytes
+            if kv_bytes > 0 and self._free[gpu] - weight_bytes >= fraction * kv_bytes:  # the common case
+                yield gpu, (), self._models_on[gpu], left_bytes
+                continue
             evicted = self._evictions_for(model, gpu, None)
             if evicted is not None:
-                yield gpu, evicted
+                gone = {engine.model for engine in evicted}
+                freed_bytes = sum(self._models[other].weight_bytes for other in gone)
+                others = [other for other in self._models_on[gpu] if other not in gone]
+                yield gpu, evicted, others, left_bytes + freed_bytes
 
     def evictions_for_move(self, engine: EngineView, gpus: Iterable[int]) -> list[EngineView] | None:
         """Who must be evicted so that an engine of the same model fits on all these GPUs, beside this one. None if it
@@ -129,15 +139,6 @@ class Books:
             if not self._lacks_headroom(gpu, free, fixed):
                 return evicted
         return None
-
-    def without(self, gpu: int, evicted: Sequence[EngineView]) -> tuple[Iterable[str], int]:
-        """The models at home on a GPU after these evictions, in the order in which they came, and the bytes left for KV."""
-        left_bytes = self._gpus[gpu].memory_bytes - self._fixed[gpu]
-        if not evicted:
-            return self._models_on[gpu], left_bytes
-        gone = {engine.model for engine in evicted}
-        freed_bytes = sum(self._models[model].weight_bytes for model in gone)
-        return [model for model in self._models_on[gpu] if model not in gone], left_bytes + freed_bytes
 
     def slots_for_homes(self) -> list[GpuSlot]:
         """The GPUs as a placement of the homes sees them: what others take (engines that drain or are moved away) is not

@@ -103,11 +103,10 @@ class PrismResidency:
         model, part_weight = self._models[pending.model], part_weights[pending.model]
         evicted: dict[int, Sequence[EngineView]] = {}
         ratio_of: dict[int, float] = {}
-        for gpu, leaving in books.room_for(model.id):
-            others, kv_bytes = books.without(gpu, leaving)
-            weight = sum([part_weights[other] for other in others])
+        ratio, weight_of = self._kvpr.ratio, part_weights.__getitem__
+        for gpu, leaving, others, kv_bytes in books.room_for(model.id):
             evicted[gpu] = leaving
-            ratio_of[gpu] = self._kvpr.ratio(weight, kv_bytes, model, part_weight)
+            ratio_of[gpu] = ratio(sum(map(weight_of, others)), kv_bytes, model, part_weight)
         gpus = best_group(model.tp, ratio_of, {gpu: slot.node for gpu, slot in self._gpus.items()})
         if gpus is None:
             return None
