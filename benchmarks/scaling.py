@@ -1,6 +1,7 @@
 """How does the cost of a simulation grow? CPU seconds of the loop against four sizes, with log-log slopes and a figure.
 
     python -m benchmarks.scaling [--json] [--repeat N] [--figure docs/performance.svg]
+    python -m benchmarks.scaling --costs [--json] [--repeat N]    what a decision costs, see costs.py
 
 * requests: one replica at 8.2 requests a second, merged; slope 1 is linear.
 * replicas: 1,000 requests a replica, the same load on each; slope 1 is no cost of being many.
@@ -23,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.costs import COSTS, slope, table
+from benchmarks.costs import measure as measure_cost
 from benchmarks.engine import SETTINGS, fastest, machine, scenario_of, solo, stretch, workload
 from fineserve_sim.cluster import Scenario
 from fineserve_sim.systems import load_systems
@@ -51,12 +54,6 @@ class Curve:
     y: list[float]
     events: list[int]
     slope: float
-
-
-def slope(x: list[float], y: list[float]) -> float:
-    """Exponent b of the least-squares fit y = a x^b."""
-    exponent: float = np.polyfit(np.log(x), np.log(y), 1)[0]
-    return float(exponent)
 
 
 def curve(name: str, labels: tuple[str, str], points: list[tuple[int, Scenario]], per: str, repeat: int) -> Curve:
@@ -125,8 +122,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=1, help="take the best of so many loops")
     parser.add_argument("--figure", type=Path, help="also draw this SVG")
+    parser.add_argument("--costs", action="store_true", help="measure the costs of decisions instead of simulations")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
+    if args.costs:
+        costs = [measure_cost(cost, args.repeat) for cost in COSTS]
+        print(json.dumps([asdict(one) for one in costs], indent=1) if args.json else table(costs))
+        return 0 if all(one.holds for one in costs) else 1
     measured = list(curves(args.repeat))
     if args.json:
         print(json.dumps({"machine": machine(), "curves": [asdict(one) for one in measured]}, indent=1))

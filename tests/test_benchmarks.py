@@ -37,9 +37,9 @@ def bench() -> dict[str, ModuleType]:
     """The modules of the folder benchmarks, which is no installed package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import engine, peers, scaling
+        from benchmarks import costs, engine, peers, scaling
 
-        return {"engine": engine, "peers": peers, "scaling": scaling}
+        return {"engine": engine, "peers": peers, "scaling": scaling, "costs": costs}
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +207,21 @@ def test_the_figure_is_drawn_alike_twice(bench: dict[str, ModuleType], tmp_path:
     for name in ("a.svg", "b.svg"):
         scaling.draw([one, two], tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_every_cost_is_measured_at_small_sizes(bench: dict[str, ModuleType]) -> None:
+    """Each has a name of its own and does some work; the table has a line for each."""
+    costs = bench["costs"]
+    measured = [costs.measure(cost, 1, sizes=(24, 48)) for cost in costs.COSTS]
+    assert len({(one.name, one.unit) for one in measured}) == len(costs.COSTS)
+    assert all(min(one.cost_s) > 0 and np.isfinite(one.slope) for one in measured)
+    lines = costs.table(measured).splitlines()[1:]
+    assert [line.startswith(one.name) for line, one in zip(lines, measured, strict=True)] == [True] * len(measured)
+
+
+def test_a_cost_above_its_bound_is_marked(bench: dict[str, ModuleType]) -> None:
+    costs = bench["costs"]
+    quick = costs.Measured("thing", "a look", [10, 20], [1e-4, 2e-4], 1.0, 3e-4)
+    slow = costs.Measured("thing", "a look", [10, 20], [1e-4, 4e-4], 2.0, 3e-4)
+    assert quick.holds and not slow.holds
+    assert "ABOVE" not in costs.table([quick]) and costs.table([slow]).endswith("400 us  ABOVE")

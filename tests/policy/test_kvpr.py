@@ -213,3 +213,60 @@ def test_activations_count_where_engines_are_charged() -> None:
     assert where(KvprPlacement("post", charges="engine").place(models, gpus)) == [("a", (0,)), ("b", (1,))]
     with pytest.raises(ValueError, match="charges is 'all': use 'weights' or 'engine'"):
         KvprPlacement(charges="all")  # type: ignore[arg-type]
+
+
+def literal(
+    models: list[ModelDemand], gpus: list[GpuSlot], current: dict[str, tuple[int, ...]], *, post: bool, relative: bool
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The listing as it stands: all GPUs are judged and sorted for each model."""
+    left = {gpu.id: gpu.memory_bytes for gpu in gpus}
+    weight = dict.fromkeys(left, 0.0)
+    found = []
+    for one in sorted(models, key=lambda model: (-(model.rate_per_s / model.slo_s / model.tp), model.id)):
+        part = one.rate_per_s / one.slo_s / one.tp
+        roomy = [gpu for gpu in left if left[gpu] > one.weight_bytes]
+        added = (part, one.weight_bytes) if post else (0.0, 0)
+        ratio = {gpu: (weight[gpu] + added[0]) / (left[gpu] - added[1]) for gpu in roomy}
+        nodes = [
+            sorted((ratio[gpu.id], gpu.id) for gpu in gpus if gpu.id in ratio and gpu.node == n) for n in range(10)
+        ]
+        best = min((node[: one.tp] for node in nodes if len(node) >= one.tp), default=None)
+        if best is None:
+            continue
+        home, group = current.get(one.id), tuple(sorted(gpu for _, gpu in best))
+        if home is not None and set(home) <= set(roomy):
+            best_ratio, home_ratio = max(ratio[gpu] for gpu in group), max(ratio[gpu] for gpu in home)
+            if not (best_ratio < 0.8 * home_ratio if relative else home_ratio - best_ratio > 0.8):
+                group = home
+        for gpu in group:
+            weight[gpu] += part
+            left[gpu] -= one.weight_bytes
+        found.append((one.id, group))
+    return found
+
+
+@given(
+    facts=st.lists(st.tuples(st.floats(0, 9), st.integers(0, 40), st.sampled_from([1, 1, 2, 3])), max_size=14),
+    memory=st.lists(st.integers(-5, 100), min_size=1, max_size=10),
+    homes=st.lists(st.integers(0, 9), min_size=14, max_size=14),
+    node_size=st.integers(1, 4),
+    post=st.booleans(),
+    relative=st.booleans(),
+)
+def test_the_ranking_finds_what_judging_all_gpus_finds(
+    facts: list[tuple[float, int, int]],
+    memory: list[int],
+    homes: list[int],
+    node_size: int,
+    post: bool,
+    relative: bool,
+) -> None:
+    models = [model(f"m{i:02}", rate, size, tp) for i, (rate, size, tp) in enumerate(facts)]
+    gpus = cluster(*memory, node_size=node_size)
+    current = {
+        m.id: tuple(range(home, home + m.tp))
+        for m, home in zip(models, homes, strict=False)
+        if home + m.tp <= len(memory)
+    }
+    policy = KvprPlacement("post" if post else "pre", threshold="relative" if relative else "absolute")
+    assert where(policy.place(models, gpus, current)) == literal(models, gpus, current, post=post, relative=relative)

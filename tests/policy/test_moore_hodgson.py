@@ -102,6 +102,32 @@ def test_the_late_wait_until_nobody_can_be_on_time_and_then_start() -> None:
     assert admitted(late, 3.5, IDLE) == [0, 1]
 
 
+@pytest.mark.parametrize(("late_start", "started"), [("after_all", []), ("beside_blocked", [1, 2])])
+def test_strict_short_requests_need_not_starve_beside_a_blocked_one(late_start: str, started: list[int]) -> None:
+    """Engine 1 has a slot from 2 s on, too late for its requests 1 and 2. Request 0 is on time for 100 s, but engine 0 is
+    full; so by default nobody starts until it is late as well."""
+    facts = {0: EngineFacts(SPEED, 100.0, 10_000), 1: EngineFacts(SPEED, 1.0, 10_000)}
+    full = IDLE._replace(free_slots=0)
+    scheduler = MooreHodgson(facts, late_start=late_start)  # type: ignore[arg-type]
+    scheduler.add(Request(0, "long", 0.0, 4096), engine=0)
+    for id in (1, 2):
+        scheduler.add(Request(id, "short", 0.5, 64), engine=1)
+    assert admitted(scheduler, 1.0, full, full) == []
+    assert [id for now in range(2, 90) for id in admitted(scheduler, float(now), full, IDLE)] == started
+    assert admitted(scheduler, 101.0, full, IDLE) == ([] if started else [1, 2])
+
+
+def test_late_requests_do_not_start_with_others_or_pass_on_their_own_engine() -> None:
+    """Beside a request that starts now, and on an engine whose next one is blocked, the late ones go on waiting."""
+    strict, relaxed = EngineFacts(SPEED, 1.0, 10_000), EngineFacts(SPEED, 50.0, 10_000)
+    scheduler = MooreHodgson({0: strict, 1: relaxed}, late_start="beside_blocked")
+    for id, arrival_s, tokens, engine in ((0, 0.0, 64, 0), (1, 4.5, 256, 0), (2, 4.5, 512, 1)):
+        scheduler.add(Request(id, "m", arrival_s, tokens), engine)
+    tight = IDLE._replace(free_kv_tokens=300)  # 200 are kept free
+    assert admitted(scheduler, 5.0, tight, tight) == []
+    assert admitted(scheduler, 5.0, tight, IDLE) == [2]
+
+
 def test_drop_refuses_those_that_would_be_late_alone() -> None:
     scheduler = queue_of(3072, 1280, late="drop")
     answer = scheduler.schedule(1.5, {0: IDLE})
@@ -205,13 +231,19 @@ states = st.builds(
     prompts=st.lists(st.integers(1, 4000), min_size=1, max_size=12),
     shown=st.tuples(states, states),
     late=st.sampled_from(["defer", "drop"]),
+    late_start=st.sampled_from(["after_all", "beside_blocked"]),
     now=st.sampled_from([0.0, 1.0, 3.0]),
     fractions=st.lists(st.floats(0, 1), min_size=1, max_size=6),
 )
 def test_nothing_happens_before_unchanged_until(
-    prompts: list[int], shown: tuple[EngineState, EngineState], late: str, now: float, fractions: list[float]
+    prompts: list[int],
+    shown: tuple[EngineState, EngineState],
+    late: str,
+    late_start: str,
+    now: float,
+    fractions: list[float],
 ) -> None:
-    scheduler = queue_of(*prompts, engines=2, late=late)
+    scheduler = queue_of(*prompts, engines=2, late=late, late_start=late_start)
     engines = dict(enumerate(shown))
     scheduler.schedule(now, engines)
     until = scheduler.unchanged_until(now, engines)
@@ -274,6 +306,8 @@ def test_a_removed_request_does_not_start() -> None:
 def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="late is 'never'"):
         queue_of(late="never")
+    with pytest.raises(ValueError, match="late_start is 'soon'"):
+        queue_of(late_start="soon")
     with pytest.raises(ValueError, match="reserve_fraction is 1"):
         queue_of(reserve_fraction=1.0)
     with pytest.raises(ValueError, match="engine 3: prefill speed"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, groupby, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.placement.muxserve import MuxServePlacement, batch_at, least_batch, mesh_throughput
+from fineserve_sim.policy.placement.muxserve import MuxServePlacement, Profile, _cuts, _sums
+from fineserve_sim.policy.placement.muxserve import mesh_throughput as throughput_of
 
 
 def profile(prefill_s: float, decode_s: float, kv_bytes: int, largest: int = 64) -> tuple[OperatingPoint, ...]:
@@ -35,6 +36,10 @@ def cluster(count: int, memory_bytes: int = 100, node_size: int = 8) -> list[Gpu
     return [GpuSlot(id, id // node_size, memory_bytes) for id in range(count)]
 
 
+def mesh_throughput(models: list[ModelDemand], memory_bytes: int) -> float:
+    return throughput_of([Profile(model) for model in models], memory_bytes)
+
+
 def homes(models: list[ModelDemand], gpus: list[GpuSlot]) -> dict[str, tuple[int, ...]]:
     placement = MuxServePlacement().place(models, gpus)
     assert placement.unplaced == ()
@@ -45,15 +50,15 @@ class TestEstimate:
     @given(st.floats(0.05, 50.0))
     def test_the_least_batch_solves_the_equation(self, rate: float) -> None:
         """b / (0.01 b + 1) = rate has the solution rate / (1 - 0.01 rate); beyond the profile it is the largest batch."""
-        found = least_batch(model("m", rate))
+        found = Profile(model("m", rate)).least
         exact = rate / (1 - 0.01 * rate)
         assert found == pytest.approx(min(exact, 64.0) if rate >= 1 / 1.01 else exact, rel=1e-6)
 
     def test_the_profile_is_linear_between_points(self) -> None:
         m = model("m", 1.0)
-        assert batch_at(m, 3.0) == pytest.approx((3.0, 0.03, 1.0, 3.0))
-        assert batch_at(m, 0.5) == pytest.approx((0.5, 0.005, 1.0, 0.5))
-        assert batch_at(m, 1000.0).size == 64
+        assert Profile(m).at(3.0) == pytest.approx((3.0, 0.03, 1.0, 3.0))
+        assert Profile(m).at(0.5) == pytest.approx((0.5, 0.005, 1.0, 0.5))
+        assert Profile(m).at(1000.0).size == 64
 
     def test_alone_a_model_meets_its_rate(self) -> None:
         assert mesh_throughput([model("m", 8.0)], 100) == pytest.approx(8.0)
@@ -136,13 +141,69 @@ class TestPlacement:
             assert total(found) == pytest.approx(best, rel=1e-6)
 
 
-def test_cuts_are_all_ways_to_fill_a_node() -> None:
-    """4 = 4 = 2+2 = 2+1+1 = 1+1+1+1; two such nodes are interchangeable: 4 * 5 / 2 ways."""
-    from fineserve_sim.policy.placement.muxserve import _cuts
+def test_cuts_are_all_numbers_of_meshes() -> None:
+    """4 = 4 = 2+2 = 2+1+1 = 1+1+1+1. Two such nodes have 4 * 5 / 2 ways, of which 2+2 beside 1+1+1+1 and twice 2+1+1 are
+    the same; if GPUs differ, they are two."""
 
-    def sizes(count: int, allowed: set[int]) -> set[tuple[int, ...]]:
-        return {tuple(len(piece) for piece in cut) for cut in _cuts(cluster(count, node_size=4), allowed)}
+    def sizes(gpus: list[GpuSlot], allowed: set[int]) -> list[tuple[int, ...]]:
+        return [tuple(len(piece) for piece in cut) for cut in _cuts(gpus, allowed)]
 
-    assert sizes(4, {1, 2, 4}) == {(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1)}
-    assert sizes(3, {2}) == {(2,)}
-    assert len(list(_cuts(cluster(8, node_size=4), {1, 2, 4}))) == 10
+    assert set(sizes(cluster(4, node_size=4), {1, 2, 4})) == {(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1)}
+    assert sizes(cluster(3, node_size=4), {2}) == [(2,)]
+    assert len(sizes(cluster(8, node_size=4), {1, 2, 4})) == 9
+    assert len(sizes([*cluster(8, node_size=4), GpuSlot(9, 9, 50)], {1, 2, 4})) == 10
+
+
+def literal_totals(models: list[ModelDemand], gpus: list[GpuSlot]) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
+    """Every way to cut every node, filled one by one, with its throughput; in the order in which they are tried."""
+    nodes = [list(node) for _, node in groupby(gpus, key=lambda gpu: gpu.node)]
+    order = sorted(models, key=lambda m: (-m.rate_per_s * m.weight_bytes * m.tp, m.id))
+    found = []
+    for cut in product(*[_sums(len(node), {m.tp for m in models}) for node in nodes]):
+        meshes: list[tuple[tuple[int, ...], int, list[ModelDemand]]] = []
+        for node, sizes in zip(nodes, cut, strict=True):
+            for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+                piece = node[start : start + size]
+                meshes.append((tuple(gpu.id for gpu in piece), min(gpu.memory_bytes for gpu in piece), []))
+        for m in order:
+            ranked = []
+            for ids, memory_bytes, here in meshes:
+                gain = mesh_throughput([*here, m], memory_bytes) - mesh_throughput(here, memory_bytes)
+                if len(ids) == m.tp and gain > float("-inf"):
+                    demand = sum(other.rate_per_s * other.weight_bytes * other.tp for other in here)
+                    ranked.append((-round(gain, 9), demand, ids, here))
+            if not ranked:
+                break
+            min(ranked, key=lambda row: row[:3])[3].append(m)
+        else:
+            total = sum(mesh_throughput(here, memory_bytes) for _, memory_bytes, here in meshes)
+            found.append((total, {m.id: ids for ids, _, here in meshes for m in here}))
+    return found
+
+
+@given(
+    facts=st.lists(
+        st.tuples(st.floats(0.0, 30), st.integers(5, 60), st.sampled_from([1, 1, 2, 3]), st.integers(1, 12)),
+        min_size=1,
+        max_size=6,
+    ),
+    memory=st.lists(st.sampled_from([100, 100, 100, 140]), min_size=1, max_size=6),
+    equal=st.booleans(),
+    node_size=st.integers(2, 4),
+)
+def test_the_answer_is_that_of_all_cuts(
+    facts: list[tuple[float, int, int, int]], memory: list[int], equal: bool, node_size: int
+) -> None:
+    """The total is the best of all; on one node, and wherever no other cut is as good, so is the placement."""
+    models = [model(f"m{i}", rate, size, tp, kv=kv) for i, (rate, size, tp, kv) in enumerate(facts)]
+    gpus = [GpuSlot(id, id // node_size, 100 if equal else bytes) for id, bytes in enumerate(memory)]
+    placement = MuxServePlacement().place(models, gpus)
+    found = {instance.model: instance.gpus for instance in placement.instances}
+    totals = literal_totals(models, gpus)
+    if not totals:
+        return  # KVPR's
+    best_total, best = max(totals, key=lambda one: one[0])
+    near = [home for total, home in totals if total > best_total - 1e-9]
+    assert found in near
+    if len(gpus) <= node_size:
+        assert found == best

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement, PlacementPolicy
 from fineserve_sim.policy.placement.fineserve import FineServePlacement, base_footprint
+from fineserve_sim.policy.placement.mme import marginal_efficiency, score_exact, score_mean
 from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
@@ -268,3 +269,78 @@ def test_one_replica_each() -> None:
     placement = FineServePlacement(replicas="one").place([model], [GpuSlot(0, 0, 10), GpuSlot(1, 0, 10)])
     assert [(i.model, i.gpus, i.rate_per_s) for i in placement.instances] == [("busy", (0,), 2.0)]
     assert placement.infeasible == ("busy",)
+
+
+def literal_places(
+    models: list[ModelDemand], gpus: list[GpuSlot], score: str, colocation: str
+) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Algorithm 1 as it is written: every number of replicas is tried, every candidate scored by its list of residents."""
+    order = []
+    for one in models:
+        groups = tp_groups(gpus, one.tp)
+        for replicas in range(1, len(groups) + 1):
+            carrying = [point for point in one.profile if point.throughput_per_s >= one.rate_per_s / replicas]
+            if carrying and min(carrying).ttft_s <= one.slo_s:
+                order.append((one, replicas, min(carrying), groups))
+                break
+        else:
+            if groups:
+                smallest = min(one.profile)
+                order.append((one, len(groups) if smallest.ttft_s <= one.slo_s else 1, smallest, groups))
+
+    def footprint_bytes(one: ModelDemand, point: OperatingPoint) -> int:
+        return one.weight_bytes + point.activation_bytes + point.kv_bytes
+
+    order.sort(key=lambda row: (-footprint_bytes(row[0], row[2]), -row[0].weight_bytes, row[0].id))
+    left = {gpu.id: gpu.memory_bytes for gpu in gpus}
+    here: dict[int, dict[tuple[str, int], float]] = {gpu.id: {} for gpu in gpus}
+    placed = []
+    for one, replicas, point, groups in order:
+        taken_bytes, mu = footprint_bytes(one, point), marginal_efficiency(one)
+        for replica in range(replicas):
+            ranked = []
+            for group in groups:
+                residents = {name: value for gpu in group for name, value in here[gpu].items()}
+                remaining = min(left[gpu] for gpu in group) - taken_bytes
+                shared = colocation != "allow" and any(model == one.id for model, _ in residents)
+                if remaining >= 0 and not (shared and colocation == "forbid"):
+                    by = score_mean if score == "mean" else score_exact
+                    ranked.append((shared, -by(remaining, [*residents.values(), mu]), len(residents), group))
+            if not ranked:
+                break
+            group = min(ranked)[-1]
+            for gpu in group:
+                left[gpu] -= taken_bytes
+                here[gpu][one.id, replica] = mu
+            placed.append((one.id, replica, group))
+    return placed
+
+
+@given(
+    facts=st.lists(
+        st.tuples(st.floats(0.5, 40), st.integers(1, 60), st.sampled_from([1, 1, 2]), st.sampled_from([0.1, 0.4, 0.9])),
+        min_size=1,
+        max_size=9,
+    ),
+    memory=st.lists(st.sampled_from([60, 100, 100, 150]), min_size=1, max_size=7),
+    node_size=st.integers(1, 4),
+    slo_s=st.sampled_from([0.05, 0.2, 1.0]),
+    score=st.sampled_from(["mean", "exact"]),
+    colocation=st.sampled_from(["avoid", "forbid", "allow"]),
+)
+def test_kept_sums_score_as_the_lists_of_residents_do(
+    facts: list[tuple[float, int, int, float]],
+    memory: list[int],
+    node_size: int,
+    slo_s: float,
+    score: Literal["mean", "exact"],
+    colocation: Literal["avoid", "forbid", "allow"],
+) -> None:
+    models = [
+        model(f"m{i}", size, rate_per_s=rate, tp=tp, mme_tokens_per_byte=mu, slo_s=slo_s, profile=PROFILE)
+        for i, (rate, size, tp, mu) in enumerate(facts)
+    ]
+    gpus = cluster(*memory, node_size=node_size)
+    placement = FineServePlacement(score, colocation).place(models, gpus)
+    found = [(i.model, i.replica, i.gpus) for i in placement.instances]
+    assert found == literal_places(models, gpus, score, colocation)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -43,8 +47,24 @@ def test_the_end_of_what_was_not_used_for_longest_goes_first() -> None:
     assert tree.evict(1, lambda _: True) == ["y"]
     assert tree.evict(9, lambda value: value != "b") == ["x", "c"]  # b is held, and a before it
     assert tree.match("abc") == ["a", "b"]
+    assert tree.evict(9, lambda _: True) == []  # nobody said that b is free again
+    tree.offer("b")
     assert tree.evict(9, lambda _: True) == ["b", "a"] and len(tree) == 0
     tree.check()
+
+
+@pytest.mark.parametrize("use", ["match", "insert"])
+def test_the_rest_of_a_run_that_was_left_is_not_used(use: str) -> None:
+    """c and d were stored before x and y, and only a and b are used after them."""
+    tree: RadixTree[str, str] = RadixTree()
+    for word in ("abcd", "xy"):
+        tree.insert(word, list(word))
+    if use == "match":
+        assert tree.match("abz") == ["a", "b"]
+    else:
+        tree.insert("abz", list("abz"))
+    assert tree.evict(2, lambda _: True) == ["d", "c"]
+    assert tree.evict(2, lambda _: True) == ["y", "x"]
 
 
 def test_one_value_an_item() -> None:
@@ -84,6 +104,8 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 5), odd_only=st.booleans())
     def evict(self, count: int, odd_only: bool) -> None:
         gone = self.tree.evict(count, lambda value: not odd_only or value % 2 == 1)
+        for value in self.tree.values():
+            self.tree.offer(value)  # who may go differs from call to call
         for value in gone:
             (prefix,) = [prefix for prefix, stored in self.stored.items() if stored == value]
             assert not any(other[:-1] == prefix for other in self.stored)  # an end, never a middle
@@ -100,3 +122,55 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadix = RadixMachine.TestCase
+
+
+class LiteralTree(RadixTree[str, int]):
+    """Looks through all leaves for the one that was not used for longest."""
+
+    def evict(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        gone: list[int] = []
+        while len(gone) < count:
+            leaves = [node for node in self._nodes() if not node.children and evictable(node.values[-1])]
+            if not leaves:
+                break
+            leaf = min(leaves, key=lambda leaf: leaf.used)
+            while leaf.values and len(gone) < count and evictable(leaf.values[-1]):
+                gone.append(leaf.values.pop())
+                last = leaf.items.pop()
+                if not leaf.items and leaf.parent is not None:
+                    del leaf.parent.children[last]
+        self._size -= len(gone)
+        return gone
+
+
+STEPS = st.tuples(st.sampled_from(["insert", "match", "hold", "offer", "evict"]), WORDS, st.integers(0, 6))
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_the_heap_evicts_what_a_look_through_all_leaves_would(steps: list[tuple[str, tuple[str, ...], int]]) -> None:
+    """Same order, with records held, used again, forked and offered in between."""
+    fast: RadixTree[str, int] = RadixTree()
+    literal = LiteralTree()
+    held: set[int] = set()
+    made = itertools.count()
+    for step, word, number in steps:
+        if step == "insert":
+            values = [next(made) for _ in word]
+            assert fast.insert(word, values) == literal.insert(word, values)
+        elif step in ("match", "hold"):
+            found = fast.match(word)
+            assert found == literal.match(word)
+            held.update(found if step == "hold" else ())
+        elif step == "offer":
+            for value in sorted(held)[:number]:
+                held.remove(value)
+                fast.offer(value)
+        else:
+            assert fast.evict(number, lambda v: v not in held) == literal.evict(number, lambda v: v not in held)
+        assert sorted(fast.values()) == sorted(literal.values())
+    fast.check()
+    held.clear()
+    for value in fast.values():
+        fast.offer(value)
+    assert fast.evict(10**6, lambda _: True) == literal.evict(10**6, lambda _: True)
+    assert len(fast) == 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.rates import MovingRate
-from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, PrismResidency, Start, Status, Stop
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
@@ -119,6 +121,16 @@ class TestActivation:
         slots = gpus(100, 100, 100, 100, node_size=2)
         seen = view([engine(0, "a", 1)], {0: 100, 1: 40, 2: 100, 3: 100}, waiting("big"), {"big": 1.0})
         assert policy(models, slots).suggest(0.0, seen) == [Start("big", (2, 3))]
+
+
+def test_token_weights_follow_the_slo_of_the_time_per_token() -> None:
+    """a asks for 10 tokens/s at 0.1 s each, b for 20 at 1 s; both have a TTFT SLO of 1 s. So c goes beside b."""
+    facts = {"tokens_per_request": 10.0, "tpot_slo_s": 0.1}
+    a, b = replace(MODELS[0], **facts), replace(MODELS[0], id="b", tokens_per_request=20.0, tpot_slo_s=1.0)  # type: ignore[arg-type]
+    models = {model.id: model for model in (a, b, replace(MODELS[2], **facts))}  # type: ignore[arg-type]
+    seen = view([engine(0, "a", 0), engine(1, "b", 1)], {0: 80, 1: 80}, waiting("c"))
+    prism = PrismResidency(models, gpus(100, 100), KvprPlacement(weight="token_rate"), moves=False)
+    assert prism.suggest(0.0, seen) == [Start("c", (1,))]
 
 
 class TestMoves:

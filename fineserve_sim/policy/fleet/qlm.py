@@ -16,11 +16,12 @@ A swap stops an engine and starts another, tens of seconds during which the GPU 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Literal
 
-from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
@@ -56,12 +57,16 @@ class QlmSwapping:
         self._random = Random(seed)
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
+        """A step for each engine and each worker, and for a worker that has nothing to do one for each queue."""
         groups = {pending.model: pending for pending in view.pending}
         self._sort_in(groups)
         taken: set[str] = set()
         suggestions: list[Suggestion] = []
+        engines_on: defaultdict[tuple[int, ...], list[EngineView]] = defaultdict(list)
+        for engine in view.engines:
+            engines_on[engine.gpus].append(engine)
         for worker, gpus in enumerate(self._workers):
-            here = [engine for engine in view.engines if engine.gpus == gpus]
+            here = engines_on[gpus]
             late = self._is_late(now, worker, here, groups)
             if late:
                 self._queues[worker].sort(key=lambda model: (self._deadline_s(groups[model]), model))

@@ -43,6 +43,7 @@ def plan_drop(
     ``groups`` is the present grouping (instance ids), ``copy_bytes`` the weights of one copy over all its GPUs. Among
     groups of one size those of the lowest node come first, then the lowest instance. ``max_group`` bounds the size of a
     group. When the plan is not sufficient it is the largest there is: apply it, and fall back on preemption.
+    Costs O(groups log groups), and for each merge the number of its instances.
     """
     nodes = node_of or {}
     before = {tuple(sorted(group)) for group in groups}

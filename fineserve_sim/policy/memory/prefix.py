@@ -93,7 +93,9 @@ class SharedBlocks:
             del self._references[block]
             return True
         self._references[block] = left
-        self.evictable += left == 1 and block in self._recorded
+        if left == 1 and block in self._recorded:
+            self.evictable += 1
+            self._tree.offer(block)
         return False
 
     def check(self) -> None:

@@ -14,98 +14,23 @@ alloc and free cost O(log slabs), amortised, for each slab touched, and a few bi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from heapq import heappop, heappush, heapreplace
-from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
+from fineserve_sim.policy.memory.slab_table import (
+    Holder,
+    Holders,
+    Pool,
+    Slab,
+    SlabEntry,
+    SlabState,
+    check_pool,
+    check_slab,
+    take_lowest,
+)
 
 __all__ = ["KVSlabManager", "SlabEntry", "SlabPlan", "SlabState", "plan_slabs"]
-
-
-class SlabState(Enum):
-    """State of a slab table entry; RESERVED slabs are held back from every owner."""
-
-    FREE = "free"
-    PARTIAL = "partial"
-    FULL = "full"
-    RESERVED = "reserved"
-
-
-class SlabEntry(NamedTuple):
-    """One row of the slab table: ``key`` is the block size in bytes, None while unformatted; ``used`` counts blocks."""
-
-    state: SlabState
-    key: int | None
-    used: int
-
-
-class _Pool:
-    """The slabs formatted to one key. ``partial`` is a min-heap of (-used, slab id): each PARTIAL slab has exactly one
-    entry, whose ``used`` may be out of date, upwards only; entries of slabs that left the pool are dropped at the top.
-    """
-
-    __slots__ = (
-        "block_bytes",
-        "blocks_per_slab",
-        "partial",
-        "slab_blocks",
-        "slabs",
-        "unformatted_blocks",
-        "used_blocks",
-    )
-
-    def __init__(self, block_bytes: int, plan: SlabPlan, unformatted_blocks: int) -> None:
-        self.block_bytes = block_bytes
-        self.blocks_per_slab = 0 if plan.is_grid(block_bytes) else plan.slab_bytes // block_bytes  # 0: differs by slab
-        self.unformatted_blocks = unformatted_blocks  # blocks that the free slabs would hold; kept for grid keys only
-        self.partial: list[tuple[int, int]] = []
-        self.slabs = 0
-        self.slab_blocks = 0
-        self.used_blocks = 0
-
-
-class _Slab:
-    """One slab; ``pool`` is None while it is unformatted. Bit i of ``free_bits`` is set when its i-th block is free."""
-
-    __slots__ = ("free_bits", "id", "pool", "used")
-
-    def __init__(self, slab_id: int) -> None:
-        self.id = slab_id
-        self.pool: _Pool | None = None
-        self.free_bits = self.used = 0
-
-
-class _Holder:
-    """One owner. ``held`` maps slab ids to bitmaps of the blocks in them that this owner holds (never 0)."""
-
-    __slots__ = ("held", "pool", "used_blocks")
-
-    def __init__(self, pool: _Pool) -> None:
-        self.pool = pool
-        self.held: dict[int, int] = {}
-        self.used_blocks = 0
-
-
-class _Holders(dict[int, _Holder]):
-    def __missing__(self, owner: int) -> _Holder:
-        raise ValueError(f"KV slab manager: owner {owner} is not registered; the owners are {sorted(self)}")
-
-
-def _take_lowest(bits: int, limit: int, first: int, ids: list[int]) -> int:
-    """Append ``first + i`` for the lowest set bits i of ``bits``, ``limit`` at most; returns these bits."""
-    taken = 0
-    while limit and bits:
-        start = (bits & -bits).bit_length() - 1
-        rest = bits >> start
-        run = min((rest & ~(rest + 1)).bit_count(), limit)  # consecutive ones from the lowest on
-        ids.extend(range(first + start, first + start + run))
-        mask = ((1 << run) - 1) << start
-        taken |= mask
-        bits ^= mask
-        limit -= run
-    return taken
 
 
 class KVSlabManager:
@@ -138,12 +63,12 @@ class KVSlabManager:
             )
         self._total_bytes = total_bytes
         self._reserved = reserved_slabs
-        self._slabs = [_Slab(slab_id) for slab_id in range(reserved_slabs)]  # those ever touched; the rest is free
+        self._slabs = [Slab(slab_id) for slab_id in range(reserved_slabs)]  # those ever touched; the rest is free
         self._holes: list[int] = []  # free slabs among them, a min-heap
         self._free_slabs = self.slab_count - reserved_slabs
-        self._pools = {key: _Pool(key, self.plan, self._capacity(key)) for key in sorted(set(owners.values()))}
+        self._pools = {key: Pool(key, self.plan, self._capacity(key)) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
-        self._owners = _Holders({owner: _Holder(self._pools[key]) for owner, key in owners.items()})
+        self._owners = Holders({owner: Holder(self._pools[key]) for owner, key in owners.items()})
 
     def _capacity(self, key: int) -> int:
         return self.plan.blocks_in_slabs(key, self.slab_count) - self.plan.blocks_in_slabs(key, self._reserved)
@@ -178,7 +103,7 @@ class KVSlabManager:
             if left == 1 or mask == free:  # the common cases: one block is wanted, or left
                 ids.append(first + mask.bit_length() - 1)
             else:
-                mask = _take_lowest(free, left, first, ids)
+                mask = take_lowest(free, left, first, ids)
                 taken = mask.bit_count()
             left -= taken
             slab.used += taken
@@ -200,7 +125,7 @@ class KVSlabManager:
             return
         masks = self._masks(owner, holder, block_ids)
         held, pool, slabs = holder.held, holder.pool, self._slabs
-        drained: list[_Slab] = []
+        drained: list[Slab] = []
         for slab_id, mask in masks.items():
             if left := held[slab_id] ^ mask:
                 held[slab_id] = left
@@ -219,7 +144,7 @@ class KVSlabManager:
         holder.used_blocks -= len(block_ids)
         pool.used_blocks -= len(block_ids)
 
-    def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
+    def _masks(self, owner: int, holder: Holder, block_ids: Sequence[int]) -> dict[int, int]:
         """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
         held, per_slab = holder.held, holder.pool.blocks_per_slab
         masks: dict[int, int] = {}
@@ -251,7 +176,7 @@ class KVSlabManager:
     def _not_held(owner: int, block: int) -> ValueError:
         return ValueError(f"KV slab manager: owner {owner} does not hold block {block} and cannot free it")
 
-    def _fullest_partial(self, pool: _Pool) -> _Slab | None:
+    def _fullest_partial(self, pool: Pool) -> Slab | None:
         """The most used PARTIAL slab of the pool, lowest id first, at the top of its heap; None when it has none."""
         heap = pool.partial
         while heap:
@@ -265,7 +190,7 @@ class KVSlabManager:
                 return slab
         return None
 
-    def _format(self, pool: _Pool) -> _Slab:
+    def _format(self, pool: Pool) -> Slab:
         """Format the lowest free slab to the key of the pool. Only called when the heap of the pool is empty; this is
         why no slab ever has two entries in a heap."""
         slab = self._slabs[self._lowest_free(1)[0]]
@@ -278,7 +203,7 @@ class KVSlabManager:
             self._shift_unformatted(slab.id, -1)
         return slab
 
-    def _unformat(self, pool: _Pool, slabs: Sequence[_Slab]) -> None:
+    def _unformat(self, pool: Pool, slabs: Sequence[Slab]) -> None:
         """These slabs are empty: they go back to the free list."""
         holes = self._holes
         for slab in slabs:
@@ -297,7 +222,7 @@ class KVSlabManager:
         slab_ids = [heappop(holes) for _ in range(min(count, len(holes)))]
         while len(slab_ids) < count:
             slab_ids.append(len(self._slabs))
-            self._slabs.append(_Slab(len(self._slabs)))
+            self._slabs.append(Slab(len(self._slabs)))
         self._free_slabs -= count
         return slab_ids
 
@@ -306,14 +231,14 @@ class KVSlabManager:
         """Slabs that are formatted for nobody."""
         return self._free_slabs
 
-    def _take_lowest_slabs(self, holder: _Holder, blocks: int) -> list[int]:
+    def _take_lowest_slabs(self, holder: Holder, blocks: int) -> list[int]:
         """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
         ids = self._lowest_free(blocks)
         holder.held.update(dict.fromkeys(ids, 1))
         self._count_slabs(holder, ids, 1)
         return ids
 
-    def _free_whole_slabs(self, holder: _Holder, block_ids: Sequence[int]) -> bool:
+    def _free_whole_slabs(self, holder: Holder, block_ids: Sequence[int]) -> bool:
         """Give back blocks that are a slab each. False, and nothing done, unless all are held and named once."""
         held, holes = holder.held, self._holes
         distinct = set(block_ids)
@@ -326,7 +251,7 @@ class KVSlabManager:
         self._count_slabs(holder, block_ids, -1)
         return True
 
-    def _count_slabs(self, holder: _Holder, slab_ids: Sequence[int], sign: int) -> None:
+    def _count_slabs(self, holder: Holder, slab_ids: Sequence[int], sign: int) -> None:
         """Slabs that are a block each were taken (1) or given back (-1)."""
         blocks, pool = sign * len(slab_ids), holder.pool
         pool.slabs += blocks
@@ -347,7 +272,7 @@ class KVSlabManager:
                 for slab_id in holder.held:
                     self._slabs[slab_id].pool, self._slabs[slab_id].used = holder.pool, 1
 
-    def _take_whole_slabs(self, pool: _Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
+    def _take_whole_slabs(self, pool: Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
         """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
         them one by one comes to. Only for aligned keys without PARTIAL slabs. Returns the number of blocks taken."""
         per_slab = pool.blocks_per_slab
@@ -369,7 +294,7 @@ class KVSlabManager:
             first, end = self.plan.span(pool.block_bytes, slab_id)
             pool.unformatted_blocks += sign * (end - first)
 
-    def _available_blocks(self, pool: _Pool) -> int:
+    def _available_blocks(self, pool: Pool) -> int:
         per_slab = pool.blocks_per_slab
         unformatted = self._free_slabs * per_slab if per_slab else pool.unformatted_blocks
         return pool.slab_blocks - pool.used_blocks + unformatted
@@ -429,7 +354,7 @@ class KVSlabManager:
         untouched = [SlabEntry(SlabState.FREE, None, 0)] * (self.slab_count - len(self._slabs))
         return [self._entry(slab) for slab in self._slabs] + untouched
 
-    def _entry(self, slab: _Slab) -> SlabEntry:
+    def _entry(self, slab: Slab) -> SlabEntry:
         if slab.pool is None:
             return SlabEntry(SlabState.RESERVED if slab.id < self._reserved else SlabState.FREE, None, 0)
         return SlabEntry(SlabState.PARTIAL if slab.free_bits else SlabState.FULL, slab.pool.block_bytes, slab.used)
@@ -458,54 +383,14 @@ class KVSlabManager:
         assert sorted(self._holes) == free, "the free list is not the unformatted slabs"
         free += range(len(self._slabs), self.slab_count)
         assert self._free_slabs == len(free), "the free slabs are miscounted"
+        assert all(slab.pool is None for slab in self._slabs[: self._reserved]), "a reserved slab is formatted"
         for slab in self._slabs:
-            self._check_slab(slab)
+            check_slab(slab, self._owners, self.plan)
         for pool in self._pools.values():
-            self._check_pool(pool, free)
+            slabs = [slab for slab in self._slabs if slab.pool is pool]
+            check_pool(pool, slabs, free, self._available_blocks(pool), self.plan)
         for owner, holder in self._owners.items():
-            assert holder.used_blocks == sum(bits.bit_count() for bits in holder.held.values()), (
-                f"blocks of owner {owner}"
-            )
+            held_blocks = sum(bits.bit_count() for bits in holder.held.values())
+            assert holder.used_blocks == held_blocks, f"blocks of owner {owner}"
         total, *parts = self.ledger()
         assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"
-
-    def _check_slab(self, slab: _Slab) -> None:
-        held = 0
-        for owner, holder in self._owners.items():
-            bits = holder.held.get(slab.id)
-            assert bits is None or (bits and holder.pool is slab.pool), (
-                f"slab {slab.id} is not formatted for owner {owner}"
-            )
-            assert not held & (bits or 0), f"two owners hold one block of slab {slab.id}"
-            held |= bits or 0
-        assert held & slab.free_bits == 0, f"a held block of slab {slab.id} is free"
-        blocks = self._blocks(slab)
-        assert held | slab.free_bits == (1 << blocks) - 1, f"a block of slab {slab.id} is neither held nor free"
-        assert slab.used == held.bit_count(), f"slab {slab.id} miscounts its blocks"
-        if slab.pool is not None:
-            assert slab.id >= self._reserved and slab.used, f"slab {slab.id} should not be formatted"
-
-    def _blocks(self, slab: _Slab) -> int:
-        """How many blocks the slab holds as it is formatted."""
-        if slab.pool is None:
-            return 0
-        first, end = self.plan.span(slab.pool.block_bytes, slab.id)
-        return end - first
-
-    def _check_pool(self, pool: _Pool, free: Sequence[int]) -> None:
-        key = pool.block_bytes
-        slabs = [slab for slab in self._slabs if slab.pool is pool]
-        counters = (len(slabs), sum(map(self._blocks, slabs)), sum(slab.used for slab in slabs))
-        assert (pool.slabs, pool.slab_blocks, pool.used_blocks) == counters, f"counters of key {key}"
-        spans = [self.plan.span(key, slab_id) for slab_id in free]
-        available = sum(end - first for first, end in spans) + pool.slab_blocks - pool.used_blocks
-        assert self._available_blocks(pool) == available, f"free blocks of key {key}"
-        ranks = {slab_id: -rank for rank, slab_id in pool.partial}
-        assert len(ranks) == len(pool.partial), f"a slab is twice in the heap of key {key}"
-        for slab in slabs:
-            if slab.free_bits:
-                assert ranks.get(slab.id, -1) >= slab.used, (
-                    f"PARTIAL slab {slab.id} is missing in the heap of key {key}"
-                )
-            else:
-                assert slab.id not in ranks, f"FULL slab {slab.id} is in the heap of key {key}"

@@ -11,13 +11,15 @@ the score would prefer models that use memory badly. All bytes are per GPU; K_re
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.placement.mme import marginal_efficiency, score_exact, score_mean
+from fineserve_sim.policy.placement.mme import marginal_efficiency
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 
@@ -42,7 +44,7 @@ def base_footprint(model: ModelDemand, candidates: int) -> Footprint:
         raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
     if candidates < 1:
         raise ValueError(f"model {model.id} has no candidate GPU group of size {model.tp}")
-    for replicas in range(1, candidates + 1):
+    for replicas in _replica_steps(model, candidates):
         carrying = [point for point in model.profile if point.throughput_per_s >= model.rate_per_s / replicas]
         point = min(carrying, key=lambda point: point.batch, default=None)
         if point is not None and point.ttft_s <= model.slo_s:
@@ -50,6 +52,16 @@ def base_footprint(model: ModelDemand, candidates: int) -> Footprint:
     smallest = min(model.profile, key=lambda point: point.batch)
     replicas = candidates if smallest.ttft_s <= model.slo_s else 1
     return Footprint(_footprint_bytes(model, smallest), replicas, smallest, feasible=False)
+
+
+def _replica_steps(model: ModelDemand, candidates: int) -> list[int]:
+    """The numbers of replicas, rising, from which on another profiled batch carries the rate."""
+    counts = range(1, candidates + 1)
+    least = (
+        bisect_left(counts, True, key=lambda count: point.throughput_per_s >= model.rate_per_s / count)
+        for point in model.profile
+    )
+    return sorted({counts[index] for index in least if index < candidates})
 
 
 class FineServePlacement:
@@ -62,6 +74,9 @@ class FineServePlacement:
     (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room,
     they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place``
     does for a model without profile.
+
+    Every replica is scored on every candidate of its size, a few float operations each; "yield" does all that again for
+    each replica that is given up.
     """
 
     def __init__(
@@ -77,7 +92,7 @@ class FineServePlacement:
         if replicas not in ("literal", "yield", "one"):
             raise ValueError(f"replicas is {replicas!r}: use 'literal', 'yield' or 'one'")
         self._replicas = replicas
-        self._score = score_mean if score == "mean" else score_exact
+        self._shares = score == "mean"
         self._colocation = colocation
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
@@ -110,51 +125,78 @@ class FineServePlacement:
         gpus: Sequence[GpuSlot],
     ) -> list[Instance]:
         """Every replica of ``models``, in that order, on its best group; those that find no room are left out."""
-        cluster = {gpu.id: _Gpu(gpu.memory_bytes, {}) for gpu in gpus}
+        left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        residents: dict[int, dict[tuple[str, int], float]] = {gpu: {} for gpu in left_bytes}
+        candidates = {
+            tp: [_Candidate(group, min(left_bytes[gpu] for gpu in group)) for group in groups[tp]] for tp in groups
+        }
+        with_gpu: defaultdict[int, list[_Candidate]] = defaultdict(list)
+        for candidate in chain.from_iterable(candidates.values()):
+            for gpu in candidate.gpus:
+                with_gpu[gpu].append(candidate)
         instances: list[Instance] = []
         for model in models:
-            footprint_bytes = footprints[model.id].footprint_bytes
+            footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
+            hosts: set[int] = set()  # the GPUs that have a replica already
             for replica in range(replicas[model.id]):
-                best = self._best_group(model, footprint_bytes, groups[model.tp], cluster)
+                best = self._best(efficiency, footprint_bytes, candidates[model.tp], hosts)
                 if best is None:
                     break
-                for gpu in best:
-                    cluster[gpu].take(model, replica, footprint_bytes)
-                instances.append(Instance(model.id, replica, best, 0.0, footprint_bytes))
+                for gpu in best.gpus:
+                    left_bytes[gpu] -= footprint_bytes
+                    residents[gpu][model.id, replica] = efficiency
+                for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
+                    candidate.count(left_bytes, residents)
+                hosts.update(best.gpus)
+                instances.append(Instance(model.id, replica, best.gpus, 0.0, footprint_bytes))
         return instances
 
-    def _best_group(
-        self, model: ModelDemand, footprint_bytes: int, groups: Sequence[tuple[int, ...]], cluster: dict[int, _Gpu]
-    ) -> tuple[int, ...] | None:
-        """The candidate with the highest score after taking in one replica of ``model``; None if it fits nowhere."""
-        roomy = [group for group in groups if all(cluster[gpu].remaining_bytes >= footprint_bytes for gpu in group)]
-        apart = [group for group in roomy if not any(cluster[gpu].hosts(model.id) for gpu in group)]
-        candidates = roomy if self._colocation == "allow" or (self._colocation == "avoid" and not apart) else apart
-
-        def rank(group: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
-            residents: dict[tuple[str, int], float] = {}
-            for gpu in group:
-                residents |= cluster[gpu].residents
-            remaining_bytes = min(cluster[gpu].remaining_bytes for gpu in group) - footprint_bytes
-            score = self._score(remaining_bytes, [*residents.values(), marginal_efficiency(model)])
-            return -score, len(residents), group
-
-        return min(candidates, key=rank, default=None)
+    def _best(
+        self, efficiency: float, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
+    ) -> _Candidate | None:
+        """The candidate with the highest score after taking in one replica; None if it fits nowhere."""
+        if hosts and self._colocation != "allow":
+            apart = [candidate for candidate in candidates if hosts.isdisjoint(candidate.gpus)]
+            best = self._best(efficiency, footprint_bytes, apart, set())
+            if best is not None or self._colocation == "forbid":
+                return best
+        best, best_score, shares = None, 0.0, self._shares
+        for candidate in candidates:
+            left_bytes = candidate.remaining_bytes - footprint_bytes
+            if left_bytes < 0:
+                continue
+            score = left_bytes * (
+                (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
+                if shares
+                else max(candidate.efficiency_max, efficiency)
+            )
+            if best is None or score > best_score or (score == best_score and candidate.rank < best.rank):
+                best, best_score = candidate, score
+        return best
 
 
 @dataclass(slots=True)
-class _Gpu:
-    """What is left of a GPU, and the efficiency of each (model, replica) on it."""
+class _Candidate:
+    """GPUs that may take a replica: what is left of the fullest one, and what a score needs of all residents."""
 
+    gpus: tuple[int, ...]
     remaining_bytes: int
-    residents: dict[tuple[str, int], float]
+    residents: int = 0
+    efficiency_sum: float = 0.0
+    efficiency_max: float = 0.0
 
-    def hosts(self, model: str) -> bool:
-        return any(resident == model for resident, _ in self.residents)
+    @property
+    def rank(self) -> tuple[int, tuple[int, ...]]:
+        """Among equal scores the lowest comes first."""
+        return self.residents, self.gpus
 
-    def take(self, model: ModelDemand, replica: int, footprint_bytes: int) -> None:
-        self.remaining_bytes -= footprint_bytes
-        self.residents[model.id, replica] = marginal_efficiency(model)
+    def count(self, left_bytes: Mapping[int, int], residents: Mapping[int, Mapping[tuple[str, int], float]]) -> None:
+        """A resident came to a member; both maps are by GPU, the residents are efficiencies by (model, replica)."""
+        here = {resident: efficiency for gpu in self.gpus for resident, efficiency in residents[gpu].items()}
+        self.remaining_bytes = min(left_bytes[gpu] for gpu in self.gpus)
+        self.residents = len(here)
+        self.efficiency_sum = sum(here.values())
+        self.efficiency_max = max(here.values())
 
 
 def _footprint_bytes(model: ModelDemand, point: OperatingPoint) -> int:

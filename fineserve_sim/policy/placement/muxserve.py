@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations_with_replacement, product
+from itertools import accumulate, chain, zip_longest
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
@@ -45,20 +45,43 @@ class Batch(NamedTuple):
     kv_bytes: float
 
 
-def batch_at(model: ModelDemand, size: float) -> Batch:
-    """The profile at a batch size, linear between its points; below the first, a part of the time in use. Raises
-    ValueError if the model has no profile."""
-    points = model.profile
-    if not points:
-        raise ValueError(f"model {model.id} has no profile, which MuxServe's optimiser needs")
-    upper = bisect_left([point.batch for point in points], min(size, points[-1].batch))
-    high = _profiled(points[upper])
-    if upper == 0:
-        part = size / high.size
-        return Batch(size, high.prefill_s * part, high.decode_s, high.kv_bytes * part)
-    low = _profiled(points[upper - 1])
-    part = min(1.0, (size - low.size) / (high.size - low.size))
-    return Batch(*(start + part * (end - start) for start, end in zip(low, high, strict=True)))
+class Profile:
+    """What a model does at any batch size, linear between the points of its profile; below the first, a part of the time in
+    use. ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does;
+    ``wanted`` is what it does then. Raises ValueError if the model has no profile."""
+
+    def __init__(self, model: ModelDemand) -> None:
+        if not model.profile:
+            raise ValueError(f"model {model.id} has no profile, which MuxServe's optimiser needs")
+        self.model = model
+        self.rate_per_s, self.engine_bytes = model.rate_per_s, model.engine_bytes
+        self._batches = [_profiled(point) for point in model.profile]
+        self._sizes = [point.batch for point in model.profile]
+        self.least = self._least()
+        self.wanted = self.at(self.least)
+
+    def at(self, size: float) -> Batch:
+        upper = bisect_left(self._sizes, min(size, self._sizes[-1]))
+        high = self._batches[upper]
+        if upper == 0:
+            part = size / high.size
+            return Batch(size, high.prefill_s * part, high.decode_s, high.kv_bytes * part)
+        low = self._batches[upper - 1]
+        part = min(1.0, (size - low.size) / (high.size - low.size))
+        return Batch(*(start + part * (end - start) for start, end in zip(low, high, strict=True)))
+
+    def _least(self) -> float:
+        low, high = 0.0, self.at(math.inf).size
+        if self._alone_per_s(high) < self.rate_per_s:
+            return high
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._alone_per_s(middle) >= self.rate_per_s else (middle, high)
+        return high
+
+    def _alone_per_s(self, size: float) -> float:
+        batch = self.at(size)
+        return batch.size / (batch.prefill_s + batch.decode_s)
 
 
 def _profiled(point: OperatingPoint) -> Batch:
@@ -67,79 +90,112 @@ def _profiled(point: OperatingPoint) -> Batch:
     return Batch(point.batch, point.ttft_s, max(0.0, served_s - point.ttft_s), point.kv_bytes)
 
 
-@cache
-def least_batch(model: ModelDemand) -> float:
-    """The smallest batch size at which the model alone meets its rate; the largest profiled one if none does."""
-    low, high = 0.0, batch_at(model, math.inf).size
-    if _alone_per_s(model, high) < model.rate_per_s:
-        return high
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _alone_per_s(model, middle) >= model.rate_per_s else (middle, high)
-    return high
-
-
-def _alone_per_s(model: ModelDemand, size: float) -> float:
-    batch = batch_at(model, size)
-    return batch.size / (batch.prefill_s + batch.decode_s)
-
-
-def mesh_throughput(models: Sequence[ModelDemand], memory_bytes: int) -> float:
+def mesh_throughput(profiles: Sequence[Profile], memory_bytes: int) -> float:
     """Requests per second that the models of a mesh complete together, each at most its rate; ``memory_bytes`` is the usable
     memory of each GPU. Minus infinity when their engines leave no memory for KV."""
-    kv_bytes = memory_bytes - sum(model.engine_bytes for model in models)
+    kv_bytes = memory_bytes - sum(profile.engine_bytes for profile in profiles)
     if kv_bytes <= 0:
-        return float("-inf")
-    wanted = {model.id: least_batch(model) for model in models}
-
-    def batches(factor: float) -> list[Batch]:
-        return [batch_at(model, wanted[model.id] * factor) for model in models]
-
-    factor = 1.0
-    if sum(batch.kv_bytes for batch in batches(1.0)) > kv_bytes:
-        low = 0.0
+        return -math.inf
+    chosen = [profile.wanted for profile in profiles]
+    if sum(batch.kv_bytes for batch in chosen) > kv_bytes:
+        low, high = 0.0, 1.0
         for _ in range(BISECTIONS):
-            middle = (low + factor) / 2
-            fits = sum(batch.kv_bytes for batch in batches(middle)) <= kv_bytes
-            low, factor = (middle, factor) if fits else (low, middle)
-        factor = low
-    chosen = batches(factor)
+            middle = (low + high) / 2
+            fits = sum(profile.at(profile.least * middle).kv_bytes for profile in profiles) <= kv_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        chosen = [profile.at(profile.least * low) for profile in profiles]
     prefill_s = sum(batch.prefill_s for batch in chosen)
     return sum(
-        min(model.rate_per_s, batch.size / (prefill_s + batch.decode_s))
-        for model, batch in zip(models, chosen, strict=True)
+        min(profile.rate_per_s, batch.size / (prefill_s + batch.decode_s))
+        for profile, batch in zip(profiles, chosen, strict=True)
     )
 
 
 @dataclass(slots=True)
 class _Mesh:
-    gpus: tuple[int, ...]
+    """The models on one of the meshes of their size, which is counted by ``index``. The sums are of batches that are not
+    cut."""
+
+    index: int
     memory_bytes: int
-    models: list[ModelDemand] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
+    served: list[tuple[float, float, float]] = field(default_factory=list)  # rate, batch and decode seconds of each
+    engine_bytes: int = 0
+    wanted_bytes: float = 0.0
+    prefill_s: float = 0.0
     throughput_per_s: float = 0.0
     compute_demand: float = 0.0
 
-    def gain_per_s(self, model: ModelDemand) -> float:
-        return mesh_throughput([*self.models, model], self.memory_bytes) - self.throughput_per_s
+    def gain_per_s(self, profile: Profile, least_per_s: float) -> float:
+        """What the model adds to the throughput. Minus infinity if it does not fit, or plainly adds less than
+        ``least_per_s``: while no batch is cut, the others can only lose."""
+        wanted_size, wanted_prefill_s, wanted_decode_s, wanted_kv_bytes = profile.wanted
+        kv_bytes = self.memory_bytes - self.engine_bytes - profile.engine_bytes
+        if kv_bytes <= 0:
+            return -math.inf
+        if self.wanted_bytes + wanted_kv_bytes > kv_bytes:
+            return mesh_throughput([*self.profiles, profile], self.memory_bytes) - self.throughput_per_s
+        prefill_s = self.prefill_s + wanted_prefill_s
+        own_per_s = wanted_size / (prefill_s + wanted_decode_s)
+        own_per_s = min(own_per_s, profile.rate_per_s)
+        if own_per_s < least_per_s:
+            return -math.inf
+        others_per_s = 0.0
+        for rate_per_s, size, decode_s in self.served:
+            served_per_s = size / (prefill_s + decode_s)
+            others_per_s += served_per_s if served_per_s < rate_per_s else rate_per_s
+        return others_per_s + own_per_s - self.throughput_per_s
 
-    def add(self, model: ModelDemand) -> None:
-        self.models.append(model)
-        self.throughput_per_s = mesh_throughput(self.models, self.memory_bytes)
-        self.compute_demand += _compute_demand(model)
+    def add(self, profile: Profile) -> None:
+        self.profiles.append(profile)
+        self.served.append((profile.rate_per_s, profile.wanted.size, profile.wanted.decode_s))
+        self.engine_bytes += profile.engine_bytes
+        self.wanted_bytes += profile.wanted.kv_bytes
+        self.prefill_s += profile.wanted.prefill_s
+        self.throughput_per_s = mesh_throughput(self.profiles, self.memory_bytes)
+        self.compute_demand += _compute_demand(profile.model)
 
 
 class MuxServePlacement:
-    """MuxServe's optimiser, run once on mean rates."""
+    """MuxServe's optimiser, run once on mean rates.
+
+    Models of one TP degree see no more of a cut than the meshes of that size, so those are filled once for each number of
+    them. What grows fast is the number of such numbers: about GPUs / size for each TP degree of the models, and their
+    combinations, as a power of the nodes. With one degree there is one cut. Filling costs models x meshes estimates; a bound
+    spares most of them where memory is not short, and one mesh stands for all that are empty.
+    """
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError if a model has no profile."""
         order = sorted(models, key=lambda model: (-_compute_demand(model), model.id))
-        sizes = {model.tp for model in models}
-        found = [meshes for cut in _cuts(gpus, sizes) if (meshes := _assign(order, cut)) is not None]
-        if not found:
+        profiles: defaultdict[int, list[Profile]] = defaultdict(list)
+        for model in order:
+            profiles[model.tp].append(Profile(model))
+        fill = cache(lambda size, memory_bytes: _fill(profiles[size], memory_bytes))
+        home: dict[str, tuple[int, ...]] = {}
+        most_per_s = -math.inf
+        for cut in _cuts(gpus, set(profiles)):
+            sizes = {size: [piece for piece in cut if len(piece) == size] for size in profiles}
+            filled = {}
+            for size, pieces in sizes.items():
+                meshes = fill(size, tuple(min(gpu.memory_bytes for gpu in piece) for piece in pieces))
+                if meshes is None:
+                    break
+                filled[size] = meshes
+            if len(filled) < len(sizes):
+                continue
+            in_turn = {size: iter(meshes) for size, meshes in filled.items()}
+            total_per_s = sum(next(in_turn[len(piece)]).throughput_per_s for piece in cut)
+            if total_per_s > most_per_s:  # the first of equals
+                most_per_s = total_per_s
+                home = {
+                    profile.model.id: tuple(gpu.id for gpu in piece)
+                    for size, pieces in sizes.items()
+                    for piece, mesh in zip(pieces, filled[size], strict=True)
+                    for profile in mesh.profiles
+                }
+        if most_per_s == -math.inf:
             return KvprPlacement(charges="engine").place(models, gpus)
-        best = max(found, key=lambda meshes: sum(mesh.throughput_per_s for mesh in meshes))  # the first of equals
-        home = {model.id: mesh.gpus for mesh in best for model in mesh.models}
         return Placement(
             tuple(Instance(model.id, 0, home[model.id], model.rate_per_s, model.weight_bytes) for model in order)
         )
@@ -150,45 +206,77 @@ def _compute_demand(model: ModelDemand) -> float:
     return model.rate_per_s * model.weight_bytes * model.tp
 
 
-def _assign(order: Sequence[ModelDemand], cut: Sequence[tuple[GpuSlot, ...]]) -> list[_Mesh] | None:
-    """Models to meshes by the largest gain; None if one fits nowhere."""
-    meshes = [_Mesh(tuple(gpu.id for gpu in gpus), min(gpu.memory_bytes for gpu in gpus)) for gpus in cut]
-    for model in order:
-        able = [(mesh.gain_per_s(model), mesh) for mesh in meshes if len(mesh.gpus) == model.tp]
-        able = [(gain, mesh) for gain, mesh in able if gain > float("-inf")]
-        if not able:
+_TIE_PER_S = 2e-9
+"""Gains are compared to nine digits: those that differ by more are never equal."""
+
+
+def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[_Mesh] | None:
+    """Models, in this order, to meshes of their size by the largest gain; None if one fits nowhere."""
+    meshes = [_Mesh(index, memory) for index, memory in enumerate(memory_bytes)]
+    empty: defaultdict[int, list[_Mesh]] = defaultdict(list)  # by memory, the first one last
+    for mesh in reversed(meshes):
+        empty[mesh.memory_bytes].append(mesh)
+    used: list[_Mesh] = []
+    for profile in profiles:
+        best, best_rank, least_per_s = None, (math.inf, 0.0, 0), -math.inf
+        for mesh in chain([alike[-1] for alike in empty.values() if alike], used):
+            gain_per_s = mesh.gain_per_s(profile, least_per_s)
+            if gain_per_s == -math.inf:
+                continue
+            rank = -round(gain_per_s, 9), mesh.compute_demand, mesh.index
+            if rank < best_rank:
+                best, best_rank, least_per_s = mesh, rank, gain_per_s - _TIE_PER_S
+        if best is None:
             return None
-        _, best = min(able, key=lambda one: (-round(one[0], 9), one[1].compute_demand, one[1].gpus))
-        best.add(model)
+        if not best.profiles:
+            used.append(empty[best.memory_bytes].pop())
+        best.add(profile)
     return meshes
 
 
+class _Cut(NamedTuple):
+    """Nodes that are cut: the last of them, the sizes of its meshes, and the cut of those before."""
+
+    before: _Cut | None
+    node: Sequence[GpuSlot]
+    sizes: tuple[int, ...]
+
+
+def _pieces(cut: _Cut | None) -> Iterator[tuple[GpuSlot, ...]]:
+    while cut is not None:
+        ends = accumulate(cut.sizes)
+        yield from (tuple(cut.node[end - size : end]) for end, size in zip(ends, cut.sizes, strict=True))
+        cut = cut.before
+
+
 def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[tuple[GpuSlot, ...], ...]]:
-    """Every way to cut all nodes into meshes of these sizes, contiguous, larger ones first. GPUs that no size fits stay
-    unused. Nodes of one shape are interchangeable: of cuts that differ by a permutation of such nodes one is enough."""
+    """Ways to cut all nodes into meshes of these sizes, contiguous, larger ones first. GPUs that no size fits stay unused.
+    Of cuts into the same numbers of meshes one is enough where all GPUs are equal; else, of cuts that differ by a
+    permutation of nodes of one shape."""
     nodes: defaultdict[int, list[GpuSlot]] = defaultdict(list)
     for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.id)):
         nodes[gpu.node].append(gpu)
     alike: defaultdict[tuple[int, ...], list[list[GpuSlot]]] = defaultdict(list)
     for members in nodes.values():
         alike[tuple(gpu.memory_bytes for gpu in members)].append(members)
-    choices = [
-        [
-            list(zip(group, sums, strict=True))
-            for sums in combinations_with_replacement(_sums(len(shape), sizes), len(group))
-        ]
-        for shape, group in alike.items()
-    ]
-    for choice in product(*choices):
-        pieces = [piece for group in choice for members, sizes_here in group for piece in _pieces(members, sizes_here)]
-        yield tuple(sorted(pieces, key=lambda piece: piece[0].id))
-
-
-def _pieces(members: Sequence[GpuSlot], sizes: Sequence[int]) -> Iterator[tuple[GpuSlot, ...]]:
-    start = 0
-    for size in sizes:
-        yield tuple(members[start : start + size])
-        start += size
+    equal = len({gpu.memory_bytes for gpu in gpus}) == 1
+    found: dict[tuple[int, ...], _Cut | None] = {(): None}
+    for shape, group in alike.items():
+        choices = _sums(len(shape), sizes)
+        within = {(0, key): cut for key, cut in found.items()}
+        for members in group:
+            longer: dict[tuple[int, tuple[int, ...]], _Cut | None] = {}
+            for (first, key), cut in within.items():
+                for index in range(first, len(choices)):
+                    counts = [choices[index].count(size) for size in sorted(sizes)]
+                    longer_key = tuple(map(sum, zip_longest(key, counts, fillvalue=0))) if equal else (*key, index)
+                    longer.setdefault((index, longer_key), _Cut(cut, members, choices[index]))
+            within = longer
+        found = {}
+        for (_, key), cut in within.items():
+            found.setdefault(key, cut)
+    for cut in found.values():
+        yield tuple(sorted(_pieces(cut), key=lambda piece: piece[0].id))
 
 
 def _sums(total: int, sizes: set[int]) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from operator import attrgetter
@@ -87,9 +87,11 @@ class _Job(NamedTuple):
 class MooreHodgson:
     """Prism's local scheduler: one queue for all engines of a GPU.
 
-    ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, in calls that
-    find no request waiting that can still be on time. "drop": as that, but who would be late even if started alone
-    now is refused.
+    ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, when ``late_start``
+    says. "drop": as that, but who would be late even if started alone now is refused.
+    ``late_start``: "after_all", in calls that find no request waiting that can still be on time; or "beside_blocked", also
+    in calls in which none of those can start. Then strict short requests do not starve behind them, but late ones may
+    take memory that a blocked one waits for. The paper leaves it open.
     ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or
     "now".
     ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for
@@ -99,6 +101,8 @@ class MooreHodgson:
     Engines missing from ``schedule``'s mapping are not ready and start nothing. When no engine can start even the
     shortest of its requests, ``schedule`` answers nothing at once (drops wait too). Raises ValueError for unknown
     options, and for facts or fractions out of range.
+
+    A call sorts nothing but walks the whole queue: O(waiting log waiting).
     """
 
     def __init__(
@@ -106,12 +110,14 @@ class MooreHodgson:
         engines: Mapping[int, EngineFacts],
         *,
         late: Literal["defer", "drop"] = "defer",
+        late_start: Literal["after_all", "beside_blocked"] = "after_all",
         clock: Literal["dispatched", "now"] = "dispatched",
         reserve: Literal["fraction", "page"] = "fraction",
         reserve_fraction: float = 0.02,
         shared_kv: bool = True,
     ) -> None:
         _check_options(late=(late, ("defer", "drop")), clock=(clock, ("dispatched", "now")))
+        _check_options(late_start=(late_start, ("after_all", "beside_blocked")))
         _check_options(reserve=(reserve, ("fraction", "page")))
         if not 0 <= reserve_fraction < 1:
             raise ValueError(f"reserve_fraction is {reserve_fraction}: it must be at least 0 and below 1")
@@ -120,6 +126,7 @@ class MooreHodgson:
                 raise ValueError(f"engine {id}: prefill speed, SLO and KV capacity must be positive, not {facts}")
         self._facts = dict(engines)
         self._drops_late = late == "drop"
+        self._late_beside_blocked = late_start == "beside_blocked"
         self._counts_dispatched = clock == "dispatched"
         self._shared_kv = shared_kv
         self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
@@ -205,8 +212,15 @@ class MooreHodgson:
         """The requests that their engines can start now, in the order of the plan."""
         room = self._room(engines)
         blocked = self._facts.keys() - engines.keys()
+        started = self._fitting(plan.on_time, room, blocked)
+        if not plan.on_time or (self._late_beside_blocked and not started):
+            started = self._fitting(plan.late, room, blocked)
+        return started
+
+    def _fitting(self, indices: Sequence[int], room: _Room, blocked: set[int]) -> list[_Job]:
+        """Those for whom there is room, which they take. An engine without room for its next request is ``blocked``."""
         started = []
-        for index in plan.on_time or plan.late:
+        for index in indices:
             job = self._queue[index]
             if job.engine in blocked:
                 continue
