@@ -58,16 +58,18 @@ def results_of(checkout: Path, name: str, folder: Path, jobs: int) -> str | None
         return (folder / REASON).read_text()
     if (folder / "summary.json").exists():
         return None
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left behind
-    folder.mkdir(parents=True)
+    unfinished = folder.with_name(f".{name}.{os.getpid()}")  # takes its name when it is whole
+    unfinished.mkdir(parents=True)
     paths = os.pathsep.join(str(checkout / source) for source in SOURCES)
-    command = [sys.executable, "-c", RUN, f"experiments/{name}.yaml", str(folder), str(jobs)]
+    command = [sys.executable, "-c", RUN, f"experiments/{name}.yaml", str(unfinished), str(jobs)]
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    (folder / REASON).write_text(reason)
+    reason = None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        (unfinished / REASON).write_text(reason)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
     return reason
 
 
