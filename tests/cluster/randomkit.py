@@ -178,9 +178,9 @@ def _fleet(random: Random, residency: Options, placement: Options, memory: Optio
     ]
     settings = _settings(random)
     largest = max(models, key=lambda m: fixed_bytes([m], settings))
-    tokens = random.choice([600, 2500, 20000]) * geometry(largest, settings).token_bytes
+    tokens = random.choice([2500, 5000, 20000]) * geometry(largest, settings).token_bytes
     settings = with_usable_bytes(fixed_bytes([largest] * random.randint(1, 2), settings) + tokens, settings)
-    rows = _rows(random, (5, 60), 15.0, [1, 16, 190, 400], [1, 2, 16, 60, 400], len(models))
+    rows = _rows(random, (5, 60), 15.0, [1, 16, 190, 900], [1, 2, 60, 400, 900], len(models))
     scheduler = random.choice(SCHEDULERS)
     spec = _spec(placement=placement, scheduler=scheduler, memory=memory, residency=residency)
     trace = trace_of(rows, [m.id for m in models])

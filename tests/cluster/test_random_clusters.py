@@ -13,7 +13,7 @@ from fineserve_sim.cluster import simulate
 
 CASES = {
     "static": (12, {"preemptions": 20, "rejected": 30, "dropped": 3}),
-    "prism": (6, {"activations": 5, "evictions": 5, "dropped": 5}),
+    "prism": (5, {"activations": 5, "evictions": 5, "preemptions": 1}),
     "qlm": (9, {"activations": 30, "evictions": 30}),
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),
