@@ -3,7 +3,7 @@
 * ``runs``: it ends by itself, within its horizon, and no memory contradicts itself at any step.
 * ``ends once``: a request finishes, or is refused by one command, or is open at the horizon; effects follow causes.
 * ``all end``: nobody is open at the horizon (where nobody may wait for ever).
-* ``nothing leaks``: at samples at which no request is in flight, nobody holds KV memory (but for kept prefixes).
+* ``nothing leaks``: ``CALM_S`` after the last request in flight has gone, nobody holds KV memory (but for kept prefixes).
 * ``merged = plain``: one event an iteration gives the same bits and commands. ``twice``: so does the same run again.
 * ``twin``: so does the static cluster that it equals, but for the words of its commands.
 """
@@ -25,6 +25,9 @@ from fineserve_sim.cluster.groups.relief import Swap
 
 LONGEST_LOG = 100_000
 """Lines of a decision log after which a run is taken to go on for ever; those of random clusters have a tenth of it."""
+
+CALM_S = 5.0
+"""Longer than any copy takes that was under way for a request that ended meanwhile."""
 
 RESULTS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "iterations", "end_s")
 TIMELINES = ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes")
@@ -191,7 +194,7 @@ def _leaks(scenario: Scenario, run: Run) -> Iterator[str]:
             gone_s[line["request_id"]] = line["now_s"]
     timeline = result.timeline
     for sample, now in enumerate(timeline.time_s):
-        in_flight = (scenario.trace.arrival_s <= now) & (now <= gone_s)
+        in_flight = (scenario.trace.arrival_s <= now) & (now <= gone_s + CALM_S)
         held = (timeline.kv_used_bytes[sample].sum(), timeline.gpu_stranded_bytes[sample].sum())
         if not in_flight.any() and any(held):
             yield f"at {now} s, with nobody there, {held[0]} bytes are used and {held[1]} stranded"
