@@ -1,16 +1,22 @@
 """How fast is the engine? Simulates a request trace and prints requests per CPU-second of the simulation loop.
 
-    python benchmarks/engine.py [--trace workload.csv | --requests 10000] [--replicas N | --colocated] [--stretch K]
-                                [--plain] [--peer NAME [--peer-python PATH]] [--repeat N] [--profile] [--json]
+    python benchmarks/engine.py [--trace workload.csv | --requests 10000] [--replicas N | --colocated | --groups NAME]
+                                [--stretch K] [--plain] [--peer NAME [--peer-python PATH]] [--repeat N] [--profile]
+                                [--json] [--against CHECKOUT [--rounds N]]
 
 The set-up is the one that published figures of other simulators use: Llama-3.1-8B FP16 on one H100, token budget 512, at most
 128 running requests, KV blocks of 16 tokens, no prefix cache. Without ``--trace`` a workload with the same law is drawn.
 ``--replicas N`` serves N replicas round robin with times divided by N; ``--colocated`` serves four models on two GPUs under
-FineServe (KV slab, Algorithm 2) at the same total rate; ``--stretch K`` makes outputs and gaps K times longer.
+FineServe (KV slab, Algorithm 2) at the same total rate; ``--groups vllm-dp`` and ``--groups llumnix`` serve eight instances
+whose KV memory is short enough for preemptions and migrations, times divided by eight; ``--stretch K`` makes outputs and
+gaps K times longer.
 
 ``--plain`` also runs one event an iteration, checks that the results are the same bits (exit status 1 if not), and prints the
 ratio. ``--peer`` also runs another simulator on the very requests simulated here, see ``peers.py``. Both ratios are of one
 run on one machine; seconds of different runs say little. ``--profile`` adds where the time of the loop goes.
+
+``--against CHECKOUT`` runs all of these set-ups alternately with the simulator of this checkout and of another one, which
+need not have this file, ``--rounds`` times each, and prints the ratios of requests per CPU-second, this one over the other.
 
 CPU seconds are those of this process. ``loop_s`` is the best of ``--repeat`` loops; ``startup_s`` (interpreter, imports,
 trace, set-up), ``process_s`` and ``peak_mb`` are those of the whole process up to the end of the first simulation.
@@ -25,11 +31,13 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType
@@ -42,8 +50,19 @@ from fineserve_sim.cluster import EngineSettings, Gpu, RunResult, Scenario, Serv
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
+ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = EngineSettings(token_budget=512, max_sequences=128, block_tokens=16)
 COLOCATED = ("W16A16", "W8A8KV8", "W4A16", "W8A8KV8")
+GROUPS = ("vllm-dp", "llumnix")
+INSTANCES = 8
+GROUP_SETTINGS = replace(SETTINGS, memory_utilization=0.22)
+"""KV memory for 16,500 tokens an instance: of 10,000 requests, vLLM-DP preempts 340, and Llumnix 296 while it migrates 621."""
+SET_UPS: dict[str, list[str]] = {
+    "one replica": [],
+    "8 replicas": ["--replicas", "8"],
+    "co-located": ["--colocated"],
+    **{f"{name}, {INSTANCES} instances": ["--groups", name] for name in GROUPS},
+}
 RATE_PER_S = 8.2
 LENGTHS = LognormalLengths(prompt=Lognormal(615, 485, 3000), output=Lognormal(245, 198, 1000))
 RESULTS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "iterations", "end_s")
@@ -79,6 +98,12 @@ def solo(trace: Trace, replicas: int, settings: EngineSettings = SETTINGS) -> Sc
 def colocated(trace: Trace) -> Scenario:
     """Four 8B models in mixed precision on two GPUs under FineServe (KV slab, Algorithm 2)."""
     return scenario_of(trace, load_systems()["fineserve"], list(COLOCATED), gpus=2)
+
+
+def groups(trace: Trace, name: str) -> Scenario:
+    """Eight instances of one model under ``vllm-dp`` or ``llumnix``, short of memory; times divided by eight."""
+    trace = replace(trace, arrival_s=trace.arrival_s / INSTANCES)
+    return scenario_of(trace, load_systems()[name], ["W16A16"], gpus=INSTANCES, settings=GROUP_SETTINGS)
 
 
 def scenario_of(
@@ -176,6 +201,39 @@ def against_peer(name: str, python: str, trace: Trace, replicas: int, repeat: in
     return {f"peer_{key}": value for key, value in json.loads(done.stdout).items()}
 
 
+def against_checkout(other: Path, options: list[str], rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """For each of ``SET_UPS``, requests per CPU-second of both checkouts (medians), and the median, smallest and largest
+    ratio of pairs of runs that followed each other. Raises SystemExit with the last line of a run that fails."""
+    for name, set_up in SET_UPS.items():
+        pairs = []
+        for number in range(rounds):
+            order = (ROOT, other) if number % 2 else (other, ROOT)
+            speeds = {checkout: _speed(checkout, [*set_up, *options]) for checkout in order}
+            pairs.append((speeds[ROOT], speeds[other]))
+        ratios = [new / old for new, old in pairs]
+        yield (
+            name,
+            {
+                "requests_per_cpu_s": statistics.median(new for new, _ in pairs),
+                "other_requests_per_cpu_s": statistics.median(old for _, old in pairs),
+                "ratio": statistics.median(ratios),
+                "ratio_min": min(ratios),
+                "ratio_max": max(ratios),
+            },
+        )
+
+
+def _speed(checkout: Path, options: list[str]) -> float:
+    """Requests per CPU-second that this very file measures of the simulator in ``checkout``."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(checkout), str(checkout / "traces")))}
+    command = [sys.executable, str(Path(__file__).resolve()), *options, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"engine.py: {checkout}: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}")
+    speed: float = json.loads(done.stdout)["requests_per_cpu_s"]
+    return speed
+
+
 def _lengths(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return trace.arrival_s, trace.prompt_tokens, trace.output_tokens
 
@@ -236,6 +294,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=10_000, help="without --trace: how many to draw")
     parser.add_argument("--replicas", type=int, default=1, help="replicas behind round robin, times divided by N")
     parser.add_argument("--colocated", action="store_true", help="four models on two GPUs under FineServe")
+    parser.add_argument("--groups", choices=GROUPS, help="eight instances of one model, short of memory")
     parser.add_argument("--stretch", type=float, default=1.0, help="make outputs and gaps this much longer")
     parser.add_argument("--plain", action="store_true", help="also run one event an iteration and compare")
     parser.add_argument("--peer", metavar="NAME", help="also run this simulator (aisimulate) and compare")
@@ -245,18 +304,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="take the best of so many loops")
     parser.add_argument("--profile", action="store_true", help="also show where the time of the loop goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--against", metavar="CHECKOUT", type=Path, help="all set-ups, this checkout and that one in turn"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="with --against: pairs of runs a set-up")
     args = parser.parse_args(arguments)
-    if min(args.replicas, args.repeat, args.requests) < 1 or args.stretch <= 0:
-        parser.error("--replicas, --repeat, --requests must be at least 1, and --stretch positive")
-    if args.colocated and (args.replicas > 1 or args.peer):
-        parser.error("--colocated is a set-up of its own: it takes neither --replicas nor --peer")
+    if min(args.replicas, args.repeat, args.requests, args.rounds) < 1 or args.stretch <= 0:
+        parser.error("--replicas, --repeat, --requests, --rounds must be at least 1, and --stretch positive")
+    for option in ("colocated", "groups", "against"):
+        others = [other for other in ("colocated", "groups", "against") if other != option and getattr(args, other)]
+        if getattr(args, option) and (args.replicas > 1 or args.peer or others):
+            parser.error(
+                f"--{option} is a set-up of its own: it takes neither --replicas nor --peer nor another set-up"
+            )
+    if args.against and not (args.against / "fineserve_sim").is_dir():
+        parser.error(f"--against {args.against}: no checkout, it has no folder fineserve_sim")
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    if args.against:
+        return compare(args)
     trace = stretch(read_trace(args.trace) if args.trace else workload(args.requests), args.stretch)
-    scenario = colocated(trace) if args.colocated else solo(trace, args.replicas)
+    scenario = set_up(args, trace)
     result, rows = measure(scenario, args.repeat)
     if args.plain:
         rows |= against_plain(scenario, result, args.repeat)
@@ -271,6 +342,30 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         show(rows, tables)
     return 0 if rows.get("same_results", True) else 1
+
+
+def set_up(args: argparse.Namespace, trace: Trace) -> Scenario:
+    if args.groups:
+        return groups(trace, args.groups)
+    return colocated(trace) if args.colocated else solo(trace, args.replicas)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Print what ``--against`` asks for, a line a set-up as soon as it is measured."""
+    load = ["--trace", args.trace] if args.trace else ["--requests", str(args.requests)]
+    options = [*load, "--stretch", str(args.stretch), "--repeat", str(args.repeat)]
+    found = {}
+    for name, row in against_checkout(args.against.resolve(), options, args.rounds):
+        found[name] = row
+        if not args.json:
+            print(
+                f"{name:22} {row['requests_per_cpu_s']:9.0f} requests/CPU s, other {row['other_requests_per_cpu_s']:9.0f}, "
+                f"ratio {row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})",
+                flush=True,
+            )
+    if args.json:
+        print(json.dumps({"machine": machine(), "set_ups": found}, indent=2))
+    return 0
 
 
 def show(rows: dict[str, object], tables: dict[str, list[dict[str, object]]]) -> None:

@@ -1,0 +1,113 @@
+"""A fleet in which nobody comes or goes is a static cluster: its engines know how much they hold, and how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fleetkit import PRISM, QLM, STAYS, fleet
+from lawkit import bounded, differences
+from simkit import H100, Row
+
+from fineserve_sim.catalog import gpu
+from fineserve_sim.cluster import Fate, Gpu, Scenario
+
+
+def assert_static(rows: list[Row], **options: Any) -> None:
+    """The same requests through a fleet that stays as it is and through the static cluster end alike, bit for bit."""
+    at_rest, static = (bounded(fleet(rows, residency, **options)) for residency in (STAYS, None))
+    assert next(differences(at_rest, static, commands=False, timelines=False), None) is None
+
+
+def test_an_output_beyond_the_memory_is_cut_and_blocks_nobody() -> None:
+    rows: list[Row] = [(0.0, 64, 100_000), (0.5, 64, 8), (20.0, 64, 8)]
+    run = bounded(fleet(rows, STAYS, drain_s=50.0))
+    assert run.result.fate.tolist() == [Fate.FINISHED] * 3
+    assert run.result.preemptions.sum() == 0
+    assert_static(rows, drain_s=50.0)
+
+
+def test_a_prompt_that_its_engine_cannot_hold_is_rejected() -> None:
+    """Two models on a GPU have 4,096 tokens of KV between them; a GPU with one model would have more."""
+    rows: list[Row] = [(0.0, 6000, 2, 0), (1.0, 64, 2, 1)]
+    run = bounded(fleet(rows, STAYS, models=2, drain_s=20.0))
+    assert run.result.fate.tolist() == [Fate.REJECTED, Fate.FINISHED]
+    assert_static(rows, models=2, drain_s=20.0)
+
+
+@pytest.mark.parametrize("order", ["fast first", "slow first"])
+def test_every_engine_runs_at_the_speed_of_its_own_gpu(order: str) -> None:
+    specs = [H100, gpu("a100-80gb")]
+    fast, slow = (0, 1) if order == "fast first" else (1, 0)
+    cards = (Gpu(fast, 0, specs[0]), Gpu(slow, 0, specs[1]))
+    cards = tuple(sorted(cards, key=lambda card: card.id))
+    placement = {"policy": "pinned", "groups": {"m0": [[fast]], "m1": [[slow]]}}
+    options: Mapping[str, Any] = {"models": 2, "hosted": 1, "cards": cards, "placement": placement}
+    rows: list[Row] = [(0.0, 64, 50, 0), (0.0, 64, 50, 1)]
+    on_fast, on_slow = bounded(fleet(rows, STAYS, **options)).result.finish_s
+    assert on_fast < on_slow
+    assert_static(rows, **options)
+
+
+@pytest.mark.parametrize("mode", ["sync", "buffered", "contiguous"])
+def test_engines_that_are_there_from_the_start_have_their_pages(mode: str) -> None:
+    assert_static([(0.0, 64, 8)], memory={"policy": "kvcached", "mode": mode})
+
+
+@pytest.mark.parametrize("residency", [None, PRISM, QLM])
+def test_a_model_for_which_nobody_expects_requests_is_served(residency: dict[str, Any] | None) -> None:
+    run = bounded(fleet([(0.0, 64, 8)], residency, rate_per_s=0.0))
+    assert run.result.fate.tolist() == [Fate.FINISHED]
+
+
+# --- private pools -----------------------------------------------------------------------------------------------------
+
+TOGETHER = {"policy": "pinned", "groups": {"m0": [[0]], "m1": [[0]]}}
+PAIRS: list[Row] = [(0.0, 640, 30, 0), (0.0, 640, 30, 1), (3.0, 640, 30, 0), (3.0, 640, 30, 1)]
+
+
+def private(residency: dict[str, Any] | None, **options: Any) -> Scenario:
+    return fleet(
+        PAIRS,
+        residency,
+        models=2,
+        placement=TOGETHER,
+        memory={"policy": "private"} | options,
+        kv_tokens=4096,
+        drain_s=20.0,
+    )
+
+
+@pytest.mark.parametrize("residency", [STAYS, PRISM])
+def test_engines_on_one_gpu_share_what_their_weights_leave(residency: dict[str, Any]) -> None:
+    """No GPU gives more KV memory than the static cluster has there, and every engine gets some."""
+    run, static = bounded(private(residency)).result, bounded(private(None)).result
+    assert (run.fate == Fate.FINISHED).all()
+    held = run.timeline.kv_used_bytes.sum(axis=1) + run.timeline.gpu_free_bytes.sum(axis=1)
+    assert (held <= sum(static.kv_capacity_bytes)).all()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"split": "equal"}, {"split": "demand"}, {"prefix_cache": True}, {"attention": "paged_attention_v0.4.2"}],
+    ids=str,
+)
+def test_options_of_private_memory_count_in_a_fleet_or_are_refused_by_name(option: dict[str, Any]) -> None:
+    static = bounded(_alike(private(None, **option))).result
+    try:
+        run = bounded(_alike(private(STAYS, **option))).result
+    except ValueError as problem:
+        assert next(iter(option)) in str(problem)
+        return
+    np.testing.assert_array_equal(run.fate, static.fate)
+    np.testing.assert_array_equal(run.finish_s, static.finish_s)
+
+
+def _alike(scenario: Scenario) -> Scenario:
+    """All prompts are the same text."""
+    keys = tuple(range(640 // 16))
+    trace = replace(scenario.trace, prefix_hashes=(keys,) * len(PAIRS), prefix_block_tokens=16)
+    return replace(scenario, trace=trace)

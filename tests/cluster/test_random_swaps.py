@@ -1,0 +1,25 @@
+"""The laws of ``lawkit`` where sequences leave memory in the middle of something: swapped to host memory while instances fail,
+evicted in mid-iteration; and in a fleet that is a static cluster, for nobody leaves or moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from lawkit import as_text, counting_swaps
+from randomkit import judged
+
+
+@pytest.mark.parametrize(("kind", "seeds"), [("swap", 8), ("requeue", 10), ("still", 8)])
+def test_the_laws_hold(kind: str, seeds: int) -> None:
+    counts: Counter[str] = Counter()
+    with counting_swaps() as swaps:
+        broken = []
+        for seed in range(seeds):
+            verdict = judged(kind, seed)
+            counts += verdict.counts
+            if verdict.broken:
+                broken.append(f"{kind} {seed}: {as_text(verdict.broken)}")
+    assert not broken, "\n".join(broken)
+    assert kind != "swap" or (swaps["swaps"] > 100 and counts["faults"] > 5)
+    assert kind != "requeue" or counts["evictions"] > 50
