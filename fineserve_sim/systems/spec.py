@@ -345,7 +345,8 @@ class SystemSpec(Spec):
 def add_choice(axis: Literal["placement", "scheduler"], spec: type[Spec]) -> None:
     """Let ``axis`` of every system take ``spec``, whose ``policy`` field has its name as the only value and default.
 
-    The way in from outside is ``fineserve_sim.cluster.compose.policies``. Raises ValueError for a name that is taken or missing.
+    The way in from outside is ``fineserve_sim.cluster.compose.policies``. Raises ValueError for a name that is taken or
+    missing.
     """
     name = spec.model_fields["policy"].default if "policy" in spec.model_fields else None
     if not isinstance(name, str):

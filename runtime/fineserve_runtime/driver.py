@@ -33,7 +33,7 @@ from fineserve_sim.policy.events import (
     RequestArrived,
     Tick,
 )
-from fineserve_sim.policy.fleet.residency import Status
+from fineserve_sim.policy.fleet.views import Status
 from fineserve_sim.policy.interfaces import EngineState, Request
 from fineserve_sim.systems.spec import FcfsSpec
 

@@ -21,7 +21,7 @@ from logkit import commands_of
 from pytest import MonkeyPatch
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.groups.relief import Swap
+from fineserve_sim.cluster.engine.swap import Swap
 
 LONGEST_LOG = 100_000
 """Lines of a decision log after which a run is taken to go on for ever; those of random clusters have a tenth of it."""

@@ -8,7 +8,7 @@ import pytest
 
 from fineserve_sim.policy.events import EngineFailed, RequestArrived, Tick
 from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
-from fineserve_sim.policy.fleet.residency import FleetView, Suggestion
+from fineserve_sim.policy.fleet.views import FleetView, Suggestion
 from fineserve_sim.policy.groups.throttle import ScaleOut
 from fineserve_sim.policy.groups.view import GroupView, Phase
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Request

@@ -12,8 +12,9 @@ from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.compose.memory import build_manager, tenants_by_gpu, usable_bytes
 from fineserve_sim.cluster.compose.policies import build_activation_cost, build_placement, build_residency
 from fineserve_sim.policy.fleet.activation_cost import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
+from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
-from fineserve_sim.policy.fleet.residency import FleetView, Pending, PrismResidency
+from fineserve_sim.policy.fleet.views import FleetView, Pending
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement

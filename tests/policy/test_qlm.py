@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.fleet.qlm import QlmSwapping, partition_workers
-from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, Start, Status, Stop
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
 
 LOADING, RESIDENT, DRAINING = Status.LOADING, Status.RESIDENT, Status.DRAINING

@@ -27,6 +27,7 @@ from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
+from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.outcomes import Outcomes
@@ -35,7 +36,6 @@ from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ServedModel
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
-from fineserve_sim.policy.fleet.activation_cost import Loader
 from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
 from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec

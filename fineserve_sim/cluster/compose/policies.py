@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activation_cost
+from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
-from fineserve_sim.policy.fleet.residency import PrismResidency, ResidencyPolicy
+from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, PlacementPolicy, PrefillLatency
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
@@ -91,6 +92,7 @@ def _moore_hodgson(spec: MooreHodgsonSpec, engines: Sequence[EngineFactsheet]) -
         clock=spec.clock,
         reserve=spec.reserve,
         reserve_fraction=spec.reserve_fraction,
+        late_start=spec.late_start,
         shared_kv=engines[0].shares_memory,
     )
 

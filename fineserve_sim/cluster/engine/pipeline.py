@@ -1,9 +1,9 @@
 """An engine whose batches go through the stages of a pipeline.
 
 Each stage is an instance with a contiguous range of layers, each lane one batch in flight. A batch is formed when its
-first stage begins it, and leaves stage s at ``max(stage free, arrival from stage s - 1) + its time`` (the recurrence of
-``experiment/reproduce/papers/kunserve/pipeline_model.py``); between stages its activations cross a link. The time of a stage is the device
-time of the whole model times its share of layers, plus the host's overhead; a host floor shrinks in the same proportion.
+first stage begins it, and leaves stage s at ``max(stage free, arrival from stage s - 1) + its time``; between stages its
+activations cross a link. The time of a stage is the device time of the whole model times its share of layers, plus the
+host's overhead; a host floor shrinks in the same proportion.
 
 KV memory is counted in blocks of the whole model. A block takes bytes on every instance in proportion to its layers, so the
 tightest instance bounds the engine.

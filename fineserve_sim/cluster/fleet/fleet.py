@@ -17,12 +17,12 @@ from fineserve_sim.cluster.engine.batcher import Engine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineReady, Tick
-from fineserve_sim.policy.fleet.activation_cost import Loader
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.memory.geometry import KVGeometry
 

@@ -29,7 +29,7 @@ from fineserve_sim.policy.events import (
     Tick,
 )
 from fineserve_sim.policy.fleet.rates import MovingRate
-from fineserve_sim.policy.fleet.residency import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
 from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
 
 
