@@ -393,6 +393,9 @@ class Cluster:
     def _dispatch(self, command: Dispatch, now: float) -> None:
         engine = self.engines[command.engine]
         sequence = self._sequences.pop(command.request_id)
+        if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
+            self.returned(engine, [sequence], now)
+            return
         self.outcomes.engine[command.request_id] = engine.column
         if isinstance(engine, LoneEngine):
             engine.post(now, self.order, sequence)

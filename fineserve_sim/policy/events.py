@@ -60,6 +60,13 @@ class EngineReady(NamedTuple):
     engine: int
 
 
+class EnginesResized(NamedTuple):
+    """The longest sequences, in tokens, that these engines can hold from now on, by engine: their GPUs have got more or fewer
+    others. Until it is told, an engine is taken to hold what the largest GPU could."""
+
+    max_tokens: dict[int, int]
+
+
 class EngineDrained(NamedTuple):
     """An engine that was evicted with ``drain`` has ended its last request; its memory is free."""
 
@@ -112,6 +119,7 @@ Event = (
     | Tick
     | Loads
     | EngineReady
+    | EnginesResized
     | EngineDrained
     | EngineFailed
     | GpusRepaired

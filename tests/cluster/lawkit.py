@@ -5,6 +5,7 @@
 * ``all end``: nobody is open at the horizon (where nobody may wait for ever).
 * ``nothing leaks``: ``CALM_S`` after the last request in flight has gone, nobody holds KV memory (but for kept prefixes).
 * ``merged = plain``: one event an iteration gives the same bits and commands. ``twice``: so does the same run again.
+* ``replayed``: a fresh controller that is told the events of the log says the same commands.
 * ``twin``: so does the static cluster that it equals, but for the words of its commands.
 """
 
@@ -17,11 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from logkit import commands_of
+from logkit import commands_of, replay
 from pytest import MonkeyPatch
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.engine.swap import Swap
+from fineserve_sim.cluster.simulation import prepare
 
 LONGEST_LOG = 100_000
 """Lines of a decision log after which a run is taken to go on for ever; those of random clusters have a tenth of it."""
@@ -88,6 +90,8 @@ def judge(
     again = _attempt(scenario, "twice", broken)
     if again is not None:
         _note(broken, "twice", differences(merged, again))
+    told = replay(merged.log, prepare(scenario).parts.cluster.controller.handle)
+    _note(broken, "replayed", iter([told] if told else []))
     other = None if twin is None else _attempt(twin, "twin", broken)
     if other is not None:
         _note(broken, "twin", differences(merged, other, commands=False, timelines=timelines))
@@ -102,7 +106,7 @@ def counts_of(run: Run) -> Counter[str]:
         requests=len(run.result.fate),
         steps=run.result.iterations,
         preemptions=int(run.result.preemptions.sum()),
-        faults=names["InstanceFailed"],
+        faults=names["EngineFailed"],
         activations=names["Activate"],
         evictions=names["Evict"],
     )

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from fineserve_sim.policy import events
-from fineserve_sim.policy.interfaces import EngineState, Request
+from fineserve_sim.policy.interfaces import EngineLoad, EngineState, Request
 
 Line = dict[str, Any]
 
@@ -73,5 +73,7 @@ DECODE: Mapping[str, Callable[[Any], Any]] = {
     "request": lambda fields: Request(**fields),
     "engines": lambda states: {int(engine): EngineState(**state) for engine, state in states.items()},
     "free_bytes": lambda free: {int(gpu): size for gpu, size in free.items()},
+    "loads": lambda loads: {int(engine): EngineLoad(**load) for engine, load in loads.items()},
+    "max_tokens": lambda limits: {int(engine): tokens for engine, tokens in limits.items()},
 }
 """By the name of an event's field. JSON has strings for keys, so ids are numbers again here."""

@@ -112,7 +112,7 @@ def _with_prefixes(trace: Trace) -> Trace:
 
 # --- fleets ------------------------------------------------------------------------------------------------------------
 
-TICKS_S = [1.0, 0.5, 0.25, 0.125]  # powers of two: no clock drifts from their multiples
+TICKS_S = [1.0, 0.5, 0.3, 0.1]
 SCHEDULERS = ["fcfs", "adaptive", "moore_hodgson"]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from fineserve_sim.policy.events import EngineFailed, RequestArrived, Tick
+from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Suggestion
 from fineserve_sim.policy.groups.throttle import ScaleOut
 from fineserve_sim.policy.groups.view import GroupView, Phase
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Request
+from fineserve_sim.policy.interfaces import EngineLoad, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
 
 
 class Watch:
@@ -34,27 +34,15 @@ def test_a_request_that_lost_its_engine_is_no_new_demand() -> None:
     )
     controller.handle(20.0, RequestArrived(Request(7, "a", 20.0, 5)))
     controller.handle(21.0, EngineFailed(0))
-    controller.handle(21.0, RequestArrived(Request(7, "a", 20.0, 9)))  # what it generated is part of its prompt now
+    controller.handle(21.0, RequestReturned(Request(7, "a", 20.0, 9)))  # what it generated is part of its prompt now
     controller.handle(22.0, Tick({}, {0: 90}))
     assert watch.rates_per_s["a"] == 1 / window_s
 
 
 def views(demand_blocks: int) -> list[GroupView]:
     """A pipeline of two, whose layers were dropped, with so much KV in use."""
-    return [
-        GroupView(
-            group=0,
-            instances=(0, 1),
-            phase=Phase.SERVING,
-            capacity_blocks=100,
-            used_blocks=demand_blocks,
-            queued_blocks=0,
-            head_blocks=0,
-            running=1,
-            used_bytes=demand_blocks,
-            base_bytes=100,
-        )
-    ]
+    load = EngineLoad(used_blocks=demand_blocks, capacity_blocks=100, running=1)
+    return [GroupView(0, (0, 1), Phase.SERVING, load, used_bytes=demand_blocks, base_bytes=100)]
 
 
 def asks(samples: int, demands: list[int]) -> list[int]:

@@ -8,8 +8,9 @@ from functools import partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.instances import place
+from fineserve_sim.cluster.compose.instances import place, tenants_on
 from fineserve_sim.cluster.compose.memory import (
+    build_manager,
     engine_kv,
     geometry,
     peak_activation_bytes,
@@ -24,7 +25,12 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import step_model
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
+from fineserve_sim.cluster.compose.virtual_memory import (
+    build_kvcached,
+    caches_prefixes,
+    legacy_kernel,
+    virtual_kv,
+)
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
@@ -32,19 +38,22 @@ from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import Column, EngineSampler
-from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ServedModel
+from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
-from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec, PrivatePoolsSpec
 
 
 def compose_fleet(scenario: Scenario) -> Parts:
     """Models that the placement finds no room for stay in host memory. Raises ScenarioError as ``compose`` does."""
     placement, demands = place(scenario)
-    parts = _Builder(scenario, demands)
+    parts = _Builder(scenario, placement, demands)
     outcomes = Outcomes(scenario.trace)
     controller = parts.controller(placement.instances)
     cluster = Cluster(
@@ -83,15 +92,18 @@ def compose_fleet(scenario: Scenario) -> Parts:
 class _Builder:
     """What engines, schedulers and the controller of a fleet are built from."""
 
-    def __init__(self, scenario: Scenario, demands: Mapping[str, ModelDemand]) -> None:
+    def __init__(self, scenario: Scenario, placement: Placement, demands: dict[str, ModelDemand]) -> None:
         assert scenario.system.residency is not None
         self.residency = scenario.system.residency
         self.clock = Clock()
         self.served = {model.id: model for model in scenario.models}
         self._scenario = scenario
         self.slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
-        self.memory = FleetMemory(scenario.system.memory, {slot.id: slot.memory_bytes for slot in self.slots})
-        self.bytes_of = {id: _engine_bytes(served, scenario.engine) for id, served in self.served.items()}
+        memory = scenario.system.memory
+        if not isinstance(memory, KvCachedSpec | PrivatePoolsSpec):
+            raise ScenarioError(f"a system with residency needs memory kvcached or private, not {memory.policy}")
+        self.bytes_of = {id: _engine_bytes(served, scenario.engine, memory) for id, served in self.served.items()}
+        self.memory = self._build_memory(memory, placement.instances, demands)
         self._models = {
             id: FleetModel(
                 replace(demand, weight_bytes=self.bytes_of[id].fixed_bytes, activation_bytes=0),
@@ -99,9 +111,31 @@ class _Builder:
             )
             for id, demand in demands.items()
         }
-        gpu = scenario.gpus[0].spec
         self._wakeups = {slot.id: Wakeups(self.clock) for slot in self.slots}
-        self._steps = {id: step_model(served, gpu, scenario.engine) for id, served in self.served.items()}
+        self._gpus = {gpu.id: gpu.spec for gpu in scenario.gpus}
+
+    def _build_memory(
+        self, spec: KvCachedSpec | PrivatePoolsSpec, placed: Sequence[Instance], demands: dict[str, ModelDemand]
+    ) -> FleetMemory:
+        """Of the engines that are there from the start, as in a cluster where they stay."""
+        scenario = self._scenario
+        tenants = tenants_on(scenario, placed, demands)
+        usable = {slot.id: slot.memory_bytes for slot in self.slots}
+        fixed = {gpu: sum(tenant.fixed_bytes for tenant in tenants.get(gpu, ())) for gpu in usable}
+        managers: dict[int, GpuMemory] = {}
+        for gpu, bytes in usable.items():
+            here = tenants.get(gpu, [])
+            if isinstance(spec, KvCachedSpec):
+                blocks = {tenant.engine: tenant.block for tenant in here}
+                managers[gpu] = build_kvcached(spec, max(0, bytes - fixed[gpu]), blocks, virtual_bytes=bytes)
+            else:
+                managers[gpu] = build_manager(spec, bytes, here) if here else PrivatePools({})
+        return FleetMemory(usable, fixed, managers)
+
+    def _step(self, model: str, gpu: int) -> StepModel:
+        """The step times of a model on a GPU of this kind."""
+        kernel = legacy_kernel(self._scenario.system.memory)
+        return step_model(self.served[model], self._gpus[gpu], self._scenario.engine, kernel)
 
     def controller(self, instances: Sequence[Instance]) -> FleetController:
         demands = {id: model.demand for id, model in self._models.items()}
@@ -122,16 +156,16 @@ class _Builder:
         memories = [self.memory.managers[gpu] for gpu in gpus]
         caches = caches_prefixes(self._scenario.system.memory)
         kv = engine_kv(engine, memories, settings.block_tokens, caches=caches)
-        max_tokens = self.served[model].model.max_context_tokens
+        max_tokens = min(self.bytes_of[model].context_tokens, kv.capacity_tokens())
         return SpanEngine(
-            engine, model, self._steps[model], kv, max_tokens, True, settings, self._wakeups[gpus[0]], cluster
+            engine, model, self._step(model, gpus[0]), kv, max_tokens, True, settings, self._wakeups[gpus[0]], cluster
         )
 
     def _schedulers(self, bindings: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
         return build_schedulers(self._scenario.system.scheduler, [self._factsheet(binding) for binding in bindings])
 
     def _factsheet(self, binding: EngineBinding) -> EngineFactsheet:
-        step, settings = self._steps[binding.model], self._scenario.engine
+        step, settings = self._step(binding.model, binding.gpus[0]), self._scenario.engine
         return EngineFactsheet(
             engine=binding.engine,
             gpu=binding.gpus[0],
@@ -145,9 +179,13 @@ class _Builder:
         )
 
 
-def _engine_bytes(served: ServedModel, settings: EngineSettings) -> EngineBytes:
+def _engine_bytes(
+    served: ServedModel, settings: EngineSettings, memory: KvCachedSpec | PrivatePoolsSpec
+) -> EngineBytes:
+    block = geometry(served, settings)
     return EngineBytes(
         weight_bytes(served.model, served.precision, served.tp),
         resident_bytes(served, settings) + peak_activation_bytes(served, settings),
-        geometry(served, settings),
+        virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
+        served.model.max_context_tokens,
     )

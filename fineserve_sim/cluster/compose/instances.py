@@ -8,6 +8,7 @@ from functools import partial
 
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
+    Tenant,
     build_manager,
     engine_block_tokens,
     engine_kv,
@@ -148,12 +149,19 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
         )
 
 
+def tenants_on(
+    scenario: Scenario, instances: Sequence[Instance], demands: Mapping[str, ModelDemand]
+) -> dict[int, list[Tenant]]:
+    """By GPU, what each engine needs there; engines are numbered in the order of ``instances``."""
+    served = {model.id: model for model in scenario.models}
+    footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
+    return tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
+
+
 def _managers(
     scenario: Scenario, instances: Sequence[Instance], demands: dict[str, ModelDemand]
 ) -> dict[int, GpuMemory]:
-    served = {model.id: model for model in scenario.models}
-    footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
-    tenants = tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
+    tenants = tenants_on(scenario, instances, demands)
     gpus = {gpu.id: gpu for gpu in scenario.gpus}
     shared = {tenant.engine for members in tenants.values() if len(members) > 1 for tenant in members}
     loners = set(range(len(instances))) - shared

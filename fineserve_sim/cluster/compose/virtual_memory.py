@@ -38,8 +38,11 @@ def caches_prefixes(spec: MemorySpec) -> bool:
     return isinstance(spec, PrivatePoolsSpec | VTensorSpec) and spec.prefix_cache
 
 
-def build_kvcached(spec: KvCachedSpec, kv_bytes: int, blocks: Mapping[int, KVGeometry]) -> KvCachedManager:
-    """kvcached over ``kv_bytes`` for engines with these KV blocks. Raises ValueError when a page may hold no block."""
+def build_kvcached(
+    spec: KvCachedSpec, kv_bytes: int, blocks: Mapping[int, KVGeometry], *, virtual_bytes: int | None = None
+) -> KvCachedManager:
+    """kvcached over ``kv_bytes``, at most ``virtual_bytes`` ever, for engines with these KV blocks. Raises ValueError when a
+    page may hold no block."""
     buffered = spec.mode == "buffered"
     return KvCachedManager(
         kv_bytes,
@@ -47,6 +50,7 @@ def build_kvcached(spec: KvCachedSpec, kv_bytes: int, blocks: Mapping[int, KVGeo
         page_bytes=spec.page_bytes,
         min_reserved=spec.min_reserved if buffered else 0,
         max_reserved=max(spec.min_reserved, spec.max_reserved) if buffered else 0,
+        virtual_bytes=virtual_bytes,
     )
 
 

@@ -512,7 +512,10 @@ class Engine(ABC):
         self.composition_changed = True
         self._preempted = True
         self._host.preempted(self, sequence)
-        if self.closing:
+        if sequence.generated_tokens and sequence.target_tokens >= self.kv.capacity_tokens():
+            self._backlog_tokens -= sequence.target_tokens
+            self._host.finished(self, sequence, now)  # it has outgrown the memory: cut, as at vLLM's max_model_len
+        elif self.closing:
             self._backlog_tokens -= sequence.target_tokens
             self._host.returned(self, [sequence], now)
         else:

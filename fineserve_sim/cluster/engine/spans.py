@@ -180,6 +180,7 @@ class SpanEngine(Engine):
 
     def _clear(self) -> None:
         super()._clear()
+        self._iterations = self.iterations  # those of the span in flight that are done
         self._ends = []
         self.end_s = self.next_boundary_s = NEVER
         self._starting = False

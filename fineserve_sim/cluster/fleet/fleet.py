@@ -22,9 +22,9 @@ from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.policy.commands import Activate, Evict, Survey
-from fineserve_sim.policy.events import EngineDrained, EngineReady, Tick
+from fineserve_sim.policy.events import EngineDrained, EngineReady, EnginesResized, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.kvcached import VirtualKV
 
 TICK = order_of(Kind.TIMER, 1)
 LOADED = order_of(Kind.TIMER, 2)
@@ -32,11 +32,13 @@ LOADED = order_of(Kind.TIMER, 2)
 
 @dataclass(frozen=True, slots=True)
 class EngineBytes:
-    """What an engine of a model takes of each of its GPUs: weights to load, all bytes beside KV, its KV block."""
+    """What an engine of a model takes of each of its GPUs: weights to load, all bytes beside KV, its KV block (bytes, or the
+    tensors of virtual memory). ``context_tokens`` bounds a sequence."""
 
     weight_bytes: int
     fixed_bytes: int
-    block: KVGeometry
+    block: VirtualKV | int
+    context_tokens: int
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class ModelFleet:
         self._build = build
         self._residents: dict[int, _Resident] = {}
         self._loaded: ClockEvent | None = None
+        self._told: set[int] = set()  # engines whose limit the controller knows
         self._iterations_gone = 0
         cluster.fleet = self
         cluster.actions |= {Survey: self._survey, Activate: self._activate, Evict: self._evict}
@@ -75,9 +78,8 @@ class ModelFleet:
     def begin(self, placed: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """These models are resident from the start, as engines 0, 1, ...; the first tick is set."""
         for engine, (model, gpus) in enumerate(placed):
-            self._memory.take(gpus, self._bytes_of[model].fixed_bytes)
             self._residents[engine] = _Resident(model, gpus)
-            self._join(engine)
+            self._build_on(engine)
         self.reform(0.0)
         self._cluster.clock.at(self._controller.next_tick_s, TICK, self._on_tick)
 
@@ -127,7 +129,9 @@ class ModelFleet:
         now: float = cluster.clock.now
         cluster.order = LOADED
         for engine in self._loader.advance(now):
-            self._join(engine)
+            resident = self._residents[engine]
+            self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
+            self._build_on(engine)
             self.reform(now)
             cluster.changed = True  # its queue may get those who waited for it, and no command says so
             cluster.hear(now, EngineReady(engine))
@@ -156,7 +160,7 @@ class ModelFleet:
         cluster, bytes = self._cluster, self._bytes_of[command.model]
         self._residents[command.engine] = _Resident(command.model, command.gpus)
         cluster.settle_all(now, cluster.order)  # memory that spans counted on may be gone
-        self._memory.take(command.gpus, bytes.fixed_bytes)
+        self._memory.take(command.gpus, bytes.fixed_bytes, now)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
         cluster.changed = True
@@ -167,7 +171,7 @@ class ModelFleet:
         if engine is None:
             self._loader.cancel(now, command.engine)
             self._await_loading()
-            self._give_up(command.engine)
+            self._give_up(command.engine, now)
         elif command.drain and engine.has_work:
             self._residents[command.engine].drains = True
         else:
@@ -181,9 +185,9 @@ class ModelFleet:
 
     # --- the fleet -------------------------------------------------------------------------------------------------
 
-    def _join(self, engine: int) -> None:
+    def _build_on(self, engine: int) -> None:
+        """An engine whose memory knows it."""
         resident, cluster = self._residents[engine], self._cluster
-        self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block)
         cluster.contention.join(engine, resident.gpus)
         cluster.engines[engine] = self._build(engine, resident.model, resident.gpus)
         cluster.changed = True
@@ -198,12 +202,12 @@ class ModelFleet:
             engine.leave()
         self._iterations_gone += engine.iterations
         cluster.disconnect(engine)
-        self._memory.leave(engine.index, self._residents[engine.index].gpus)
-        self._give_up(engine.index)
+        self._memory.leave(engine.index, self._residents[engine.index].gpus, now)
+        self._give_up(engine.index, now)
 
-    def _give_up(self, engine: int) -> None:
+    def _give_up(self, engine: int, now: float) -> None:
         resident = self._residents.pop(engine)
-        self._memory.give(resident.gpus, self._bytes_of[resident.model].fixed_bytes)
+        self._memory.give(resident.gpus, self._bytes_of[resident.model].fixed_bytes, now)
         self._cluster.changed = True
 
     def reform(self, now: float) -> None:
@@ -216,11 +220,24 @@ class ModelFleet:
         scopes = {scope: Scope(scope) for scope in map(self._scope, engines)}
         cluster.connect(engines, domains_of(spans, gpus_of, self._memory.managers), list(scopes.values()))
         cluster.changed = False
+        self._tell_limits(engines, now)
         for engine in engines:
             if engine.busy:
                 engine.cut()
             elif engine.has_work or self._controller.waiting(engine.index):
                 engine.start(now)
+
+    def _tell_limits(self, engines: Sequence[Engine], now: float) -> None:
+        """What the longest sequence of each engine is, as its GPUs are now."""
+        limits = {}
+        for engine in engines:
+            longest = min(self._bytes_of[engine.model].context_tokens, engine.kv.capacity_tokens())
+            if engine.max_tokens != longest or engine.index not in self._told:
+                engine.max_tokens = longest
+                limits[engine.index] = longest
+        if limits:
+            self._told |= limits.keys()
+            self._cluster.hear(now, EnginesResized(limits))
 
     def _scope(self, engine: Engine) -> tuple[int, ...]:
         return self._controller.scope_of(engine.index) or (engine.index,)

@@ -12,7 +12,7 @@ scheduler needs to know of residency.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
@@ -21,6 +21,7 @@ from fineserve_sim.policy.events import (
     EngineDrained,
     EngineFailed,
     EngineReady,
+    EnginesResized,
     EngineStepped,
     Event,
     RequestAborted,
@@ -88,6 +89,7 @@ class FleetController(Controller):
         if tick_s <= 0:
             raise ValueError(f"tick_s is {tick_s}: ticks must be apart")
         self.next_tick_s = 0.0
+        self._ticks = 0  # counted: multiples of a fraction do not add up
         self._tick_s = tick_s
         self._models = dict(models)
         self._gpus = {gpu.id: gpu for gpu in gpus}
@@ -103,6 +105,7 @@ class FleetController(Controller):
         self._held: dict[str, dict[int, Request]] = {id: {} for id in models}
         self._held_since_s: dict[str, float] = {}
         self._pressed: set[int] = set()
+        self._longest: dict[int, int] = {}  # tokens, by engine that was told of
         self._now = 0.0
         self._remake_schedulers(self._gpus)
 
@@ -127,6 +130,8 @@ class FleetController(Controller):
             return self._tick(event)
         if isinstance(event, EngineReady):
             return self._ready(event.engine)
+        if isinstance(event, EnginesResized):
+            return self._resize(event.max_tokens)
         if isinstance(event, EngineDrained):
             return self._gone(event.engine)
         if isinstance(event, EngineFailed):
@@ -137,7 +142,8 @@ class FleetController(Controller):
 
     def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
         request = event.request
-        self._rates[request.model].note(self._now)
+        if isinstance(event, RequestArrived):  # one that comes back is no new demand
+            self._rates[request.model].note(self._now)
         if self._routes[request.model]:
             return super()._arrive(event)
         limit = self._max_tokens(request.model)
@@ -206,6 +212,7 @@ class FleetController(Controller):
         gone = self._engines[engine]
         waiting = self._close(engine)
         del self._engines[engine]
+        self._longest.pop(engine, None)
         self._remake_schedulers(gone.gpus)
         return self._distribute(gone.model, waiting)
 
@@ -218,6 +225,17 @@ class FleetController(Controller):
         waiting = self._close(engine)
         self._remake_schedulers(leaving.gpus)
         return [Evict(engine, drain), *self._distribute(leaving.model, waiting)]
+
+    def _resize(self, max_tokens: Mapping[int, int]) -> list[Command]:
+        """Routes know what their engines can hold."""
+        self._longest |= max_tokens
+        for model in {self._engines[engine].model for engine in max_tokens if engine in self._engines}:
+            routes = self._routes[model]
+            limits = [self._longest.get(route.engine, route.max_tokens) for route in routes]
+            turns = self._turns[model]
+            self._lead(model, [replace(r, max_tokens=limit) for r, limit in zip(routes, limits, strict=True)])
+            self._turns[model] = turns
+        return []
 
     def _close(self, engine: int) -> list[Request]:
         """Lead nobody to the engine any more. The requests that waited for it, which are now bound to none."""
@@ -278,7 +296,8 @@ class FleetController(Controller):
         for id in scope:
             engine = self._engines[id]
             model = self._models[engine.model]
-            route = Route(id, model.demand.rate_per_s, self._max_tokens(engine.model), scheduler)
+            longest = self._longest.get(id) or self._max_tokens(engine.model)
+            route = Route(id, model.demand.rate_per_s, longest, scheduler)
             self._lead(engine.model, [*(o for o in self._routes[engine.model] if o.engine != id), route])
             self._bound_to.setdefault(id, 0)
             self._scopes[id] = scope
@@ -310,7 +329,9 @@ class FleetController(Controller):
 
     def _tick(self, event: Tick) -> list[Command]:
         if self._now >= self.next_tick_s:
-            self.next_tick_s = (self._now // self._tick_s + 1) * self._tick_s
+            self._ticks = max(self._ticks + 1, int(self._now / self._tick_s))
+            self._ticks += self._ticks * self._tick_s <= self._now
+            self.next_tick_s = self._ticks * self._tick_s
         view = self._view(event)
         self._pressed.clear()
         free_bytes = dict(event.free_bytes)

@@ -115,11 +115,12 @@ def throttled(load: EngineLoad, trigger: float = 0.95) -> bool:
 
 
 class ScaleOut:
-    """Ask for an instance when layers are dropped and KV demand went on growing for ``samples`` looks, at most once in
-    ``pause_s`` (a new one takes as long to start, and changes the picture)."""
+    """Ask for an instance when layers are dropped and KV demand went on growing for ``samples`` looks (two at least): lowest
+    at the first of them, highest now, whatever it did in between. At most once in ``pause_s`` (a new one takes as long to
+    start, and changes the picture)."""
 
     def __init__(self, samples: int, pause_s: float) -> None:
-        self._demand: deque[int] = deque(maxlen=samples)
+        self._demand: deque[int] = deque(maxlen=max(2, samples))
         self._pause_s = pause_s
         self._asked_s = float("-inf")
 
@@ -129,7 +130,8 @@ class ScaleOut:
         self._demand.append(demand)
         dropped = any(len(view.instances) > 1 and view.takes_requests for view in groups)
         full = len(self._demand) == self._demand.maxlen
-        if not dropped or not full or demand <= self._demand[0] or now < self._asked_s + self._pause_s:
+        grows = min(self._demand) == self._demand[0] < demand == max(self._demand)
+        if not dropped or not full or not grows or now < self._asked_s + self._pause_s:
             return False
         self._asked_s = now
         return True
