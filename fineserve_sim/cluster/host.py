@@ -92,6 +92,9 @@ class Cluster:
         self.changed = False  # engines came or went, and nothing was formed anew yet
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
+        self.logs = log is not None
+        self._watches = controller.needs_loads
+        self._attentive = self._watches or check or self.logs
         self.prefixes: Sequence[Prefix] = ()  # by request, where KV memory keeps prefixes
         self.actions: dict[type, Callable[[Any, float], None]] = {
             Dispatch: self._dispatch,
@@ -141,7 +144,7 @@ class Cluster:
         if self.prefixes:
             sequence.prefix = self.prefixes[request.id]
         self._sequences[request.id] = sequence
-        if self.controller.needs_loads:
+        if self._watches:
             self.report_loads(now)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
@@ -156,7 +159,7 @@ class Cluster:
         """These wait for an engine again, with what they generated as part of their prompts."""
         for sequence in sequences:
             self._sequences[sequence.index] = sequence
-            if self.controller.needs_loads:
+            if self._watches:
                 self.report_loads(now)
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
@@ -165,7 +168,8 @@ class Cluster:
         self.outcomes.first_token(sequence.index, now)
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
-        self.outcomes.engine[sequence.index] = engine.column
+        if self.fleet is not None:  # it may have moved
+            self.outcomes.engine[sequence.index] = engine.column
         self.outcomes.end(sequence.index, now, Fate.FINISHED)
 
     def preempted(self, engine: Engine, sequence: SequenceState) -> None:
@@ -267,7 +271,12 @@ class Cluster:
             for other in domain.engines:
                 if other is not engine:
                     other.cut()
-        if self.controller.needs_loads:
+        if self._attentive:
+            self._attend(engine, lane, domain, now)
+
+    def _attend(self, engine: Engine, lane: Lane, domain: MemoryDomain, now: float) -> None:
+        """Somebody watches, checks or writes down what is launched."""
+        if self._watches:
             self.touch(engine)
         if self._check:
             self._check_all(domain)
@@ -288,7 +297,7 @@ class Cluster:
 
     def memory_freed(self, engine: Engine, now: float) -> None:
         """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
-        if self.controller.needs_loads:
+        if self._watches:
             self.touch(engine)
         for other in self._domain_of[engine.index].engines:
             if other is engine:
@@ -335,7 +344,7 @@ class Cluster:
 
     def touch(self, engine: Engine) -> None:
         """Its load changed, and what those that share its memory see as theirs."""
-        if self.controller.needs_loads:
+        if self._watches:
             for other in self._domain_of[engine.index].engines:
                 self._touched.add(other.index)
                 if isinstance(other, SpanEngine) and other.next_boundary_s < NEVER:
@@ -401,7 +410,7 @@ class Cluster:
             engine.post(now, self.order, sequence)
             return
         engine.accept(sequence)
-        if self.controller.needs_loads:
+        if self._watches:
             self.touch(engine)
         if engine is not self._asking:
             engine.replan(now)

@@ -151,6 +151,7 @@ class _Builder:
                 swap,
             )
             engine.columns = (members[0].id,)
+            engine.column = members[0].id
             return engine
         lookahead = None
         if self._cost is not None and len(members) > 1:

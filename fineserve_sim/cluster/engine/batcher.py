@@ -28,6 +28,8 @@ class EngineHost(Protocol):
     """The cluster around an engine: what it hears, and what it is asked."""
 
     merging: bool
+    logs: bool
+    """Whether what is computed is written down."""
 
     def consult(self, engine: Engine, now: float) -> None:
         """The engine stands between two iterations: its scheduler may start requests."""
@@ -108,6 +110,33 @@ class Engine(ABC):
     one a stage: the first counts its requests.
     """
 
+    __slots__ = (
+        "_backlog_tokens",
+        "_host",
+        "_iterations",
+        "_pipelined",
+        "_preempted",
+        "_settings",
+        "closing",
+        "column",
+        "columns",
+        "composition_changed",
+        "gone",
+        "index",
+        "kv",
+        "lanes",
+        "max_tokens",
+        "model",
+        "promised_blocks",
+        "queues",
+        "relief",
+        "reserved_blocks",
+        "slowdown",
+        "stalled",
+        "step",
+        "stopping",
+    )
+
     def __init__(
         self,
         index: int,
@@ -135,6 +164,7 @@ class Engine(ABC):
         self.stopping = self.closing = self.gone = False
         self.model = model
         self.columns: tuple[int, ...] = (index,)
+        self.column = index
         self._settings = settings
         self._host = host
         self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]
@@ -142,6 +172,7 @@ class Engine(ABC):
         self._backlog_tokens = 0
         self._iterations = 0
         self._preempted = False
+        self._pipelined = False  # sequences may decode in another lane than the one that prefilled them
 
     # --- what others see -------------------------------------------------------------------------------------------
 
@@ -154,10 +185,6 @@ class Engine(ABC):
     @abstractmethod
     def starting(self) -> bool:
         """It is about to form a batch."""
-
-    @property
-    def column(self) -> int:
-        return self.columns[0]
 
     @property
     def wants_memory(self) -> bool:
@@ -261,7 +288,7 @@ class Engine(ABC):
         self.stalled.pop(sequence, None)
         lane = min(self.lanes, key=_size)
         if sequence.prefilled:
-            lane.joining.append(sequence)
+            lane.join_next(sequence)
         else:
             lane.queue.prefilling.append(sequence)
             lane.queue.prefilling.sort(key=arrival_order)
@@ -365,10 +392,8 @@ class Engine(ABC):
 
     def _form(self, lane: Lane, now: float) -> None:
         """The lane's next batch: a KV slot for the next token of each decode, then prompt chunks for what the budget leaves."""
-        if lane.joining:
-            lane.let_join()
-        while lane.leaving:
-            self._host.leaves(self, lane, lane.leaving.pop(), now)
+        if lane.moving:
+            self._let_move(lane, now)
         self._preempted = False
         if self.relief is not None:
             self.relief.before(self, lane, now)
@@ -377,6 +402,13 @@ class Engine(ABC):
             self._make_room(lane, growing, now)
         queue = lane.queue
         lane.chunks = self._prompt_chunks(lane) if queue.waiting or queue.prefilling else []
+
+    def _let_move(self, lane: Lane, now: float) -> None:
+        """Sequences join the decodes, and those that are to go elsewhere leave."""
+        lane.moving = False
+        lane.let_join()
+        while lane.leaving:
+            self._host.leaves(self, lane, lane.leaving.pop(), now)
 
     def _make_room(self, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
         """Somebody gives way until all that grow have their block: the request of the lane that arrived last is recomputed."""
@@ -396,20 +428,36 @@ class Engine(ABC):
         queue, left = lane.queue, self._settings.token_budget - lane.decodes.size
         chunks: list[PromptChunk] = []
         for sequence in queue.prefilling:
-            remaining = sequence.target_tokens - sequence.cached_tokens
-            if not remaining:
+            done = sequence.cached_tokens
+            size = min(left, sequence.target_tokens - done)
+            if done == sequence.target_tokens:
                 continue  # its last chunk is in flight
-            chunk = self.take_chunk(sequence, min(left, remaining))
-            if chunk is None:
+            if size < 1 or not self.kv.grow(sequence, done + size):
                 return chunks
-            chunks.append(chunk)
-            left -= chunk[2]
-        while left > 0 and queue.waiting and self.may_start(queue.waiting[0]):
-            chunk = self.begin_prefill(queue, left)
-            if chunk is None:
+            sequence.cached_tokens = done + size
+            chunks.append((sequence, done, size))
+            left -= size
+        slots = self._free_slots() if left > 0 and queue.waiting else 0
+        while left > 0 and slots > 0 and queue.waiting:
+            sequence = queue.waiting[0]
+            if sequence.preempted and not self._may_return(sequence):
                 break
-            chunks.append(chunk)
-            left -= chunk[2]
+            if sequence.prefix is None:
+                size = min(left, sequence.target_tokens)
+                if not self.kv.grow(sequence, size):
+                    break
+                sequence.cached_tokens = size
+                queue.start()
+                self.composition_changed = True
+                chunks.append((sequence, 0, size))
+            else:
+                chunk = self.begin_prefill(queue, left)
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+                size = chunk[2]
+            left -= size
+            slots -= 1
         return chunks
 
     def take_chunk(self, sequence: SequenceState, tokens: int) -> PromptChunk | None:
@@ -438,14 +486,18 @@ class Engine(ABC):
         return chunk
 
     def may_start(self, sequence: SequenceState) -> bool:
-        """A slot, nobody with an older claim, and for one that lost its KV room for all of it (else two could evict each other
-        for ever)."""
-        if self._preempted or self.running >= self._settings.max_sequences * len(self.lanes):
-            return False
-        if self.relief is not None and not self.relief.admits:
-            return False
-        if not sequence.preempted:
-            return True
+        """A slot, nobody with an older claim, and for one that lost its KV room for all of it."""
+        return self._free_slots() > 0 and (not sequence.preempted or self._may_return(sequence))
+
+    def _free_slots(self) -> int:
+        """Sequences that may start now; none while others have an older claim to the memory."""
+        if self._preempted or (self.relief is not None and not self.relief.admits):
+            return 0
+        return self._settings.max_sequences * len(self.lanes) - self.running
+
+    def _may_return(self, sequence: SequenceState) -> bool:
+        """There is room for all of a sequence that lost its KV, and a block to go on: else two could evict each other for
+        ever."""
         wanted = sequence.target_tokens + self._settings.block_tokens
         return self.kv.free_tokens() >= min(wanted, self.kv.capacity_tokens())
 
@@ -487,11 +539,14 @@ class Engine(ABC):
         self._host.emitted(sequence, now)
         if sequence.generated_tokens == sequence.output_tokens:
             finished.append(sequence)
-        else:
+        elif self._pipelined:
             self._to_decode(lane, sequence)
+        else:
+            lane.decodes.join(sequence)
 
     def _to_decode(self, lane: Lane, sequence: SequenceState) -> None:
-        lane.decodes.join(sequence)
+        """Of a pipeline: which lane decodes it from its next batch on."""
+        raise NotImplementedError
 
     def _retire(self, finished: Iterable[SequenceState], now: float) -> None:
         for sequence in finished:

@@ -21,6 +21,14 @@ from fineserve_sim.latency import StepModel
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
+    __slots__ = (
+        "_blocks",
+        "_inbox",
+        "_start_s",
+        "_until_s",
+        "events",
+    )
+
     def __init__(
         self,
         index: int,

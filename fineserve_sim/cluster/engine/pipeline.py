@@ -30,6 +30,18 @@ class PipelineEngine(Engine):
     """``stages`` in order with their ``layout`` of layers. ``busy_s`` and ``working_s`` (stage seconds computed and seconds
     passed, both while requests wait) tell the bubbles."""
 
+    __slots__ = (
+        "_computed_s",
+        "_lookahead",
+        "_pending",
+        "_shared_queue",
+        "_since_s",
+        "busy_s",
+        "layout",
+        "stages",
+        "working_s",
+    )
+
     def __init__(
         self,
         index: int,
@@ -53,8 +65,10 @@ class PipelineEngine(Engine):
         self.busy_s = 0.0
         self.working_s = 0.0
         self._shared_queue = shared_queue
+        self._pipelined = True
         self._lookahead = lookahead
         self.columns = tuple(stage.id for stage in stages)
+        self.column = self.columns[0]
         self._pending = False
         self._computed_s = self._since_s = 0.0
 
@@ -128,7 +142,8 @@ class PipelineEngine(Engine):
 
     def computed(self, stage: int, batch: Batch, now: float) -> None:
         """A batch has been computed in one of the stages."""
-        self._host.computed(self, batch.lane, now - batch.stage_s[stage], now, stage)
+        if self._host.logs:
+            self._host.computed(self, batch.lane, now - batch.stage_s[stage], now, stage)
 
     def _prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         if self._lookahead is None:
@@ -141,7 +156,7 @@ class PipelineEngine(Engine):
             self._lookahead.forget()
 
     def _to_decode(self, lane: Lane, sequence: SequenceState) -> None:
-        (min(self.lanes, key=lambda lane: lane.size) if self._shared_queue else lane).joining.append(sequence)
+        (min(self.lanes, key=lambda lane: lane.size) if self._shared_queue else lane).join_next(sequence)
 
     def _unblock(self, lane: Lane, now: float) -> None:
         """Partial prefills that hold the memory between them, and nothing under way that would free some: the latest

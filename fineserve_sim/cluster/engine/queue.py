@@ -65,7 +65,7 @@ class Lane:
     one on, ``leaving`` ones stop before it; ``asked``: it has a turn or a batch under way; ``launched``: its batch is in
     flight."""
 
-    __slots__ = ("asked", "chunks", "decodes", "joining", "launched", "leaving", "queue")
+    __slots__ = ("asked", "chunks", "decodes", "joining", "launched", "leaving", "moving", "queue")
 
     def __init__(self, queue: Queue, block_tokens: int) -> None:
         self.queue = queue
@@ -73,6 +73,7 @@ class Lane:
         self.chunks: list[PromptChunk] = []
         self.joining: list[SequenceState] = []
         self.leaving: list[SequenceState] = []
+        self.moving = False  # somebody joins or leaves
         self.asked = False
         self.launched = False
 
@@ -84,6 +85,16 @@ class Lane:
     @property
     def has_work(self) -> bool:
         return bool(self.decodes.size or self.joining or self.queue.prefilling or self.queue.waiting)
+
+    def join_next(self, sequence: SequenceState) -> None:
+        """It decodes from the next batch on."""
+        self.joining.append(sequence)
+        self.moving = True
+
+    def leave_next(self, sequence: SequenceState) -> None:
+        """It stops before the next batch."""
+        self.leaving.append(sequence)
+        self.moving = True
 
     def let_join(self) -> None:
         for sequence in self.joining:

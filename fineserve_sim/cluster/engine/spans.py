@@ -49,6 +49,23 @@ class SpanEngine(Engine):
     """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span, ``next_boundary_s`` the next
     boundary to settle inside it; ``promised_blocks`` is at least what those ahead in it will take."""
 
+    __slots__ = (
+        "_alone_s",
+        "_decodes",
+        "_ends",
+        "_lane",
+        "_launched_s",
+        "_queue",
+        "_settled",
+        "_shares_gpu",
+        "_starting",
+        "end_s",
+        "next_boundary_s",
+        "order",
+        "start_order",
+        "wakeups",
+    )
+
     def __init__(
         self,
         index: int,
@@ -170,6 +187,11 @@ class SpanEngine(Engine):
         ahead = len(self._ends) - 1 - self._settled
         self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
 
+    def accept(self, sequence: SequenceState) -> None:
+        sequence.output_tokens = min(sequence.output_tokens, self.max_tokens - sequence.prompt_tokens)
+        self._queue.append(sequence)
+        self._backlog_tokens += sequence.target_tokens
+
     def stop(self, now: float) -> None:
         self._starting = False
         super().stop(now)
@@ -209,7 +231,8 @@ class SpanEngine(Engine):
         """The last iteration of the span ends; all boundaries inside it must be settled."""
         self._ends = []
         self.end_s = self.next_boundary_s = NEVER
-        self._host.computed(self, self._lane, self._launched_s, now)
+        if self._host.logs:
+            self._host.computed(self, self._lane, self._launched_s, now)
         if self._complete(self._lane, self._settled + 1, now):
             self._host.memory_freed(self, now)
         self._plan(now)

@@ -68,7 +68,7 @@ class Migrations:
             self._end(move, now)
             return
         self._places.cluster.settle_now(move.source, now)
-        lane.leaving.append(move.sequence)
+        lane.leave_next(move.sequence)
         move.source.replan(now)
 
     def leave(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
