@@ -71,8 +71,16 @@ class DeviceBench:
         if isinstance(item.ask, Take):
             return self._take(item.ask)
         if isinstance(item.ask, Trial):
-            return run_trial(item.ask, self._folder, self._on_cpu)
+            return run_trial(item.ask, self._folder, self._catalog_gpu())
         return [self._spot(item.ask)]
+
+    def _catalog_gpu(self) -> str | None:
+        """The catalog's name of this device; None for the CPU. Raises Unavailable for a GPU that it does not have."""
+        if self._on_cpu:
+            return None
+        if self._device.spec is None:
+            raise Unavailable(f"the catalog has no {self.identity.device}")
+        return self._device.spec.name
 
     def close(self) -> None:
         """See ``run.Bench``."""

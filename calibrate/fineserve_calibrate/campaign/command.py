@@ -53,7 +53,9 @@ def planned(request: Request) -> tuple[ProbedModel, list[Item]]:
     wanted = [text for text in (request.only or "").split(",") if text]
     chosen = [item for item in items if not wanted or any(text in item.part for text in wanted)]
     if not chosen:
-        raise ProbeError(f"--only {request.only}: no such part; parts: {', '.join(dict.fromkeys(i.part for i in items))}")
+        raise ProbeError(
+            f"--only {request.only}: no such part; parts: {', '.join(dict.fromkeys(i.part for i in items))}"
+        )
     return model, chosen
 
 

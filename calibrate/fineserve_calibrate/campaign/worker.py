@@ -111,7 +111,9 @@ def main() -> None:
         _reply(channel, {"start_s": time.monotonic() - begun_s})
         for line in sys.stdin:
             _reply(channel, _answer(engine, json.loads(line)))
-    except Exception as error:  # reported to the parent, which ends this process: an engine that failed is not used again
+    except (
+        Exception
+    ) as error:  # reported to the parent, which ends this process: an engine that failed is not used again
         _reply(channel, {"error": f"{type(error).__name__}: {error}"})
 
 
