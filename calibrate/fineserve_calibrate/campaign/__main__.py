@@ -27,7 +27,7 @@ def main() -> int:
     request = Request(given.gpu, given.minutes, given.out, given.only, given.retry)
     try:
         if given.plan:
-            print("\n".join(plan_lines(planned(request)[1])))
+            print("\n".join(plan_lines(planned(request)[2])))
         else:
             print(f"packed {campaign(request, lambda text: print(text, flush=True))}")
     except (ProbeError, OSError) as problem:

@@ -112,7 +112,7 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _tables(folder: Path, journal: Journal) -> list[Path]:
     try:
         from fineserve_calibrate.campaign.tables import write
-    except ImportError:  # the journal holds all of it; tables are made where pyarrow is
+    except ImportError:  # no pyarrow: the journal holds all of it; tables are made where pyarrow is
         return []
     return write(folder, journal.identity, list(journal.entries.values()))
 
@@ -120,6 +120,11 @@ def _tables(folder: Path, journal: Journal) -> list[Path]:
 def _left_by_trials(folder: Path) -> list[Path]:
     paths = sorted((folder / TRIALS).rglob("*"))
     return [path for path in paths if path.is_file() and path.stat().st_size <= LARGEST_BYTES]
+
+
+def is_campaign(path: Path) -> bool:
+    """Whether this is a campaign's archive (any file is taken for one) or folder, not that of probes."""
+    return path.is_file() or (path / "journal.jsonl").exists()
 
 
 def opened(path: Path) -> tuple[Identity, list[Entry], dict[str, Any], Path]:

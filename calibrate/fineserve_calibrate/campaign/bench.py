@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -148,7 +149,7 @@ class DeviceBench:
     def _end_left_over_mps(self) -> None:
         """The daemon of a campaign in this folder that was killed: it is ours, and nobody else would end it."""
         if self._note.exists():
-            with suppress(ValueError, OSError):
+            with suppress(ValueError, OSError, subprocess.SubprocessError):
                 stop_mps(tuple((name, value) for name, value in json.loads(self._note.read_text(encoding="utf-8"))))
             self._note.unlink(missing_ok=True)
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fineserve_calibrate.campaign.archive import pack, progress
+from fineserve_calibrate.campaign.archive import NAME, pack, progress
 from fineserve_calibrate.campaign.items import Item
 from fineserve_calibrate.campaign.journal import Journal
 from fineserve_calibrate.campaign.plan import plan
 from fineserve_calibrate.campaign.run import Bench, run
-from fineserve_calibrate.probes.backend import ProbeError
+from fineserve_calibrate.probes.backend import ProbeError, Unavailable
 from fineserve_calibrate.probes.devices import check_wanted, find_gpu
 from fineserve_calibrate.probes.models import LLAMA_8B, TINY, ProbedModel
 
 MINUTES = 9.0
 """Of one command, unless it says otherwise: a machine that ends a command at ten leaves time to pack."""
+OVERDUE_S = 25.0
+"""How much longer an item may take that began in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ def open_bench(gpu: str, model: ProbedModel, folder: Path) -> Bench:
     return DeviceBench(found, model, folder)
 
 
-def planned(request: Request) -> tuple[ProbedModel, list[Item]]:
-    """The model whose engines run, and the items asked for. Raises ProbeError for an unknown device or part."""
+def planned(request: Request) -> tuple[ProbedModel, list[Item], list[Item]]:
+    """The model whose engines run, all items, and those asked for. Raises ProbeError for an unknown device or part."""
     check_wanted(request.gpu)
     on_cpu = request.gpu == "cpu"
     model = TINY if on_cpu else LLAMA_8B
@@ -53,10 +54,9 @@ def planned(request: Request) -> tuple[ProbedModel, list[Item]]:
     wanted = [text for text in (request.only or "").split(",") if text]
     chosen = [item for item in items if not wanted or any(text in item.part for text in wanted)]
     if not chosen:
-        raise ProbeError(
-            f"--only {request.only}: no such part; parts: {', '.join(dict.fromkeys(i.part for i in items))}"
-        )
-    return model, chosen
+        parts = ", ".join(dict.fromkeys(item.part for item in items))
+        raise ProbeError(f"--only {request.only}: no such part; parts: {parts}")
+    return model, items, chosen
 
 
 def campaign(request: Request, say: Callable[[str], None], bench_of: OpenBench = open_bench) -> Path:
@@ -65,39 +65,46 @@ def campaign(request: Request, say: Callable[[str], None], bench_of: OpenBench =
 
     Raises ProbeError before anything is written for what cannot be asked, and when engines do not start any more.
     """
-    model, items = planned(request)
-    folder = request.out or Path("calibration") / f"{re.sub('[^a-z0-9]+', '-', request.gpu.lower())}-campaign"
-    with _terminated_as_interrupted():
-        bench = bench_of(request.gpu, model, folder)
+    model, items, chosen = planned(request)
+    folder = request.out or Path("calibration") / f"{request.gpu}-campaign"
+    limit_s = 60 * request.minutes
+    bench, journal = bench_of(request.gpu, model, folder), None
+    with _signals(limit_s + OVERDUE_S):
         try:
             begun_s = bench.now_s()
             journal = Journal(folder, bench.identity)
-            say(f"{bench.identity.device}: {len(items)} items, {request.minutes:g} minutes, into {folder}")
-            try:
-                run(items, bench, journal, begun_s + 60 * request.minutes, say, request.retry)
-            finally:
-                bench.close()
-                archive = pack(folder, items, journal) if journal.entries else None
+            say(f"{bench.identity.device}: {len(chosen)} items, {request.minutes:g} minutes, into {folder}")
+            run(chosen, bench, journal, begun_s + limit_s, say, request.retry)
         finally:
             bench.close()
-    for line in summary_lines(items, journal):
+            if journal is not None and journal.entries:
+                pack(folder, items, journal)
+    if not journal.entries:
+        raise ProbeError(f"--minutes {request.minutes:g}: nothing fits into them; give more")
+    for line in summary_lines(chosen, journal):
         say(line)
-    if archive is None:
-        raise ProbeError(f"nothing fits into {request.minutes:g} minutes; give --minutes more")
-    return archive
+    return folder / NAME
 
 
-class _terminated_as_interrupted:
-    """SIGTERM as Ctrl-C: what was started is ended, what was measured is packed."""
+@contextmanager
+def _signals(limit_s: float) -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: what was started is ended, what was measured is packed. An item that is still not finished after
+    ``limit_s`` could not be measured."""
 
-    def __enter__(self) -> None:
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
 
-        self._before = signal.signal(signal.SIGTERM, interrupt)
+    def overdue(*_: object) -> None:
+        raise Unavailable("not finished when the time of the command was over")
 
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+    before = signal.signal(signal.SIGTERM, interrupted), signal.signal(signal.SIGALRM, overdue)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGALRM, before[1])
 
 
 def summary_lines(items: Sequence[Item], journal: Journal) -> list[str]:

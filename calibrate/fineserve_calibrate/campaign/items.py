@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -100,7 +101,7 @@ class Item:
         """For people."""
         if isinstance(self.ask, Take):
             seats = zip(self.ask.scene.seats, self.ask.loads, strict=True)
-            return f"{self.part}: " + " | ".join(seat_text(seat, load) for seat, load in seats)
+            return f"{self.part}: " + " + ".join(seat_text(seat, load) for seat, load in seats)
         if isinstance(self.ask, Spot):
             return f"{self.part}: {self.ask.operator} " + " ".join(map(str, self.ask.point.values()))
         return f"{self.part}: {self.ask.name}"
@@ -116,12 +117,24 @@ def seat_text(seat: Seat, load: Composition | None) -> str:
     return f"{seat.dtype}@{seat.percent} {load_text(load) if load else 'waits'}"
 
 
+def parse_seat(text: str) -> tuple[Seat, Composition | None]:
+    """What ``seat_text`` wrote. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\w+)@(\d+) (?:d(\d+)c(\d+)|p(\d+)|waits)", text)
+    if found is None:
+        raise ValueError(f"{text!r} names no engine and its load")
+    dtype, percent, decodes, context, prefill = found.groups()
+    seat = Seat(dtype, int(percent))
+    if decodes is None and prefill is None:
+        return seat, None
+    return seat, Composition(int(decodes or 0), int(context or 0), int(prefill or 0))
+
+
 SHARING_KEYS = (
     *("sharing", "processes", "model", "mode", "dtype", "percent"),
     *("decodes", "context", "prefill_tokens", "neighbours"),
 )
 """Columns of the table ``sharing``. ``processes``: engines on the device, waiting ones included; ``neighbours``: the other
-engines at work, as ``seat_text`` writes them, joined by `` | ``; ``none``: alone."""
+engines at work, as ``seat_text`` writes them, joined by `` + ``; ``none``: alone."""
 
 
 def sharing_keys(take: Take, place: int) -> Mapping[str, str | int]:
@@ -135,5 +148,5 @@ def sharing_keys(take: Take, place: int) -> Mapping[str, str | int]:
     ]
     seat = scene.seats[place]
     values = (scene.sharing, len(scene.seats), scene.model, scene.mode, seat.dtype, seat.percent)
-    load_values = (mine.decodes, mine.context, mine.prefill_tokens, " | ".join(sorted(others)) or "none")
+    load_values = (mine.decodes, mine.context, mine.prefill_tokens, " + ".join(sorted(others)) or "none")
     return dict(zip(SHARING_KEYS, (*values, *load_values), strict=True))

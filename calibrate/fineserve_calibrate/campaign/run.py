@@ -60,13 +60,14 @@ def run(
     """
     todo = [item for item in items if not journal.done(item, retry)]
     pace = Pace(list(journal.entries.values()), {item.key: item for item in items})
-    left, failed, in_a_row = list[Item](), dict[str, str](), 0
+    left, postponed, failed, in_a_row = list[Item](), set[str](), dict[str, str](), 0
     for place, item in enumerate(todo):
         if item.setup in failed:
             journal.add(item, _outcome(bench, reason=failed[item.setup]))
             continue
-        if bench.now_s() + _needed_s(todo[place:], bench.setup, pace) > until_s:
+        if item.setup in postponed or bench.now_s() + _needed_s(todo[place:], bench.setup, pace) > until_s:
             left.append(item)
+            postponed |= {item.setup} - {bench.setup, ""}
             continue
         try:
             outcome = _one(item, bench)

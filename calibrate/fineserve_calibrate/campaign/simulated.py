@@ -16,8 +16,6 @@ from fineserve_calibrate.probes.backend import Identity, Unavailable
 from fineserve_calibrate.probes.runner import Row, measure, summary
 from fineserve_calibrate.probes.simulated import NOISE, SimulatedDevice, step_s
 
-SETUP_S, TRIAL_S = 40.0, 60.0
-
 
 def slowdown(sharing: str, engines: int, percent: int) -> float:
     """Taking turns costs a tenth on top, MPS less; fewer SMs than all take longer."""
@@ -28,13 +26,13 @@ def slowdown(sharing: str, engines: int, percent: int) -> float:
 @dataclass
 class SimulatedBench:
     """A ``run.Bench``. ``breaks`` are setups that do not start, ``lacks`` ways of sharing that it does not have; ``fails``
-    may raise for an item."""
+    may raise for an item, ``setup_ratio`` is how long setups take against what the plan expects."""
 
     device: SimulatedDevice
     breaks: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     fails: Callable[[Item], None] = lambda item: None
-    setup_s: float = SETUP_S
+    setup_ratio: float = 0.7
     setup: str = ""
     started: list[str] = field(default_factory=list)
     measured: list[Item] = field(default_factory=list)
@@ -57,7 +55,7 @@ class SimulatedBench:
         if isinstance(item.ask, Take) and item.ask.scene.sharing in self.lacks:
             raise Unavailable(f"no {item.ask.scene.sharing} here")
         if item.setup:
-            self.device.clock_s += self.setup_s
+            self.device.clock_s += self.setup_ratio * item.setup_s
             if any(text in item.setup for text in self.breaks):
                 raise SetupFailed("the engine does not start")
             self.started.append(item.setup)
@@ -70,8 +68,8 @@ class SimulatedBench:
         if isinstance(item.ask, Take):
             return self._take(item.ask)
         if isinstance(item.ask, Trial):
-            self.device.clock_s += TRIAL_S
-            return [{"trial": item.ask.name, "quantity": "seconds", "value": TRIAL_S}]
+            self.device.clock_s += item.expected_s
+            return [{"trial": item.ask.name, "quantity": "seconds", "value": item.expected_s}]
         prepared = self.device.prepare(item.ask.operator, item.ask.point)
         seconds = measure(prepared, item.ask.effort, self.now_s)
         return [{**item.ask.point, **summary(seconds), "implementation": prepared.implementation}]

@@ -18,6 +18,7 @@ from typing import Any
 from fineserve_calibrate.campaign.archive import TRIALS
 from fineserve_calibrate.campaign.items import Trial
 from fineserve_calibrate.probes.backend import Unavailable
+from fineserve_calibrate.probes.engine_worker import ENVIRONMENT
 from fineserve_calibrate.probes.runner import Row
 
 LIMIT_S = 420.0
@@ -48,7 +49,7 @@ def ended(command: Sequence[str], log: Path, limit_s: float = LIMIT_S, fine: Seq
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
         )
         try:
             said, _ = process.communicate(timeout=limit_s)
@@ -118,7 +119,7 @@ class _weights:
 def metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """Means of the metrics of a results folder's one cell, over all models."""
     (cell,) = summary["cells"]
-    found = {name: values[""]["mean"] for name, values in cell["metrics"].items() if "" in values}
+    found = {name: values.get("mean") for name, values in cell["metrics"].items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
