@@ -43,14 +43,16 @@ def ended(command: Sequence[str], log: Path, limit_s: float = LIMIT_S, fine: Seq
 
     Raises Unavailable when it fails or takes longer. Whatever happens, its process does not outlive this call.
     """
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(
             [sys.executable, "-m", *command],
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,
             env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
-        )
+        ) as process,
+    ):
         try:
             said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
