@@ -31,6 +31,7 @@ def say(**answer):
     print(json.dumps(answer), flush=True)
 def failing(where):
     if given.get("fails") == where:
+        print(f"no {where}, says a library", file=sys.stderr, flush=True)
         say(error=f"RuntimeError: no {where}")
         sys.exit()
 say(import_s=0.5)
@@ -64,7 +65,7 @@ def seat(folder: Path, step_s: float = 0.25, fails: str = "") -> dict[str, Any]:
 
 
 def test_loads_begin_and_end_at_the_same_instants(scripted: Path) -> None:
-    crew = Crew([seat(scripted, 0.25), seat(scripted, 0.5), seat(scripted)])
+    crew = Crew([seat(scripted, 0.25), seat(scripted, 0.5), seat(scripted)], scripted / "logs")
     try:
         from_s, (first, second) = crew.take([DECODE, Composition(0, 0, 256), None], hold_s=2.0)
         assert [len(first), len(second)] == [8, 4]
@@ -76,10 +77,11 @@ def test_loads_begin_and_end_at_the_same_instants(scripted: Path) -> None:
 
 @pytest.mark.parametrize(("fails", "says"), [("load", "no load"), ("steps", "no steps")])
 def test_an_engine_that_fails_says_why(scripted: Path, fails: str, says: str) -> None:
-    crew = Crew([seat(scripted), seat(scripted, fails=fails)])
+    crew = Crew([seat(scripted), seat(scripted, fails=fails)], scripted / "logs")
     with pytest.raises(Unavailable, match=f"vLLM: RuntimeError: {says}"):
         crew.take([DECODE, DECODE], hold_s=1.0)
     crew.close()
+    assert [path.read_text() for path in sorted((scripted / "logs").iterdir())] == ["", f"{says}, says a library\n"]
 
 
 def gone(pid: int) -> bool:
@@ -104,16 +106,17 @@ def test_one_that_does_not_start_takes_the_others_with_it(scripted: Path, monkey
 
     monkeypatch.setattr("fineserve_calibrate.campaign.crew.Member", Noted)
     with pytest.raises(Unavailable, match="no start"):
-        Crew([seat(scripted), seat(scripted, fails="start"), seat(scripted)])
+        Crew([seat(scripted), seat(scripted, fails="start"), seat(scripted)], scripted / "logs")
     assert len(pids) == 3 and all(gone(pid) for pid in pids)
 
 
 PARENT = """
 import json, sys
+from pathlib import Path
 from fineserve_calibrate.campaign.command import _signals
 from fineserve_calibrate.campaign.crew import Crew, Member
 Member.worker = "scripted_engine"
-crew = Crew(json.loads(sys.argv[1]))
+crew = Crew(json.loads(sys.argv[1]), Path("logs"))
 with _signals(60.0):
     try:
         print(*(member._process.pid for member in crew._members), flush=True)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fineserve_calibrate.campaign import crew
+from fineserve_calibrate.campaign.archive import TRIALS
 from fineserve_calibrate.campaign.items import Item, Spot, Take, Trial, sharing_keys
 from fineserve_calibrate.campaign.run import SetupFailed
 from fineserve_calibrate.campaign.steps import Steps, statistics, steady
@@ -59,7 +60,7 @@ class DeviceBench:
         """See ``run.Bench``. What ran before is ended first: memory is what engines lack."""
         self._clear()
         if isinstance(item.ask, Take):
-            self._start_crew(item.ask)
+            self._start_crew(item, item.ask)
         elif isinstance(item.ask, Spot) and item.setup:
             try:
                 self._device.engines.get(_engine_of(item.ask))
@@ -99,14 +100,14 @@ class DeviceBench:
 
     # --- engines side by side -----------------------------------------------------------------------------------------
 
-    def _start_crew(self, take: Take) -> None:
+    def _start_crew(self, item: Item, take: Take) -> None:
         scene, model = take.scene, self._models[take.scene.model]
         if not self._device.has_vllm:
             raise Unavailable("vllm is not installed")
         mps = self._sharing(scene.sharing)
         seats = [crew.settings(scene, place, model, self._on_cpu, mps) for place in range(len(scene.seats))]
         try:
-            self._crew = crew.Crew(seats)
+            self._crew = crew.Crew(seats, self._folder / TRIALS / item.part)
         except Unavailable as reason:
             raise SetupFailed(str(reason)) from None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from fineserve_calibrate.campaign.items import Scene, Seat
 from fineserve_calibrate.campaign.steps import Steps
+from fineserve_calibrate.probes.backend import Unavailable
 from fineserve_calibrate.probes.engine_points import KV_OF
 from fineserve_calibrate.probes.engine_worker import ROUND
 from fineserve_calibrate.probes.engines import Composition, EngineProcess
@@ -22,6 +24,7 @@ LEAD_S = 0.05
 SPARE = 1.15
 """KV memory against what the loads fill: blocks are rounded up, and a new round begins before the old one is gone."""
 LEAST_KV_BYTES = 2**28
+KEPT_LOG = 20_000  # characters of an engine's log
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
@@ -93,17 +96,33 @@ class Member(EngineProcess):
 
 
 class Crew:
-    """Running engines, one a seat. Raises Unavailable when one does not start; then none is left."""
+    """Running engines, one a seat. ``logs`` is where the ends of their logs are kept when one fails.
 
-    def __init__(self, seats: Sequence[dict[str, Any]]) -> None:
+    Raises Unavailable when one does not start; then none is left.
+    """
+
+    def __init__(self, seats: Sequence[dict[str, Any]], logs: Path) -> None:
         self._members: list[Member] = []
+        self._logs = logs
         try:
-            for each in seats:
-                self._members.append(Member(each))
-            for member in self._members:  # one after the other: an engine looks at the memory that is free
-                member.started()
+            with self._logged():
+                for each in seats:
+                    self._members.append(Member(each))
+                for member in self._members:  # one after the other: an engine looks at the memory that is free
+                    member.started()
         except BaseException:
             self.close()
+            raise
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Keeps what the engines printed when one of them fails."""
+        try:
+            yield
+        except Unavailable:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for place, member in enumerate(self._members):
+                (self._logs / f"engine-{place}.log").write_text(member.log()[-KEPT_LOG:], encoding="utf-8")
             raise
 
     @property
@@ -117,14 +136,15 @@ class Crew:
         Raises Unavailable when an engine fails; the crew cannot be used any more then.
         """
         active = [(member, load) for member, load in zip(self._members, loads, strict=True) if load]
-        for member, load in active:
-            member.prepare(load)
-        for member, _ in active:
-            member.ready()
-        from_s = time.monotonic() + LEAD_S
-        for member, _ in active:
-            member.run(from_s, from_s + hold_s)
-        return from_s, [member.steps() for member, _ in active]
+        with self._logged():
+            for member, load in active:
+                member.prepare(load)
+            for member, _ in active:
+                member.ready()
+            from_s = time.monotonic() + LEAD_S
+            for member, _ in active:
+                member.run(from_s, from_s + hold_s)
+            return from_s, [member.steps() for member, _ in active]
 
     def close(self) -> None:
         """End the processes, all at the same time, and wait until they have given back their memory."""

@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 from fineserve_calibrate.probes.engine_worker import ENVIRONMENT, LONG, ROUND, Engine, Work, _reply
@@ -114,6 +115,7 @@ def main() -> None:
     except (
         Exception
     ) as error:  # reported to the parent, which ends this process: an engine that failed is not used again
+        traceback.print_exc()
         _reply(channel, {"error": f"{type(error).__name__}: {error}"})
 
 

@@ -142,9 +142,13 @@ class EngineProcess:
             raise Unavailable(f"vLLM: {answer['error'].splitlines()[0][:200]}")
         return answer
 
-    def _last_words(self) -> str:
+    def log(self) -> str:
+        """What the process and its libraries have printed."""
         self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        return self._log.read()
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.log().splitlines() if line.strip()]
         return lines[-1][:200] if lines else "without a word"
 
 
