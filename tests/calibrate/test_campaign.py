@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
@@ -450,3 +451,35 @@ def test_the_cpus_plan_is_a_rehearsal_of_the_gpus() -> None:
     kinds = {(type(item.ask), item.table) for item in ITEMS}
     assert {(type(item.ask), item.table) for item in plan(True, TINY.name)} == kinds
     assert sum(item.expected_s for item in plan(True, TINY.name)) < 6 * 60
+
+
+BARE = """
+import sys
+for name in ("pyarrow", "pandas", "scipy", "matplotlib", "typer", "simpy", "rich", "torch", "vllm"):
+    sys.modules[name] = None
+from fineserve_calibrate.probes import devices, libcuda
+def load():
+    raise libcuda.DriverError("there is no NVIDIA driver")
+devices.load = load
+from fineserve_calibrate.campaign.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("more", "code"), [(["--plan"], 0), ([], 2)])
+def test_measuring_needs_few_packages(tmp_path: Path, more: list[str], code: int) -> None:
+    command = [sys.executable, "-c", BARE, "--gpu", "h100", *more]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == code, run.stderr
+    if code:
+        assert run.stderr.startswith("error: --gpu h100: no GPU was found") and run.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_tables_cannot_be_written_the_journal_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fineserve_calibrate.campaign.tables", None)
+    measure(tmp_path, bench(), only="layouts")
+    with tarfile.open(tmp_path / command.NAME) as tar:
+        assert set(tar.getnames()) == {"manifest.json", "journal.jsonl"}
+    monkeypatch.undo()
+    assert "kv_layout.parquet" in {path.name for path in conclude(tmp_path / command.NAME)}
