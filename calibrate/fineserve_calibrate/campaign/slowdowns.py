@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from fineserve_calibrate.campaign.items import Seat, parse_seat, seat_text
@@ -63,25 +64,32 @@ def others(row: Row) -> tuple[Active, ...]:
     return tuple((seat, load) for seat, load in map(parse_seat, names) if load)
 
 
+def alone_s(rows: Sequence[Row]) -> dict[tuple[str, str, Active], float]:
+    """Mean seconds of an engine alone by (sharing, mode, seat and load): the median over the scenes that it was in."""
+    found: dict[tuple[str, str, Active], list[float]] = {}
+    for row in rows:
+        if not others(row):
+            found.setdefault((str(row["sharing"]), str(row["mode"]), own(row)), []).append(float(row["mean_s"]))
+    return {key: median(seconds) for key, seconds in found.items()}
+
+
 def slowdowns(rows: Sequence[Row], predictor: Predictor | None) -> list[Slowdown]:
     """Of every row that was not alone and whose engine was measured alone, too: under the same sharing and cap."""
-    alone = {(row["sharing"], row["mode"], own(row)): float(row["mean_s"]) for row in rows if not others(row)}
-    found = []
+    alone, found = alone_s(rows), list[Slowdown]()
     for row in rows:
         sharing, mode, engines = str(row["sharing"]), str(row["mode"]), (own(row), *others(row))
         if len(engines) > 1 and (sharing, mode, engines[0]) in alone:
             predicted = predictor.slowdown(sharing, mode, engines, 0) if predictor else None
-            alone_s = alone[sharing, mode, engines[0]]
-            found.append(Slowdown(sharing, mode, engines, alone_s, float(row["mean_s"]), predicted))
+            taken_s = alone[sharing, mode, engines[0]]
+            found.append(Slowdown(sharing, mode, engines, taken_s, float(row["mean_s"]), predicted))
     return found
 
 
 def caps(rows: Sequence[Row]) -> list[tuple[Active, str, float]]:
     """(seat and load, mode, slowdown) of engines alone under a part of the SMs, against all of them."""
-    alone = {(row["mode"], own(row)): float(row["mean_s"]) for row in rows if not others(row)}
-    found = []
-    for (mode, (seat, load)), seconds in alone.items():
-        whole = alone.get((mode, (Seat(seat.dtype), load)))
+    alone, found = alone_s(rows), list[tuple[Active, str, float]]()
+    for (sharing, mode, (seat, load)), seconds in alone.items():
+        whole = alone.get((sharing, mode, (Seat(seat.dtype), load)))
         if seat.percent != 100 and whole:
-            found.append(((seat, load), str(mode), seconds / whole))
+            found.append(((seat, load), mode, seconds / whole))
     return found
