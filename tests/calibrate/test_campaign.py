@@ -348,7 +348,7 @@ def test_the_report_says_what_to_commit_and_how_predictions_fare(whole: Path) ->
     assert f"# Campaign on {H100_NAME}" in text and "All of it was measured." in text
     assert "| sharing.parquet | 688 | 2.0% | commit |" in text
     assert "| time_slice | decode_graphs | 3 | decode, 0 of 3 prefill | 15 | 3.30 | 3.30 to 3.30 | 1.10 |" in text
-    assert "| bfloat16@50 | 1 decodes at 512 | decode_graphs | 1.41 |" in text
+    assert "| bfloat16@50 | 1 decodes at 512 | decode_graphs | 1.41 | 1.00 |" in text
     errors = [line for line in text.splitlines() if line.startswith("| bfloat16 | graphs | decode |")]
     assert len(errors) == 1 and errors[0].endswith("% |")
     for heading in (

@@ -21,6 +21,7 @@ from fineserve_calibrate.probes.engine_points import KV_OF
 from fineserve_calibrate.probes.engines import EngineSpec
 from fineserve_calibrate.probes.models import ONE_LAYER, ProbedModel
 from fineserve_calibrate.probes.mps import Environment, start_mps, stop_mps
+from fineserve_calibrate.probes.operators import PREPARE
 from fineserve_calibrate.probes.runner import Row, measure, summary
 from fineserve_calibrate.probes.torch_device import TorchDevice
 
@@ -157,7 +158,7 @@ class DeviceBench:
     # --- points of the probes ---------------------------------------------------------------------------------------
 
     def _spot(self, spot: Spot) -> Row:
-        prepared = self._device.prepare(spot.operator, spot.point)
+        prepared = PREPARE[spot.operator](self._device, spot.point)
         try:
             seconds = measure(prepared, spot.effort, self._device.now_s)
         finally:

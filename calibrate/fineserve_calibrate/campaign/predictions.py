@@ -1,6 +1,6 @@
 """What the simulator says today of what a campaign measured: step times of one engine, and slowdowns of several.
 
-The only place that knows the simulator's law of sharing; a new law is a new ``slowdown`` here.
+``Predictor._paces`` is the only place that knows the simulator's law of sharing.
 """
 
 from __future__ import annotations
@@ -44,12 +44,19 @@ class Predictor:
         return self._step(dtype, mode).step_s(*work(load))
 
     def slowdown(self, sharing: str, mode: str, engines: Sequence[Active], place: int) -> float:
-        """How many times longer a step of the engine at ``place`` takes beside the others. Today's law knows no ``sharing``
-        and no caps."""
+        """How many times longer a step of the engine at ``place`` takes beside the others than alone under its cap."""
+        return self._paces(sharing, mode, engines)[place] / self.capped(sharing, mode, engines[place])
+
+    def capped(self, sharing: str, mode: str, engine: Active) -> float:
+        """How many times longer a step takes alone under the engine's cap than on the whole device."""
+        return self._paces(sharing, mode, [engine])[0]
+
+    def _paces(self, sharing: str, mode: str, engines: Sequence[Active]) -> list[float]:
+        """Step times beside each other over those alone on the whole device. Today's law knows no sharing and no caps."""
         contention = Contention([(0,)] * len(engines))
         for engine, (seat, load) in enumerate(engines):
             contention.set_shares(engine, *self._step(seat.dtype, mode).shares(*work(load)))
-        return contention.slowdowns[place]
+        return [contention.slowdowns[engine] for engine in range(len(engines))]
 
 
 def predictor_of(gpu: GpuSpec | None, rows: Sequence[Mapping[str, Any]]) -> Predictor | None:

@@ -123,7 +123,7 @@ def _sharing(rows: Sequence[Row], predictor: Predictor | None) -> list[str]:
         "",
         "Mean step beside others over mean step alone, under the same cap.",
     ]
-    result += ["", *table((*head, "predicted: bias; error; worst"), lines), *_each(found), *_caps(rows)]
+    result += ["", *table((*head, "predicted: bias; error; worst"), lines), *_each(found), *_caps(rows, predictor)]
     return result
 
 
@@ -143,13 +143,13 @@ def _each(found: Sequence[Slowdown]) -> list[str]:
     return ["### Each row", "", *table(head, rows)]
 
 
-def _caps(rows: Sequence[Row]) -> list[str]:
+def _caps(rows: Sequence[Row], predictor: Predictor | None) -> list[str]:
     found = [
-        (f"{seat.dtype}@{seat.percent}", _load(load), mode, f"{ratio:.2f}") for (seat, load), mode, ratio in caps(rows)
+        (f"{seat.dtype}@{seat.percent}", _load(load), mode, f"{ratio:.2f}", "" if today is None else f"{today:.2f}")
+        for (seat, load), mode, ratio, today in caps(rows, predictor)
     ]
-    if not found:
-        return []
-    return ["### Alone under a part of the SMs", "", *table(("engine", "load", "mode", "slowdown"), found)]
+    head = ("engine", "load", "mode", "slowdown", "predicted")
+    return ["### Alone under a part of the SMs", "", *table(head, found)] if found else []
 
 
 def _load(load: Composition) -> str:

@@ -85,11 +85,12 @@ def slowdowns(rows: Sequence[Row], predictor: Predictor | None) -> list[Slowdown
     return found
 
 
-def caps(rows: Sequence[Row]) -> list[tuple[Active, str, float]]:
-    """(seat and load, mode, slowdown) of engines alone under a part of the SMs, against all of them."""
-    alone, found = alone_s(rows), list[tuple[Active, str, float]]()
+def caps(rows: Sequence[Row], predictor: Predictor | None) -> list[tuple[Active, str, float, float | None]]:
+    """(seat and load, mode, slowdown, predicted) of engines alone under a part of the SMs, against all of them."""
+    alone, found = alone_s(rows), list[tuple[Active, str, float, float | None]]()
     for (sharing, mode, (seat, load)), seconds in alone.items():
         whole = alone.get((sharing, mode, (Seat(seat.dtype), load)))
         if seat.percent != 100 and whole:
-            found.append(((seat, load), mode, seconds / whole))
+            predicted = predictor.capped(sharing, mode, (seat, load)) if predictor else None
+            found.append(((seat, load), mode, seconds / whole, predicted))
     return found
