@@ -275,6 +275,30 @@ def test_an_item_that_does_not_end_is_given_up(tmp_path: Path) -> None:
     assert any("1 could not be: not finished when the time of the command was over" in line for line in lines)
 
 
+def test_a_setup_that_is_overdue_is_left_for_the_next_command(tmp_path: Path) -> None:
+    """It is given up only where it had the whole time of a command."""
+    parts = "driver,steps-bfloat16-eager"
+    late = bench(overdue=("steps",))
+    lines = measure(tmp_path, late, only=parts)
+    assert "steps-bfloat16-eager: 0 measured, 0 could not be, 21 left" in lines
+    lines = measure(tmp_path, bench(overdue=("steps",)), only=parts)
+    assert "steps-bfloat16-eager: 0 measured, 21 could not be: still starting, 0 left" in lines
+
+
+def test_a_lost_device_ends_the_command_and_the_next_goes_on(tmp_path: Path) -> None:
+    def fails(item: Item) -> None:
+        if len(lost.measured) == 3:
+            lost.device.lost = True
+            raise RuntimeError("an illegal memory access")
+
+    lost = bench(fails=fails)
+    with pytest.raises(ProbeError, match="the device does not answer any more after RuntimeError: an illegal"):
+        measure(tmp_path, lost, only="driver")
+    again = bench()
+    assert measure(tmp_path, again, only="driver")[-1] == "complete: nothing is left"
+    assert len(again.measured) == 40 - 4
+
+
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,10 @@ class DeviceBench:
         """See ``run.Bench``."""
         return self._device.clocks()
 
+    def healthy(self) -> bool:
+        """See ``run.Bench``."""
+        return self._device.healthy()
+
     def prepare(self, item: Item) -> None:
         """See ``run.Bench``. What ran before is ended first: memory is what engines lack."""
         self._clear()

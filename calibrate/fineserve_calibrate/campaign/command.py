@@ -12,8 +12,8 @@ from fineserve_calibrate.campaign.archive import NAME, pack, progress
 from fineserve_calibrate.campaign.items import Item
 from fineserve_calibrate.campaign.journal import Journal
 from fineserve_calibrate.campaign.plan import plan
-from fineserve_calibrate.campaign.run import Bench, run
-from fineserve_calibrate.probes.backend import ProbeError, Unavailable
+from fineserve_calibrate.campaign.run import Bench, Overdue, run
+from fineserve_calibrate.probes.backend import ProbeError
 from fineserve_calibrate.probes.devices import check_wanted, find_gpu
 from fineserve_calibrate.probes.models import LLAMA_8B, TINY, ProbedModel
 
@@ -95,7 +95,7 @@ def _signals(limit_s: float) -> Iterator[None]:
         raise KeyboardInterrupt
 
     def overdue(*_: object) -> None:
-        raise Unavailable("not finished when the time of the command was over")
+        raise Overdue("not finished when the time of the command was over")
 
     before = signal.signal(signal.SIGTERM, interrupted), signal.signal(signal.SIGALRM, overdue)
     signal.setitimer(signal.ITIMER_REAL, limit_s)

@@ -18,6 +18,10 @@ class SetupFailed(Unavailable):
     """Engines that an item needs do not start: so may all others, when the device is lost."""
 
 
+class Overdue(Unavailable):
+    """The command's time was over before something ended."""
+
+
 class Bench(Protocol):
     """A device with what the items need on it."""
 
@@ -41,6 +45,9 @@ class Bench(Protocol):
     def measure(self, item: Item) -> list[Row]:
         """Rows of the item. Raises Unavailable."""
 
+    def healthy(self) -> bool:
+        """Whether the device still works after an error."""
+
     def close(self) -> None:
         """End everything that was started."""
 
@@ -56,11 +63,14 @@ def run(
     """Measure what is not in the journal yet and fits; the items that are left.
 
     An item whose setup must be started first is taken when starting leaves time for as much measuring, or for all that is
-    left of that setup. Raises ProbeError when ``LOST`` setups in a row do not start.
+    left of that setup. A setup that is overdue is left, too, unless it was the first of this run.
+
+    Raises ProbeError when the device is lost, or ``LOST`` setups in a row do not start.
     """
     todo = [item for item in items if not journal.done(item, retry)]
     pace = Pace(list(journal.entries.values()), {item.key: item for item in items})
-    left, postponed, failed, in_a_row = list[Item](), set[str](), dict[str, str](), 0
+    left, postponed, failed = list[Item](), set[str](), dict[str, str]()
+    began, in_a_row = False, 0
     for place, item in enumerate(todo):
         if item.setup in failed:
             journal.add(item, _outcome(bench, reason=failed[item.setup]))
@@ -74,11 +84,16 @@ def run(
             in_a_row = 0 if outcome["setup_s"] else in_a_row
             pace.note(item, outcome)
         except Unavailable as reason:
+            if isinstance(reason, Overdue) and began:
+                return [*left, *todo[place:]]
             outcome = _outcome(bench, reason=str(reason))
             failed[item.setup] = str(reason)
             in_a_row += isinstance(reason, SetupFailed)
+        began = True
         journal.add(item, outcome)
         say(f"{item.name}: {outcome['reason'] or result_text(outcome['rows'])} ({outcome['seconds']:.1f} s)")
+        if outcome["reason"] and not bench.healthy():
+            raise ProbeError(f"{item.name}: the device does not answer any more after {outcome['reason']}")
         if in_a_row >= LOST:
             raise ProbeError(f"{LOST} setups in a row did not start, the last with: {outcome['reason']}")
     return left

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fineserve_calibrate.campaign.items import Item, Take, Trial, sharing_keys
-from fineserve_calibrate.campaign.run import SetupFailed
+from fineserve_calibrate.campaign.run import Overdue, SetupFailed
 from fineserve_calibrate.campaign.steps import statistics
 from fineserve_calibrate.probes.backend import Identity, Unavailable
 from fineserve_calibrate.probes.runner import Row, measure, summary
@@ -25,12 +25,14 @@ def slowdown(sharing: str, engines: int, percent: int) -> float:
 
 @dataclass
 class SimulatedBench:
-    """A ``run.Bench``. ``breaks`` are setups that do not start, ``lacks`` ways of sharing that it does not have; ``fails``
-    may raise for an item, ``setup_ratio`` is how long setups take against what the plan expects."""
+    """A ``run.Bench``. ``breaks`` are setups that do not start, ``overdue`` those that never end to, ``lacks`` ways of sharing
+    that it does not have; ``fails`` may raise for an item, ``setup_ratio`` is how long setups take against what the plan
+    expects."""
 
     device: SimulatedDevice
     breaks: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    overdue: tuple[str, ...] = ()
     fails: Callable[[Item], None] = lambda item: None
     setup_ratio: float = 0.7
     setup: str = ""
@@ -49,6 +51,10 @@ class SimulatedBench:
         """See ``run.Bench``."""
         return self.device.clocks()
 
+    def healthy(self) -> bool:
+        """See ``run.Bench``."""
+        return self.device.healthy()
+
     def prepare(self, item: Item) -> None:
         """See ``run.Bench``."""
         self.setup = ""
@@ -56,6 +62,8 @@ class SimulatedBench:
             raise Unavailable(f"no {item.ask.scene.sharing} here")
         if item.setup:
             self.device.clock_s += self.setup_ratio * item.setup_s
+            if any(text in item.setup for text in self.overdue):
+                raise Overdue("still starting")
             if any(text in item.setup for text in self.breaks):
                 raise SetupFailed("the engine does not start")
             self.started.append(item.setup)
