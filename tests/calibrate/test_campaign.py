@@ -485,6 +485,7 @@ from fineserve_calibrate.probes import devices, libcuda
 def load():
     raise libcuda.DriverError("there is no NVIDIA driver")
 devices.load = load
+import fineserve_calibrate.campaign.bench
 from fineserve_calibrate.campaign.__main__ import main
 sys.exit(main())
 """
