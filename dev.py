@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 MINIMUM = (3, 11)
-RUNTIME_TESTS = ["--durations=10", "tests/runtime", "tests/calibrate/test_probes_real.py"]
+REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign")]
+RUNTIME_TESTS = ["--durations=10", "tests/runtime", *REAL]
 
 
 def environment(name: str, lock: str, *options: str) -> Path:

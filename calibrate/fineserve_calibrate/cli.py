@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fineserve_calibrate.campaign.archive import is_campaign
+from fineserve_calibrate.campaign.report import conclude as conclude_campaign
+from fineserve_calibrate.campaign_cli import campaign
 from fineserve_calibrate.claims_cli import claims
 from fineserve_calibrate.compaction import compact
 from fineserve_calibrate.crossvalidation import curve
@@ -63,9 +66,12 @@ def _probe(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Folder that --gpu wrote.")]) -> None:
-    """Tables and report of the finished parts of a measurement; no device is needed."""
-    for path in conclude(folder):
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that --gpu or campaign wrote, or its archive.")],
+) -> None:
+    """Tables and report of what a measurement or a campaign has finished; no device is needed."""
+    written = conclude_campaign(folder) if is_campaign(folder) else conclude(folder)
+    for path in written:
         Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
@@ -138,6 +144,7 @@ def cross_validate(
             print(f"wrote {path}", file=sys.stderr)
 
 
+app.command()(campaign)
 app.command()(validate)
 app.command()(claims)
 app.command()(fit)

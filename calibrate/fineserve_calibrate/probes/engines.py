@@ -14,7 +14,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from fineserve_calibrate.probes.backend import Unavailable
 from fineserve_calibrate.probes.models import ProbedModel
@@ -72,6 +72,7 @@ def worker_settings(spec: EngineSpec, model: ProbedModel, on_cpu: bool) -> dict[
 class EngineProcess:
     """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run what it is asked."""
 
+    worker: ClassVar[str] = "fineserve_calibrate.probes.engine_worker"
     settings: dict[str, Any]
     import_s: float = 0.0
     start_s: float = 0.0
@@ -79,7 +80,7 @@ class EngineProcess:
     _log: IO[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        command = [sys.executable, "-m", "fineserve_calibrate.probes.engine_worker", json.dumps(self.settings)]
+        command = [sys.executable, "-m", self.worker, json.dumps(self.settings)]
         environment = os.environ | self.settings["environment"]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
@@ -88,23 +89,26 @@ class EngineProcess:
 
     def started(self) -> None:
         """Wait until the engine is up."""
-        answer = self._answer(START_LIMIT_S)
+        answer = self.answer(START_LIMIT_S)
         self.import_s, self.start_s = answer["import_s"], answer["start_s"]
 
     def ask(self, wanted: Composition, count: int, hold_s: float = 0.0) -> None:
         """Begin ``count`` steps of a composition, and go on with them for ``hold_s``."""
         asked = {"decodes": wanted.decodes, "context": wanted.context, "prefill_tokens": wanted.prefill_tokens}
-        asked |= {"cached_tokens": wanted.cached_tokens, "count": count}
+        self.tell(asked | {"cached_tokens": wanted.cached_tokens, "count": count, "hold_s": hold_s})
+
+    def tell(self, asked: dict[str, Any]) -> None:
+        """Send the process one line."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(asked | {"hold_s": hold_s}).encode() + b"\n")
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise Unavailable(f"the engine's process ended: {self._last_words()}") from None
 
     def steps(self) -> list[tuple[float, float]]:
         """(end on the machine's monotonic clock, seconds) of each step asked for."""
-        return [(end, seconds) for end, seconds in self._answer(STEPS_LIMIT_S)["steps"]]
+        return [(end, seconds) for end, seconds in self.answer(STEPS_LIMIT_S)["steps"]]
 
     def close(self) -> None:
         """End the process and wait until it has given back its memory."""
@@ -120,7 +124,8 @@ class EngineProcess:
             self._process.stdout.close()
         self._log.close()
 
-    def _answer(self, limit_s: float) -> dict[str, Any]:
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """The process's next line; the process is killed when none comes within ``limit_s``."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -137,9 +142,13 @@ class EngineProcess:
             raise Unavailable(f"vLLM: {answer['error'].splitlines()[0][:200]}")
         return answer
 
-    def _last_words(self) -> str:
+    def log(self) -> str:
+        """What the process and its libraries have printed."""
         self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        return self._log.read()
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.log().splitlines() if line.strip()]
         return lines[-1][:200] if lines else "without a word"
 
 

@@ -22,7 +22,7 @@ def _own_version() -> str:
         return "from source"
 
 
-def _fingerprint(parts: Sequence[Finished], identity: Identity, rows: Sequence[Row], effort: str) -> Fingerprint:
+def fingerprint(parts: Sequence[Finished], identity: Identity, rows: Sequence[Row], effort: str) -> Fingerprint:
     spread = np.quantile([row["spread"] for row in rows], [0.5, 0.9])
     repeats = [row["repeats"] for row in rows]
     clocks = dict.fromkeys(clock for part in parts for clock in part.clocks)
@@ -52,7 +52,7 @@ def tables(measured: Measured) -> list[Table]:
         keys = KEYS[operator]
         rows = sorted((row for part in parts for row in part.rows), key=lambda row: [row[name] for name in keys])
         columns = {name: np.array([row[name] for row in rows]) for name in (*keys, *MEASURED)}
-        result.append(Table(operator, columns, _fingerprint(parts, measured.identity, rows, measured.effort)))
+        result.append(Table(operator, columns, fingerprint(parts, measured.identity, rows, measured.effort)))
     return result
 
 
