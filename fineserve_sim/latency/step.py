@@ -1,6 +1,6 @@
 """Seconds of one engine step from a few running sums of its batch.
 
-    step   = overhead + max(device, host floor)
+    step   = overhead + sampled * sequence + max(device, host floor)     and on a TP group more for a step with prompts
     device = tokens[decodes + prefill_tokens] + lm_head[sampled] + attention
 
 Operator costs come from measured tables, or from rooflines where there are none (``table_operators``, ``operators``). Those
@@ -98,9 +98,11 @@ class StepModel:
         self._prefill_s, self._attention_floor_s = attention.prefill_s, attention.floor_s
         self._kv_s, self._pair_s = attention.kv_s, attention.pair_s
         self._decode_curves: dict[int, PiecewiseLinear] = {}
-        floor = self.deployment.floor(self.precision.name, self.model.layers)
+        host = self.deployment
+        floor = host.floor(self.precision.name, self.model.layers, self.tp)
         self.floor_s = floor.value if floor else 0.0
-        self.overhead_s = self.deployment.overhead_s.value
+        self.overhead_s, self.prompt_s = host.overhead(self.tp), host.prompt(self.tp)
+        self.sequence_s = host.sequence_s.value if host.sequence_s else 0.0
 
     def _reserve(self, tokens: int, sampled: int) -> None:
         if tokens >= len(self._tokens_s):
@@ -135,15 +137,16 @@ class StepModel:
         tokens = decodes + prefill_tokens
         if tokens >= len(self._tokens_s) or sampled >= len(self._sampled_s):
             self._reserve(tokens, sampled)
-        attention_s = 0.0
+        attention_s, host_s = 0.0, self.overhead_s + sampled * self.sequence_s
         if decodes:
             curve = self._decode_curves.get(decodes) or self._decode_curve(decodes)
             attention_s = curve.at(decode_context + decodes)
         if prefill_tokens:
             attention_s = max(attention_s, self._attention_floor_s)
             attention_s += self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
+            host_s += self.prompt_s
         device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + attention_s
-        return self.overhead_s + (device_s if device_s > self.floor_s else self.floor_s)
+        return host_s + (device_s if device_s > self.floor_s else self.floor_s)
 
     def decode_steps_s(self, decodes: int, decode_context: int, steps: int) -> NDArray[np.float64]:
         """Seconds of each of ``steps`` consecutive decode-only steps, shape (steps,): step i equals
@@ -151,7 +154,7 @@ class StepModel:
         self._reserve(decodes, decodes)
         context = np.arange(1, steps + 1, dtype=np.int64) * decodes + decode_context
         device_s = (self._tokens_s[decodes] + self._sampled_s[decodes]) + self._decode_curve(decodes).at_each(context)
-        seconds: Floats = self.overhead_s + np.maximum(device_s, self.floor_s)
+        seconds: Floats = (self.overhead_s + decodes * self.sequence_s) + np.maximum(device_s, self.floor_s)
         return seconds
 
     def decode_span_s(
@@ -162,14 +165,15 @@ class StepModel:
             ends = self.decode_ends_s(start_s, decodes, decode_context, steps, slowdown)
             return ends, self.decode_steps_s(decodes, decode_context, steps).tolist()
         self._reserve(decodes, decodes)
-        batch_s, overhead_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.overhead_s, self.floor_s
+        batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
+        host_s = self.overhead_s + decodes * self.sequence_s
         curve, next_piece = self._decode_curve(decodes), 0.0
         now, ends, alone_s = start_s, [], []
         for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
             if context >= next_piece:
                 piece_start, value, slope, next_piece = curve.piece(context)
             device_s = batch_s + (value + (context - piece_start) * slope)
-            step_s = overhead_s + (device_s if device_s > floor_s else floor_s)
+            step_s = host_s + (device_s if device_s > floor_s else floor_s)
             now += step_s * slowdown
             alone_s.append(step_s)
             ends.append(now)
@@ -233,9 +237,13 @@ class StepModel:
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these step times, with its source."""
+        deployed, group = self.deployment, self.deployment.group if self.tp > 1 else None
         host = {
-            "host.overhead_s": self.deployment.overhead_s,
-            "host.floor_s": self.deployment.floor(self.precision.name, self.model.layers),
+            "host.overhead_s": deployed.overhead_s,
+            "host.sequence_s": deployed.sequence_s,
+            "host.floor_s": deployed.floor(self.precision.name, self.model.layers, self.tp),
+            "host.doubling_s": group.doubling_s if group else None,
+            "host.prompt_s": group.prompt_s if group else None,
         }
         kernel = self.attention.provenance() if isinstance(self.attention, LegacyAttention) else []
         return [*self.operators.provenance(), *kernel] + [
