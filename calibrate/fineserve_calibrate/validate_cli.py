@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from fineserve_calibrate.validate import (
     MeasuredSet,
     Predicted,
     StepFactory,
+    campaign,
     error_rows,
     predict_set,
     read_set,
@@ -104,11 +106,23 @@ def _report(sets: Sequence[MeasuredSet], predictions: Sequence[list[Predicted]],
         console.print(_table(measured.name, error_rows(found)))
         for line in _notes(measured):
             console.print(f"  {line}", markup=False)
-        for reading in measured.sensitivities if make_step is not None else ():
-            assert make_step is not None
-            before, after = (predict_set(read, make_step) for read in sensitivity(measured, reading))
-            console.print(f"  sensitivity, {reading.what}: {_moves(before, after)}", markup=False)
+        for line in _other_readings(measured, make_step) if make_step is not None else ():
+            console.print(f"  {line}", markup=False)
         console.print()
+
+
+def _other_readings(measured: MeasuredSet, make_step: StepFactory) -> Iterator[str]:
+    """One line for each other reading of the set, then one for each named reading of each engine and version."""
+    for reading in measured.sensitivities:
+        before, after = (predict_set(read, make_step) for read in sensitivity(measured, reading))
+        yield f"sensitivity, {reading.what}: {_moves(before, after)}"
+    for engine in dict.fromkeys(case.campaign for case in measured.cases if case.reading):
+        mine = campaign(measured, engine)
+        for reading in measured.readings:
+            read = replace(mine, cases=tuple(map(reading.change, mine.cases)))
+            taken = " (taken)" if mine.cases[0].reading == reading.what else ""
+            ttft, tpot = (_median(predict_set(read, make_step), column) for column in ("ttft_s", "tpot_s"))
+            yield f"reading of {engine}, {reading.what}: TTFT {ttft:.1%}, TPOT {tpot:.1%}{taken}"
 
 
 def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
@@ -152,12 +166,15 @@ def _moves(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
 def _moved(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
     changes = []
     for column, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
-        medians = []
-        for found in (before, after):
-            errors = np.concatenate([relative(getattr(one, column), getattr(one.case, column)) for one in found])
-            medians.append(float(np.median(np.abs(errors))) if len(errors) else np.nan)
+        medians = [_median(found, column) for found in (before, after)]
         changes.append(f"{name} {medians[0]:.1%} -> {medians[1]:.1%}")
     return ", ".join(changes)
+
+
+def _median(found: Sequence[Predicted], column: str) -> float:
+    """Median absolute error over all rows; NaN where none has the measurement."""
+    errors = np.concatenate([relative(getattr(one, column), getattr(one.case, column)) for one in found])
+    return float(np.median(np.abs(errors))) if len(errors) else np.nan
 
 
 def _percent(value: float | None) -> str:

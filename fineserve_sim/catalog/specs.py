@@ -109,9 +109,9 @@ class PrecisionSpec(Spec):
 class GroupCosts(Spec):
     """What the hosts of a TP group spend beside those of a single GPU.
 
-    ``doubling_s``: a step of a group, for every doubling of its ranks (they wait for the last one to begin). ``prompt_s``: a step
-    that carries prompts, whatever the number of ranks (new requests are sent to the workers). ``collective_s``: the launch of
-    one all-reduce without CUDA graphs, by ranks; a layer has two. None: graphs replay them.
+    ``doubling_s``: a step of a group, for every doubling of its ranks (they wait for the last one to begin). ``prompt_s``: a
+    step that carries prompts, whatever the number of ranks (new requests are sent to the workers). ``collective_s``: the
+    launch of one all-reduce without CUDA graphs, by ranks; a layer has two. None: graphs replay them.
     """
 
     doubling_s: Quantity

@@ -129,7 +129,7 @@ def test_silicon(tmp_path: Path) -> None:
     assert vllm.label == Label("some_set, h100-sxm", "vllm", "meta-llama/Llama-3.1-70B", "W8A8", 4)
     assert vllm.load == ClosedLoop(4, 40, 1024, 64, 0.8, 4)
     assert (vllm.ttft_s[0], vllm.tpot_s[0]) == pytest.approx((0.081, 0.012))
-    assert trt.load == ClosedLoop(8, 80, 256, 32, 1.0, 7)
+    assert trt.load == ClosedLoop(8, 80, 256, 32, 1.0, 8)  # no version: as its engine is usually read
     assert (trt.serving.precision.name, trt.serving.token_budget) == ("W16A16", 8 + 256 + 1500)
     assert dict(found.unsupported) == {
         ("vllm", "openai/gpt-oss-120b", "mixture of experts"): 1,
@@ -161,7 +161,7 @@ def test_lmbench(tmp_path: Path) -> None:
     assert found.kind == "fitted on part of the set"  # the run at 1 request/s is neither a case nor unsupported
     (row,) = error_rows(predict_set(found, StepModel))
     assert row.n == 2
-    assert one.serving.deployment.overhead_s == deployment("vllm-0.9.1-authors").overhead_s
+    assert one.serving.deployment.name == "vllm-v1"
     bare = predict(replace(one, serving=replace(one.serving, front_end_s=0.0)))
     assert predict(one).ttft_s == pytest.approx(bare.ttft_s + one.serving.front_end_s)
     assert predict(one).tpot_s[1:] == pytest.approx(bare.tpot_s[1:])
@@ -223,7 +223,7 @@ def test_authors_rows_that_were_fitted_on_are_not_reported(tmp_path: Path) -> No
     found = read(tmp_path, text)
     assert found.kind == "fitted on part of the set"
     assert [one.load for one in found.cases] == [StaticBatch(1, 512, 8), StaticBatch(16, 512, 8)] * 2
-    assert found.cases[0].serving.deployment.name == "vllm-0.9.1-authors"
+    assert found.cases[0].serving.deployment.name == "vllm-v1-eager"
     assert (
         found.cases[0].serving.gpu.memory_bytes_per_s < found.cases[2].serving.gpu.memory_bytes_per_s
     )  # 20 % of the SMs
@@ -346,7 +346,7 @@ def test_silicon_rows_of_other_models_and_engines(tmp_path: Path) -> None:
     )
     found = read(tmp_path, header + rows)
     assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8"]
-    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang", "trtllm"]
+    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang-0.5", "trtllm"]
     assert all(np.isfinite(predicted.tpot_s).all() for predicted in predict_set(found, StepModel))
     reasons = sorted(reason.split(":")[0] for _, _, reason in found.unsupported)
     assert reasons == [

@@ -116,12 +116,12 @@ class EngineRun:
             self._clock.step()
         return self._times()
 
-    def closed_loop(self, clients: int) -> Times:
-        """The first ``clients`` requests come together at 0, each other one when one ends."""
+    def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
+        """The first ``clients`` requests come ``start_gap_s`` one after another, each other one when one ends."""
         total = len(self._arrival_s)
         sent = min(clients, total)
         for index in range(sent):
-            self._clock.at(0.0, ARRIVAL, self._arrival(index))
+            self._clock.at(index * start_gap_s, ARRIVAL, self._arrival(index))
         open_requests = total
         while self._outcomes.open:
             self._clock.step()

@@ -36,6 +36,8 @@ MOST_BLOCKS = 2**20
 """Of a prompt; keeps the block ids of conversations apart."""
 SENSITIVITY_STRIDE = 4
 """Another assumption is tried on every fourth case."""
+MOST_TRIED = 60
+"""Named readings are tried on every case of an engine and version that has no more than these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +75,12 @@ def sensitivity(measured: MeasuredSet, what: Sensitivity) -> tuple[MeasuredSet, 
     return replace(measured, cases=some), replace(measured, cases=changed)
 
 
+def campaign(measured: MeasuredSet, engine: str) -> MeasuredSet:
+    """The cases of one engine and version, at least a quarter of them."""
+    mine = [case for case in measured.cases if case.campaign == engine and case.reading]
+    return replace(measured, cases=tuple(mine[:: SENSITIVITY_STRIDE if len(mine) > MOST_TRIED else 1]))
+
+
 def _predict(case: Case, make_step: StepFactory) -> Predicted:
     serving, load = case.serving, case.load
     step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
@@ -88,12 +96,24 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
 
 def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
     """Means over the batch's requests."""
+    if load.whole_prompts:
+        return _static_whole(step, load, serving)
     n = load.batch
     requests = Requests(np.zeros(n, dtype=np.int64), np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
     running = min(serving.max_sequences, serving.token_budget)
     run = EngineRun([_instance(0, 0, step, memory_budget(serving))], requests, _settings(serving, running))
     times = run.open_loop(np.arange(n, dtype=np.float64) * (0.0 if load.together else SEND_GAP_S))
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _static_whole(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
+    """Of the first group of prompts: its prefill, and the others' with the decodes after it."""
+    tokens, most = load.prompt_tokens, max(1, serving.token_budget // load.prompt_tokens)
+    sizes = [min(most, load.batch - done) for done in range(0, load.batch, most)]
+    first_s, *others_s = (step.step_s(0, 0, n * tokens, n * tokens * (tokens + 1) / 2, 0, n) for n in sizes)
+    gaps = load.output_tokens - 1
+    decodes_s = float(step.decode_steps_s(load.batch, load.batch * tokens, gaps).sum())
+    return np.array([first_s]), np.array([(sum(others_s) + decodes_s) / gaps])
 
 
 def _mean(values: Floats) -> float:
@@ -113,7 +133,7 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
     budget = memory_budget(serving)
     run = EngineRun([_instance(0, 0, step, budget)], requests, _settings(serving, running))
-    times = run.closed_loop(load.clients)
+    times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 
 
