@@ -218,6 +218,27 @@ class StepModel:
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
         return compute_s / step_s, memory_s / step_s
 
+    def resident(
+        self,
+        decodes: int,
+        decode_context: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_context: int,
+        sampled: int,
+        step_s: float | None = None,
+    ) -> float:
+        """Fraction in [0, 1] of the solo step in which a kernel is on the device: the rest is the host's, or launches that the
+        device waits for. ``step_s`` is the step's, where it is known."""
+        chunks = (prefill_tokens, prefill_pairs, prefill_context)
+        if step_s is None:
+            step_s = self.step_s(decodes, decode_context, *chunks, sampled)
+        decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
+        if prefill_tokens:
+            decode_s = max(decode_s, self._attention_floor_s)
+        device_s = self._tokens_s[decodes + prefill_tokens] + self._sampled_s[sampled] + decode_s + prefill_s
+        return min(1.0, device_s / step_s)
+
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
         """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.
 
