@@ -131,10 +131,13 @@ def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
         table.add_column(header, overflow="fold")
     for header in ("TP", "n", "TTFT med", "p90", "bias", "TPOT med", "p90", "bias"):
         table.add_column(header, justify="right")
+    if counted := any(row.throughput_median_abs is not None for row in rows):
+        table.add_column("requests/s med", justify="right")
     for row in rows:
         ttft = [_percent(row.ttft_median_abs), _percent(row.ttft_p90_abs), _signed(row.ttft_bias)]
         tpot = [_percent(row.tpot_median_abs), _percent(row.tpot_p90_abs), _signed(row.tpot_bias)]
-        table.add_row(row.set, row.backend, row.model, row.precision, str(row.tp), str(row.n), *ttft, *tpot)
+        more = [_percent(row.throughput_median_abs)] if counted else []
+        table.add_row(row.set, row.backend, row.model, row.precision, str(row.tp), str(row.n), *ttft, *tpot, *more)
     return table
 
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-SWITCH_SHARE = 0.11
-"""Time-slicing: what switching between saturated contexts adds. 3, 5 and 7 pods of a vision model (nebuly-ai/nos,
-A100) take 3.33, 5.55 and 7.77 times as long as one."""
+SWITCH_SHARE = 0.2
+"""Time-slicing: what switching adds where one always has to wait. Fitted with the engine's host time on the runs with two
+models of kvcached's benchmark (Llama-3.1-8B on an A100; ovg-project/kvcached @ 7c66306a42bf), whose optimum is flat from 0.15
+on. A vision model shows 0.11 with 3, 5 and 7 pods (nebuly-ai/nos)."""
 MEMORY_SATURATION = 0.44
 """Share of the SMs from which on memory is as fast as with all: least squares on decodes and prefills of LLaMA-7B and 13B under
 thread caps (A100; hao-ai-lab/MuxServe @ 223148033454)."""
@@ -97,10 +98,10 @@ def mps(demands: Sequence[Demand]) -> list[float]:
     return [pace * max(waits) for pace, *waits in zip(alone, compute, bandwidth, strict=True)]
 
 
-def under_cap(need: Demand) -> float:
+def under_cap(need: Demand, saturation: float = MEMORY_SATURATION) -> float:
     """How many times longer the step lasts on its part of the SMs, nobody beside: compute falls with the SMs, memory only below
-    ``MEMORY_SATURATION``, launches and host time stay."""
-    return _on_part(need, need.sm_share, min(1.0, need.sm_share / MEMORY_SATURATION))
+    ``saturation``, launches and host time stay."""
+    return _on_part(need, need.sm_share, min(1.0, need.sm_share / saturation))
 
 
 def _on_part(need: Demand, compute: float, bandwidth: float) -> float:

@@ -211,6 +211,7 @@ class StepModel:
         chunks = (prefill_tokens, prefill_pairs, prefill_context)
         decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
         tokens = decodes + prefill_tokens
+        self._reserve(tokens, sampled)
         compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[sampled]
         compute_s += min(prefill_pairs * self._pair_s, prefill_s)
         memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[sampled]
@@ -236,6 +237,7 @@ class StepModel:
         decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
         if prefill_tokens:
             decode_s = max(decode_s, self._attention_floor_s)
+        self._reserve(decodes + prefill_tokens, sampled)
         device_s = self._tokens_s[decodes + prefill_tokens] + self._sampled_s[sampled] + decode_s + prefill_s
         return min(1.0, device_s / step_s)
 

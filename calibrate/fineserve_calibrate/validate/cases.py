@@ -82,6 +82,8 @@ class ClosedLoop:
 class OpenLoop:
     """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` of one model on GPUs of
     their own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model.
+    ``sharing``: the law by which engines of one GPU slow each other (``fineserve_sim.latency.sharing``). ``starts_s``: when
+    each model's client started, of runs whose throughput counts.
 
     ``conversation``, shape (n,): of two prompts of one conversation, the shorter begins the longer, and the engines cache
     prefixes. None: no prompts are known to begin alike. ``phases``: the runs whose mean predicts single requests, each with
@@ -98,6 +100,8 @@ class OpenLoop:
     each: bool = True
     conversation: Ints | None = None
     phases: int = PHASES
+    sharing: Literal["fluid", "time_slice"] = "fluid"
+    starts_s: tuple[float, ...] = ()
 
 
 Load = StaticBatch | ClosedLoop | OpenLoop
@@ -106,7 +110,8 @@ Load = StaticBatch | ClosedLoop | OpenLoop
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """One load on one setting. ``ttft_s`` and ``tpot_s``: measured, shape (rows,); NaN where a row has none. ``campaign``: the
-    runs that share what is not recorded (engine and version), and the ``reading`` taken of it."""
+    runs that share what is not recorded (engine and version), and the ``reading`` taken of it. ``throughput_per_s``: requests a
+    second of each row, where it is reported; ``parts``: of each row, what it is reported under beside the label."""
 
     label: Label
     serving: Serving
@@ -115,6 +120,8 @@ class Case:
     tpot_s: Floats
     campaign: str = ""
     reading: str = ""
+    throughput_per_s: Floats | None = None
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,12 @@ MOST_TRIED = 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """A case with its predicted rows, shapes as measured."""
+    """A case with its predicted rows, shapes as measured; the throughput of open loops that say when they started."""
 
     case: Case
     ttft_s: Floats
     tpot_s: Floats
+    throughput_per_s: Floats | None = None
 
 
 def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
@@ -84,14 +85,17 @@ def campaign(measured: MeasuredSet, engine: str) -> MeasuredSet:
 def _predict(case: Case, make_step: StepFactory) -> Predicted:
     serving, load = case.serving, case.load
     step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
+    throughput = None
     if isinstance(load, StaticBatch):
         ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
         ttft, tpot = _closed(step, load, serving)
-    else:
+    elif load.each:
         ttft, tpot = _open(step, load, serving)
+    else:
+        ttft, tpot, throughput = _means(step, load, serving)
     ahead_s = serving.steps_ahead * float(np.nan_to_num(_mean(tpot)))
-    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot)
+    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot, throughput)
 
 
 def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
@@ -138,18 +142,27 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
 
 
 def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
-    """Of single requests the mean over the phases' runs; else means a model of one run."""
-    if load.each and load.phases > 1:
-        rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
-        delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
-        runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
-        ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
-        return ttft, tpot
+    """Of single requests the mean over the phases' runs."""
+    if load.phases == 1:
+        return _open_run(step, load, serving)
+    rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
+    delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
+    runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
+    ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
+    return ttft, tpot
+
+
+def _means(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats, Floats | None]:
+    """Means a model of one run, and its requests a second from the start of its client to the last token."""
     ttft, tpot = _open_run(step, load, serving)
-    if load.each:
-        return ttft, tpot
     of = [load.model == model for model in range(load.models)]
-    return np.array([_mean(ttft[mine]) for mine in of]), np.array([_mean(tpot[mine]) for mine in of])
+    throughput = None
+    if load.starts_s:
+        end_s = load.arrival_s + ttft + np.nan_to_num(tpot) * (load.output_tokens - 1)
+        spans_s = [end_s[mine].max() - start_s for mine, start_s in zip(of, load.starts_s, strict=True)]
+        throughput = np.array([mine.sum() for mine in of]) / np.array(spans_s)
+    ttft, tpot = (np.array([_mean(values[mine]) for mine in of]) for values in (ttft, tpot))
+    return ttft, tpot, throughput
 
 
 def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Floats) -> tuple[Floats, Floats]:
@@ -171,7 +184,8 @@ def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats
     instances += [_instance(0, gpu, step, budget) for gpu in range(1, load.replicas)]
     requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
     settings = _settings(serving, serving.max_sequences)
-    run = EngineRun(instances, requests, settings, shared_kv=load.shared_kv, prefixes=_prefixes(load))
+    sharing = {"shared_kv": load.shared_kv, "time_slice": load.sharing == "time_slice"}
+    run = EngineRun(instances, requests, settings, prefixes=_prefixes(load), **sharing)
     times = run.open_loop(load.arrival_s)
     return times.ttft_s, times.tpot_s(load.output_tokens)
 
