@@ -29,6 +29,7 @@ def sharing(
         Path, typer.Option("--data", metavar="DIR", help="Folder with the measurements, in it or in sharing/.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as docs/fidelity.md has them.")] = False,
 ) -> None:
     """Slowdowns of engines under thread caps, MPS, time-slicing and MIG: measured, and predicted by the laws."""
     folder = data / "sharing" if (data / "sharing").is_dir() else data
@@ -43,11 +44,43 @@ def sharing(
         found = {"caps": [one._asdict() for one in caps], "compared": [one._asdict() for one in compared]}
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
         return
+    if markdown:
+        typer.echo("\n".join((*cap_lines(caps), "", *compared_lines(compared))))
+        return
     console = Console(highlight=False, width=WIDTH)
     console.print(_cap_table(caps))
     fitted = fit_saturation(rows)
     console.print(f"memory saturates at {fitted:.3f} of the SMs on LLaMA-7B and 13B; in use {MEMORY_SATURATION}\n")
     console.print(_compared_table(compared))
+
+
+def cap_lines(caps: list[CapErrors]) -> list[str]:
+    """The caps' rows of docs/fidelity.md, errors in %."""
+    lines = ["| model | TP | phase | | rows | median | p90 | bias |", f"|{'---|' * 8}"]
+    for one in caps:
+        numbers = f"{one.n} | {one.median_abs:.1%} | {one.p90_abs:.1%} | {one.bias:+.1%}".replace("%", "")
+        lines.append(
+            f"| {one.model} | {one.tp} | {one.phase} | {'held out' if one.held_out else 'fitted'} | {numbers} |"
+        )
+    return lines
+
+
+def compared_lines(compared: list[Compared]) -> list[str]:
+    """The pairs' rows of docs/fidelity.md."""
+    lines = [
+        "| source | GPU | mode | engines | workload | beside | metric | measured | predicted | error % | |",
+        f"|{'---|' * 11}",
+    ]
+    for one in compared:
+        numbers = (
+            _number(one.measured),
+            _number(one.predicted),
+            _error(one).rstrip("%"),
+            "fitted" if one.fitted else "",
+        )
+        cells = (one.source, one.gpu, one.mode, str(one.engines), one.workload, one.beside, one.metric, *numbers)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _cap_table(caps: list[CapErrors]) -> Table:
@@ -79,13 +112,17 @@ def _compared_table(compared: list[Compared]) -> Table:
     ):
         table.add_column(header, overflow="fold")
     for one in compared:
-        both = one.measured is not None and one.predicted is not None
-        error = f"{one.predicted / one.measured - 1:+.0%}" if both else "-"  # type: ignore[operator]
-        numbers = (_number(one.measured), _number(one.predicted), error, "fitted" if one.fitted else "")
+        numbers = (_number(one.measured), _number(one.predicted), _error(one), "fitted" if one.fitted else "")
         table.add_row(
             one.source, one.gpu, one.mode, str(one.engines), one.workload, one.beside, one.metric, *numbers
         )  # fmt: skip
     return table
+
+
+def _error(one: Compared) -> str:
+    if one.measured is None or one.predicted is None:
+        return "-"
+    return f"{one.predicted / one.measured - 1:+.0%}"
 
 
 def _number(value: float | None) -> str:

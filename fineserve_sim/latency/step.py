@@ -23,7 +23,7 @@ from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSp
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.legacy import LegacyAttention
-from fineserve_sim.latency.operators import OperatorCosts, Operators
+from fineserve_sim.latency.operators import BITS_8, FusedQuantisation, OperatorCosts, Operators
 from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
@@ -86,7 +86,10 @@ class StepModel:
     ) -> None:
         self.model, self.precision, self.tp, self.gpu, self.deployment = model, precision, tp, gpu, deployment
         engine = (model, precision, tp, gpu, resolve(gpu, precision, tp))
-        operators = Operators(*engine) if tables is None else TableOperators(*engine, tables)
+        operators: OperatorCosts = Operators(*engine) if tables is None else TableOperators(*engine, tables)
+        fused = deployment.fused_quantisation_s
+        if fused and precision.activation_bits == BITS_8:
+            operators = FusedQuantisation(operators, fused.value, model.layers)
         plain = operators.attention
         self._price_by(operators, LegacyAttention(plain, kernel, model.q_heads / model.kv_heads) if kernel else plain)
 
@@ -267,6 +270,7 @@ class StepModel:
             "host.floor_s": deployed.floor(self.precision.name, self.model.layers, self.tp),
             "host.doubling_s": group.doubling_s if group else None,
             "host.prompt_s": group.prompt_s if group else None,
+            "host.fused_quantisation_s": deployed.fused_quantisation_s,
         }
         kernel = self.attention.provenance() if isinstance(self.attention, LegacyAttention) else []
         return [*self.operators.provenance(), *kernel] + [

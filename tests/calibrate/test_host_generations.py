@@ -157,6 +157,19 @@ def test_parts_of_the_host_add_up() -> None:
     assert graphs.step_s(*batch) - device.step_s(*batch) == pytest.approx(0.0012 + 64 * 4e-5)
 
 
+def test_fused_quantisation_shortens_the_products_of_8_bit_activations_alone() -> None:
+    fused = deployment("trtllm-1.0")
+    assert fused.fused_quantisation_s is not None
+    batch = (16, 16 * 1000, 0, 0, 0, 16)
+    for fmt, products in (("fp8", 4 * 32), ("fp16", 0), ("awq", 0)):
+        plain, less = (
+            StepModel(model("llama-3.1-8b"), precision(fmt), 1, gpu("h100-sxm"), deployment(name))
+            for name in ("trtllm", "trtllm-1.0")
+        )
+        saved_s = plain.step_s(*batch) - less.step_s(*batch)
+        assert saved_s == pytest.approx(products * fused.fused_quantisation_s.value, abs=1e-9)
+
+
 @pytest.mark.parametrize("name", ["vllm-v1", "vllm-v1-eager", "vllm-0.5"])
 @pytest.mark.parametrize("steps", [5, 60])
 def test_merged_steps_keep_the_bits_of_single_ones(name: str, steps: int) -> None:

@@ -378,7 +378,7 @@ def test_silicon_rows_of_other_models_and_engines(tmp_path: Path) -> None:
     )
     found = read(tmp_path, header + rows)
     assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8"]
-    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang-0.5", "trtllm"]
+    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang-0.5", "trtllm-1.0"]
     assert all(np.isfinite(predicted.tpot_s).all() for predicted in predict_set(found, StepModel))
     reasons = sorted(reason.split(":")[0] for _, _, reason in found.unsupported)
     assert reasons == [

@@ -38,7 +38,7 @@ LOAD, MEASURED = ("isl", "osl", "concurrency"), ("silicon_ttft_ms", "silicon_tpo
 ROUNDS = 10
 TOKEN_BUDGET = 8192
 INFERENCEMAX_SHORTEST = 0.8
-DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm", "sglang": "sglang-0.5"}
+DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm-1.0", "sglang": "sglang-0.5"}
 """Host time by backend."""
 GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
 """Host time of versions that differ."""
