@@ -66,14 +66,13 @@ def cap_lines(caps: list[CapErrors]) -> list[str]:
 
 
 def compared_lines(compared: list[Compared]) -> list[str]:
-    """The pairs' rows of docs/fidelity.md."""
+    """The pairs' rows of docs/fidelity.md: predictions and errors; what was measured is the sources' to publish."""
     lines = [
-        "| source | GPU | mode | engines | workload | beside | metric | measured | predicted | error % | |",
-        f"|{'---|' * 11}",
+        "| source | GPU | mode | engines | workload | beside | metric | predicted | error % | |",
+        f"|{'---|' * 10}",
     ]
     for one in compared:
         numbers = (
-            _number(one.measured),
             _number(one.predicted),
             _error(one).rstrip("%"),
             "fitted" if one.fitted else "",

@@ -63,6 +63,31 @@ class GpuSpec(Spec):
         return peak
 
 
+class MigProfile(Spec):
+    """A slice of a GPU: SMs, memory, eighths of its bandwidth, and how many of them fit."""
+
+    sms: int = Field(gt=0)
+    memory_mib: int = Field(gt=0)
+    memory_slices: int = Field(ge=1, le=8)
+    most: int = Field(ge=1)
+
+
+class MigGpu(Spec):
+    """A GPU that MIG divides."""
+
+    name: str
+    sms: int = Field(gt=0)
+    profiles: dict[str, MigProfile]
+    source: str
+
+    def fractions(self, profile: str) -> tuple[float, float]:
+        """Of the GPU's SMs and of its memory bandwidth. Raises ValueError naming the profiles that there are."""
+        if profile not in self.profiles:
+            raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
+        part = self.profiles[profile]
+        return part.sms / self.sms, part.memory_slices / 8
+
+
 class ModelSpec(Spec):
     """Geometry of a dense decoder-only transformer."""
 

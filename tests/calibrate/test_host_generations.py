@@ -21,6 +21,7 @@ from fineserve_calibrate.validate import (
     aegaeon,
     authors,
     campaign,
+    kvcached,
     predict_set,
     read_set,
 )
@@ -253,3 +254,13 @@ def test_closed_loops_at_tp4(backend: str, tpot: float, ttft: float) -> None:
     found = [one for one in predicted("aic_silicon_qwen3_32b_tp4.csv.gz") if one.case.label.backend == backend]
     assert medians(found)[0] < tpot
     assert medians(found)[1] < ttft
+
+
+@needs_sets
+def test_two_models_take_turns() -> None:
+    """Every sixth of the runs that kvcached's host time and the cost of a switch were fitted on."""
+    path = E2E / "kvcached_multi_llm_summary.csv.gz"
+    some = kvcached.fitted_cases(pd.read_csv(path), path)[::6]
+    tpot, ttft = medians(predict_set(MeasuredSet("two models", tuple(some)), by_tables))
+    assert tpot < 0.08
+    assert ttft < 0.12

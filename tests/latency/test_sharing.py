@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepkit import batches, engine
 
+from fineserve_sim.catalog import MigGpu, gpu, mig_gpus
 from fineserve_sim.latency import Batch
 from fineserve_sim.latency.sharing import (
     LAWS,
@@ -98,6 +99,18 @@ def test_a_cap_takes_compute_in_proportion_and_memory_below_its_saturation() -> 
     assert mps(halves)[0] == pytest.approx(under_cap(halves[0]), rel=0.02)  # SMs of their own: only bandwidth is shared
     overlapping = [Demand(0.9, 0.1, sm_share=0.8)] * 2
     assert mps(overlapping)[0] > under_cap(overlapping[0]) * 1.1
+
+
+@pytest.mark.parametrize("whole", mig_gpus().values(), ids=mig_gpus())
+def test_mig_profiles(whole: MigGpu) -> None:
+    """As many as fit take no more than the GPU has; fractions are of its SMs and eighths of its memory."""
+    for part in whole.profiles.values():
+        assert part.most * part.sms <= whole.sms
+        assert part.most * part.memory_slices <= 8
+        assert part.most * part.memory_mib <= 1.01 * gpu(whole.name).memory_gib * 1024
+    assert whole.fractions("1g")[1] == 1 / 8
+    with pytest.raises(ValueError, match=f"{whole.name} has no MIG profile 5g; known: 1g, "):
+        whole.fractions("5g")
 
 
 def test_slices_do_not_disturb_each_other() -> None:
