@@ -11,7 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fineserve_calibrate.sharing.caps import FILE, CapErrors, cap_errors, fit_saturation, read_caps
+from fineserve_calibrate.sharing.caps import (
+    AUTHORS_FILES,
+    FILE,
+    CapErrors,
+    cap_errors,
+    fit_saturation,
+    read_authors_caps,
+    read_caps,
+)
 from fineserve_calibrate.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import MEMORY_SATURATION
@@ -38,7 +46,9 @@ def sharing(
         raise SharingError(f"--data {data}: no {missing[0]} in it")
     make_step = partial(StepModel, tables=shipped())
     rows = read_caps(folder / FILE, make_step)
-    caps = cap_errors(rows)
+    authors = [folder.parent / "e2e" / name for name in AUTHORS_FILES]
+    profiles = [read_authors_caps(path, make_step) for path in authors if path.is_file()]
+    caps = [one for found in (rows, *profiles) for one in cap_errors(found)]
     compared = [*compare_replicas(folder / REPLICAS), *compare_pairs(folder / PAIRS, make_step)]
     if as_json:
         found = {"caps": [one._asdict() for one in caps], "compared": [one._asdict() for one in compared]}
@@ -83,7 +93,10 @@ def compared_lines(compared: list[Compared]) -> list[str]:
 
 
 def _cap_table(caps: list[CapErrors]) -> Table:
-    table = Table(title="One engine under a thread cap (MuxServe's profile): slowdown against all SMs", box=None)
+    table = Table(
+        title="One engine under a thread cap: slowdown against all SMs",
+        box=None,
+    )
     for header in ("model", "TP", "phase", "", "n", "median", "p90", "bias"):
         table.add_column(header, justify="left" if header in ("model", "phase", "") else "right")
     for one in caps:

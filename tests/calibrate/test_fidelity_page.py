@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.sharing.caps import FILE, cap_errors, read_caps
+from fineserve_calibrate.sharing.caps import AUTHORS_FILES, FILE, cap_errors, read_authors_caps, read_caps
 from fineserve_calibrate.sharing.pairs import PAIRS, REPLICAS, compare_pairs, compare_replicas
 from fineserve_calibrate.sharing_cli import cap_lines, compared_lines
 from fineserve_calibrate.validate import error_rows, predict_set, read_set
@@ -43,7 +43,9 @@ def test_rows_of_measured_sets(name: str) -> None:
 def test_rows_of_engines_that_share_a_gpu() -> None:
     page = PAGE.read_text(encoding="utf-8").splitlines()
     folder = DATA / "sharing"
-    caps = cap_lines(cap_errors(read_caps(folder / FILE, by_tables)))
+    profiles = [read_authors_caps(DATA / "e2e" / name, by_tables) for name in AUTHORS_FILES]
+    found = [read_caps(folder / FILE, by_tables), *profiles]
+    caps = cap_lines([one for rows in found for one in cap_errors(rows)])
     pairs = [*compare_replicas(folder / REPLICAS), *compare_pairs(folder / PAIRS, by_tables)]
     for line in (*caps, *compared_lines(pairs)):
         assert line in page

@@ -1,4 +1,5 @@
-"""MuxServe's profile: LLaMA of four sizes on A100s, each engine alone under a cap of its SMs.
+"""Engines alone under a cap of their SMs: MuxServe's profile (LLaMA of four sizes on A100s), and the FineServe authors'
+(Llama-3.1-8B on H100s), on which nothing of the law was fitted.
 
 The law takes an engine's demand, and its time with all SMs as measured: the step model's busy seconds over that time.
 """
@@ -13,9 +14,11 @@ import pandas as pd
 from scipy.optimize import minimize_scalar
 
 from fineserve_calibrate.fit.host_overhead import NO_HOST
+from fineserve_calibrate.validate.authors import HOST
 from fineserve_calibrate.validate.cases import Floats
+from fineserve_calibrate.validate.names import model_named, precision_named
 from fineserve_calibrate.validate.predict import StepFactory
-from fineserve_sim.catalog import gpu, model, precision
+from fineserve_sim.catalog import deployment, gpu, model, precision
 from fineserve_sim.latency.sharing import MEMORY_SATURATION, Demand, under_cap
 
 FILE = "muxserve_sm_profile_a100.csv.gz"
@@ -23,6 +26,10 @@ MODELS = {"llama-7b": "llama-2-7b", "llama-13b": "llama-2-13b", "llama-30b": "ll
 """As the catalog spells them; LLaMA and Llama 2 of 7B and 13B have the same layers."""
 FITTED = ("llama-7b", "llama-13b")
 DEVICE = "a100-80gb"
+AUTHORS_FILES = ("fineserve_authors_h100_8b.csv", "fineserve_authors_h100_8b_tp2.csv")
+AUTHORS_DEVICE = "h100-sxm"
+OMNISERVE = "qoq"
+LONG_PROMPTS = 2048
 
 
 class CapErrors(NamedTuple):
@@ -57,6 +64,29 @@ def read_caps(path: Path, make_step: StepFactory) -> pd.DataFrame:
                 there = (seconds > 0) & (shares < 1)
                 under = zip(shares[there], seconds[there] / alone_s, strict=True)
                 rows += [(name, tp, phase, share, *needs, slowdown) for share, slowdown in under]
+    return pd.DataFrame(rows, columns=["model", "tp", "phase", "share", "compute", "bandwidth", "slowdown"])
+
+
+def read_authors_caps(path: Path, make_step: StepFactory) -> pd.DataFrame:
+    """As ``read_caps``, of a profile in the authors' layout: TPOT, and TTFT of 2,048 tokens or more."""
+    frame = pd.read_csv(path)
+    frame = frame[frame.qformat != OMNISERVE]
+    rows: list[tuple[object, ...]] = []
+    for (name, fmt, tp), group in frame.groupby(["model", "qformat", "tp"], sort=False):
+        served, spec = model_named(str(name)), precision_named(str(fmt))
+        step = make_step(served, spec, int(str(tp)), gpu(AUTHORS_DEVICE), deployment(HOST))
+        for (batch, tokens), times in group.groupby(["batch_size", "input_len"], sort=False):
+            b, n = int(str(batch)), int(str(tokens))
+            loads = {"decode": (b, b * (n + 128), 0, 0, 0, b), "prefill": (0, 0, b * n, b * n * (n + 1) / 2, 0, b)}
+            columns = {"decode": "tpot"} | ({"prefill": "ttft"} if b * n >= LONG_PROMPTS else {})
+            shares = times.mps_percentage.to_numpy(np.float64) / 100
+            for phase, column in columns.items():
+                needs, seconds = step.shares(*loads[phase]), times[column].to_numpy(np.float64)
+                alone_s = float(seconds[shares == 1.0].sum())
+                under = zip(shares[shares < 1], seconds[shares < 1] / alone_s, strict=True)
+                rows += [
+                    (f"{served.name} {spec.name}", tp, phase, share, *needs, slowdown) for share, slowdown in under
+                ]
     return pd.DataFrame(rows, columns=["model", "tp", "phase", "share", "compute", "bandwidth", "slowdown"])
 
 
