@@ -28,7 +28,7 @@ on. A vision model shows 0.11 with 3, 5 and 7 pods (nebuly-ai/nos)."""
 MEMORY_SATURATION = 0.44
 """Share of the SMs from which on memory is as fast as with all: least squares on decodes and prefills of LLaMA-7B and 13B under
 thread caps (A100; hao-ai-lab/MuxServe @ 223148033454)."""
-ROUNDS = 200
+ROUNDS = 100
 CLOSE = 1e-12
 
 
@@ -61,24 +61,37 @@ def fluid(demands: Sequence[Demand]) -> list[float]:
 
 def turns(needs: Sequence[float], switch_share: float = 0.0) -> list[float]:
     """How many times longer steps last whose fractions ``needs`` take turns; a switch adds ``switch_share`` where one always
-    has to wait. The part of the time in which an engine wants its turn grows with its own waiting: a fixed point, reached
-    from below.
+    has to wait. The part of the time in which an engine wants its turn grows with its own waiting: a fixed point, sought by
+    Steffensen's steps from below.
     """
+    if sum(need > 0.0 for need in needs) < 2:
+        return [1.0] * len(needs)
     stretch = [1.0] * len(needs)
     for _ in range(ROUNDS):
-        present = [_present(need, longer) for need, longer in zip(needs, stretch, strict=True)]
-        others = [sum(present) - mine for mine in present]
-        found = [(1.0 + rest) * (1.0 + switch_share * min(1.0, rest)) for rest in others]
-        moved = max((abs(new - old) for new, old in zip(found, stretch, strict=True)), default=0.0)
-        stretch = found
-        if moved < CLOSE:
+        once = _waited(needs, stretch, switch_share)
+        twice = _waited(needs, once, switch_share)
+        if all(abs(new - old) < CLOSE for new, old in zip(twice, once, strict=True)):
             break
-    return [1.0 + need * (longer - 1.0) for need, longer in zip(needs, stretch, strict=True)]
+        stretch = [_extrapolated(*moves) for moves in zip(stretch, once, twice, strict=True)]
+    return [1.0 + need * (longer - 1.0) for need, longer in zip(needs, twice, strict=True)]
 
 
-def _present(need: float, stretch: float) -> float:
-    """Part of the time in which an engine wants its turn, when its turns last ``stretch`` times as long."""
-    return need * stretch / (1.0 - need + need * stretch)
+def _waited(needs: Sequence[float], stretch: Sequence[float], switch_share: float) -> list[float]:
+    """How much longer each turn lasts behind the others that want one, when turns last ``stretch`` times as long; one engine
+    after the other."""
+    present = [need * longer / (1.0 - need + need * longer) for need, longer in zip(needs, stretch, strict=True)]
+    total, found = sum(present), []
+    for need, mine in zip(needs, present, strict=True):
+        rest = max(0.0, total - mine)
+        longer = (1.0 + rest) * (1.0 + switch_share * min(1.0, rest))
+        total = rest + need * longer / (1.0 - need + need * longer)
+        found.append(longer)
+    return found
+
+
+def _extrapolated(start: float, once: float, twice: float) -> float:
+    bend = twice - 2.0 * once + start
+    return twice if bend == 0.0 else max(1.0, start - (once - start) ** 2 / bend)
 
 
 def time_slice(demands: Sequence[Demand]) -> list[float]:
