@@ -20,6 +20,7 @@ from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Whe
 from fineserve_calibrate.probes.backend import ProbeError
 from fineserve_calibrate.probes.command import probe
 from fineserve_calibrate.probes.conclusion import conclude
+from fineserve_calibrate.sharing_cli import sharing
 from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
 from fineserve_sim.catalog import gpu
@@ -148,6 +149,7 @@ app.command()(campaign)
 app.command()(validate)
 app.command()(claims)
 app.command()(fit)
+app.command()(sharing)
 
 
 def main() -> None:

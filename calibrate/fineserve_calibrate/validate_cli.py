@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from fineserve_calibrate.validate import (
     MeasuredSet,
     Predicted,
     StepFactory,
+    campaign,
     error_rows,
     predict_set,
     read_set,
@@ -58,6 +60,7 @@ def validate(
     latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.TABLES,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the figures here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows to stdout, and nothing else there.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as docs/fidelity.md has them.")] = False,
     with_sensitivity: Annotated[
         bool, typer.Option("--sensitivity/--no-sensitivity", help="Also predict under other readings of each set.")
     ] = True,
@@ -69,6 +72,8 @@ def validate(
     rows = [row for found in predictions for row in error_rows(found)]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1, ensure_ascii=False, allow_nan=False))
+    elif markdown:
+        typer.echo("\n".join(markdown_lines(rows)))
     else:
         _report(sets, predictions, make_step if with_sensitivity else None)
     if out is not None:
@@ -104,11 +109,47 @@ def _report(sets: Sequence[MeasuredSet], predictions: Sequence[list[Predicted]],
         console.print(_table(measured.name, error_rows(found)))
         for line in _notes(measured):
             console.print(f"  {line}", markup=False)
-        for reading in measured.sensitivities if make_step is not None else ():
-            assert make_step is not None
-            before, after = (predict_set(read, make_step) for read in sensitivity(measured, reading))
-            console.print(f"  sensitivity, {reading.what}: {_moves(before, after)}", markup=False)
+        for line in _other_readings(measured, make_step) if make_step is not None else ():
+            console.print(f"  {line}", markup=False)
         console.print()
+
+
+def _other_readings(measured: MeasuredSet, make_step: StepFactory) -> Iterator[str]:
+    """One line for each other reading of the set, then one for each named reading of each engine and version."""
+    for reading in measured.sensitivities:
+        before, after = (predict_set(read, make_step) for read in sensitivity(measured, reading))
+        yield f"sensitivity, {reading.what}: {_moves(before, after)}"
+    for engine in dict.fromkeys(case.campaign for case in measured.cases if case.reading):
+        mine = campaign(measured, engine)
+        for reading in measured.readings:
+            read = replace(mine, cases=tuple(map(reading.change, mine.cases)))
+            taken = " (taken)" if mine.cases[0].reading == reading.what else ""
+            ttft, tpot = (_median(predict_set(read, make_step), column) for column in ("ttft_s", "tpot_s"))
+            yield f"reading of {engine}, {reading.what}: TTFT {ttft:.1%}, TPOT {tpot:.1%}{taken}"
+
+
+def markdown_lines(rows: Sequence[ErrorRow]) -> list[str]:
+    """The rows of docs/fidelity.md: errors in %, a dash where nothing was measured."""
+    header = (
+        "set | engine | model | TP | rows | TTFT median | p90 | bias | TPOT median | p90 | bias | requests/s median"
+    )
+    lines = [f"| {header} |", f"|{'---|' * (header.count('|') + 1)}"]
+    for row in rows:
+        errors = (
+            row.ttft_median_abs,
+            row.ttft_p90_abs,
+            row.tpot_median_abs,
+            row.tpot_p90_abs,
+            row.throughput_median_abs,
+        )
+        ttft, ttft_p90, tpot, tpot_p90, throughput = ("-" if value is None else f"{value:.1%}"[:-1] for value in errors)
+        ttft_bias, tpot_bias = (
+            "-" if value is None else f"{value:+.1%}"[:-1] for value in (row.ttft_bias, row.tpot_bias)
+        )
+        model = f"{row.model.rsplit('/', 1)[-1]} {row.precision}"
+        cells = (row.set, row.backend, model, str(row.tp), f"{row.n:,}", ttft, ttft_p90, ttft_bias)
+        lines.append(f"| {' | '.join((*cells, tpot, tpot_p90, tpot_bias, throughput))} |")
+    return lines
 
 
 def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
@@ -117,10 +158,13 @@ def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
         table.add_column(header, overflow="fold")
     for header in ("TP", "n", "TTFT med", "p90", "bias", "TPOT med", "p90", "bias"):
         table.add_column(header, justify="right")
+    if counted := any(row.throughput_median_abs is not None for row in rows):
+        table.add_column("requests/s med", justify="right")
     for row in rows:
         ttft = [_percent(row.ttft_median_abs), _percent(row.ttft_p90_abs), _signed(row.ttft_bias)]
         tpot = [_percent(row.tpot_median_abs), _percent(row.tpot_p90_abs), _signed(row.tpot_bias)]
-        table.add_row(row.set, row.backend, row.model, row.precision, str(row.tp), str(row.n), *ttft, *tpot)
+        more = [_percent(row.throughput_median_abs)] if counted else []
+        table.add_row(row.set, row.backend, row.model, row.precision, str(row.tp), str(row.n), *ttft, *tpot, *more)
     return table
 
 
@@ -152,12 +196,15 @@ def _moves(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
 def _moved(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
     changes = []
     for column, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
-        medians = []
-        for found in (before, after):
-            errors = np.concatenate([relative(getattr(one, column), getattr(one.case, column)) for one in found])
-            medians.append(float(np.median(np.abs(errors))) if len(errors) else np.nan)
+        medians = [_median(found, column) for found in (before, after)]
         changes.append(f"{name} {medians[0]:.1%} -> {medians[1]:.1%}")
     return ", ".join(changes)
+
+
+def _median(found: Sequence[Predicted], column: str) -> float:
+    """Median absolute error over all rows; NaN where none has the measurement."""
+    errors = np.concatenate([relative(getattr(one, column), getattr(one.case, column)) for one in found])
+    return float(np.median(np.abs(errors))) if len(errors) else np.nan
 
 
 def _percent(value: float | None) -> str:

@@ -15,6 +15,7 @@ from fineserve_sim.catalog.specs import (
     DriverCosts,
     GpuSpec,
     KernelRates,
+    MigGpu,
     ModelSpec,
     PrecisionSpec,
     Spec,
@@ -42,6 +43,12 @@ def _entries(file: str, kind: type[S]) -> Mapping[str, S]:
 def gpus() -> Mapping[str, GpuSpec]:
     """Every GPU type by name."""
     return _entries("gpus.yaml", GpuSpec)
+
+
+@cache
+def mig_gpus() -> Mapping[str, MigGpu]:
+    """Every GPU type that MIG divides, by name."""
+    return _entries("mig.yaml", MigGpu)
 
 
 @cache
@@ -96,6 +103,11 @@ def _find(what: str, name: str, entries: Mapping[str, S]) -> S:
 def gpu(name: str) -> GpuSpec:
     """The GPU type ``name``. Raises CatalogError, with the nearest names, when there is none."""
     return _find("GPU", name, gpus())
+
+
+def mig_gpu(name: str) -> MigGpu:
+    """The MIG profiles of the GPU type ``name``. Raises CatalogError, with the nearest names, when it has none."""
+    return _find("GPU with MIG", name, mig_gpus())
 
 
 def model(name: str) -> ModelSpec:

@@ -63,6 +63,31 @@ class GpuSpec(Spec):
         return peak
 
 
+class MigProfile(Spec):
+    """A slice of a GPU: SMs, memory, eighths of its bandwidth, and how many of them fit."""
+
+    sms: int = Field(gt=0)
+    memory_mib: int = Field(gt=0)
+    memory_slices: int = Field(ge=1, le=8)
+    most: int = Field(ge=1)
+
+
+class MigGpu(Spec):
+    """A GPU that MIG divides."""
+
+    name: str
+    sms: int = Field(gt=0)
+    profiles: dict[str, MigProfile]
+    source: str
+
+    def fractions(self, profile: str) -> tuple[float, float]:
+        """Of the GPU's SMs and of its memory bandwidth. Raises ValueError naming the profiles that there are."""
+        if profile not in self.profiles:
+            raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
+        part = self.profiles[profile]
+        return part.sms / self.sms, part.memory_slices / 8
+
+
 class ModelSpec(Spec):
     """Geometry of a dense decoder-only transformer."""
 
@@ -106,19 +131,46 @@ class PrecisionSpec(Spec):
         return self.weight_bits + (self.scale_bits + self.zero_bits) / self.group_size
 
 
-class Deployment(Spec):
-    """Host side of an engine: a step lasts ``overhead_s + max(device time, floor of its precision)``.
+class GroupCosts(Spec):
+    """What the hosts of a TP group spend beside those of a single GPU.
 
-    ``host_floors``: seconds in which the host launches the kernels of a step one by one, for a model of ``floor_layers``
-    layers; in proportion to the layers of another. None: CUDA graphs are replayed and launches never bound the step.
+    ``doubling_s``: a step of a group, for every doubling of its ranks (they wait for the last one to begin). ``prompt_s``: a
+    step that carries prompts, whatever the number of ranks (new requests are sent to the workers). ``collective_s``: the
+    launch of one all-reduce without CUDA graphs, by ranks; a layer has two. None: graphs replay them.
+    """
+
+    doubling_s: Quantity
+    prompt_s: Quantity
+    collective_s: dict[int, Quantity] | None = None
+
+
+class Deployment(Spec):
+    """Host side of an engine generation: a step lasts ``overhead + sequences x sequence_s + max(device time, floor)``.
+
+    ``sequence_s``: seconds of a sequence that gets a token (sampler, block tables, detokeniser and stream). ``host_floors``:
+    seconds in which the host launches the kernels of a step one by one, for a model of ``floor_layers`` layers on one GPU; in
+    proportion to the layers of another. None: CUDA graphs are replayed and launches never bound the step. ``group``: what a
+    TP group adds; None: nothing is known to. ``fused_quantisation_s``: what a matrix product with 8-bit activations takes less
+    than measured, where the engine quantises inside the kernel before it.
     """
 
     name: str
     overhead_s: Quantity
+    sequence_s: Quantity | None = None
     host_floors: dict[str, Quantity] | None = None
     floor_layers: int = Field(default=32, gt=0)
+    group: GroupCosts | None = None
+    fused_quantisation_s: Quantity | None = None
 
-    def floor(self, precision: str, layers: int | None = None) -> Quantity | None:
+    def overhead(self, tp: int) -> float:
+        """Seconds of a step, on a group of ``tp`` ranks."""
+        return self.overhead_s.value + (self.group.doubling_s.value * math.log2(tp) if self.group else 0.0)
+
+    def prompt(self, tp: int) -> float:
+        """Seconds that a step with prompts takes beside them."""
+        return self.group.prompt_s.value if self.group and tp > 1 else 0.0
+
+    def floor(self, precision: str, layers: int | None = None, tp: int = 1) -> Quantity | None:
         """Host floor of a precision, for a model of ``layers`` layers (None: as measured); None without floors.
 
         Raises ValueError when the deployment has floors, but none for this precision.
@@ -129,10 +181,17 @@ class Deployment(Spec):
             known = ", ".join(self.host_floors)
             raise ValueError(f"deployment {self.name} has no host floor for precision {precision}; measured: {known}")
         measured = self.host_floors[precision]
-        if layers is None or layers == self.floor_layers:
-            return measured
-        source = f"in proportion to layers, {layers} / {self.floor_layers}; {measured.source}"
-        return Quantity(value=measured.value * layers / self.floor_layers, kind="assumed", source=source)
+        if layers is not None and layers != self.floor_layers:
+            source = f"in proportion to layers, {layers} / {self.floor_layers}; {measured.source}"
+            measured = Quantity(value=measured.value * layers / self.floor_layers, kind="assumed", source=source)
+        return self._with_collectives(measured, layers or self.floor_layers, tp)
+
+    def _with_collectives(self, floor: Quantity, layers: int, tp: int) -> Quantity:
+        if tp == 1 or self.group is None or self.group.collective_s is None:
+            return floor
+        launch = self.group.collective_s.get(tp) or self.group.collective_s[max(self.group.collective_s)]
+        source = f"{floor.source}; with two collectives a layer: {launch.source}"
+        return Quantity(value=floor.value + 2 * layers * launch.value, kind=floor.kind, source=source)
 
 
 class StreamKernel(Spec):

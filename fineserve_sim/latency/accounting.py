@@ -34,13 +34,11 @@ def parts(step: StepModel, batches: Sequence[Batch]) -> dict[str, Part]:
     found["lm_head"] = Part(np.where(sampled > 0, costs["lm_head"].seconds, 0.0), costs["lm_head"].source)
     found |= _attention(step, batches)
     device_s = sum((part.seconds for part in found.values()), np.zeros(len(batches)))
+    floor = step.deployment.floor(step.precision.name, step.model.layers, step.tp)
+    host_s = step.overhead_s + sampled * step.sequence_s + np.where(by_name["prefill_tokens"] > 0, step.prompt_s, 0.0)
     for name, seconds, quantity in (
-        (
-            "host_floor",
-            np.maximum(step.floor_s - device_s, 0.0),
-            step.deployment.floor(step.precision.name, step.model.layers),
-        ),
-        ("host_overhead", np.full(len(batches), step.overhead_s), step.deployment.overhead_s),
+        ("host_floor", np.maximum(step.floor_s - device_s, 0.0), floor),
+        ("host_overhead", host_s, step.deployment.overhead_s),
     ):
         source = SOURCES.index(quantity.kind) if quantity else ASSUMED
         found[name] = Part(seconds, np.full(len(batches), source))

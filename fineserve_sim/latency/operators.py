@@ -30,6 +30,9 @@ from fineserve_sim.latency.cost import Cost, Floats, rate_code
 from fineserve_sim.latency.rates import Provenance, Rates
 
 BYTES_16BIT = 2
+BITS_8 = 8
+LINEARS = ("qkv", "o", "gate_up", "down")
+"""The matrix products of a layer, as ``linears`` names them."""
 
 
 def _gemm(kernel: GemmKernel, shape: Linear, rows: Floats, weight_bits: float, activation_bits: int) -> Cost:
@@ -64,6 +67,36 @@ class OperatorCosts(Protocol):
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these costs, with its source."""
+
+
+@dataclass(frozen=True)
+class FusedQuantisation:
+    """Operators of an engine whose kernels quantise for the matrix products after them: those take ``less_s`` less each."""
+
+    plain: OperatorCosts
+    less_s: float
+    layers: int
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """As ``plain``, matrix products sooner."""
+        costs, less_s = self.plain.by_tokens(tokens), self.layers * self.less_s
+        return {
+            name: cost.with_seconds(np.maximum(cost.seconds - less_s, 0.0), cost.source) if name in LINEARS else cost
+            for name, cost in costs.items()
+        }
+
+    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
+        """As ``plain``: ``lm_head`` is not quantised."""
+        return self.plain.by_sampled(rows)
+
+    @property
+    def attention(self) -> Attention:
+        """As ``plain``."""
+        return self.plain.attention
+
+    def provenance(self) -> list[Provenance]:
+        """As ``plain``."""
+        return self.plain.provenance()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Seconds of one engine step from a few running sums of its batch.
 
-    step   = overhead + max(device, host floor)
+    step   = overhead + sampled * sequence + max(device, host floor)     and on a TP group more for a step with prompts
     device = tokens[decodes + prefill_tokens] + lm_head[sampled] + attention
 
 Operator costs come from measured tables, or from rooflines where there are none (``table_operators``, ``operators``). Those
@@ -23,7 +23,7 @@ from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSp
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.legacy import LegacyAttention
-from fineserve_sim.latency.operators import OperatorCosts, Operators
+from fineserve_sim.latency.operators import BITS_8, FusedQuantisation, OperatorCosts, Operators
 from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
@@ -86,7 +86,10 @@ class StepModel:
     ) -> None:
         self.model, self.precision, self.tp, self.gpu, self.deployment = model, precision, tp, gpu, deployment
         engine = (model, precision, tp, gpu, resolve(gpu, precision, tp))
-        operators = Operators(*engine) if tables is None else TableOperators(*engine, tables)
+        operators: OperatorCosts = Operators(*engine) if tables is None else TableOperators(*engine, tables)
+        fused = deployment.fused_quantisation_s
+        if fused and precision.activation_bits == BITS_8:
+            operators = FusedQuantisation(operators, fused.value, model.layers)
         plain = operators.attention
         self._price_by(operators, LegacyAttention(plain, kernel, model.q_heads / model.kv_heads) if kernel else plain)
 
@@ -98,9 +101,11 @@ class StepModel:
         self._prefill_s, self._attention_floor_s = attention.prefill_s, attention.floor_s
         self._kv_s, self._pair_s = attention.kv_s, attention.pair_s
         self._decode_curves: dict[int, PiecewiseLinear] = {}
-        floor = self.deployment.floor(self.precision.name, self.model.layers)
+        host = self.deployment
+        floor = host.floor(self.precision.name, self.model.layers, self.tp)
         self.floor_s = floor.value if floor else 0.0
-        self.overhead_s = self.deployment.overhead_s.value
+        self.overhead_s, self.prompt_s = host.overhead(self.tp), host.prompt(self.tp)
+        self.sequence_s = host.sequence_s.value if host.sequence_s else 0.0
 
     def _reserve(self, tokens: int, sampled: int) -> None:
         if tokens >= len(self._tokens_s):
@@ -135,15 +140,16 @@ class StepModel:
         tokens = decodes + prefill_tokens
         if tokens >= len(self._tokens_s) or sampled >= len(self._sampled_s):
             self._reserve(tokens, sampled)
-        attention_s = 0.0
+        attention_s, host_s = 0.0, self.overhead_s + sampled * self.sequence_s
         if decodes:
             curve = self._decode_curves.get(decodes) or self._decode_curve(decodes)
             attention_s = curve.at(decode_context + decodes)
         if prefill_tokens:
             attention_s = max(attention_s, self._attention_floor_s)
             attention_s += self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
+            host_s += self.prompt_s
         device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + attention_s
-        return self.overhead_s + (device_s if device_s > self.floor_s else self.floor_s)
+        return host_s + (device_s if device_s > self.floor_s else self.floor_s)
 
     def decode_steps_s(self, decodes: int, decode_context: int, steps: int) -> NDArray[np.float64]:
         """Seconds of each of ``steps`` consecutive decode-only steps, shape (steps,): step i equals
@@ -151,7 +157,7 @@ class StepModel:
         self._reserve(decodes, decodes)
         context = np.arange(1, steps + 1, dtype=np.int64) * decodes + decode_context
         device_s = (self._tokens_s[decodes] + self._sampled_s[decodes]) + self._decode_curve(decodes).at_each(context)
-        seconds: Floats = self.overhead_s + np.maximum(device_s, self.floor_s)
+        seconds: Floats = (self.overhead_s + decodes * self.sequence_s) + np.maximum(device_s, self.floor_s)
         return seconds
 
     def decode_span_s(
@@ -162,14 +168,15 @@ class StepModel:
             ends = self.decode_ends_s(start_s, decodes, decode_context, steps, slowdown)
             return ends, self.decode_steps_s(decodes, decode_context, steps).tolist()
         self._reserve(decodes, decodes)
-        batch_s, overhead_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.overhead_s, self.floor_s
+        batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
+        host_s = self.overhead_s + decodes * self.sequence_s
         curve, next_piece = self._decode_curve(decodes), 0.0
         now, ends, alone_s = start_s, [], []
         for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
             if context >= next_piece:
                 piece_start, value, slope, next_piece = curve.piece(context)
             device_s = batch_s + (value + (context - piece_start) * slope)
-            step_s = overhead_s + (device_s if device_s > floor_s else floor_s)
+            step_s = host_s + (device_s if device_s > floor_s else floor_s)
             now += step_s * slowdown
             alone_s.append(step_s)
             ends.append(now)
@@ -207,12 +214,35 @@ class StepModel:
         chunks = (prefill_tokens, prefill_pairs, prefill_context)
         decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
         tokens = decodes + prefill_tokens
+        self._reserve(tokens, sampled)
         compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[sampled]
         compute_s += min(prefill_pairs * self._pair_s, prefill_s)
         memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[sampled]
         memory_s += min((decode_context + decodes) * self._kv_s, decode_s)
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
         return compute_s / step_s, memory_s / step_s
+
+    def resident(
+        self,
+        decodes: int,
+        decode_context: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_context: int,
+        sampled: int,
+        step_s: float | None = None,
+    ) -> float:
+        """Fraction in [0, 1] of the solo step in which a kernel is on the device: the rest is the host's, or launches that the
+        device waits for. ``step_s`` is the step's, where it is known."""
+        chunks = (prefill_tokens, prefill_pairs, prefill_context)
+        if step_s is None:
+            step_s = self.step_s(decodes, decode_context, *chunks, sampled)
+        decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
+        if prefill_tokens:
+            decode_s = max(decode_s, self._attention_floor_s)
+        self._reserve(decodes + prefill_tokens, sampled)
+        device_s = self._tokens_s[decodes + prefill_tokens] + self._sampled_s[sampled] + decode_s + prefill_s
+        return min(1.0, device_s / step_s)
 
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
         """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.
@@ -233,9 +263,14 @@ class StepModel:
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these step times, with its source."""
+        deployed, group = self.deployment, self.deployment.group if self.tp > 1 else None
         host = {
-            "host.overhead_s": self.deployment.overhead_s,
-            "host.floor_s": self.deployment.floor(self.precision.name, self.model.layers),
+            "host.overhead_s": deployed.overhead_s,
+            "host.sequence_s": deployed.sequence_s,
+            "host.floor_s": deployed.floor(self.precision.name, self.model.layers, self.tp),
+            "host.doubling_s": group.doubling_s if group else None,
+            "host.prompt_s": group.prompt_s if group else None,
+            "host.fused_quantisation_s": deployed.fused_quantisation_s,
         }
         kernel = self.attention.provenance() if isinstance(self.attention, LegacyAttention) else []
         return [*self.operators.provenance(), *kernel] + [

@@ -76,10 +76,17 @@ DISTSERVE = (
 )
 KVCACHED = (
     "set,file,hardware,kvcached,model_id,completed,request_rate,burstiness,total_input_tokens,total_output_tokens,"
-    "mean_ttft_ms,mean_tpot_ms\n"
-    "m,x-1-delay-30-model-num-2.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,5,10.0,1.0,500,50,60,30\n"
-    "m,x-2-delay-30-model-num-2.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31\n"
-    "m,y-1-delay-30-model-num-1.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,inf,1.0,400,40,70,31\n"
+    "mean_ttft_ms,mean_tpot_ms,request_throughput\n"
+    "m,x-1-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,5,10.0,1.0,500,50,60,30,9.9\n"
+    "m,x-2-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31,0.1\n"
+    "m,x-3-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31,0.1\n"
+    "m,y-1-delay-30-model-num-1.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,inf,1.0,400,40,70,31,0.1\n"
+)
+RAMP = (
+    KVCACHED.splitlines()[0]
+    + "\nm-0.3,ramp-up-down-0to3to1-inc1-1-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,2100,210,60,30,1"
+    + "\nm-0.3,ramp-up-down-0to3to1-inc1-2-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,2100,210,60,30,1"
+    + "\nm-0.3,ramp-up-down-0to3to1-inc1-3-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,2100,210,60,30,1\n"
 )
 
 
@@ -129,7 +136,7 @@ def test_silicon(tmp_path: Path) -> None:
     assert vllm.label == Label("some_set, h100-sxm", "vllm", "meta-llama/Llama-3.1-70B", "W8A8", 4)
     assert vllm.load == ClosedLoop(4, 40, 1024, 64, 0.8, 4)
     assert (vllm.ttft_s[0], vllm.tpot_s[0]) == pytest.approx((0.081, 0.012))
-    assert trt.load == ClosedLoop(8, 80, 256, 32, 1.0, 7)
+    assert trt.load == ClosedLoop(8, 80, 256, 32, 1.0, 8)  # no version: as its engine is usually read
     assert (trt.serving.precision.name, trt.serving.token_budget) == ("W16A16", 8 + 256 + 1500)
     assert dict(found.unsupported) == {
         ("vllm", "openai/gpt-oss-120b", "mixture of experts"): 1,
@@ -161,7 +168,7 @@ def test_lmbench(tmp_path: Path) -> None:
     assert found.kind == "fitted on part of the set"  # the run at 1 request/s is neither a case nor unsupported
     (row,) = error_rows(predict_set(found, StepModel))
     assert row.n == 2
-    assert one.serving.deployment.overhead_s == deployment("vllm-0.9.1-authors").overhead_s
+    assert one.serving.deployment.name == "vllm-v1"
     bare = predict(replace(one, serving=replace(one.serving, front_end_s=0.0)))
     assert predict(one).ttft_s == pytest.approx(bare.ttft_s + one.serving.front_end_s)
     assert predict(one).tpot_s[1:] == pytest.approx(bare.tpot_s[1:])
@@ -208,14 +215,39 @@ def test_kvcached(tmp_path: Path) -> None:
     found = read(tmp_path, KVCACHED)
     (one,) = found.cases
     assert isinstance(one.load, OpenLoop)
-    assert (one.load.models, one.load.shared_kv) == (2, False)
-    assert np.bincount(one.load.model).tolist() == [5, 4]
+    assert (one.load.models, one.load.shared_kv, one.load.sharing) == (3, False, "time_slice")
+    assert np.bincount(one.load.model).tolist() == [5, 4, 4]
     assert one.load.arrival_s[one.load.model == 1].min() >= 30
-    assert one.serving.memory_utilization == pytest.approx(0.45)
-    assert predict(one).ttft_s.shape == (2,)
+    assert one.load.starts_s == (0.0, 30.0, 60.0)
+    assert one.serving.memory_utilization == pytest.approx(0.3)
+    assert one.parts == ("below saturation", "above saturation", "above saturation")
+    below, above = error_rows([predict(one)])
+    assert (below.n, above.n) == (1, 2)
+    assert below.set.endswith("below saturation")
+    assert below.throughput_median_abs is not None
     assert list(found.unsupported) == [
         ("vllm", "meta-llama/Llama-3.1-8B-Instruct", "arrivals of a ramp are not recorded")
     ]
+
+
+def test_a_ramp_is_read_off_names(tmp_path: Path) -> None:
+    """0to3to1: one, two, three, two, one requests after an idle second, then one a second for three delays of 4 s."""
+    (one,) = read(tmp_path, RAMP).cases
+    assert isinstance(one.load, OpenLoop)
+    assert (one.serving.memory_utilization, one.load.shared_kv) == (0.3, True)
+    mine = one.load.arrival_s[one.load.model == 1] - 4.0
+    assert len(mine) == 21
+    assert mine.min() >= 1.0  # nothing in the first second
+    assert mine.max() <= 6 + 12
+    counts = [len([at for at in mine if second <= at < second + 1]) for second in range(18)]
+    assert sum(counts[:6]) > sum(counts[12:])  # nine are due in the ramp's six seconds, six in the last six
+
+
+def test_runs_with_two_copies_were_fitted_on(tmp_path: Path) -> None:
+    lines = [line.replace("num-3", "num-2") for line in KVCACHED.splitlines() if "x-3" not in line]
+    found = read(tmp_path, "\n".join(lines) + "\n")
+    assert not found.cases
+    assert found.kind == "fitted on part of the set"
 
 
 def test_authors_rows_that_were_fitted_on_are_not_reported(tmp_path: Path) -> None:
@@ -223,7 +255,7 @@ def test_authors_rows_that_were_fitted_on_are_not_reported(tmp_path: Path) -> No
     found = read(tmp_path, text)
     assert found.kind == "fitted on part of the set"
     assert [one.load for one in found.cases] == [StaticBatch(1, 512, 8), StaticBatch(16, 512, 8)] * 2
-    assert found.cases[0].serving.deployment.name == "vllm-0.9.1-authors"
+    assert found.cases[0].serving.deployment.name == "vllm-v1-eager"
     assert (
         found.cases[0].serving.gpu.memory_bytes_per_s < found.cases[2].serving.gpu.memory_bytes_per_s
     )  # 20 % of the SMs
@@ -346,7 +378,7 @@ def test_silicon_rows_of_other_models_and_engines(tmp_path: Path) -> None:
     )
     found = read(tmp_path, header + rows)
     assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8"]
-    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang", "trtllm"]
+    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang-0.5", "trtllm-1.0"]
     assert all(np.isfinite(predicted.tpot_s).all() for predicted in predict_set(found, StepModel))
     reasons = sorted(reason.split(":")[0] for _, _, reason in found.unsupported)
     assert reasons == [
@@ -579,7 +611,10 @@ def test_every_known_file_is_read() -> None:
     assert sum(counts["aic_silicon_hopper"]) == 1522
     assert sum(counts["blis_vllm_h100_groundtruth"]) == 10
     assert sum(counts["llmd_lmbench_requests"]) == 22931 - 157  # the runs at up to 1 request/s were fitted on
-    assert sum(counts["kvcached_multi_llm_summary"]) == 1575
+    assert sum(counts["kvcached_multi_llm_summary"]) == 1575 - 68  # the runs with two models were fitted on
+    assert counts["fineserve_authors_h100_8b_tp2"] == (108, 0)
+    assert counts["aic_silicon_qwen3_32b_tp4"] == (102, 1)
+    assert sum(counts["aegaeon_static_qwen2"]) == 124
     assert sum(counts["distserve_opt13b_a100_requests"]) == 19700 - 100  # the run at 1 request/s was fitted on
 
 

@@ -10,7 +10,7 @@ record (number of requests, token budget) is an assumption that is printed, with
 from fineserve_calibrate.validate.cases import Case, ClosedLoop, MeasuredSet, OpenLoop, Serving, StaticBatch
 from fineserve_calibrate.validate.errors import ErrorRow, error_rows
 from fineserve_calibrate.validate.layouts import KNOWN_FILES, LayoutError, read_set
-from fineserve_calibrate.validate.predict import Predicted, StepFactory, predict_set, sensitivity
+from fineserve_calibrate.validate.predict import Predicted, StepFactory, campaign, predict_set, sensitivity
 
 __all__ = [
     "KNOWN_FILES",
@@ -24,6 +24,7 @@ __all__ = [
     "Serving",
     "StaticBatch",
     "StepFactory",
+    "campaign",
     "error_rows",
     "predict_set",
     "read_set",

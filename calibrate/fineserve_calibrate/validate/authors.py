@@ -1,8 +1,8 @@
 """The FineServe authors' profile under SM shares (vLLM 0.9.1, one H100 SXM5; QoQ on OmniServe).
 
-What no other set records was fitted on the rows of the 8B models with 256 input tokens, and stands in the catalog (host time,
-AWQ's and QoQ's compute rates) and in ``sm_shares.yaml``. Those rows are no cases; the 8B rows with other inputs are, and
-every row of another model or TP degree, for which nothing was fitted.
+What no other set records was fitted on the rows of the 8B models with 256 input tokens at TP 1 and 2, and stands in the
+catalog (host time, AWQ's and QoQ's compute rates) and in ``sm_shares.yaml``. Those rows are no cases; the 8B rows with other
+inputs are, and every row of another model or TP degree, for which nothing was fitted.
 
 The set's ``prefill_time`` falls short of a prefill of the whole batch, and ``ttft`` exceeds it by about one prompt's prefill:
 requests reach the engine one after another, so the first is prefilled alone while the others wait.
@@ -28,14 +28,15 @@ from fineserve_sim.catalog import GpuSpec, deployment, gpu
 COLUMNS = ("model", "qformat", "tp", "mps_percentage", "batch_size", "input_len", "output_len", "ttft", "tpot")
 FITTED_INPUT = 256
 FITTED_MODELS = ("llama-3-8b", "llama-3.1-8b")
+FITTED_TP = (1, 2)
 TOKEN_BUDGET = 16384
-HOST = "vllm-0.9.1-authors"
+HOST = "vllm-v1-eager"
 WHOLE = "h100-sxm"
 
 
 def fitted_on(frame: pd.DataFrame) -> pd.Series:
     """Which rows the constants of this engine were fitted on."""
-    eight = frame.model.str.lower().isin(FITTED_MODELS) & (frame.tp == 1)
+    eight = frame.model.str.lower().isin(FITTED_MODELS) & frame.tp.isin(FITTED_TP)
     return eight & (frame.input_len == FITTED_INPUT)
 
 

@@ -51,12 +51,14 @@ class Serving:
 @dataclass(frozen=True, slots=True)
 class StaticBatch:
     """``batch`` equal prompts on an idle engine. They reach it one after another, so that it starts on the first alone, unless
-    they come ``together``."""
+    they come ``together``. An engine of ``whole_prompts`` prefills all that its token budget holds, group by group, before it
+    decodes: the row's times are those of the first group."""
 
     batch: int
     prompt_tokens: int
     output_tokens: int
     together: bool = False
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class ClosedLoop:
     """``clients`` users, each sending its next request when its last one has ended, ``requests`` in all.
 
     Lengths are uniform between ``shortest`` times the nominal length and the nominal length. The engine runs at most
-    ``max_running`` requests.
+    ``max_running`` requests. Clients start ``start_gap_s`` one after another.
     """
 
     clients: int
@@ -73,12 +75,15 @@ class ClosedLoop:
     output_tokens: int
     shortest: float = 1.0
     max_running: int | None = None
+    start_gap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLoop:
     """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` of one model on GPUs of
     their own. ``shared_kv``: the engines draw on one memory. ``each``: rows are requests; else one row of means a model.
+    ``sharing``: the law by which engines of one GPU slow each other (``fineserve_sim.latency.sharing``). ``starts_s``: when
+    each model's client started, of runs whose throughput counts.
 
     ``conversation``, shape (n,): of two prompts of one conversation, the shorter begins the longer, and the engines cache
     prefixes. None: no prompts are known to begin alike. ``phases``: the runs whose mean predicts single requests, each with
@@ -95,6 +100,8 @@ class OpenLoop:
     each: bool = True
     conversation: Ints | None = None
     phases: int = PHASES
+    sharing: Literal["fluid", "time_slice"] = "fluid"
+    starts_s: tuple[float, ...] = ()
 
 
 Load = StaticBatch | ClosedLoop | OpenLoop
@@ -102,13 +109,19 @@ Load = StaticBatch | ClosedLoop | OpenLoop
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One load on one setting. ``ttft_s`` and ``tpot_s``: measured, shape (rows,); NaN where a row has none."""
+    """One load on one setting. ``ttft_s`` and ``tpot_s``: measured, shape (rows,); NaN where a row has none. ``campaign``: the
+    runs that share what is not recorded (engine and version), and the ``reading`` taken of it. ``throughput_per_s``: requests a
+    second of each row, where it is reported; ``parts``: of each row, what it is reported under beside the label."""
 
     label: Label
     serving: Serving
     load: Load
     ttft_s: Floats
     tpot_s: Floats
+    campaign: str = ""
+    reading: str = ""
+    throughput_per_s: Floats | None = None
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +136,8 @@ class Sensitivity:
 class MeasuredSet:
     """A file's cases, the rows that cannot be predicted by (backend, model, reason), and what was assumed.
 
-    ``kind`` says whether constants come from the set's own rows: then only held-out rows are ``cases``.
+    ``kind`` says whether constants come from the set's own rows: then only held-out rows are ``cases``. ``readings``: of what
+    the set's closed loops do not record, by name; each is tried on every engine and version.
     """
 
     name: str
@@ -131,5 +145,6 @@ class MeasuredSet:
     unsupported: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     assumptions: tuple[str, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
+    readings: tuple[Sensitivity, ...] = ()
     shares_prefixes: bool = False
     kind: Literal["prediction", "fitted on part of the set"] = "prediction"

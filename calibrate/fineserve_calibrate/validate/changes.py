@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from fineserve_traces import arrivals
@@ -66,6 +67,11 @@ def with_utilization(share: float) -> Change:
 def with_steps_ahead(steps: int) -> Change:
     """Another number of steps scheduled ahead."""
     return lambda case: replace(case, serving=replace(case.serving, steps_ahead=steps))
+
+
+def with_sharing(law: Literal["fluid", "time_slice"]) -> Change:
+    """Another law of sharing a GPU."""
+    return lambda case: replace(case, load=replace(case.load, sharing=law)) if isinstance(case.load, OpenLoop) else case
 
 
 def with_replicas(replicas: int, utilization: float) -> Change:

@@ -8,7 +8,9 @@ see it yet, as with a real client.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from fineserve_traces import Trace
@@ -28,6 +30,7 @@ from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.sharing import Demand, time_slice
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.policy.memory.paged import PrivatePools
@@ -79,8 +82,8 @@ class Times:
 
 
 class EngineRun:
-    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes. With ``prefixes``,
-    one a request, engines have pools of their own that cache them."""
+    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes, ``time_slice`` makes
+    them take turns. With ``prefixes``, one a request, engines have pools of their own that cache them."""
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class EngineRun:
         settings: EngineSettings,
         *,
         shared_kv: bool = False,
+        time_slice: bool = False,
         prefixes: Sequence[Prefix] = (),
     ) -> None:
         n = len(requests.prompt_tokens)
@@ -104,8 +108,9 @@ class EngineRun:
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
         self._clock, self._outcomes = Clock(), Outcomes(trace)
-        memory = _shared if shared_kv else _private
-        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, caches=bool(prefixes))
+        memory, shares = _shared if shared_kv else _private, Turns if time_slice else Contention
+        caches = bool(prefixes)
+        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, shares, caches=caches)
         self._cluster.prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
@@ -116,12 +121,12 @@ class EngineRun:
             self._clock.step()
         return self._times()
 
-    def closed_loop(self, clients: int) -> Times:
-        """The first ``clients`` requests come together at 0, each other one when one ends."""
+    def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
+        """The first ``clients`` requests come ``start_gap_s`` one after another, each other one when one ends."""
         total = len(self._arrival_s)
         sent = min(clients, total)
         for index in range(sent):
-            self._clock.at(0.0, ARRIVAL, self._arrival(index))
+            self._clock.at(index * start_gap_s, ARRIVAL, self._arrival(index))
         open_requests = total
         while self._outcomes.open:
             self._clock.step()
@@ -152,10 +157,13 @@ def _connect(
     clock: Clock,
     outcomes: Outcomes,
     memory: MakeMemory,
+    shares: type[Contention],
     *,
     caches: bool,
 ) -> Cluster:
-    contention = Contention([(instance.gpu,) for instance in instances])
+    contention = shares([(instance.gpu,) for instance in instances])
+    if shares is Turns:
+        instances = [replace(instance, step=_resident(instance.step)) for instance in instances]
     managers = {
         gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
         for gpu in sorted({instance.gpu for instance in instances})
@@ -179,6 +187,30 @@ def _connect(
     ]
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster
+
+
+class Turns(Contention):
+    """Engines of a GPU take turns: ``set_shares`` is told the resident part of the step in place of its compute share."""
+
+    def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
+        """As ``Contention``: the other engines whose slowdown changed."""
+        self._compute[engine] = compute
+        here = sorted((engine, *self.neighbours[engine]))
+        paces = time_slice([Demand(0.0, 0.0, self._compute[one]) for one in here])
+        changed = [one for one, pace in zip(here, paces, strict=True) if pace != self.slowdowns[one] and one != engine]
+        self.slowdowns.update(zip(here, paces, strict=True))
+        return changed
+
+
+def _resident(step: StepModel) -> StepModel:
+    """The step model whose ``shares`` are the time in which a kernel is resident."""
+
+    def shares(*batch: Any) -> tuple[float, float]:
+        return step.resident(*batch), 0.0
+
+    turned = copy(step)
+    object.__setattr__(turned, "shares", shares)
+    return turned
 
 
 def _pools(here: Mapping[int, Instance]) -> dict[int, tuple[int, int]]:

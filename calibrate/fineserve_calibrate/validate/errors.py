@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fineserve_calibrate.validate.cases import Floats, Label
+from fineserve_calibrate.validate.cases import Case, Floats, Label
 from fineserve_calibrate.validate.predict import Predicted
 
 
@@ -28,17 +30,38 @@ class ErrorRow:
     tpot_median_abs: float | None
     tpot_p90_abs: float | None
     tpot_bias: float | None
+    throughput_median_abs: float | None = None
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
 def error_rows(predictions: Iterable[Predicted]) -> list[ErrorRow]:
-    """One row a label, in order of first appearance."""
+    """One row a label and part, in order of first appearance."""
     groups: dict[Label, list[Predicted]] = {}
     for predicted in predictions:
-        groups.setdefault(predicted.case.label, []).append(predicted)
+        for label, part in _parts(predicted):
+            groups.setdefault(label, []).append(part)
     return [_row(label, members) for label, members in groups.items()]
+
+
+def _parts(predicted: Predicted) -> Iterator[tuple[Label, Predicted]]:
+    """The case by what its rows are reported under."""
+    case = predicted.case
+    if not case.parts:
+        yield case.label, predicted
+    for part in dict.fromkeys(case.parts):
+        mine = np.array(case.parts) == part
+        label = case.label._replace(set=f"{case.label.set}, {part}")
+        yield label, replace(_rows_of(predicted, mine), case=_rows_of(case, mine))
+
+
+Rows = TypeVar("Rows", Case, Predicted)
+
+
+def _rows_of(whole: Rows, mine: NDArray[np.bool_]) -> Rows:
+    throughput = None if whole.throughput_per_s is None else whole.throughput_per_s[mine]
+    return replace(whole, ttft_s=whole.ttft_s[mine], tpot_s=whole.tpot_s[mine], throughput_per_s=throughput)
 
 
 def relative(predicted: Floats, measured: Floats) -> Floats:
@@ -53,7 +76,10 @@ def relative(predicted: Floats, measured: Floats) -> Floats:
 def _row(label: Label, members: list[Predicted]) -> ErrorRow:
     ttft = np.concatenate([relative(p.ttft_s, p.case.ttft_s) for p in members])
     tpot = np.concatenate([relative(p.tpot_s, p.case.tpot_s) for p in members])
-    return ErrorRow(*label, max(len(ttft), len(tpot)), *_statistics(ttft), *_statistics(tpot))
+    counted = [(p.throughput_per_s, p.case.throughput_per_s) for p in members]
+    throughput = [relative(found, seen) for found, seen in counted if found is not None and seen is not None]
+    median = _statistics(np.concatenate(throughput))[0] if throughput else None
+    return ErrorRow(*label, max(len(ttft), len(tpot)), *_statistics(ttft), *_statistics(tpot), median)
 
 
 def _statistics(errors: Floats) -> tuple[float | None, float | None, float | None]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from fineserve_calibrate.validate import authors, lmbench, open_loops, silicon
+from fineserve_calibrate.validate import aegaeon, authors, kvcached, lmbench, open_loops, silicon
 from fineserve_calibrate.validate.cases import MeasuredSet
 from fineserve_calibrate.validate.predict import StepFactory
 from fineserve_calibrate.validate.tables import LayoutError, read_columns
@@ -22,6 +22,9 @@ KNOWN_FILES = (
     "llmd_lmbench_requests.csv.gz",
     "kvcached_multi_llm_summary.csv.gz",
     "distserve_opt13b_a100_requests.csv.gz",
+    "fineserve_authors_h100_8b_tp2.csv",
+    "aic_silicon_qwen3_32b_tp4.csv.gz",
+    "aegaeon_static_qwen2.5_7b.csv",
 )
 """The measured sets, by name in their folder."""
 
@@ -39,7 +42,8 @@ LAYOUTS = (
     Layout("aiconfigurator silicon", silicon.COLUMNS, lambda frame, path, _: silicon.read_silicon(frame, path)),
     Layout("BLIS", open_loops.BLIS_COLUMNS, lambda frame, path, _: open_loops.read_blis(frame, path)),
     Layout("llm-d LMBench", lmbench.COLUMNS, lambda frame, path, _: lmbench.read_lmbench(frame, path)),
-    Layout("kvcached", open_loops.KVCACHED_COLUMNS, lambda frame, path, _: open_loops.read_kvcached(frame, path)),
+    Layout("kvcached", kvcached.COLUMNS, lambda frame, path, _: kvcached.read_kvcached(frame, path)),
+    Layout("Aegaeon", aegaeon.COLUMNS, lambda frame, path, _: aegaeon.read_aegaeon(frame, path)),
     Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
 )
 

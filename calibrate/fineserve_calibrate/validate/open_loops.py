@@ -1,16 +1,13 @@
-"""Sets with open arrivals: BLIS (means of long runs), DistServe (single requests), kvcached (several models on one GPU, means a
-model)."""
+"""Sets with open arrivals at one model: BLIS (means of long runs), DistServe (single requests)."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from fineserve_traces import arrivals
 
 from fineserve_calibrate.validate.cases import Case, Label, MeasuredSet, OpenLoop, Sensitivity, Serving
 from fineserve_calibrate.validate.changes import (
@@ -19,7 +16,7 @@ from fineserve_calibrate.validate.changes import (
     with_steps_ahead,
     without_prefix_cache,
 )
-from fineserve_calibrate.validate.hosts import FRONT_END_S, STEPS_AHEAD, SYNCHRONOUS_V1
+from fineserve_calibrate.validate.hosts import FRONT_END_S, STEPS_AHEAD
 from fineserve_calibrate.validate.names import UnsupportedRow, model_named
 from fineserve_calibrate.validate.supported import supported
 from fineserve_calibrate.validate.tables import check_positive, stem
@@ -39,12 +36,6 @@ BLIS_SEQUENCES = 128
 
 FITTED_RATE = 1.0
 DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
-
-KVCACHED_COLUMNS = (
-    "set", "file", "hardware", "kvcached", "model_id", "completed", "request_rate", "burstiness", "total_input_tokens",
-    "total_output_tokens", "mean_ttft_ms", "mean_tpot_ms",
-)  # fmt: skip
-_KVCACHED_FILE = re.compile(r"-(?P<instance>\d+)-delay-(?P<delay_s>\d+)-model-num-(?P<models>\d+)\.json$")
 
 
 def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
@@ -145,69 +136,3 @@ def _distserve_case(rows: pd.DataFrame, path: Path) -> Case:
     tpot_s = np.where(outputs > 1, rows.tpot_ms.to_numpy(np.float64) / 1e3, np.nan)
     label = Label(stem(path), "vllm", "opt-13b", "W16A16", 1)
     return Case(label, serving, load, rows.ttft_ms.to_numpy(np.float64) / 1e3, tpot_s)
-
-
-def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Several copies of a model on one A100, started one after the other at a fixed rate; one row of means a copy.
-
-    Runs whose neighbours or arrivals the set does not record, and those on other vendors' GPUs, are unsupported.
-    """
-    cases, unsupported = [], Counter[tuple[str, str, str]]()
-    shared_run = frame["file"].str.extract(_KVCACHED_FILE)
-    frame = frame.assign(run=frame["file"].str.replace(_KVCACHED_FILE, "", regex=True), **shared_run)
-    for (_, _, served), rows in frame.groupby(["set", "run", "model_id"], sort=False):
-        try:
-            cases.append(_kvcached_case(rows, path))
-        except UnsupportedRow as reason:
-            unsupported["vllm", str(served), str(reason)] += len(rows)
-    return MeasuredSet(
-        stem(path),
-        tuple(cases),
-        unsupported,
-        assumptions=(
-            "copy i starts (i - 1) x delay after the first; mean lengths; an equal share of 0.9 of the GPU each, or with "
-            "kvcached one KV memory for all; token budget 2048 (vLLM's default on an A100), 256 sequences",
-        ),
-        sensitivities=(Sensitivity("token budget 8192", with_budget(8192)),),
-    )
-
-
-def _kvcached_case(rows: pd.DataFrame, path: Path) -> Case:
-    first = rows.iloc[0]
-    if not str(first["hardware"]).startswith("A100"):
-        raise UnsupportedRow(f"hardware {first['hardware']}")
-    if pd.isna(first["models"]) or len(rows) != int(first["models"]):
-        raise UnsupportedRow("models that ran beside it are not recorded")
-    if not np.isfinite(first["request_rate"]):
-        raise UnsupportedRow("arrivals of a ramp are not recorded")
-    rows = rows.assign(instance=rows["instance"].astype(int)).sort_values("instance")
-    check_positive(rows, ("completed", "total_input_tokens", "total_output_tokens", "mean_ttft_ms"), path)
-    served, elastic = model_named(str(first["model_id"])), bool(first["kvcached"])
-    device, share = gpu("a100-80gb"), 0.9 / len(rows)
-    serving = supported(Serving(served, precision("fp16"), 1, device, SYNCHRONOUS_V1, 2048, 256, share, FRONT_END_S))
-    label = Label(f"{stem(path)}, {'kvcached' if elastic else 'fixed shares'}", "vllm", served.name, "W16A16", 1)
-    ttft_s, tpot_s = (rows[column].to_numpy(np.float64) / 1e3 for column in ("mean_ttft_ms", "mean_tpot_ms"))
-    return Case(label, serving, _kvcached_load(rows, elastic), ttft_s, tpot_s)
-
-
-def _kvcached_load(rows: pd.DataFrame, elastic: bool) -> OpenLoop:
-    """Gamma arrivals with vLLM's burstiness (its shape: 1 is Poisson) for each copy, merged in time."""
-    rng = np.random.default_rng(SEED)
-    columns: list[np.ndarray[Any, np.dtype[np.float64]]] = []
-    for copy, row in enumerate(rows.to_dict("records")):
-        n = int(row["completed"])
-        start_s = copy * float(row["delay_s"])
-        times = start_s + arrivals.gamma(rng, row["request_rate"], row["burstiness"] ** -0.5, n)
-        prompt, output = (max(1, round(row[name] / n)) for name in ("total_input_tokens", "total_output_tokens"))
-        columns.append(np.stack([times, np.full(n, copy), np.full(n, prompt), np.full(n, output)]))
-    merged = np.concatenate(columns, axis=1)
-    times, copies, prompts, outputs = merged[:, np.argsort(merged[0], kind="stable")]
-    return OpenLoop(
-        arrival_s=times,
-        model=copies.astype(np.int64),
-        prompt_tokens=prompts.astype(np.int64),
-        output_tokens=outputs.astype(np.int64),
-        models=len(rows),
-        shared_kv=elastic,
-        each=False,
-    )

@@ -36,15 +36,18 @@ MOST_BLOCKS = 2**20
 """Of a prompt; keeps the block ids of conversations apart."""
 SENSITIVITY_STRIDE = 4
 """Another assumption is tried on every fourth case."""
+MOST_TRIED = 60
+"""Named readings are tried on every case of an engine and version that has no more than these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """A case with its predicted rows, shapes as measured."""
+    """A case with its predicted rows, shapes as measured; the throughput of open loops that say when they started."""
 
     case: Case
     ttft_s: Floats
     tpot_s: Floats
+    throughput_per_s: Floats | None = None
 
 
 def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
@@ -73,27 +76,48 @@ def sensitivity(measured: MeasuredSet, what: Sensitivity) -> tuple[MeasuredSet, 
     return replace(measured, cases=some), replace(measured, cases=changed)
 
 
+def campaign(measured: MeasuredSet, engine: str) -> MeasuredSet:
+    """The cases of one engine and version, at least a quarter of them."""
+    mine = [case for case in measured.cases if case.campaign == engine and case.reading]
+    return replace(measured, cases=tuple(mine[:: SENSITIVITY_STRIDE if len(mine) > MOST_TRIED else 1]))
+
+
 def _predict(case: Case, make_step: StepFactory) -> Predicted:
     serving, load = case.serving, case.load
     step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
+    throughput = None
     if isinstance(load, StaticBatch):
         ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
         ttft, tpot = _closed(step, load, serving)
-    else:
+    elif load.each:
         ttft, tpot = _open(step, load, serving)
+    else:
+        ttft, tpot, throughput = _means(step, load, serving)
     ahead_s = serving.steps_ahead * float(np.nan_to_num(_mean(tpot)))
-    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot)
+    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot, throughput)
 
 
 def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
     """Means over the batch's requests."""
+    if load.whole_prompts:
+        return _static_whole(step, load, serving)
     n = load.batch
     requests = Requests(np.zeros(n, dtype=np.int64), np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
     running = min(serving.max_sequences, serving.token_budget)
     run = EngineRun([_instance(0, 0, step, memory_budget(serving))], requests, _settings(serving, running))
     times = run.open_loop(np.arange(n, dtype=np.float64) * (0.0 if load.together else SEND_GAP_S))
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _static_whole(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
+    """Of the first group of prompts: its prefill, and the others' with the decodes after it."""
+    tokens, most = load.prompt_tokens, max(1, serving.token_budget // load.prompt_tokens)
+    sizes = [min(most, load.batch - done) for done in range(0, load.batch, most)]
+    first_s, *others_s = (step.step_s(0, 0, n * tokens, n * tokens * (tokens + 1) / 2, 0, n) for n in sizes)
+    gaps = load.output_tokens - 1
+    decodes_s = float(step.decode_steps_s(load.batch, load.batch * tokens, gaps).sum())
+    return np.array([first_s]), np.array([(sum(others_s) + decodes_s) / gaps])
 
 
 def _mean(values: Floats) -> float:
@@ -113,23 +137,32 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
     budget = memory_budget(serving)
     run = EngineRun([_instance(0, 0, step, budget)], requests, _settings(serving, running))
-    times = run.closed_loop(load.clients)
+    times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 
 
 def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
-    """Of single requests the mean over the phases' runs; else means a model of one run."""
-    if load.each and load.phases > 1:
-        rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
-        delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
-        runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
-        ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
-        return ttft, tpot
+    """Of single requests the mean over the phases' runs."""
+    if load.phases == 1:
+        return _open_run(step, load, serving)
+    rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
+    delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
+    runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
+    ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
+    return ttft, tpot
+
+
+def _means(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats, Floats | None]:
+    """Means a model of one run, and its requests a second from the start of its client to the last token."""
     ttft, tpot = _open_run(step, load, serving)
-    if load.each:
-        return ttft, tpot
     of = [load.model == model for model in range(load.models)]
-    return np.array([_mean(ttft[mine]) for mine in of]), np.array([_mean(tpot[mine]) for mine in of])
+    throughput = None
+    if load.starts_s:
+        end_s = load.arrival_s + ttft + np.nan_to_num(tpot) * (load.output_tokens - 1)
+        spans_s = [end_s[mine].max() - start_s for mine, start_s in zip(of, load.starts_s, strict=True)]
+        throughput = np.array([mine.sum() for mine in of]) / np.array(spans_s)
+    ttft, tpot = (np.array([_mean(values[mine]) for mine in of]) for values in (ttft, tpot))
+    return ttft, tpot, throughput
 
 
 def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Floats) -> tuple[Floats, Floats]:
@@ -151,7 +184,8 @@ def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats
     instances += [_instance(0, gpu, step, budget) for gpu in range(1, load.replicas)]
     requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
     settings = _settings(serving, serving.max_sequences)
-    run = EngineRun(instances, requests, settings, shared_kv=load.shared_kv, prefixes=_prefixes(load))
+    sharing = {"shared_kv": load.shared_kv, "time_slice": load.sharing == "time_slice"}
+    run = EngineRun(instances, requests, settings, prefixes=_prefixes(load), **sharing)
     times = run.open_loop(load.arrival_s)
     return times.ttft_s, times.tpot_s(load.output_tokens)
 

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.optimize import least_squares, minimize_scalar
 
 from fineserve_calibrate.fit.host_overhead import NO_HOST
-from fineserve_calibrate.validate.authors import HOST, TOKEN_BUDGET, WHOLE
+from fineserve_calibrate.validate.authors import TOKEN_BUDGET, WHOLE
 from fineserve_calibrate.validate.cases import Floats
 from fineserve_calibrate.validate.names import model_named, precision_named
 from fineserve_calibrate.validate.predict import StepFactory
@@ -31,6 +31,8 @@ FLOORS = {"W16A16": "W4A16", "W4A16": "W4A16", "W8A8KV8": "W8A8KV8", "W4A8KV4": 
 """Precision: whose floor it shares."""
 LEAST_TOKENS = 2048
 ROUNDS = 3
+HOST = "vllm-0.9.1-authors"
+"""The host time beside which rates and shares are fitted: the one in which the papers' experiments use them."""
 
 
 class Profile:

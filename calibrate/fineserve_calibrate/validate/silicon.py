@@ -1,9 +1,8 @@
 """aiconfigurator's "silicon" points: means of closed-loop benchmark runs by model, TP, lengths and number of clients.
 
 Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no prefix cache, ten requests a client, lengths
-uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients. Its generator
-gives TensorRT-LLM ``max_num_tokens`` = batch + input + 1,500; and one request in flight waits at any time, since TTFT exceeds
-a prefill by a whole generation divided by the clients, for 8 to 32 clients alike: the engine runs one less than there are.
+uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients: the rest is a reading
+by engine and version (``readings``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import pandas as pd
 from fineserve_calibrate.validate.cases import Case, ClosedLoop, Label, MeasuredSet, Sensitivity, Serving
 from fineserve_calibrate.validate.changes import (
     with_8bit_kv,
-    with_all_slots,
     with_budget,
     with_cached_prefix,
     with_full_lengths,
@@ -27,6 +25,7 @@ from fineserve_calibrate.validate.changes import (
 )
 from fineserve_calibrate.validate.hosts import FRONT_END_S
 from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
+from fineserve_calibrate.validate.readings import is_fitted, of_campaigns, reading_of
 from fineserve_calibrate.validate.supported import supported
 from fineserve_calibrate.validate.tables import check_positive, stem
 from fineserve_sim.catalog import PrecisionSpec, deployment
@@ -39,9 +38,10 @@ LOAD, MEASURED = ("isl", "osl", "concurrency"), ("silicon_ttft_ms", "silicon_tpo
 ROUNDS = 10
 TOKEN_BUDGET = 8192
 INFERENCEMAX_SHORTEST = 0.8
-GENERATOR_MARGIN = 1500
-DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm", "sglang": "sglang"}
+DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm-1.0", "sglang": "sglang-0.5"}
 """Host time by backend."""
+GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
+"""Host time of versions that differ."""
 
 
 def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
@@ -61,23 +61,21 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         tuple(cases),
         unsupported,
         assumptions=(
-            f"closed loop, {ROUNDS} requests a client; token budget {TOKEN_BUDGET}; a slot for every client",
-            f"TensorRT-LLM gap runs: budget clients + input + {GENERATOR_MARGIN} (its generator); one slot less "
-            "than clients, inferred from these rows' own TTFT",
-            f"InferenceMAX rows: lengths uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal; others: nominal lengths",
+            f"InferenceMAX rows: {ROUNDS} requests a client, token budget {TOKEN_BUDGET}, a slot for every client, lengths "
+            f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
+            "gap runs: nominal lengths; the rest as their engine and version is read, below",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
             f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
         ),
         sensitivities=(
             Sensitivity("5 requests a client", with_rounds(5)),
             Sensitivity("token budget 2048", with_budget(2048)),
-            Sensitivity("token budget 8192", with_budget(TOKEN_BUDGET)),
-            Sensitivity("a slot for every client", with_all_slots),
             Sensitivity("nominal lengths everywhere", with_full_lengths),
             Sensitivity("FP8 checkpoints with 8-bit KV", with_8bit_kv),
             Sensitivity("half of each prompt found in a prefix cache", with_cached_prefix(0.5)),
             Sensitivity("steps are scheduled one ahead", with_steps_ahead(1)),
         ),
+        readings=of_campaigns(),
     )
 
 
@@ -106,16 +104,16 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     if not (row["tp_size"] > 0 and row["concurrency"] > 0):
         raise UnsupportedRow("TP degree or number of clients not recorded")
     tp, clients = int(row["tp_size"]), int(row["concurrency"])
-    gpu = gpu_named(row["system"])
-    label = Label(f"{name}, {gpu.name}", row["backend"], row["model_path"], precision.name, tp)
+    gpu, version = gpu_named(row["system"]), str(row.get("backend_version", ""))
+    engine = (row["backend"], version)
     inferencemax = str(row["source_kind"]).startswith("inferencemax")
-    generated = row["backend"] == "trtllm" and not inferencemax
-    budget = clients + int(row["isl"]) + GENERATOR_MARGIN if generated else TOKEN_BUDGET
-    host = deployment(DEPLOYMENTS[row["backend"]])
-    serving = supported(Serving(served, precision, tp, gpu, host, budget, clients, front_end_s=FRONT_END_S))
+    fitted = not inferencemax and is_fitted(*engine, served.name, tp, gpu.name)
+    name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
+    label = Label(name, row["backend"], row["model_path"], precision.name, tp)
+    host = deployment(GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
+    serving = supported(Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S))
     shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
-    running = max(1, clients - 1) if generated else clients
-    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, running)
-    return Case(
-        label, serving, load, np.array([row["silicon_ttft_ms"] / 1e3]), np.array([row["silicon_tpot_ms"] / 1e3])
-    )
+    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, clients)
+    ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
+    case = Case(label, serving, load, ttft_s, tpot_s, campaign=" ".join((row["backend"], version, served.name)))
+    return case if inferencemax else reading_of(*engine, served.name).of(case)

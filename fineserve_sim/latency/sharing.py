@@ -1,0 +1,134 @@
+"""How much slower engines run that share a GPU: one law a mode, a pure function of what their batches need.
+
+A law takes the ``Demand`` of every engine that has work and returns how many times longer each one's step lasts than alone on
+the whole GPU. Nothing depends on time, so steps between two changes of composition may be merged exactly.
+
+``fluid``        everybody at ``max(1, sum of compute, sum of bandwidth)``: ideal processor sharing, fitted to nothing
+``time_slice``   contexts take turns while kernels of several are resident, however little those need; a switch costs
+``mps``          kernels run side by side and take turns for the compute units, and for the bandwidth, that they need
+``mps`` capped   an engine's own SMs first (``under_cap``); bandwidth is everybody's, compute as far as the caps overlap
+``mig``          the slice is the engine's own
+
+``turns`` is behind two of them: whoever wants something waits for those who want it at that moment, and wants it longer for
+that. Alone nobody waits, engines that always want it take their number of times as long, and in between it is softer than
+``fluid``.
+
+The numbers are fitted on part of the measurements that ``fineserve-calibrate sharing`` reads, and held against the rest there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+SWITCH_SHARE = 0.2
+"""Time-slicing: what switching adds where one always has to wait. Fitted with the engine's host time on the runs with two
+models of kvcached's benchmark (Llama-3.1-8B on an A100; ovg-project/kvcached @ 7c66306a42bf), whose optimum is flat from 0.15
+on. A vision model shows 0.11 with 3, 5 and 7 pods (nebuly-ai/nos)."""
+MEMORY_SATURATION = 0.44
+"""Share of the SMs from which on memory is as fast as with all: least squares on decodes and prefills of LLaMA-7B and 13B under
+thread caps (A100; hao-ai-lab/MuxServe @ 223148033454)."""
+ROUNDS = 100
+CLOSE = 1e-12
+
+
+class Demand(NamedTuple):
+    """What an engine's batch needs, as fractions of its step alone on the whole GPU: the time in which compute units and
+    memory bandwidth are busy (``StepModel.shares``), and in which any kernel is resident (``StepModel.resident``).
+    ``sm_share``: the part of the SMs that it may take; an engine without work needs nothing."""
+
+    compute: float
+    bandwidth: float
+    resident: float = 1.0
+    sm_share: float = 1.0
+
+
+class Slice(NamedTuple):
+    """Part of a GPU by MIG: of its SMs, and of its memory bandwidth."""
+
+    compute: float
+    bandwidth: float
+
+
+Law = Callable[[Sequence[Demand]], list[float]]
+
+
+def fluid(demands: Sequence[Demand]) -> list[float]:
+    """Ideal processor sharing: all at the same pace."""
+    pace = max(1.0, sum(need.compute for need in demands), sum(need.bandwidth for need in demands))
+    return [pace] * len(demands)
+
+
+def turns(needs: Sequence[float], switch_share: float = 0.0) -> list[float]:
+    """How many times longer steps last whose fractions ``needs`` take turns; a switch adds ``switch_share`` where one always
+    has to wait. The part of the time in which an engine wants its turn grows with its own waiting: a fixed point, sought by
+    Steffensen's steps from below.
+    """
+    if sum(need > 0.0 for need in needs) < 2:
+        return [1.0] * len(needs)
+    stretch = [1.0] * len(needs)
+    for _ in range(ROUNDS):
+        once = _waited(needs, stretch, switch_share)
+        twice = _waited(needs, once, switch_share)
+        if all(abs(new - old) < CLOSE for new, old in zip(twice, once, strict=True)):
+            break
+        stretch = [_extrapolated(*moves) for moves in zip(stretch, once, twice, strict=True)]
+    return [1.0 + need * (longer - 1.0) for need, longer in zip(needs, twice, strict=True)]
+
+
+def _waited(needs: Sequence[float], stretch: Sequence[float], switch_share: float) -> list[float]:
+    """How much longer each turn lasts behind the others that want one, when turns last ``stretch`` times as long; one engine
+    after the other."""
+    present = [need * longer / (1.0 - need + need * longer) for need, longer in zip(needs, stretch, strict=True)]
+    total, found = sum(present), []
+    for need, mine in zip(needs, present, strict=True):
+        rest = max(0.0, total - mine)
+        longer = (1.0 + rest) * (1.0 + switch_share * min(1.0, rest))
+        total = rest + need * longer / (1.0 - need + need * longer)
+        found.append(longer)
+    return found
+
+
+def _extrapolated(start: float, once: float, twice: float) -> float:
+    bend = twice - 2.0 * once + start
+    return twice if bend == 0.0 else max(1.0, start - (once - start) ** 2 / bend)
+
+
+def time_slice(demands: Sequence[Demand]) -> list[float]:
+    """A kernel waits its turn behind every context that has one resident; while the others' hosts work, it waits for none."""
+    return turns([need.resident for need in demands], SWITCH_SHARE)
+
+
+def mps(demands: Sequence[Demand]) -> list[float]:
+    """Kernels side by side: an engine waits for compute units or for bandwidth, whichever is worse.
+
+    Engines with a part of the SMs run at the pace of their cap, and compete for compute as far as the caps exceed the GPU.
+    """
+    alone = [under_cap(need) for need in demands]
+    overlap = min(1.0, max(0.0, sum(need.sm_share for need in demands) - 1.0))
+    compute = turns([overlap * need.compute / pace for need, pace in zip(demands, alone, strict=True)])
+    bandwidth = turns([need.bandwidth / pace for need, pace in zip(demands, alone, strict=True)])
+    return [pace * max(waits) for pace, *waits in zip(alone, compute, bandwidth, strict=True)]
+
+
+def under_cap(need: Demand, saturation: float = MEMORY_SATURATION) -> float:
+    """How many times longer the step lasts on its part of the SMs, nobody beside: compute falls with the SMs, memory only below
+    ``saturation``, launches and host time stay."""
+    return _on_part(need, need.sm_share, min(1.0, need.sm_share / saturation))
+
+
+def _on_part(need: Demand, compute: float, bandwidth: float) -> float:
+    return 1.0 + need.compute * (1.0 / compute - 1.0) + need.bandwidth * (1.0 / bandwidth - 1.0)
+
+
+def mig(slices: Sequence[Slice]) -> Law:
+    """Engines in slices of their own, one each."""
+
+    def law(demands: Sequence[Demand]) -> list[float]:
+        return [_on_part(need, part.compute, part.bandwidth) for need, part in zip(demands, slices, strict=True)]
+
+    return law
+
+
+LAWS: dict[str, Law] = {"fluid": fluid, "time_slice": time_slice, "mps": mps}
+"""By mode, of those that the demands alone decide."""
