@@ -10,11 +10,13 @@ from fineserve_runtime.engines.api import FinishReason, Sampling, Submission
 
 class End(NamedTuple):
     """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: nobody ever started it. ``failed``: it
-    was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people."""
+    was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people;
+    ``retry_after_s`` says when to come back, where that is known."""
 
     kind: Literal["finished", "refused", "failed", "aborted"]
     reason: str
     message: str = ""
+    retry_after_s: float | None = None
 
 
 class Limits(NamedTuple):
@@ -26,10 +28,11 @@ class Limits(NamedTuple):
 
 
 class Refused(RuntimeError):
-    """The driver takes no such request now; ``reason`` is a word for machines."""
+    """The driver takes no such request now; ``reason`` is a word for machines, ``retry_after_s`` as in ``End``."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
         self.reason = reason
+        self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
@@ -46,8 +49,8 @@ class Job:
     """A request of ``model`` with its prompt, in the driver's hands until it ends.
 
     ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now;
-    None while it waits and when it ended; ``served_by`` where it was dispatched last. Times are seconds since the driver
-    started.
+    None while it waits and when it ended; ``served_by`` where it was dispatched last; ``unproven``: that one has not had a
+    token of it yet. Times are seconds since the driver started.
     """
 
     id: int
@@ -67,6 +70,7 @@ class Job:
     generated: list[int] = field(default_factory=list)
     preemptions: int = 0
     retried: bool = False
+    unproven: bool = True
 
     @property
     def tpot_s(self) -> float | None:
@@ -110,8 +114,10 @@ class Observer(Protocol):
     def ended(self, job: Job, end: End, now: float) -> None: ...
 
 
-def finish_end(reason: FinishReason) -> End:
-    """The end that an engine reports."""
+def finish_end(reason: FinishReason, problem: str = "") -> End:
+    """The end that an engine reports; ``problem``: it did not take the request."""
+    if problem:
+        return End("refused", "rejected", problem)
     if reason in ("stop", "length"):
         return End("finished", reason)
     if reason == "abort":

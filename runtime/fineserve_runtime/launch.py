@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.config import RuntimeFile, RuntimeSection
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
-from fineserve_runtime.driver import Bounds, Driver, Log
+from fineserve_runtime.driver import Driver, Log
 from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep

@@ -55,6 +55,9 @@ class Places:
     def engine_at(self, place: Place) -> int | None:
         return self._engine.get(place)
 
+    def place(self, engine: int) -> Place:
+        return self._place[engine]
+
     def gpu_of(self, engine: int) -> int:
         return self._place[engine].gpu
 

@@ -26,9 +26,9 @@ class Relay:
         if self.to is not None:
             self.to.on_step(report)
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         if self.to is not None:
-            self.to.on_died(engine, reason, lost)
+            self.to.on_died(engine, reason, lost, crashed)
 
 
 class _Steps:
@@ -44,7 +44,7 @@ class _Steps:
             with self._lock:
                 self.steps.setdefault(report.engine, []).append(row)
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         raise RuntimeError(f"engine {engine} died while it warmed up: {reason}")
 
 

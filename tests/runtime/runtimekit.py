@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fake_engines import BLOCK_BYTES, FakeHost
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.decisions import Entry
-from fineserve_runtime.driver import Bounds, Driver
+from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, TinyModel
 from fineserve_runtime.jobs import End, Job, Observer
 from fineserve_runtime.step_times import MeasuredStep

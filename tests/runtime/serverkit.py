@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec
-from fineserve_runtime.driver import Bounds
 from fineserve_runtime.jobs import Limits
 from fineserve_runtime.metrics import EngineFigures, Metrics
 from fineserve_runtime.server.service import ServedName, Service

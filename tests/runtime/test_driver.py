@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fake_engines import continuation
-from fineserve_runtime.driver import Bounds
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import Refused
 from fineserve_runtime.step_times import MeasuredStep

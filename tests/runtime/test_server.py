@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engines import continuation
-from fineserve_runtime.driver import Bounds
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.server.serving import bind
 from fineserve_runtime.step_times import MeasuredStep
 from runtimekit import core_spec, eventually

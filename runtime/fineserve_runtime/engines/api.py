@@ -111,11 +111,12 @@ class Submission:
 
 
 class TokenChunk(NamedTuple):
-    """What one step brought a request; ``finish_reason`` is None while it goes on."""
+    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: why it ends with "error"."""
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    problem: str = ""
 
 
 class StepReport(NamedTuple):
@@ -155,11 +156,12 @@ class EngineStats(NamedTuple):
 
 
 class EngineListener(Protocol):
-    """Who hears of steps and deaths. ``lost`` are the requests that the engine held and that nobody will finish."""
+    """Who hears of steps and deaths. ``lost`` are the requests that the engine held and that nobody will finish; ``crashed``:
+    an exception in a step ended it, which one of them may have caused."""
 
     def on_step(self, report: StepReport) -> None: ...
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None: ...
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None: ...
 
 
 class EngineDied(RuntimeError):
@@ -196,6 +198,12 @@ class EngineHandle(Protocol):
 
     @property
     def asleep(self) -> bool: ...
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life, which comes at least every second while the engine is sound; 0 for one that is
+        dead or starts."""
+        ...
 
     def submit(self, submission: Submission) -> None:
         """Raises ValueError for an empty prompt or one that leaves no room under max_model_len, EngineDied when dead and
@@ -242,8 +250,13 @@ class EngineHost(Protocol):
         ...
 
     def restart(self, engine: int) -> None:
-        """Start a dead engine again, and with it all of its device where that died. Raises RuntimeError where engines share
-        a process that goes on, or there is no room for the device any more."""
+        """Start a dead engine again, and with it all of its device where that died. Raises RuntimeError where the thread that
+        steps it hangs, or there is no room for the device any more."""
+        ...
+
+    def kill(self, engine: int, reason: str) -> None:
+        """End an engine that gives no sign of life; its death is reported as any other. Returns at once. What shares its
+        thread or its Ray actor dies with it."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from fineserve_runtime.engines.api import EngineHandle, EngineListener, HostConfig
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
 from fineserve_runtime.engines.handle import Handle
-from fineserve_runtime.engines.loop import Died, Message, Ready, Reply, Stepped
+from fineserve_runtime.engines.loop import Beat, Died, Message, Ready, Reply, Stepped
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
 
@@ -78,6 +78,9 @@ class Host:
             self._handles[number].revive()
         self._start(again)
 
+    def kill(self, engine: int, reason: str) -> None:
+        self._device.kill(engine, reason)
+
     def close(self) -> None:
         self._device.close()
 
@@ -106,11 +109,15 @@ class Host:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Stepped):
+            self._handles[message.report.engine].on_heard()
             self._handles[message.report.engine].on_stepped(message)
             self._listener.on_step(message.report)
         elif isinstance(message, Ready):
             self._handles[message.engine].on_ready(message.state)
+        elif isinstance(message, Beat):
+            self._handles[message.engine].on_heard()
         elif isinstance(message, Reply):
+            self._handles[message.engine].on_heard()
             self._handles[message.engine].on_reply(message)
         else:
             self._on_died(message)
@@ -122,4 +129,4 @@ class Host:
         was_ready = handle.ready.is_set()
         lost = handle.on_died(message.reason)
         if was_ready:
-            self._listener.on_died(message.engine, message.reason, lost)
+            self._listener.on_died(message.engine, message.reason, lost, message.crashed)

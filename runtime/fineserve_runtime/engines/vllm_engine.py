@@ -99,14 +99,18 @@ class SteppedCore:
         self.preemptions = 0
 
     def add(self, submission: Submission) -> None:
+        """Raises ValueError for what vLLM's own check finds: its front end, which would have asked, is not there."""
         from vllm.v1.engine import EngineCoreRequest
 
         self._arrivals += 1
+        sampling = self._sampling(submission.sampling)
+        config = self.core.vllm_config
+        sampling.verify(config.model_config, config.speculative_config, None, None)
         request = EngineCoreRequest(
             request_id=str(submission.request_id),
             prompt_token_ids=list(submission.prompt_token_ids),
             mm_features=None,
-            sampling_params=self._sampling(submission.sampling),
+            sampling_params=sampling,
             pooling_params=None,
             arrival_time=float(self._arrivals),  # orders requests of equal priority
             lora_request=None,
@@ -135,6 +139,12 @@ class SteppedCore:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+
+    def refuse(self, request_id: int, problem: str) -> None:
+        """A request that ``add`` failed on: it ends with reason "error" in the next report, and leaves nothing behind."""
+        if str(request_id) in self.core.scheduler.requests:
+            self.core.abort_requests([str(request_id)])
+        self._aborted.append(TokenChunk(request_id, (), "error", problem))
 
     def abort(self, request_id: int) -> None:
         """The request ends with reason "abort" in the next report. Unknown ids are ignored."""
