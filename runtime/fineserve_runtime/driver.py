@@ -346,11 +346,19 @@ class Driver:
         now = self.now()
         commands = self._core.handle(now, event)
         if self._log is not None:
-            self._log(event_entry(now, event))
-            for command in commands:
-                self._log(command_entry(now, command))
+            self._note(self._log, now, event, commands)
         for command in commands:
             self._carry_out(command)
+
+    def _note(self, log: Log, now: float, event: RuntimeEvent, commands: Sequence[Command]) -> None:
+        """A log that fails is closed, and nothing else is touched."""
+        try:
+            log(event_entry(now, event))
+            for command in commands:
+                log(command_entry(now, command))
+        except Exception as problem:
+            self._log = None
+            self.incident("decision log failed", {"reason": repr(problem)})
 
     def _carry_out(self, command: Command) -> None:
         match command:

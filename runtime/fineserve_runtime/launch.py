@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.config import RuntimeFile, RuntimeSection
@@ -244,12 +243,3 @@ def _memory_bytes(host: EngineHost, weights: Mapping[str, int]) -> int:
     if host.config.weights_in_region:
         return host.config.region_bytes
     return host.config.region_bytes + sum(weights[handle.config.name] for handle in host.engines.values())
-
-
-def decision_log(path: Path) -> tuple[Log, Callable[[], None]]:
-    """A log that writes to ``path``, and how to close it."""
-    from fineserve_runtime.decisions import write_entry
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w", encoding="utf-8")
-    return (lambda entry: write_entry(file, entry)), file.close

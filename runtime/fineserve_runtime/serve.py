@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fineserve_runtime.config import RuntimeFile
 from fineserve_runtime.jobs import Limits
-from fineserve_runtime.launch import Running, StartHost, decision_log, launch
-from fineserve_runtime.logs import JsonLog
+from fineserve_runtime.launch import Running, StartHost, launch
+from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler
 from fineserve_runtime.metrics import EngineFigures, Metrics
 from fineserve_runtime.server.service import ServedName, Service
 from fineserve_runtime.server.serving import bind, exits_on_sigterm, serve
@@ -31,27 +33,44 @@ def run_server(
 ) -> None:
     """Serve until a signal comes; ``ready`` gets the address once there is one. Raises ConfigError for a system that the file
     does not have or an SLO that is not absolute, OSError when the port is taken, ValueError for engines that cannot run."""
-    section, log = file.section, JsonLog()
+    section = file.section
     served = served_scenario(file, system)
     bound = bind(section.host, section.port)  # first: starting engines for a taken port wastes minutes
     url = f"http://{section.host}:{bound.getsockname()[1]}"
-    metrics = Metrics(model.id for model in served.models)
-    decisions, close_decisions = (
-        decision_log(file.folder / section.decisions) if section.decisions else (None, lambda: None)
-    )
-    log("starting", {"system": served.system.name, "models": [model.id for model in served.models], "url": url})
+    with ExitStack() as stack:
+        stack.callback(bound.close)
+        log = EventLog()
+        stack.callback(log.close)
+        stack.enter_context(_libraries_log_to(log))
+        decisions = LineLog(FileTarget(file.folder / section.decisions), "decisions") if section.decisions else None
+        if decisions is not None:
+            stack.callback(decisions.close)
+        metrics = Metrics(model.id for model in served.models)
+        metrics.watch_logs([each for each in (log.lines, decisions) if each is not None])
+
+        def incident(what: str, facts: dict[str, object]) -> None:
+            metrics.incident(what, facts)
+            log(what, facts)
+
+        log("starting", {"system": served.system.name, "models": [model.id for model in served.models], "url": url})
+        stack.enter_context(exits_on_sigterm())
+        running = stack.enter_context(
+            launch(file, served, log=decisions, observers=(metrics,), on_incident=incident, start=start)
+        )
+        service = _service(file, served, running, metrics, log, tokenizer)
+        log("ready", {"url": url})
+        ready(url)
+        serve(service, bound, section.drain_s)
+
+
+@contextmanager
+def _libraries_log_to(log: EventLog) -> Iterator[None]:
+    handler = LoggingHandler(log)
+    logging.getLogger().addHandler(handler)
     try:
-        with (
-            exits_on_sigterm(),
-            launch(file, served, log=decisions, observers=(metrics,), on_incident=log, start=start) as running,
-        ):
-            service = _service(file, served, running, metrics, log, tokenizer)
-            log("ready", {"url": url})
-            ready(url)
-            serve(service, bound, section.drain_s)
+        yield
     finally:
-        bound.close()
-        close_decisions()
+        logging.getLogger().removeHandler(handler)
 
 
 def served_scenario(file: RuntimeFile, system: str | None) -> Scenario:
@@ -77,10 +96,10 @@ def _service(
     served: Scenario,
     running: Running,
     metrics: Metrics,
-    log: Callable[[str, dict[str, object]], None],
+    log: EventLog,
     tokenizer: Callable[[Path], Tokenizer],
 ) -> Service:
-    metrics.registry.register(EngineFigures(running.hosts, metrics.live))
+    metrics.registry.register(EngineFigures(running.hosts, metrics.live, running.driver.health))
     longest = {facts.id: facts.max_tokens for facts in running.spec.models}
     models = {
         model.id: ServedName(

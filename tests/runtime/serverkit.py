@@ -63,8 +63,10 @@ def served(
     spec = spec or core_spec()
     names = [model.id for model in spec.models]
     metrics = Metrics(names)
-    with runtime(spec, bounds=bounds, step_s=step_s, observers=(metrics,), **changes) as here:
-        metrics.registry.register(EngineFigures(here.hosts, metrics.live))
+    with runtime(
+        spec, bounds=bounds, step_s=step_s, observers=(metrics,), on_incident=metrics.incident, **changes
+    ) as here:
+        metrics.registry.register(EngineFigures(here.hosts, metrics.live, here.driver.health))
         models = {
             model.id: ServedName(model.id, ByteTokenizer(), 258, 512, Limits(model.slo_s)) for model in spec.models
         }

@@ -33,7 +33,7 @@ class Service:
     metrics: Metrics
     models: Mapping[str, ServedName]
     api_key: str | None = None
-    log: Callable[[str, dict[str, object]], None] = lambda event, facts: None
+    log: Callable[[str, Mapping[str, object]], None] = lambda event, facts: None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def model(self, name: str) -> ServedName:
