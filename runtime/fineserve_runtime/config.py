@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from fineserve_runtime.formats import check_format
+from fineserve_runtime.server.limits import HttpLimits
 from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.plan import Experiment, build
 from fineserve_sim.experiment.schema import Count, Positive, Strict
@@ -46,13 +48,31 @@ class RayCluster(Strict):
     ray: Annotated[str, Field(min_length=1)]
 
 
+class ApiKey(Strict):
+    """An API key in the environment variable ``env``. It may have ``requests`` under way at a time; ``priority``: it may say
+    which of its requests go first."""
+
+    name: Annotated[str, Field(min_length=1)]
+    env: Annotated[str, Field(min_length=1)]
+    requests: Count | None = None
+    priority: bool = False
+
+
+class TlsFiles(Strict):
+    """Files in PEM, relative to the file."""
+
+    certificate: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(min_length=1)]
+
+
 class RuntimeSection(Strict):
     """``region_bytes``: of each device, for KV (and weights, where ``weights_in_region``). ``mode``: engines in this process
     or one process each; by default the former for one CPU. ``cluster``: devices are actors of this Ray cluster; ``ray``: of
     the one that RAY_ADDRESS names or that runs here, else of a new one. ``step_times``: a table of measured steps (CSV:
     model, prefill_tokens, decodes, duration_s); without one a few steps are timed at the start. ``api_key_env``: the
-    environment variable that holds the API key. A model has at most ``queued_requests`` without a first token, none for
-    longer than ``queued_s``; SIGTERM gives ``drain_s``."""
+    environment variable that holds the API key; ``api_keys``: several, with limits of their own. A model has at most
+    ``queued_requests`` without a first token, none for longer than ``queued_s``; no request lasts longer than
+    ``request_s``; an engine without a sign of life for ``silent_s`` is ended; SIGTERM gives ``drain_s``."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
     mode: Literal["in_process", "processes"] | None = None
@@ -60,6 +80,9 @@ class RuntimeSection(Strict):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
     api_key_env: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
+    tls: TlsFiles | None = None
+    limits: HttpLimits = HttpLimits()
     region_bytes: Count
     region_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "device"
     weights_in_region: bool = False
@@ -68,6 +91,8 @@ class RuntimeSection(Strict):
     step_times: str | None = None
     queued_requests: Count = 100
     queued_s: Positive = 300.0
+    request_s: Positive = 1800.0
+    silent_s: Positive = 30.0
     drain_s: Positive = 30.0
     decisions: str | None = None
 
@@ -139,10 +164,27 @@ def _check(file: RuntimeFile) -> None:
         _check_files(file, model.id, folder / "config.json")
     if section.backend == "cuda" and section.mode == "in_process":
         raise file.error("mode", "GPU engines need a process each; leave mode out")
-    if section.api_key_env is not None and not os.environ.get(section.api_key_env):
-        raise file.error("api_key_env", f"the environment variable {section.api_key_env} is empty or not set")
+    _check_access(file)
     for name in file.experiment.setup.systems:
         _check_system(file, name)
+
+
+def _check_access(file: RuntimeFile) -> None:
+    """Keys are there, and the files of TLS."""
+    section = file.section
+    variables = {f"api_keys.{number}.env": key.env for number, key in enumerate(section.api_keys)}
+    if section.api_key_env is not None:
+        variables["api_key_env"] = section.api_key_env
+    for key, variable in variables.items():
+        if not os.environ.get(variable):
+            raise file.error(key, f"the environment variable {variable} is empty or not set")
+    if section.tls is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                file.folder / section.tls.certificate, file.folder / section.tls.key
+            )
+        except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
+            raise file.error("tls", f"certificate or key cannot be used: {problem}") from None
 
 
 def _check_files(file: RuntimeFile, name: str, config: Path) -> None:

@@ -68,6 +68,7 @@ class Driver:
         self._pace: dict[str, Pace] = defaultdict(Pace)
         self._next_id = 0
         self._draining = False
+        self._retry_after_s: float | None = None
         self._epoch_s = time.monotonic()
         if log is not None:
             log({"core": spec.model_dump(mode="json")})
@@ -92,10 +93,11 @@ class Driver:
         self._alarm = Alarm(self._on_alarm, self._on_trouble)
         self._alarm.set(self._epoch_s)
 
-    def begin_drain(self) -> None:
-        """Refuse new requests from now on; those that are here go on."""
-        with self._lock:
-            self._draining = True
+    def begin_drain(self, patience_s: float | None = None) -> None:
+        """Refuse new requests from now on; those that are here go on. Clients are asked to come back after ``patience_s``.
+        Takes no lock: a signal handler may interrupt who holds it."""
+        self._retry_after_s = patience_s
+        self._draining = True
 
     @property
     def draining(self) -> bool:
@@ -151,7 +153,7 @@ class Driver:
         returns. Raises Refused when the server drains or the model's queue is full."""
         with self._lock:
             if self._draining:
-                raise Refused("draining", "the server is shutting down")
+                raise Refused("draining", "the server is shutting down", self._retry_after_s)
             job = make(self._next_id)
             self._check_room(job.model)
             self._next_id += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
-from fineserve_runtime.engines.api import FinishReason, Sampling, Submission
+from fineserve_runtime.engines.api import FinishReason, Logprobs, Sampling, Submission
 
 
 class End(NamedTuple):
@@ -39,7 +39,7 @@ class Refused(RuntimeError):
 class Sink(Protocol):
     """Who waits for the tokens of one request. Calls come from engine threads and must return at once."""
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None: ...
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None: ...
 
     def ended(self, end: End) -> None: ...
 
@@ -81,10 +81,16 @@ class Job:
 
     @property
     def can_resume(self) -> bool:
-        """Whether another engine can go on after the tokens generated so far as if nothing had happened. A seeded generator
-        and penalties on the output would start anew."""
+        """Whether another engine can go on after the tokens generated so far as if nothing had happened. A seeded generator,
+        penalties on the output, words that begin in it and constraints would start anew."""
         sampling = self.sampling
-        anew = sampling.seed is not None or sampling.presence_penalty or sampling.frequency_penalty
+        anew = (
+            sampling.seed is not None
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.bad_words_token_ids
+            or sampling.constraint
+        )
         return not (self.generated and anew)
 
     def submission(self) -> Submission:

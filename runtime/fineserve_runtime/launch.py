@@ -83,7 +83,8 @@ def launch(
         start = start or stack.enter_context(starting(file.section, len(configs)))
         hosts = _start_hosts(configs, relays, start, stack, together=file.section.cluster is not None)
         spec = _core_spec(file, scenario, placement, hosts, _step_times(file, hosts, relays))
-        bounds = Bounds(file.section.queued_requests, file.section.queued_s)
+        section = file.section
+        bounds = Bounds(section.queued_requests, section.queued_s, section.request_s, section.silent_s)
         driver = Driver(spec, bounds=bounds, log=log, observers=observers, on_incident=on_incident)
         for gpu, relay in relays.items():
             relay.to = driver.listener(gpu)

@@ -19,7 +19,7 @@ import numpy as np
 from fineserve_runtime.config import RuntimeFile
 from fineserve_runtime.core import Stay
 from fineserve_runtime.driver import Driver
-from fineserve_runtime.engines.api import Sampling
+from fineserve_runtime.engines.api import Logprobs, Sampling
 from fineserve_runtime.jobs import End, Job, Refused
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, Timeline
@@ -63,7 +63,7 @@ class _Record:
         self._index = index
         self._play = play
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
         pass
 
     def ended(self, end: End) -> None:

@@ -10,13 +10,14 @@ from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fineserve_runtime.config import RuntimeFile
+from fineserve_runtime.config import RuntimeFile, RuntimeSection
 from fineserve_runtime.jobs import Limits
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler
 from fineserve_runtime.metrics import EngineFigures, Metrics
-from fineserve_runtime.server.service import ServedName, Service
-from fineserve_runtime.server.serving import bind, exits_on_sigterm, serve
+from fineserve_runtime.server.models import ServedName
+from fineserve_runtime.server.service import Key, Service
+from fineserve_runtime.server.serving import Tls, bind, exits_on_sigterm, serve
 from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
 from fineserve_sim.cluster.scenario import Scenario
 from fineserve_sim.experiment.errors import ConfigError, nearest
@@ -36,7 +37,7 @@ def run_server(
     section = file.section
     served = served_scenario(file, system)
     bound = bind(section.host, section.port)  # first: starting engines for a taken port wastes minutes
-    url = f"http://{section.host}:{bound.getsockname()[1]}"
+    url = f"{'https' if section.tls else 'http'}://{section.host}:{bound.getsockname()[1]}"
     with ExitStack() as stack:
         stack.callback(bound.close)
         log = EventLog()
@@ -60,7 +61,7 @@ def run_server(
         service = _service(file, served, running, metrics, log, tokenizer)
         log("ready", {"url": url})
         ready(url)
-        serve(service, bound, section.drain_s)
+        serve(service, bound, section.drain_s, _tls(file))
 
 
 @contextmanager
@@ -111,8 +112,19 @@ def _service(
         )
         for model in served.models
     }
-    key = os.environ[file.section.api_key_env] if file.section.api_key_env else None
-    return Service(running.driver, metrics, models, key, log, _versions())
+    return Service(running.driver, metrics, models, _keys(file.section), log, _versions(), file.section.limits)
+
+
+def _tls(file: RuntimeFile) -> Tls | None:
+    tls = file.section.tls
+    return None if tls is None else Tls(file.folder / tls.certificate, file.folder / tls.key)
+
+
+def _keys(section: RuntimeSection) -> tuple[Key, ...]:
+    keys = [Key(each.name, os.environ[each.env], each.requests, each.priority) for each in section.api_keys]
+    if section.api_key_env:
+        keys.append(Key("default", os.environ[section.api_key_env]))
+    return tuple(keys)
 
 
 def _versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ import csv
 import itertools
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from fineserve_runtime.engines.api import EngineHandle, EngineHost, EngineListener, Sampling, StepReport, Submission
@@ -56,28 +57,29 @@ def measure(host: EngineHost, relay: Relay) -> dict[str, tuple[MeasuredStep, ...
         for round_ in range(1 + _ROUNDS):
             listener = _Steps()
             relay.to = listener
-            _work(handle, ids)
+            _work(handle, ids, Sampling(logprobs=None if round_ else 1))
             if round_:
                 rows[handle.config.name] = rows.get(handle.config.name, ()) + tuple(listener.steps.get(number, ()))
     relay.to = None
     return rows
 
 
-def _work(handle: EngineHandle, ids: itertools.count[int]) -> None:
+def _work(handle: EngineHandle, ids: itertools.count[int], sampling: Sampling) -> None:
     """Prompts of three lengths one by one, then some decodes together."""
     config = handle.config
     longest = min(config.max_batched_tokens, config.max_model_len - 2)
     for length in sorted({max(1, longest // 8), max(1, longest // 2), longest}):
-        _ask(handle, next(ids), length, 1)
+        _ask(handle, next(ids), length, replace(sampling, max_tokens=1))
         _finish(handle)
     for _ in range(min(_DECODES, config.max_sequences)):
-        _ask(handle, next(ids), max(1, longest // 8), min(8, config.max_model_len - longest // 8 - 1))
+        tokens = min(8, config.max_model_len - longest // 8 - 1)
+        _ask(handle, next(ids), max(1, longest // 8), replace(sampling, max_tokens=tokens))
     _finish(handle)
 
 
-def _ask(handle: EngineHandle, request_id: int, length: int, tokens: int) -> None:
+def _ask(handle: EngineHandle, request_id: int, length: int, sampling: Sampling) -> None:
     prompt = tuple(3 + (7 * i + request_id) % 97 for i in range(length))
-    handle.submit(Submission(request_id, prompt, Sampling(max_tokens=tokens, ignore_eos=True)))
+    handle.submit(Submission(request_id, prompt, replace(sampling, ignore_eos=True)))
 
 
 def _finish(handle: EngineHandle) -> None:

@@ -12,7 +12,7 @@ from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.decisions import Entry
 from fineserve_runtime.driver import Driver
-from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, TinyModel
+from fineserve_runtime.engines.api import EngineConfig, HostConfig, Logprobs, Sampling, TinyModel
 from fineserve_runtime.jobs import End, Job, Observer
 from fineserve_runtime.step_times import MeasuredStep
 
@@ -73,7 +73,7 @@ class Heard:
     end: End | None = None
     ends: int = 0
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
         assert self.end is None
         self.tokens_.extend(token_ids)
 

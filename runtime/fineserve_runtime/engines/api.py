@@ -86,7 +86,9 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``temperature`` 0 is greedy. ``max_tokens`` bounds the output; ``ignore_eos`` makes it exact."""
+    """vLLM's sampling parameters, under its names. ``temperature`` 0 is greedy. ``max_tokens`` bounds the output;
+    ``ignore_eos`` makes it exact. ``logprobs``: that of each token, and of so many likely ones beside it. ``constraint``: what
+    kind of text is wanted (json, regex, choice, grammar, json_object) and its description, as JSON or text."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -98,6 +100,13 @@ class Sampling:
     frequency_penalty: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    constraint: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +119,19 @@ class Submission:
     priority: int = 0
 
 
+Logprobs = tuple[tuple[int, float], ...]
+"""Log probabilities at one place of the output: the token that was taken, then the likeliest ones."""
+
+
 class TokenChunk(NamedTuple):
-    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: why it ends with "error"."""
+    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: why it ends with "error";
+    ``logprobs``: one entry a token, where they were asked for."""
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     problem: str = ""
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class StepReport(NamedTuple):
