@@ -21,13 +21,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fineserve_runtime.formats import check_format
+from fineserve_runtime.formats import check_format, longest_context
 from fineserve_runtime.server.limits import HttpLimits
+from fineserve_runtime.step_times import read_table
 from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.plan import Experiment, build
 from fineserve_sim.experiment.schema import Count, Positive, Strict
 from fineserve_sim.experiment.validation import as_config_error
 from fineserve_sim.experiment.yaml_file import Document, parse_value, read_yaml
+
+_CPU_BLOCK_TOKENS = 32
 
 
 class ModelFiles(Strict):
@@ -162,6 +165,7 @@ def _check(file: RuntimeFile) -> None:
             raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
         folder = file.folder / section.models[model.id].path
         _check_files(file, model.id, folder / "config.json")
+    _check_engines(file)
     if section.backend == "cuda" and section.mode == "in_process":
         raise file.error("mode", "GPU engines need a process each; leave mode out")
     _check_access(file)
@@ -198,6 +202,26 @@ def _check_files(file: RuntimeFile, name: str, config: Path) -> None:
         check_format(found, files.dtype, files.kv_cache_dtype, files.quantization)
     except ValueError as problem:
         raise file.error(f"models.{name}", str(problem)) from None
+    longest = longest_context(found)
+    if longest is not None and files.max_model_len > longest:
+        said = f"{files.max_model_len} is more than the {longest} tokens that {config} allows"
+        raise file.error(f"models.{name}.max_model_len", said)
+
+
+def _check_engines(file: RuntimeFile) -> None:
+    """What vLLM or the warm-up would find out when engines start."""
+    section, tokens = file.section, file.experiment.setup.engine.block_tokens
+    if section.backend == "cpu" and tokens % _CPU_BLOCK_TOKENS:
+        said = f"{tokens}: vLLM's CPU backend takes multiples of {_CPU_BLOCK_TOKENS} tokens"
+        raise file.document.error(("engine", "block_tokens"), said)
+    if section.step_times is not None:
+        try:
+            measured = read_table(file.folder / section.step_times)
+        except ValueError as problem:
+            raise file.error("step_times", str(problem)) from None
+        for name in measured:
+            if name not in section.models:
+                raise file.error("step_times", f"unknown model {name}; {nearest(name, section.models)}")
 
 
 def _check_system(file: RuntimeFile, name: str) -> None:

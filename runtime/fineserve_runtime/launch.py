@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,8 +14,8 @@ from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.driver import Driver, Log
 from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
-from fineserve_runtime.step_times import MeasuredStep
-from fineserve_runtime.warmup import Relay, measure, read_table
+from fineserve_runtime.step_times import MeasuredStep, read_table
+from fineserve_runtime.warmup import Relay, measure
 from fineserve_sim.cluster.compose import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
@@ -47,11 +48,24 @@ def start_real_host(config: HostConfig, listener: EngineListener) -> EngineHost:
     return start_host(config, listener)
 
 
+def gpus() -> int:
+    """How many GPUs the driver of this machine has, asked without torch, which takes seconds to import."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0
+
+
 @contextmanager
 def starting(section: RuntimeSection, devices: int) -> Iterator[StartHost]:
     """How the hosts of so many devices are started: on this machine, or on the Ray cluster of ``section``. Raises ValueError
     for a cluster that is not there."""
     if section.cluster is None:
+        if section.backend == "cuda" and not gpus():
+            raise ValueError("runtime.backend: cuda, but no GPU can be used here (no driver, or no device); take cpu")
         yield start_real_host
         return
     try:

@@ -213,6 +213,8 @@ class EngineFigures(Collector):
                 for field in fields:
                     sums[field][handle.config.name] += getattr(stats, field)
                 usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
+        for name, field in (("queries", "prefix_queries"), ("hits", "prefix_hits")):
+            yield self._prefixes(f"vllm:prefix_cache_{name}", field)
         texts = {
             "leased_bytes": "Bytes of slabs that the model's engines hold.",
             "used_bytes": "Bytes of KV blocks in use.",
@@ -225,6 +227,15 @@ class EngineFigures(Collector):
                 f"fineserve:kv_{field}" if field != "weight_bytes" else f"fineserve:{field}", texts[field], sums[field]
             )
         yield _gauge("vllm:kv_cache_usage_perc", "Part of the region that the model's KV blocks use, 1 is all.", usage)
+
+    def _prefixes(self, name: str, field: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, "Prompt tokens, with prefix caching.", labels=_MODEL)
+        for model in self._live:
+            stats = [
+                h.stats() for host in self._hosts.values() for h in host.engines.values() if h.config.name == model
+            ]
+            family.add_metric([model], sum(getattr(each, field) for each in stats))
+        return family
 
     def _devices(self) -> Iterator[Metric]:
         family = GaugeMetricFamily("fineserve:region_bytes", "Bytes of a device's region.", labels=["device", "part"])

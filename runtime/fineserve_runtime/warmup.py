@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from fineserve_runtime.engines.api import EngineHandle, EngineHost, EngineListener, Sampling, StepReport, Submission
 from fineserve_runtime.step_times import MeasuredStep
@@ -85,20 +82,3 @@ def _ask(handle: EngineHandle, request_id: int, length: int, sampling: Sampling)
 def _finish(handle: EngineHandle) -> None:
     if not handle.drain(_TIMEOUT_S):
         raise RuntimeError(f"{handle.config.name} did not finish its warm-up in {_TIMEOUT_S:g} s")
-
-
-def read_table(path: Path) -> Mapping[str, tuple[MeasuredStep, ...]]:
-    """Measured steps by model. Raises ValueError naming the line that is wrong."""
-    rows: dict[str, list[MeasuredStep]] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.DictReader(file), 2):
-                try:
-                    step = MeasuredStep(int(row["prefill_tokens"]), int(row["decodes"]), float(row["duration_s"]))
-                    rows.setdefault(row["model"], []).append(step)
-                except (KeyError, TypeError, ValueError):
-                    expected = "expected columns model, prefill_tokens, decodes, duration_s"
-                    raise ValueError(f"{path}:{number}: {expected}, not {dict(row)}") from None
-    except OSError as problem:
-        raise ValueError(f"{path}: {problem.strerror}") from None
-    return {model: tuple(steps) for model, steps in rows.items()}

@@ -39,14 +39,14 @@ def replay(
     Results of NAME.yaml go to results/NAME-real unless --out names a folder.
     """
     from fineserve_runtime.config import load_file
-    from fineserve_runtime.replay import claim_folder, replay_on
+    from fineserve_runtime.replay import claim_folder, replay_on, with_trace, without_model_warnings
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.figures import draw, read_summary
     from fineserve_sim.experiment.report import report
 
     changes: list[tuple[str, Any, str]] = [] if seeds is None else [("seeds", seeds, f"--seeds {seeds}")]
     if trace is not None:
-        changes += _with_trace(trace, speed, requests)
+        changes += with_trace(file, trace, speed, requests)
     elif speed != 1 or requests is not None:
         raise ValueError("--speed and --requests are for --trace; set rate_scale or workload.requests in the file")
     loaded = load_file(file, pairs(overrides), changes)
@@ -59,6 +59,7 @@ def replay(
     summary = run_loaded(
         loaded.experiment, folder, jobs=1, decisions=True, on_progress=tell, simulate=replay_on(loaded)
     )
+    without_model_warnings(summary)
     figures = draw(folder)
     if as_json:
         typer.echo(json.dumps(json.loads(summary.read_text(encoding="utf-8")), indent=1, ensure_ascii=False))
@@ -69,17 +70,3 @@ def replay(
     typer.echo(
         f"Results in {folder}: summary.json, cells.parquet, requests.parquet, decisions, {len(figures)} figure files"
     )
-
-
-def _with_trace(trace: Path, speed: float, requests: int | None) -> list[tuple[str, Any, str]]:
-    """The changes that make a file one comparison of its systems on a trace."""
-    place = f"--trace {trace}"
-    workload = {"trace": str(trace.resolve())} | ({} if requests is None else {"requests": requests})
-    return [
-        ("workload", workload, place),
-        ("sweeps", [{"name": "run", "at": {"rate_scale": speed}}], place),
-        ("loads", {}, place),
-        ("claims", [], place),
-        ("figures", [], place),
-        ("seeds", 1, place),
-    ]

@@ -156,7 +156,8 @@ class StepReport(NamedTuple):
 
 class EngineStats(NamedTuple):
     """Bytes of the region that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
-    cached prefixes (evictable), those of weights; and counters since the start."""
+    cached prefixes (evictable), those of weights; and counters since the start. ``prefix_queries`` are prompt tokens that were
+    looked up in the cache, ``prefix_hits`` those that were there."""
 
     leased_bytes: int
     used_bytes: int
@@ -168,6 +169,8 @@ class EngineStats(NamedTuple):
     slabs_leased: int
     slabs_returned: int
     blocks_zeroed: int
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class EngineListener(Protocol):

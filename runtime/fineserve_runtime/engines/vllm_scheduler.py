@@ -72,6 +72,10 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
             self.waits = idle and bool(self.waiting)
             if self.starved:
                 self.lease.starve()
+        if self.pool.enable_caching:
+            for new in output.scheduled_new_reqs:
+                self.lease.counters.add("prefix_queries", len(new.prompt_token_ids or ()))
+                self.lease.counters.add("prefix_hits", new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
             self.preempted.append(request_id)
             self._unprefilled[request_id] = self.requests[request_id].num_tokens

@@ -259,3 +259,13 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
 def test_too_small_a_region(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enlarge region_bytes"):
         SlabTable.create(tmp_path / "table", 1, 120, 2)
+
+
+def test_a_region_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """KV memory is what clients said; /dev/shm is open to everybody."""
+    before = os.umask(0)
+    try:
+        Shared(tmp_path, 4)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"table": 0o600, "bytes": 0o600}
