@@ -22,12 +22,15 @@ from fineserve_sim.policy.fleet.residency import Status
 _START_S = 5.0
 """Clients that come back for a model that starts again are asked for so much more patience than its back-off."""
 
+_PATIENCE_S = 3.0
+"""For so long a back-off is no reason to send clients away."""
+
 Condition = Literal["ready", "starting", "sleeping", "down"]
 
 
 class Health(NamedTuple):
-    """How a model is: ``down``: its engine died and starts again in ``retry_after_s``; ``sleeping``: the next request wakes
-    it. ``down_s`` are the seconds without an engine that it did not choose, all together."""
+    """How a model is: ``down``: its engine died, did not come back, and is tried again in ``retry_after_s``; ``sleeping``: the
+    next request wakes it. ``down_s`` are the seconds without an engine that it did not choose, all together."""
 
     condition: Condition
     retry_after_s: float
@@ -77,6 +80,7 @@ class EngineLives:
         self._backoff = Backoff()
         self._delayed: dict[int, _Delayed] = {}
         self._killed_s: dict[int, float] = {}  # until then no other engine of the device is ended
+        self._gone: set[str] = set()  # models whose clients were told so
         self._down_since_s: dict[str, float] = {}
         self._down_s = dict.fromkeys(models, 0.0)
 
@@ -95,7 +99,9 @@ class EngineLives:
             return "ready"
         if any(self._owner.status(e) is Status.LOADING and e not in self._delayed for e in engines):
             return "starting"
-        return "down" if model in self._down_since_s else "sleeping"
+        if model in self._gone:
+            return "down"
+        return "starting" if model in self._down_since_s else "sleeping"
 
     def serves(self, engine: int) -> bool:
         handle = self._places.handle(engine)
@@ -111,7 +117,8 @@ class EngineLives:
         wait_s = self._backoff.wait_s(self._places.place(engine), now)
         if wait_s > 0 and not self._places.handle(engine).alive:
             self._delayed[engine] = _Delayed(command, now + wait_s)
-            self._turn_away(command.model)
+            if wait_s > _PATIENCE_S:
+                self._turn_away(command.model)
         else:
             self._wake(command)
 
@@ -141,6 +148,7 @@ class EngineLives:
         now = self._owner.now()
         self._backoff.up(self._places.place(engine), now)
         self._down_s[model] += now - self._down_since_s.pop(model, now)
+        self._gone.discard(model)
         self._owner.tell(EngineReady(engine))
         self._owner.consult(engine)
 
@@ -162,8 +170,11 @@ class EngineLives:
 
     def _turn_away(self, model: str) -> None:
         """Nobody serves the model for a while: who waits for it is told now, not at his deadline."""
+        if self._condition(model) == "ready":
+            return
+        self._gone.add(model)
         health = self.health(model)
-        if health.condition != "down":
+        if health.condition != "down":  # another engine of it starts
             return
         for job in self._desk.all():
             if job.model == model and job.engine is None:
