@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -174,6 +174,15 @@ def test_who_sends_nothing_or_half_a_request_is_closed() -> None:
                 assert "0.2 s" in error_of(answer)["message"]
         with httpx.Client() as kept:  # a connection that is kept alive may be silent between two requests
             assert [kept.post(here.url + "/v1/completions", json=ASK).status_code for _ in range(3)] == [200] * 3
+
+
+def test_clients_with_slow_bodies_hold_nobody_up() -> None:
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with served() as here, ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(connected(here)).sendall(post)
+        eventually(lambda: len(here.server.server_state.connections) == 40)
+        assert here.post("/v1/completions", ASK).status_code == 200
 
 
 def test_a_client_that_reads_nothing_is_cut_and_its_memory_is_back() -> None:

@@ -16,7 +16,7 @@ from fineserve_runtime import __version__
 from fineserve_runtime.jobs import Limits
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
-from fineserve_runtime.server.doorman import Doorman, answer, read_body
+from fineserve_runtime.server.doorman import Doorman, answer
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, parse
@@ -91,8 +91,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        raw = await read_body(request, service.limits)
-        return await service.work(lambda: _tokenize(service, parse(TokenizeRequest, raw)))
+        return await service.work(lambda: _tokenize(service, parse(TokenizeRequest, request.state.body)))
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
@@ -163,13 +162,14 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
         stack.enter_context(service.within_limits(request.state.key))
-        raw = await read_body(request, service.limits)
 
         def submit() -> tuple[Ask, list[Choice]]:
-            ask = understand(raw)
+            ask = understand(request.state.body)
             return ask, service.choose(ask.orders, loop)
 
         ask, choices = await service.work(submit)
+        del request.state.body  # it may be large, and the answer take a while
+        request.state.gate.leave()
         if not ask.stream:
             return JSONResponse(await _unless_gone(request, whole(ask, choices)))
         events = await _unless_gone(request, EventStream(ask, choices).begin())

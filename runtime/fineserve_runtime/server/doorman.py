@@ -23,13 +23,33 @@ _OPEN = ("/health", "/ready", "/version", "/metrics")
 _ID_CHARS = 128
 
 
+_TAKEN_IN = 16
+"""So many requests are understood at a time. The others wait here, where they cost the event loop nothing: a burst of
+requests would otherwise keep it from everything else."""
+
+
+class Gate:
+    """The place of one request among those that are taken in; ``leave`` may be called again."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places: asyncio.Semaphore | None = places
+
+    def leave(self) -> None:
+        if self._places is not None:
+            self._places.release()
+            self._places = None
+
+
 class Doorman:
     """ASGI middleware: every request has an id, the client's or ours, a line in the log, and the right key. What goes wrong
-    is answered in OpenAI's shape. ``/health`` is answered here, before anything that waits."""
+    is answered in OpenAI's shape. ``/health`` is answered here, before anything that waits. Bodies are read here, into
+    ``request.state.body``; with them, requests pass a gate in the order in which they came, whose place
+    ``request.state.gate`` gives back."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._places = asyncio.Semaphore(_TAKEN_IN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,16 +58,17 @@ class Doorman:
         if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
             await Response(status_code=200 if self._service.driver.sound else 503)(scope, receive, send)
             return
-        await _Passage(self._app, self._service, scope).go(receive, send)
+        await _Passage(self._app, self._service, scope, self._places).go(receive, send)
 
 
 class _Passage:
     """One request on its way through."""
 
-    def __init__(self, app: ASGIApp, service: Service, scope: Scope) -> None:
+    def __init__(self, app: ASGIApp, service: Service, scope: Scope, places: asyncio.Semaphore) -> None:
         self._app = app
         self._service = service
         self._scope = scope
+        self._places = places
         self._headers = Headers(scope=scope)
         self._id = _request_id(self._headers)
         self._begun_s = time.monotonic()
@@ -64,7 +85,11 @@ class _Passage:
         state["id"] = self._id
         try:
             state["key"] = self._enter()
-            await self._app(self._scope, receive, send_marked)
+            if self._scope["method"] == "POST":
+                state["body"] = await read_body(Request(self._scope, receive), self._service.limits)
+                await self._pass_gate(receive, send_marked)
+            else:
+                await self._app(self._scope, receive, send_marked)
         except ApiError as problem:
             await self._answer(problem, receive, send_marked)
         except Exception as problem:
@@ -73,6 +98,14 @@ class _Passage:
             await self._answer(ApiError(500, "internal error", kind="server_error"), receive, send_marked)
         finally:
             self._service.log("request", self._facts | {"took_s": self._passed_s()})
+
+    async def _pass_gate(self, receive: Receive, send: Send) -> None:
+        await self._places.acquire()
+        gate = self._scope["state"]["gate"] = Gate(self._places)
+        try:
+            await self._app(self._scope, receive, send)
+        finally:
+            gate.leave()
 
     async def _answer(self, problem: ApiError, receive: Receive, send: Send) -> None:
         if "status" not in self._facts:

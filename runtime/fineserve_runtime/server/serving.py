@@ -25,8 +25,10 @@ _LAST_WORDS_S = 5
 
 _LOOK_S = 0.1
 
-_BACKLOG = 256
-"""Connections that are taken in one turn of the event loop; more wait in the kernel's queue."""
+_TAKEN_AT_ONCE = 64
+"""Connections that are taken in one turn of the event loop; more wait in the kernel's queue, of ``_BACKLOG``."""
+
+_BACKLOG = 2048
 
 
 class Tls(NamedTuple):
@@ -41,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-        bound.listen(2048)
+        bound.listen(_BACKLOG)
     except OSError as problem:
         bound.close()
         raise OSError(f"{host}:{port} cannot be served: {problem.strerror}; is another server running?") from None
@@ -64,12 +66,17 @@ class DrainingServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="off",
-            backlog=_BACKLOG,
+            backlog=_TAKEN_AT_ONCE,
             timeout_graceful_shutdown=_LAST_WORDS_S,
             ssl_certfile=tls and tls.certificate,
             ssl_keyfile=tls and tls.key,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)  # asyncio made the kernel's queue as short as a turn
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.log("draining", {"signal": sig})
