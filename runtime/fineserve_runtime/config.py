@@ -34,8 +34,8 @@ _CPU_BLOCK_TOKENS = 32
 
 
 class ModelFiles(Strict):
-    """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization`` and
-    ``kv_cache_dtype`` take vLLM's words."""
+    """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization``,
+    ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words."""
 
     path: Annotated[str, Field(min_length=1)]
     dtype: str = "auto"
@@ -43,6 +43,7 @@ class ModelFiles(Strict):
     kv_cache_dtype: str = "auto"
     max_model_len: Count = 2048
     prefix_caching: bool = False
+    tool_parser: str | None = None
 
 
 class RayCluster(Strict):

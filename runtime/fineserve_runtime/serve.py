@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.serving import Tls, bind, exits_on_sigterm, serve
 from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
+from fineserve_runtime.server.tools import MakeParser
 from fineserve_sim.cluster.scenario import Scenario
 from fineserve_sim.experiment.errors import ConfigError, nearest
 from fineserve_sim.experiment.runs import Run, scenario
@@ -36,6 +37,7 @@ def run_server(
     does not have or an SLO that is not absolute, OSError when the port is taken, ValueError for engines that cannot run."""
     section = file.section
     served = served_scenario(file, system)
+    parsers = tool_parsers(file)
     bound = bind(section.host, section.port)  # first: starting engines for a taken port wastes minutes
     url = f"{'https' if section.tls else 'http'}://{section.host}:{bound.getsockname()[1]}"
     with ExitStack() as stack:
@@ -58,7 +60,7 @@ def run_server(
         running = stack.enter_context(
             launch(file, served, log=decisions, observers=(metrics,), on_incident=incident, start=start)
         )
-        service = _service(file, served, running, metrics, log, tokenizer)
+        service = _service(file, served, running, metrics, log, tokenizer, parsers)
         log("ready", {"url": url})
         ready(url)
         serve(service, bound, section.drain_s, _tls(file))
@@ -92,6 +94,20 @@ def served_scenario(file: RuntimeFile, system: str | None) -> Scenario:
     return scenario(Run(experiment.setup, (), chosen, load, 1.0, 0, tuple(limits)))
 
 
+def tool_parsers(file: RuntimeFile) -> dict[str, MakeParser]:
+    """The parsers that the file names, by model. Raises ConfigError for one that vLLM does not have, or has not here."""
+    found: dict[str, MakeParser] = {}
+    for name, files in file.section.models.items():
+        if files.tool_parser is not None:
+            try:
+                from fineserve_runtime.engines.vllm_tools import parser_maker
+
+                found[name] = parser_maker(files.tool_parser, LocalTokenizer(file.folder / files.path).native)
+            except (ImportError, ValueError) as problem:
+                raise file.error(f"models.{name}.tool_parser", str(problem)) from None
+    return found
+
+
 def _service(
     file: RuntimeFile,
     served: Scenario,
@@ -99,6 +115,7 @@ def _service(
     metrics: Metrics,
     log: EventLog,
     tokenizer: Callable[[Path], Tokenizer],
+    parsers: Mapping[str, MakeParser],
 ) -> Service:
     metrics.registry.register(EngineFigures(running.hosts, metrics.live, running.driver.health))
     longest = {facts.id: facts.max_tokens for facts in running.spec.models}
@@ -109,6 +126,7 @@ def _service(
             model.model.vocab_size,
             longest[model.id],
             Limits(model.ttft_slo_s if math.isfinite(model.ttft_slo_s) else 3600.0, file.experiment.file.slo.tpot_s),
+            parsers.get(model.id),
         )
         for model in served.models
     }

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -39,17 +40,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from fineserve_runtime.launch import launch
     from fineserve_runtime.logs import EventLog
     from fineserve_runtime.metrics import Metrics
-    from fineserve_runtime.serve import _service, served_scenario
+    from fineserve_runtime.serve import _service, served_scenario, tool_parsers
     from fineserve_runtime.server.serving import DrainingServer, bind
     from fineserve_runtime.server.text import LocalTokenizer
     from runtimekit import eventually
 
-    file = load_file(make_demo(tmp_path_factory.mktemp("options"), 0), [("runtime.region_name", f"o-{os.getpid()}")])
+    changes = [("runtime.region_name", f"o-{os.getpid()}"), ("runtime.models.tiny-bf16.tool_parser", "hermes")]
+    file = load_file(make_demo(tmp_path_factory.mktemp("options"), 0), changes)
     scenario = served_scenario(file, None)
     metrics = Metrics(model.id for model in scenario.models)
     log = EventLog()
     with launch(file, scenario, observers=(metrics,), on_incident=log) as running:
-        service = _service(file, scenario, running, metrics, log, LocalTokenizer)
+        service = _service(file, scenario, running, metrics, log, LocalTokenizer, tool_parsers(file))
         server, bound = DrainingServer(service, 5.0), bind("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
@@ -202,3 +204,106 @@ def test_the_openai_client_parses_structured_outputs(url: str) -> None:
             assert isinstance(parsed.choices[0].message.parsed, Person)
             return
         pytest.fail("no answer ended")
+
+
+# --- tools -------------------------------------------------------------------------------------------------------------
+
+PLACES = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": name, "parameters": PLACES | {"additionalProperties": False}},
+    }
+    for name in ("weather", "time_of_day")
+]
+
+
+def test_forced_calls_go_with_every_model(url: str) -> None:
+    options = {"tools": TOOLS, "temperature": 1}
+    named = {"type": "function", "function": {"name": "weather"}}
+    answers = [chat(url, tool_choice=named, seed=seed, **options) for seed in range(6)]
+    ended = [each for each in answers if each["finish_reason"] == "stop"]
+    assert ended and all(each["message"]["content"] is None for each in ended)
+    for each in ended:
+        (call,) = each["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather" and call["id"].startswith("call_")
+        assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
+    answers = [chat(url, tool_choice="required", parallel_tool_calls=False, seed=seed, **options) for seed in range(8)]
+    called = [each["message"]["tool_calls"] for each in answers if each["finish_reason"] == "tool_calls"]
+    assert called and all(len(calls) == 1 for calls in called)
+    assert {call["function"]["name"] for (call,) in called} <= {"weather", "time_of_day"}
+
+
+def test_the_openai_client_streams_a_forced_call(url: str) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+        for seed in range(8):
+            stream = client.chat.completions.create(
+                model="tiny-fp8",
+                messages=[{"role": "user", "content": "Where?"}],
+                tools=TOOLS,
+                tool_choice={"type": "function", "function": {"name": "weather"}},
+                max_tokens=400,
+                seed=seed,
+                stream=True,
+            )
+            parts = [chunk.choices[0] for chunk in stream]
+            calls = [call for part in parts for call in part.delta.tool_calls or ()]
+            assert [call.function.name for call in calls if call.function.name] == ["weather"]
+            if parts[-1].finish_reason == "stop":
+                arguments = json.loads("".join(call.function.arguments for call in calls))
+                assert arguments["place"] in ("Rome", "Oslo")
+                return
+        pytest.fail("no answer ended")
+
+
+def test_tools_that_cannot_be_are_400(url: str) -> None:
+    messages = [{"role": "user", "content": "Where?"}]
+    for model, options, message in (
+        ("tiny-fp8", {"tools": TOOLS}, "no tool_parser"),
+        ("tiny-fp8", {"tool_choice": "required"}, "tool_choice needs tools"),
+        (
+            "tiny-fp8",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "no tool is called",
+        ),
+        ("tiny-bf16", {"tools": TOOLS, "response_format": {"type": "json_object"}}, "exclude each other"),
+        ("tiny-bf16", {"tools": [{"type": "function"}]}, "tools.0.function"),
+    ):
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"model": model, "messages": messages, **options})
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+    plain = chat(url, model="tiny-bf16", tools=TOOLS, max_tokens=8)
+    assert "tool_calls" not in plain["message"] and plain["message"]["content"]
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ]
+    assert chat(url, messages=history, max_tokens=4)["message"]["content"]
+
+
+def test_calls_of_a_models_own_will_are_read_by_vllms_parser(tmp_path: Path) -> None:
+    from fineserve_runtime.config import load_file
+    from fineserve_runtime.demo import make_demo
+    from fineserve_runtime.engines.vllm_tools import parser_maker
+    from fineserve_runtime.server.text import LocalTokenizer
+
+    file = load_file(make_demo(tmp_path, 0))
+    tokenizer = LocalTokenizer(file.folder / file.section.models["tiny-bf16"].path)
+    make = parser_maker("hermes", tokenizer.native)
+    text = 'Let me see.<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
+    whole = make(TOOLS, False)
+    whole.feed(text, ())
+    said = whole.rest()
+    assert said.text == "Let me see." and [call.name for call in said.calls] == ["weather"]
+    assert json.loads(said.calls[0].arguments) == {"place": "Oslo"}
+    streamed = make(TOOLS, True)
+    parts = [streamed.feed(letter, tuple(tokenizer.encode(letter, special=False))) for letter in text] + [
+        streamed.rest()
+    ]
+    assert "".join(part.text for part in parts) == "Let me see."
+    assert [call.name for part in parts for call in part.calls if call.name] == ["weather"]
+    assert json.loads("".join(call.arguments for part in parts for call in part.calls)) == {"place": "Oslo"}
+    with pytest.raises(ValueError, match="tool_parser nobody"):
+        parser_maker("nobody", tokenizer.native)

@@ -12,6 +12,7 @@ from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.bodies import head, logprobs, usage
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.streams import Choice, Piece
+from fineserve_runtime.server.tools import ToolParser, call_bodies
 
 
 async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -33,20 +34,30 @@ async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
 
 async def _collect(choice: Choice) -> Piece:
     texts: list[str] = []
-    tokens, reason, found = 0, None, list[Logprobs]()
+    tokens, reason, found, token_ids = 0, None, list[Logprobs](), list[int]()
     async for piece in choice.pieces():
         texts.append(piece.text)
+        token_ids += piece.token_ids
         tokens, reason = tokens + piece.tokens, piece.finish_reason
         found += piece.logprobs
-    return Piece("".join(texts), tokens, reason, tuple(found))
+    return Piece("".join(texts), tokens, reason, tuple(found), tuple(token_ids))
 
 
 def _choice(ask: Ask, index: int, part: Piece) -> dict[str, Any]:
-    content: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": part.text}} if ask.chat else {"text": part.text}
-    )
-    found = logprobs(ask, part.logprobs)
-    return {"index": index, **content, "logprobs": found, "finish_reason": part.finish_reason}
+    content: dict[str, Any] = {"text": part.text}
+    reason = part.finish_reason
+    if ask.chat:
+        message: dict[str, Any] = {"role": "assistant", "content": part.text}
+        if ask.tools is not None:
+            reader = ask.tools.reader()
+            parts = [reader.feed(part.text, part.token_ids), reader.rest()]
+            calls = [call for each in parts for call in each.calls]
+            message["content"] = "".join(each.text for each in parts) or (None if calls else "")
+            if calls:
+                message["tool_calls"] = call_bodies(calls, streamed=False)
+                reason = ask.tools.reason if reason == "stop" else reason
+        content = {"message": message}
+    return {"index": index, **content, "logprobs": logprobs(ask, part.logprobs), "finish_reason": reason}
 
 
 class EventStream:
@@ -59,6 +70,8 @@ class EventStream:
         self._tokens = 0
         self._opened: set[int] = set()
         self._sent = [0] * len(choices)  # characters
+        self._readers = [ask.tools.reader() for _ in choices] if ask.tools else None
+        self._called: set[int] = set()
 
     async def begin(self) -> AsyncIterator[str]:
         """The events, once there is a first one. Raises ApiError as ``whole`` does."""
@@ -90,12 +103,33 @@ class EventStream:
         if self._ask.chat and index not in self._opened:
             self._opened.add(index)
             deltas.append(self._delta(index, {"role": "assistant", "content": ""}, None, None))
-        if piece.text or piece.finish_reason or piece.tokens:
+        if self._readers is not None:
+            deltas += self._of_calls(index, piece, self._readers[index])
+        elif piece.text or piece.finish_reason or piece.tokens:
             content = {"content": piece.text} if self._ask.chat else {"text": piece.text}
             found = logprobs(self._ask, piece.logprobs, self._sent[index]) if piece.tokens else None
             deltas.append(self._delta(index, content, found, piece.finish_reason))
         self._sent[index] += len(piece.text)
         return deltas
+
+    def _of_calls(self, index: int, piece: Piece, reader: ToolParser) -> list[str]:
+        """Text and calls in a piece, as far as they can be told apart."""
+        said = [reader.feed(piece.text, piece.token_ids)]
+        reason = piece.finish_reason
+        if reason is not None:
+            said.append(reader.rest())
+        text, calls = "".join(each.text for each in said), [call for each in said for call in each.calls]
+        if calls:
+            self._called.add(index)
+        if reason == "stop" and index in self._called and self._ask.tools is not None:
+            reason = self._ask.tools.reason
+        if not (text or calls or reason):
+            return []
+        content: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            content["tool_calls"] = call_bodies(calls, streamed=True)
+        found = logprobs(self._ask, piece.logprobs, self._sent[index]) if piece.tokens else None
+        return [self._delta(index, content, found, reason)]
 
     def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
         body = {"delta": content} if self._ask.chat else content

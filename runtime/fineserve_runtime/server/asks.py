@@ -12,6 +12,10 @@ from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from fineserve_runtime.server.streams import Order
+from fineserve_runtime.server.tools import ToolUse, tool_use
+
+_CONSTRAINT_CHARS = 64 * 2**10
+"""Engines compile constraints."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; a chat may fill the context."""
@@ -29,15 +33,16 @@ class Ask:
     stream: bool
     include_usage: bool
     logprobs: int | None
+    tools: ToolUse | None
     created: int
 
 
 def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: Limits, bounds: HttpLimits) -> Ask:
     """Raises ApiError for what cannot be answered."""
     request.check(bounds)
-    if request.tools or request.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tools is not supported by this server", param="tools", code="unsupported")
+    tools = tool_use(request, model.tool_parser)
     options = {
+        **({"tools": tools.template} if tools else {}),
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
         **(request.chat_template_kwargs or {}),
@@ -48,7 +53,7 @@ def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: L
         prompt = model.tokenizer.chat(messages, options)
     except ValueError as problem:
         raise ApiError(400, str(problem), param="messages") from None
-    return _ask(request, model, [(prompt, "")], f"chatcmpl-{request_id}", limits, bounds)
+    return _ask(request, model, [(prompt, "")], f"chatcmpl-{request_id}", limits, bounds, tools)
 
 
 def completion_ask(
@@ -82,15 +87,20 @@ def _ask(
     id: str,
     limits: Limits,
     bounds: HttpLimits,
+    tools: ToolUse | None = None,
 ) -> Ask:
     chat = isinstance(request, ChatRequest)
     _check_count(len(prompts) * request.n, bounds)
     bad_words = model.bad_words(request.bad_words or ())
+    constraint = tools.constraint if tools and tools.constraint else request.constraint()
+    if constraint and len(constraint[1]) > _CONSTRAINT_CHARS:
+        problem = f"a constraint may have {_CONSTRAINT_CHARS} characters, this one has {len(constraint[1])}"
+        raise ApiError(400, problem, param="tools" if tools else "structured_outputs")
     orders = []
     for prompt, text in prompts:
         max_tokens = _max_tokens(request, model, prompt, chat=chat)
         for choice in range(request.n):
-            sampling = request.sampling(max_tokens, choice, bad_words)
+            sampling = request.sampling(max_tokens, choice, bad_words, constraint)
             model.check_sampling(sampling)
             orders.append(
                 Order(
@@ -101,14 +111,14 @@ def _ask(
                     request.priority,
                     request.stops,
                     request.include_stop_str_in_output,
-                    not request.skip_special_tokens,
+                    not request.skip_special_tokens or (tools is not None and tools.constraint is None),
                     text if isinstance(request, CompletionRequest) and request.echo else "",
                 )
             )
     usage = request.stream_options is not None and request.stream_options.include_usage
     tokens = sum(len(prompt) for prompt, _ in prompts)
     wanted = request.wanted_logprobs
-    return Ask(id, model, orders, tokens, chat, request.stream, usage, wanted, int(time.time()))
+    return Ask(id, model, orders, tokens, chat, request.stream, usage, wanted, tools, int(time.time()))
 
 
 def _max_tokens(request: GenerationRequest, model: ServedName, prompt: list[int], *, chat: bool) -> int:

@@ -9,6 +9,7 @@ from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import Limits
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.text import Tokenizer
+from fineserve_runtime.server.tools import MakeParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ServedName:
     vocab_tokens: int
     max_model_len: int
     limits: Limits
+    tool_parser: MakeParser | None = None
 
     def check_ids(self, token_ids: Iterable[int], where: str) -> None:
         """Raises ApiError for a token id that the model does not have."""

@@ -28,8 +28,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 """Values with which an option that is not here changes nothing."""
 
-_CONSTRAINT_CHARS = 64 * 2**10
-
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
@@ -157,18 +155,20 @@ class GenerationRequest(BaseModel):
                 raise ApiError(400, f"{name} has an entry of more than {limits.entry_chars} characters", param=name)
 
     def constraint(self) -> tuple[str, str] | None:
-        """What the answer must be like. Raises ApiError for two of them, and for one that is very long: engines compile it."""
+        """What the answer must be like. Raises ApiError for two of them."""
         structured = self.structured_outputs.constraint() if self.structured_outputs else None
         formatted = self.response_format.constraint() if self.response_format else None
         if structured and formatted:
             raise ApiError(400, "give either response_format or structured_outputs", param="response_format")
-        found = structured or formatted
-        if found and len(found[1]) > _CONSTRAINT_CHARS:
-            problem = f"a constraint may have {_CONSTRAINT_CHARS} characters, this one has {len(found[1])}"
-            raise ApiError(400, problem, param="structured_outputs")
-        return found
+        return structured or formatted
 
-    def sampling(self, max_tokens: int, choice: int, bad_words: tuple[tuple[int, ...], ...]) -> Sampling:
+    def sampling(
+        self,
+        max_tokens: int,
+        choice: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        constraint: tuple[str, str] | None,
+    ) -> Sampling:
         return Sampling(
             max_tokens=max_tokens,
             temperature=_or(self.temperature, 1.0),
@@ -186,7 +186,7 @@ class GenerationRequest(BaseModel):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words_token_ids=bad_words,
             logprobs=self.wanted_logprobs,
-            constraint=self.constraint(),
+            constraint=constraint,
         )
 
 
@@ -223,7 +223,7 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template, its content as text. Raises ApiError for content that is no text."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        extra = self._extra()
         if not isinstance(self.content, list):
             return {"role": self.role, "content": self.content or "", **extra}
         for part in self.content:
@@ -232,6 +232,46 @@ class Message(BaseModel):
                     400, f"content of type {part.get('type')!r} is not supported; send text", param="messages"
                 )
         return {"role": self.role, "content": "".join(str(part.get("text", "")) for part in self.content), **extra}
+
+    def _extra(self) -> dict[str, Any]:
+        """What templates read beside role and content. Arguments of calls are objects there, and text in OpenAI's protocol.
+        Raises ApiError for such that are no JSON."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if "tool_calls" in extra:
+            try:
+                extra["tool_calls"] = [
+                    call | {"function": call["function"] | {"arguments": json.loads(call["function"]["arguments"])}}
+                    for call in extra["tool_calls"]
+                ]
+            except (KeyError, TypeError, ValueError):
+                problem = "tool_calls of a message need a function with a name and arguments in JSON"
+                raise ApiError(400, problem, param="messages") from None
+        return extra
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object", "properties": {}}
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class FunctionChoice(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest):
@@ -242,8 +282,8 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -256,6 +296,8 @@ class ChatRequest(GenerationRequest):
 
     def check(self, limits: HttpLimits) -> None:
         super().check(limits)
+        if len(self.tools or ()) > limits.entries:
+            raise ApiError(400, f"tools has more than {limits.entries} entries", param="tools")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:

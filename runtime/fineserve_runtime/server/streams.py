@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     tokens: int
     finish_reason: str | None
     logprobs: tuple[Logprobs, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class Order(NamedTuple):
@@ -117,8 +118,8 @@ class Choice:
                 echo = ""
                 if self._stops.hit:
                     self._leave(self._driver.complete)
-                    yield Piece(text, len(item.token_ids), "stop", item.logprobs)
+                    yield Piece(text, len(item.token_ids), "stop", item.logprobs, item.token_ids)
                     return
-                yield Piece(text, len(item.token_ids), None, item.logprobs)
+                yield Piece(text, len(item.token_ids), None, item.logprobs, item.token_ids)
         finally:
             self.abort()

@@ -53,6 +53,11 @@ class LocalTokenizer:
             raise ValueError(f"the model's chat template does not take this: {problem}") from None
         return self.encode(text, special=False)
 
+    @property
+    def native(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
     @cached_property
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
