@@ -74,7 +74,8 @@ class RuntimeSection(Strict):
     or one process each; by default the former for one CPU. ``cluster``: devices are actors of this Ray cluster; ``ray``: of
     the one that RAY_ADDRESS names or that runs here, else of a new one. ``step_times``: a table of measured steps (CSV:
     model, prefill_tokens, decodes, duration_s); without one a few steps are timed at the start. ``api_key_env``: the
-    environment variable that holds the API key; ``api_keys``: several, with limits of their own. A model has at most
+    environment variable that holds the API key; ``api_keys``: several, with limits of their own; ``admin_key_env``: that of
+    operators, without which there is no admin API. A model has at most
     ``queued_requests`` without a first token, none for longer than ``queued_s``; no request lasts longer than
     ``request_s``; an engine without a sign of life for ``silent_s`` is ended; SIGTERM gives ``drain_s``."""
 
@@ -85,6 +86,7 @@ class RuntimeSection(Strict):
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
     api_key_env: str | None = None
     api_keys: tuple[ApiKey, ...] = ()
+    admin_key_env: str | None = None
     tls: TlsFiles | None = None
     limits: HttpLimits = HttpLimits()
     region_bytes: Count
@@ -178,8 +180,9 @@ def _check_access(file: RuntimeFile) -> None:
     """Keys are there, and the files of TLS."""
     section = file.section
     variables = {f"api_keys.{number}.env": key.env for number, key in enumerate(section.api_keys)}
-    if section.api_key_env is not None:
-        variables["api_key_env"] = section.api_key_env
+    for name in ("api_key_env", "admin_key_env"):
+        if getattr(section, name) is not None:
+            variables[name] = getattr(section, name)
     for key, variable in variables.items():
         if not os.environ.get(variable):
             raise file.error(key, f"the environment variable {variable} is empty or not set")

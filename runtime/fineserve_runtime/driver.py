@@ -57,6 +57,8 @@ class Driver:
         self._slo_s = {model.id: model.slo_s for model in spec.models}
         self._by_deadline = not isinstance(spec.scheduler, FcfsSpec)
         self._drops_late = isinstance(spec.scheduler, AdaptiveSpec) or getattr(spec.scheduler, "late", "") == "drop"
+        self._memory = {slot.id: slot.memory_bytes for slot in spec.gpus}
+        self._weights = {model.id: model.weight_bytes for model in spec.models}
         self._bounds = bounds or Bounds()
         self._log = log
         self.incident = on_incident
@@ -131,6 +133,15 @@ class Driver:
         with self._lock:
             return self._lives.health(model)
 
+    def stop(self, model: str) -> None:
+        """Put a model to sleep by hand. Raises ValueError as ``EngineLives.stop`` does."""
+        with self._lock:
+            self._lives.stop(model)
+
+    def resume(self, model: str) -> None:
+        with self._lock:
+            self._lives.resume(model)
+
     def status(self, engine: int) -> Status | None:
         return self._controller.status(engine)
 
@@ -164,6 +175,8 @@ class Driver:
 
     def _check_room(self, model: str) -> None:
         health = self._lives.health(model)
+        if health.condition == "stopped":
+            raise Refused("model_stopped", f"model {model} was put to sleep by an operator", None)
         if health.condition == "down":
             end = model_down(model, health, started=False)
             raise Refused(end.reason, end.message, end.retry_after_s)
@@ -222,6 +235,7 @@ class Driver:
         engine = self._desk.end(job, end, self.now())
         if engine is not None:
             self._lives.sleep_if_drained(engine)
+        self._lives.sleep_if_stopped(job.model)
         if not self._desk:
             self._empty.notify_all()
 
@@ -232,6 +246,7 @@ class Driver:
             engine = self._places.engine_at(Place(gpu, report.engine))
             if engine is None:
                 return
+            model = self._places.handle(engine).config.name
             for chunk in report.chunks:
                 job = self._desk.get(chunk.request_id)
                 if job is not None and job.engine == engine:
@@ -239,11 +254,11 @@ class Driver:
             for request_id in report.preempted:
                 self._desk.note_preemption(request_id)
             if report.prefill_tokens:
-                model = self._places.handle(engine).config.name
                 duration_s = report.ended_s - report.started_s
                 self.tell(StepMeasured(model, report.prefill_tokens, report.decodes, duration_s))
-            self.consult(engine)
-            self._consult_neighbours(engine)
+            if self._places.engine_at(Place(gpu, report.engine)) == engine:  # with its last request it may have left
+                self.consult(engine)
+            self._consult_neighbours(gpu, engine)
 
     def _emit(self, job: Job, chunk: TokenChunk) -> None:
         if chunk.token_ids:
@@ -278,9 +293,9 @@ class Driver:
             at_s = self._controller.unchanged_until(self.now(), engine, states)
             self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
 
-    def _consult_neighbours(self, engine: int) -> None:
+    def _consult_neighbours(self, gpu: int, engine: int) -> None:
         """Memory that this engine freed may be what an idle one beside it waits for."""
-        for other in self._places.engines(self._places.gpu_of(engine)):
+        for other in self._places.engines(gpu):
             if other != engine and self._controller.waiting(other) and self._is_idle(other):
                 self.consult(other)
 
@@ -313,18 +328,10 @@ class Driver:
 
     def _tick(self) -> Tick:
         ready = [e for e in self._places.engines() if self._controller.status(e) in (Status.RESIDENT, Status.DRAINING)]
-        return Tick(self._states(ready), {gpu: self._free_bytes(gpu) for gpu in self._places.hosts})
-
-    def _free_bytes(self, gpu: int) -> int:
-        """What weights could take: the device's memory less KV in use and the weights of the engines that the core has there,
-        be they still loading, but not of those that it evicted, be they still leaving."""
-        weights = {model.id: model.weight_bytes for model in self._spec.models}
-        memory = {slot.id: slot.memory_bytes for slot in self._spec.gpus}
-        here = [self._places.handle(engine).config.name for engine in self._places.engines(gpu)]
-        ledger = self._places.hosts[gpu].ledger()
-        stats = [handle.stats() for handle in self._places.hosts[gpu].engines.values()]
-        kv_bytes = ledger.used_bytes + ledger.stranded_bytes + ledger.lost_bytes - sum(s.weight_bytes for s in stats)
-        return memory[gpu] - max(0, kv_bytes) - sum(weights[name] for name in here)
+        return Tick(
+            self._states(ready),
+            {gpu: self._places.free_bytes(gpu, self._memory[gpu], self._weights) for gpu in self._places.hosts},
+        )
 
     def _expire(self) -> None:
         """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""

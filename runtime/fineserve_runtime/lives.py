@@ -25,12 +25,13 @@ _START_S = 5.0
 _PATIENCE_S = 3.0
 """For so long a back-off is no reason to send clients away."""
 
-Condition = Literal["ready", "starting", "sleeping", "down"]
+Condition = Literal["ready", "starting", "sleeping", "stopped", "down"]
 
 
 class Health(NamedTuple):
     """How a model is: ``down``: its engine died, did not come back, and is tried again in ``retry_after_s``; ``sleeping``: the
-    next request wakes it. ``down_s`` are the seconds without an engine that it did not choose, all together."""
+    next request wakes it; ``stopped``: an operator put it to sleep, and wakes it. ``down_s`` are the seconds without an
+    engine that it did not choose, all together."""
 
     condition: Condition
     retry_after_s: float
@@ -81,6 +82,7 @@ class EngineLives:
         self._delayed: dict[int, _Delayed] = {}
         self._killed_s: dict[int, float] = {}  # until then no other engine of the device is ended
         self._gone: set[str] = set()  # models whose clients were told so
+        self._stopped: set[str] = set()
         self._down_since_s: dict[str, float] = {}
         self._down_s = dict.fromkeys(models, 0.0)
 
@@ -94,6 +96,8 @@ class EngineLives:
         return Health(condition, retry_after_s, down_s)
 
     def _condition(self, model: str) -> Condition:
+        if model in self._stopped:
+            return "stopped"
         engines = [e for e in self._places.engines() if self._places.handle(e).config.name == model]
         if any(self.serves(engine) for engine in engines):
             return "ready"
@@ -115,7 +119,9 @@ class EngineLives:
         self._desk.open(engine)
         now = self._owner.now()
         wait_s = self._backoff.wait_s(self._places.place(engine), now)
-        if wait_s > 0 and not self._places.handle(engine).alive:
+        if command.model in self._stopped:
+            self._delayed[engine] = _Delayed(command, math.inf)
+        elif wait_s > 0 and not self._places.handle(engine).alive:
             self._delayed[engine] = _Delayed(command, now + wait_s)
             if wait_s > _PATIENCE_S:
                 self._turn_away(command.model)
@@ -198,6 +204,37 @@ class EngineLives:
                 self._owner.give_up(job, End("failed", "engine_error", problem))
             else:
                 self._owner.send_again(job, reason)
+
+    # --- asleep by hand --------------------------------------------------------------------------------------------
+
+    def stop(self, model: str) -> None:
+        """Put the model to sleep when its last request ends; new ones are refused. Raises ValueError where weights cannot
+        leave their memory."""
+        if not all(host.config.weights_in_region for host in self._places.hosts.values()):
+            raise ValueError("models can be put to sleep only where runtime.weights_in_region is true")
+        self._stopped.add(model)
+        self.sleep_if_stopped(model)
+
+    def resume(self, model: str) -> None:
+        """Wake it, now where the system keeps it resident, else with its next request."""
+        self._stopped.discard(model)
+        for delayed in self._delayed.values():
+            if delayed.command.model == model:
+                delayed.due_s = 0.0
+        self.wake_delayed()
+
+    def sleep_if_stopped(self, model: str) -> None:
+        """The core takes the engine for lost and asks for another, which waits until the model is resumed."""
+        if model not in self._stopped or any(job.model == model for job in self._desk.all()):
+            return
+        for engine in self._places.engines():
+            handle = self._places.handle(engine)
+            if handle.config.name == model and handle.alive and not handle.asleep and engine not in self._delayed:
+                self._desk.close(engine)
+                self._sleep(engine, drained=False)
+                self._owner.tell(EngineFailed(engine))
+
+    # --- the core's evictions --------------------------------------------------------------------------------------
 
     def evict(self, command: Evict) -> None:
         engine = command.engine

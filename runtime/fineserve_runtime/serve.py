@@ -130,7 +130,9 @@ def _service(
         )
         for model in served.models
     }
-    return Service(running.driver, metrics, models, _keys(file.section), log, _versions(), file.section.limits)
+    admin = os.environ[file.section.admin_key_env] if file.section.admin_key_env else None
+    keys, limits = _keys(file.section), file.section.limits
+    return Service(running.driver, metrics, models, keys, log, _versions(), limits, admin)
 
 
 def _tls(file: RuntimeFile) -> Tls | None:

@@ -63,6 +63,7 @@ def served(
     bounds: Bounds | None = None,
     keys: tuple[Key, ...] = (),
     limits: HttpLimits | None = None,
+    admin_secret: str | None = None,
     drain_s: float = 5,
     **changes: object,
 ) -> Iterator[Served]:
@@ -84,6 +85,7 @@ def served(
             keys,
             lambda event, facts: logged.append((event, facts)),
             limits=limits or HttpLimits(),
+            admin_secret=admin_secret,
         )
         server = DrainingServer(service, drain_s)
         bound = bind("127.0.0.1", 0)

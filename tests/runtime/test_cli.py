@@ -24,7 +24,7 @@ from rich.console import Console
 from serverkit import ByteTokenizer, served
 from typer.testing import CliRunner
 
-COMMANDS = ("serve", "replay", "top", "check", "demo")
+COMMANDS = ("serve", "replay", "top", "model", "check", "demo")
 
 
 def test_help_and_version() -> None:
@@ -66,6 +66,7 @@ def test_check_tells_a_live_region_from_a_stale_one(tmp_path: Path) -> None:
         (["serve", "file.yaml", "--set", "runtime.port"], "--set runtime.port: expected KEY=VALUE"),
         (["replay", "file.yaml", "--speed", "2"], "--speed and --requests are for --trace"),
         (["top", "http://127.0.0.1:9"], "is it running?"),
+        (["model", "sleep", "A"], "FINESERVE_ADMIN_KEY is empty or not set"),
     ],
 )
 def test_errors_are_one_line(

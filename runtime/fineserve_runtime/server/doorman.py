@@ -20,6 +20,9 @@ _WRONG_KEY = ApiError(401, "wrong or missing API key", code="invalid_api_key", r
 _OPEN = ("/health", "/ready", "/version", "/metrics")
 """Paths that need no API key."""
 
+ADMIN = "/admin/"
+"""Paths of operators, with a key of their own."""
+
 _ID_CHARS = 128
 
 
@@ -113,10 +116,17 @@ class _Passage:
 
     def _enter(self) -> Key | None:
         """Raises ApiError without the right key."""
+        scheme, _, given = self._headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        if self._scope["path"].startswith(ADMIN):
+            if self._service.admin_secret is None:
+                raise ApiError(404, "there is no admin API without runtime.admin_key_env", reason="404")
+            if not self._service.may_administrate(given):
+                raise _WRONG_KEY
+            return None
         if not self._service.keys or self._scope["path"] in _OPEN:
             return None
-        scheme, _, given = self._headers.get("authorization", "").partition(" ")
-        key = self._service.key(given.strip()) if scheme.lower() == "bearer" else None
+        key = self._service.key(given)
         if key is None:
             raise _WRONG_KEY
         return key

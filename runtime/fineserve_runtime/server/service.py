@@ -38,7 +38,8 @@ class Key:
 
 @dataclass(slots=True)
 class Service:
-    """Without ``keys`` everybody may come. ``log`` writes a structured line.
+    """Without ``keys`` everybody may come; without ``admin_secret`` there are no admin endpoints. ``log`` writes a structured
+    line.
 
     Work leaves the event loop: ``front`` threads read bodies, tokenise and submit; ``quick`` ones do what only waits for the
     driver's lock.
@@ -51,6 +52,7 @@ class Service:
     log: Callable[[str, Mapping[str, object]], None] = lambda event, facts: None
     versions: Mapping[str, str] = field(default_factory=dict)
     limits: HttpLimits = field(default_factory=HttpLimits)
+    admin_secret: str | None = None
     _front: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_FRONT_THREADS, "front"))
     _quick: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quick"))
     _busy: Counter[str] = field(default_factory=Counter)
@@ -81,6 +83,10 @@ class Service:
             if hmac.compare_digest(given.encode(), key.secret.encode()):
                 found = key
         return found
+
+    def may_administrate(self, given: str) -> bool:
+        secret = self.admin_secret
+        return secret is not None and hmac.compare_digest(given.encode(), secret.encode())
 
     @contextmanager
     def within_limits(self, key: Key | None) -> Iterator[None]:
