@@ -20,7 +20,7 @@ class Bounds:
     queued_requests: int = 100
     queued_s: float = 300.0
     request_s: float = 1800.0
-    silent_s: float = 30.0
+    silent_s: float = 60.0
 
     def overdue(self, job: Job, now: float) -> End | None:
         """How the request ends because of the time it took, if it does."""

@@ -98,7 +98,7 @@ class RuntimeSection(Strict):
     queued_requests: Count = 100
     queued_s: Positive = 300.0
     request_s: Positive = 1800.0
-    silent_s: Positive = 30.0
+    silent_s: Positive = 60.0
     drain_s: Positive = 30.0
     decisions: str | None = None
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fineserve_runtime.engines.api import EngineHandle, EngineListener, HostConfig
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
 from fineserve_runtime.engines.handle import Handle
-from fineserve_runtime.engines.loop import Beat, Died, Message, Ready, Reply, Stepped
+from fineserve_runtime.engines.loop import BEAT_S, Beat, Died, Message, Ready, Reply, Stepped
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
 
 __all__ = ["START_TIMEOUT_S", "Host", "model_folder", "start_host"]
 
 START_TIMEOUT_S = 300.0
+
+_LOG = logging.getLogger("fineserve.engines")
 
 
 def start_host(config: HostConfig, listener: EngineListener, open_device: OpenDevice = LocalDevice) -> Host:
@@ -93,8 +97,14 @@ class Host:
             self._await_ready(self._handles[number])
 
     def _await_ready(self, handle: Handle) -> None:
-        if not handle.ready.wait(START_TIMEOUT_S):
-            raise RuntimeError(f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s")
+        """Engines of one thread are silent while one of them loads, and no worse for that."""
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while not handle.ready.wait(BEAT_S):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s")
+            if self.config.mode == "in_process":
+                for other in self._handles.values():
+                    other.on_heard()
         if handle.death is not None:
             raise RuntimeError(f"{handle.config.name} did not start: {handle.death}")
 
@@ -126,6 +136,8 @@ class Host:
         handle = self._handles[message.engine]
         if not handle.alive:
             return
+        if message.details:
+            _LOG.error("%s: %s", handle.config.name, message.details)
         was_ready = handle.ready.is_set()
         lost = handle.on_died(message.reason)
         if was_ready:
