@@ -272,18 +272,20 @@ class EngineLives:
     # --- the watch -------------------------------------------------------------------------------------------------
 
     def watch(self, silent_s: float) -> None:
-        """End the engine that gave no sign of life for the longest time, if that is more than ``silent_s``: others may have
-        waited for a lock that it holds, so they get another chance."""
+        """End one engine of a device that gave no sign of life for ``silent_s``. Others may have waited for a lock that it
+        holds, so they get another chance."""
         for gpu, host in self._places.hosts.items():
-            silent = {local: handle.silent_s for local, handle in host.engines.items() if handle.alive}
-            local = max(silent, key=lambda each: silent[each], default=None)
-            if local is None or silent[local] <= silent_s or self._killed_s.get(gpu, -math.inf) > self._owner.now():
+            silent = {local: each.silent_s for local, each in host.engines.items() if each.alive}
+            hung = sorted((each for each in silent if silent[each] > silent_s), key=lambda each: -silent[each])
+            if not hung or self._killed_s.get(gpu, -math.inf) > self._owner.now():
                 continue
-            reason = f"no sign of life for {silent[local]:.0f} s"
-            model = host.engines[local].config.name
-            self._owner.incident("engine hung", {"gpu": gpu, "model": model, "reason": reason})
+            reason = f"no sign of life for {silent[hung[0]]:.0f} s"
+            for local in hung:
+                self._owner.incident(
+                    "engine hung", {"gpu": gpu, "model": host.engines[local].config.name, "reason": reason}
+                )
             self._killed_s[gpu] = self._owner.now() + silent_s
-            Thread(target=host.kill, args=(local, reason), name="killer", daemon=True).start()
+            Thread(target=host.end_hung, args=(hung, reason), name="killer", daemon=True).start()
 
 
 def model_down(model: str, health: Health, *, started: bool) -> End:

@@ -301,6 +301,9 @@ class FakeHost:
             self.engines[engine].alive = True
             self.engines[engine].silent_s = 0.0
 
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        self.kill(engines[0], reason)
+
     def kill(self, engine: int, reason: str = "killed", *, crashed: bool = False) -> None:
         """The process is gone, with all that it held."""
         self.killed.append(engine)

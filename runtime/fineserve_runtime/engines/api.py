@@ -15,7 +15,7 @@ all its processes share. Engine ids are the positions in ``HostConfig.engines``;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -272,9 +272,9 @@ class EngineHost(Protocol):
         steps it hangs, or there is no room for the device any more."""
         ...
 
-    def kill(self, engine: int, reason: str) -> None:
-        """End an engine that gives no sign of life; its death is reported as any other. Returns at once. What shares its
-        thread or its Ray actor dies with it."""
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """End one of these engines, which give no sign of life: that for which the others may wait, else the first. Its death
+        is reported as any other. What shares its thread or its Ray actor dies with it."""
         ...
 
     def close(self) -> None:

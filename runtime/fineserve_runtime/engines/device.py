@@ -20,7 +20,7 @@ from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, re
 from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
 from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
 from fineserve_runtime.engines.settings import SlabSettings
-from fineserve_runtime.engines.table import SlabTable
+from fineserve_runtime.engines.table import SlabTable, lock_holder
 from fineserve_runtime.engines.vllm_engine import prepare_environment
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
@@ -58,8 +58,8 @@ class Device(Protocol):
         device that died. Raises RuntimeError when it cannot be started again."""
         ...
 
-    def kill(self, engine: int, reason: str) -> None:
-        """End an engine that may hang, and what must go with it. Returns at once; each answers `Died`."""
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """End one of these engines, which hang, as `api.EngineHost` says; who goes answers `Died`."""
         ...
 
     def send(self, command: EngineCommand) -> None:
@@ -138,9 +138,12 @@ class LocalDevice:
             self._links[engine].close()
         return (engine,)
 
-    def kill(self, engine: int, reason: str) -> None:
-        """A thread cannot be killed, so its engines count as dead, and keep their slabs: it may wake up and write."""
-        link = self._links[engine]
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """Who holds the table's lock goes first: others may wait for it. A thread cannot be killed, so its engines count as
+        dead, and keep their slabs: it may wake up and write."""
+        pid = lock_holder(self._paths.table)
+        holds = [engine for engine in engines if self._table.counters[engine].get("pid") == pid]
+        link = self._links[(holds or list(engines))[0]]
         if isinstance(link, ProcessLink):
             link.kill()
             return

@@ -82,8 +82,8 @@ class Host:
             self._handles[number].revive()
         self._start(again)
 
-    def kill(self, engine: int, reason: str) -> None:
-        self._device.kill(engine, reason)
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        self._device.end_hung(engines, reason)
 
     def close(self) -> None:
         self._device.close()

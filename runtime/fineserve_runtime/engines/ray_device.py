@@ -194,7 +194,7 @@ class RayDevice:
         self._link.call("start", tuple(engines))
         self._link.listen()
 
-    def kill(self, engine: int, reason: str) -> None:
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """The actor goes, which may hang itself, and all engines of the device with it."""
         self._link.kill()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fineserve_runtime.engines.lease import POISON, SlabLease
 from fineserve_runtime.engines.region import CpuRegion, RegionLock, RegionPaths
-from fineserve_runtime.engines.table import RegionError, SlabTable
+from fineserve_runtime.engines.table import RegionError, SlabTable, lock_holder
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -269,3 +269,10 @@ def test_a_region_is_for_its_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"table": 0o600, "bytes": 0o600}
+
+
+def test_who_holds_the_lock_is_known(tmp_path: Path) -> None:
+    shared = Shared(tmp_path, 4)
+    assert lock_holder(tmp_path / "table") is None
+    with shared.table.lock():
+        assert lock_holder(tmp_path / "table") == os.getpid()
