@@ -90,7 +90,8 @@ class Driver:
             for local, handle in host.engines.items():
                 if self._places.engine_at(Place(gpu, local)) is None:
                     handle.sleep()
-        self._lives = EngineLives(self, self._places, self._desk, tuple(self._slo_s))
+        keeps_resident = self._spec.residency is None
+        self._lives = EngineLives(self, self._places, self._desk, tuple(self._slo_s), keeps_resident=keeps_resident)
         self._epoch_s = time.monotonic()
         self._alarm = Alarm(self._on_alarm, self._on_trouble)
         self._alarm.set(self._epoch_s)

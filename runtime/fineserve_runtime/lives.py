@@ -71,12 +71,16 @@ class _Delayed:
 
 
 class EngineLives:
-    """Raises ValueError as ``Places`` does."""
+    """``keeps_resident``: the core starts lost engines again by itself, not with the next request. Raises ValueError as
+    ``Places`` does."""
 
-    def __init__(self, owner: Owner, places: Places, desk: Desk, models: tuple[str, ...]) -> None:
+    def __init__(
+        self, owner: Owner, places: Places, desk: Desk, models: tuple[str, ...], *, keeps_resident: bool
+    ) -> None:
         self._owner = owner
         self._places = places
         self._desk = desk
+        self._keeps_resident = keeps_resident
         self._leaving: set[int] = set()  # engines that drain and have not begun to sleep
         self._backoff = Backoff()
         self._delayed: dict[int, _Delayed] = {}
@@ -103,9 +107,10 @@ class EngineLives:
             return "ready"
         if any(self._owner.status(e) is Status.LOADING and e not in self._delayed for e in engines):
             return "starting"
-        if model in self._gone:
+        waits = any(each.command.model == model for each in self._delayed.values())
+        if model in self._gone and (waits or self._keeps_resident):
             return "down"
-        return "starting" if model in self._down_since_s else "sleeping"
+        return "starting" if waits or (self._keeps_resident and model in self._down_since_s) else "sleeping"
 
     def serves(self, engine: int) -> bool:
         handle = self._places.handle(engine)
@@ -195,6 +200,7 @@ class EngineLives:
         self._backoff.down(self._places.place(engine), self._owner.now())
         lost = self._desk.close(engine)
         self._leaving.discard(engine)
+        self._delayed.pop(engine, None)
         self._places.leave(engine)
         self._note_down(model)
         self._owner.tell(EngineFailed(engine))
