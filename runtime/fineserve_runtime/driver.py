@@ -127,8 +127,8 @@ class Driver:
 
     @property
     def sound(self) -> bool:
-        """Whether the driver's own threads live, so that no restart of the server is called for."""
-        return self._alarm.alive
+        """Whether the process's own threads live, so that no restart of the server is called for. Takes no lock."""
+        return self._alarm.alive and all(host.sound for host in self._places.hosts.values())
 
     def health(self, model: str) -> Health:
         with self._lock:

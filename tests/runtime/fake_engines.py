@@ -274,6 +274,7 @@ class FakeHost:
         }
         self.restarts: list[int] = []
         self.failing_restarts = 0
+        self.sound = True
         self.killed: list[int] = []
         self._closed = False
         self._threads: list[threading.Thread] = []

@@ -229,6 +229,12 @@ def test_health_answers_at_once_while_large_prompts_and_many_requests_come() -> 
         client.join()
 
 
+def test_health_is_503_when_only_a_restart_of_the_process_helps() -> None:
+    with served() as here:
+        here.runtime.host.sound = False
+        assert httpx.get(here.url + "/health").status_code == 503
+
+
 def test_status_paths_answer_head() -> None:
     with served() as here:
         for path in ("/health", "/ready", "/version", "/metrics"):

@@ -262,6 +262,11 @@ class EngineHost(Protocol):
     @property
     def engines(self) -> Mapping[int, EngineHandle]: ...
 
+    @property
+    def sound(self) -> bool:
+        """False when a thread of this process hangs that steps engines: only a restart of the process helps."""
+        ...
+
     def ledger(self) -> KVLedger:
         """Bytes of the region: used by blocks, stranded in partly used slabs, free, lost to the null slab and the tail.
         Weights and idle cached prefixes count as used."""

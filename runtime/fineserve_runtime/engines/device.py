@@ -53,6 +53,11 @@ class Device(Protocol):
         """Begin to start these; each answers `Ready`, or `Died`."""
         ...
 
+    @property
+    def sound(self) -> bool:
+        """As `api.EngineHost` says."""
+        ...
+
     def clear(self, engine: int) -> tuple[int, ...]:
         """Sweep away a dead engine. Returns the engines to start in its place, which are all of the device when it is the
         device that died. Raises RuntimeError when it cannot be started again."""
@@ -131,8 +136,13 @@ class LocalDevice:
             self._table.counters[number].set("pid", os.getpid())
             self._links[number].send(Build(number, builds[number]))
 
+    @property
+    def sound(self) -> bool:
+        stepped_here = self._config.mode == "in_process" and not self._closed
+        return not self._hung and not (stepped_here and any(not link.lives for link in self._links.values()))
+
     def clear(self, engine: int) -> tuple[int, ...]:
-        if self._hung or (self._config.mode == "in_process" and not self._links[engine].lives):
+        if not self.sound:
             raise RuntimeError("the thread of its engines hangs or is gone: restart the server")
         if self._config.mode == "processes":
             self._links[engine].close()

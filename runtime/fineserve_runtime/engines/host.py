@@ -82,6 +82,10 @@ class Host:
             self._handles[number].revive()
         self._start(again)
 
+    @property
+    def sound(self) -> bool:
+        return self._device.sound
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         self._device.end_hung(engines, reason)
 

@@ -194,6 +194,11 @@ class RayDevice:
         self._link.call("start", tuple(engines))
         self._link.listen()
 
+    @property
+    def sound(self) -> bool:
+        """What hangs, hangs in the actor, which can be replaced."""
+        return True
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """The actor goes, which may hang itself, and all engines of the device with it."""
         self._link.kill()

@@ -61,3 +61,22 @@ def test_an_in_process_engine_that_crashed_is_built_again_beside_one_that_goes_o
     same_tokens(other, requests, heard.of(1))
     free_slabs = 256 - 1
     assert host.ledger().free_bytes == free_slabs * 65536
+
+
+def test_a_thread_that_hangs_is_dead_and_the_process_says_so(
+    start: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from threading import Event
+
+    from fineserve_runtime.engines.vllm_engine import SteppedCore
+
+    host, heard = start(BF16)
+    released = Event()
+    monkeypatch.setattr(SteppedCore, "step", lambda core: released.wait(60) and None)
+    host.engines[0].submit(draw_requests(5, 1)[0])
+    assert host.sound and host.engines[0].silent_s < 60
+    host.end_hung([0], "no sign of life")
+    assert heard.deaths == [(0, "no sign of life", (0,))] and not host.sound
+    with pytest.raises(RuntimeError, match="restart the server"):
+        host.restart(0)
+    released.set()
