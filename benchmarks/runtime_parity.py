@@ -196,8 +196,8 @@ class StepLog:
                 log.append(report)
                 listener.on_step(report)
 
-            def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
-                listener.on_died(engine, reason, lost)
+            def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
+                listener.on_died(engine, reason, lost, crashed)
 
         return start_real_host(config, Tap())
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 class Alarm:
     """Calls ``ring()`` as soon as the earliest time set has come; all times set up to then are forgotten. Times are
-    ``time.monotonic()`` seconds."""
+    ``time.monotonic()`` seconds. What ``ring`` raises goes to ``on_trouble``, and the thread goes on."""
 
-    def __init__(self, ring: Callable[[], None]) -> None:
+    def __init__(self, ring: Callable[[], None], on_trouble: Callable[[Exception], None]) -> None:
         self._ring = ring
+        self._on_trouble = on_trouble
         self._next_s = float("inf")
         self._closed = False
         self._changed = threading.Condition()
@@ -25,6 +26,10 @@ class Alarm:
                 self._next_s = at_s
                 self._changed.notify()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Rings no more once this returns."""
         with self._changed:
@@ -35,7 +40,10 @@ class Alarm:
 
     def _run(self) -> None:
         while self._wait():
-            self._ring()
+            try:
+                self._ring()
+            except Exception as problem:
+                self._on_trouble(problem)
 
     def _wait(self) -> bool:
         """Until it is time; False once closed."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fineserve_runtime.formats import check_format
+from fineserve_runtime.formats import check_format, longest_context
+from fineserve_runtime.server.limits import HttpLimits
+from fineserve_runtime.step_times import read_table
 from fineserve_sim.experiment.file.document import Document, parse_value, read_yaml
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.file.messages import as_config_error
 from fineserve_sim.experiment.file.plan import Experiment, build
 from fineserve_sim.experiment.file.schema import Count, Positive, Strict
 
+_CPU_BLOCK_TOKENS = 32
+
 
 class ModelFiles(Strict):
-    """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization`` and
-    ``kv_cache_dtype`` take vLLM's words."""
+    """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization``,
+    ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words."""
 
     path: Annotated[str, Field(min_length=1)]
     dtype: str = "auto"
@@ -38,6 +43,7 @@ class ModelFiles(Strict):
     kv_cache_dtype: str = "auto"
     max_model_len: Count = 2048
     prefix_caching: bool = False
+    tool_parser: str | None = None
 
 
 class RayCluster(Strict):
@@ -46,13 +52,32 @@ class RayCluster(Strict):
     ray: Annotated[str, Field(min_length=1)]
 
 
+class ApiKey(Strict):
+    """An API key in the environment variable ``env``. It may have ``requests`` under way at a time; ``priority``: it may say
+    which of its requests go first."""
+
+    name: Annotated[str, Field(min_length=1)]
+    env: Annotated[str, Field(min_length=1)]
+    requests: Count | None = None
+    priority: bool = False
+
+
+class TlsFiles(Strict):
+    """Files in PEM, relative to the file."""
+
+    certificate: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(min_length=1)]
+
+
 class RuntimeSection(Strict):
     """``region_bytes``: of each device, for KV (and weights, where ``weights_in_region``). ``mode``: engines in this process
     or one process each; by default the former for one CPU. ``cluster``: devices are actors of this Ray cluster; ``ray``: of
     the one that RAY_ADDRESS names or that runs here, else of a new one. ``step_times``: a table of measured steps (CSV:
     model, prefill_tokens, decodes, duration_s); without one a few steps are timed at the start. ``api_key_env``: the
-    environment variable that holds the API key. A model has at most ``queued_requests`` without a first token, none for
-    longer than ``queued_s``; SIGTERM gives ``drain_s``."""
+    environment variable that holds the API key; ``api_keys``: several, with limits of their own; ``admin_key_env``: that of
+    operators, without which there is no admin API. A model has at most
+    ``queued_requests`` without a first token, none for longer than ``queued_s``; no request lasts longer than
+    ``request_s``; an engine without a sign of life for ``silent_s`` is ended; SIGTERM gives ``drain_s``."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
     mode: Literal["in_process", "processes"] | None = None
@@ -60,6 +85,10 @@ class RuntimeSection(Strict):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
     api_key_env: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
+    admin_key_env: str | None = None
+    tls: TlsFiles | None = None
+    limits: HttpLimits = HttpLimits()
     region_bytes: Count
     region_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "device"
     weights_in_region: bool = False
@@ -68,6 +97,8 @@ class RuntimeSection(Strict):
     step_times: str | None = None
     queued_requests: Count = 100
     queued_s: Positive = 300.0
+    request_s: Positive = 1800.0
+    silent_s: Positive = 60.0
     drain_s: Positive = 30.0
     decisions: str | None = None
 
@@ -137,12 +168,31 @@ def _check(file: RuntimeFile) -> None:
             raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
         folder = file.folder / section.models[model.id].path
         _check_files(file, model.id, folder / "config.json")
+    _check_engines(file)
     if section.backend == "cuda" and section.mode == "in_process":
         raise file.error("mode", "GPU engines need a process each; leave mode out")
-    if section.api_key_env is not None and not os.environ.get(section.api_key_env):
-        raise file.error("api_key_env", f"the environment variable {section.api_key_env} is empty or not set")
+    _check_access(file)
     for name in file.experiment.setup.systems:
         _check_system(file, name)
+
+
+def _check_access(file: RuntimeFile) -> None:
+    """Keys are there, and the files of TLS."""
+    section = file.section
+    variables = {f"api_keys.{number}.env": key.env for number, key in enumerate(section.api_keys)}
+    for name in ("api_key_env", "admin_key_env"):
+        if getattr(section, name) is not None:
+            variables[name] = getattr(section, name)
+    for key, variable in variables.items():
+        if not os.environ.get(variable):
+            raise file.error(key, f"the environment variable {variable} is empty or not set")
+    if section.tls is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                file.folder / section.tls.certificate, file.folder / section.tls.key
+            )
+        except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
+            raise file.error("tls", f"certificate or key cannot be used: {problem}") from None
 
 
 def _check_files(file: RuntimeFile, name: str, config: Path) -> None:
@@ -156,6 +206,26 @@ def _check_files(file: RuntimeFile, name: str, config: Path) -> None:
         check_format(found, files.dtype, files.kv_cache_dtype, files.quantization)
     except ValueError as problem:
         raise file.error(f"models.{name}", str(problem)) from None
+    longest = longest_context(found)
+    if longest is not None and files.max_model_len > longest:
+        said = f"{files.max_model_len} is more than the {longest} tokens that {config} allows"
+        raise file.error(f"models.{name}.max_model_len", said)
+
+
+def _check_engines(file: RuntimeFile) -> None:
+    """What vLLM or the warm-up would find out when engines start."""
+    section, tokens = file.section, file.experiment.setup.engine.block_tokens
+    if section.backend == "cpu" and tokens % _CPU_BLOCK_TOKENS:
+        said = f"{tokens}: vLLM's CPU backend takes multiples of {_CPU_BLOCK_TOKENS} tokens"
+        raise file.document.error(("engine", "block_tokens"), said)
+    if section.step_times is not None:
+        try:
+            measured = read_table(file.folder / section.step_times)
+        except ValueError as problem:
+            raise file.error("step_times", str(problem)) from None
+        for name in measured:
+            if name not in section.models:
+                raise file.error("step_times", f"unknown model {name}; {nearest(name, section.models)}")
 
 
 def _check_system(file: RuntimeFile, name: str) -> None:

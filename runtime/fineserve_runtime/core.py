@@ -21,9 +21,6 @@ from fineserve_sim.policy.fleet.views import FleetView, ResidencyPolicy, Start
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
 from fineserve_sim.systems.spec import PlacementSpec, ResidencySpec, SchedulerSpec
 
-MOST_STARTS = 3
-"""So often an engine that dies is started again before its place stays empty."""
-
 
 class StepMeasured(NamedTuple):
     """An engine of ``model`` computed prompt tokens in a step and took so long: news for the model's step times."""
@@ -73,7 +70,7 @@ class Stay(_Facts):
 
 class CoreSpec(_Facts):
     """All that determines a core, as JSON-able data. Engines are 0, 1, ... in the order of ``stays``. Without ``residency``
-    they stay, and one that dies is started again ``MOST_STARTS`` times."""
+    they stay, and one that dies is started again; how soon is the driver's business."""
 
     placement: PlacementSpec
     scheduler: SchedulerSpec
@@ -137,14 +134,11 @@ class KeepResident:
     """The residency policy of systems without one: who is missing from its place is started again there."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
-        self._starts = {(instance.model, instance.gpus): 0 for instance in instances}
+        self._seats = [(instance.model, instance.gpus) for instance in instances]
 
     def suggest(self, now: float, view: FleetView) -> list[Start]:
         present = {(engine.model, engine.gpus) for engine in view.engines}
-        missing = [seat for seat, starts in self._starts.items() if seat not in present and starts < MOST_STARTS]
-        for seat in missing:
-            self._starts[seat] += 1
-        return [Start(model, gpus) for model, gpus in missing]
+        return [Start(model, gpus) for model, gpus in self._seats if (model, gpus) not in present]
 
 
 def _residency(spec: CoreSpec, gpus: Sequence[GpuSlot], instances: Sequence[Instance]) -> ResidencyPolicy:

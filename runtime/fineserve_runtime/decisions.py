@@ -1,7 +1,7 @@
 """The decision log: one JSON line an event or command, as ``fineserve-sim run --decisions`` writes it too.
 
 The first line of a log of the runtime is ``{"core": ...}``: all that determines the core that decided. With it the log
-can be replayed (``replay_log``).
+can be replayed (``replay_log``). A log that was rotated has that line at the head of each part.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TextIO, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 Entry = dict[str, Any]
 
@@ -26,10 +26,6 @@ def command_entry(now: float, command: Any) -> Entry:
     return {"now_s": now, "command": type(command).__name__, **_plain_fields(command)}
 
 
-def write_entry(file: TextIO, entry: Mapping[str, Any]) -> None:
-    file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-
-
 def read_entries(lines: Iterable[str]) -> Iterator[Entry]:
     """Raises LogError for a line that is no JSON object."""
     for number, line in enumerate(lines, 1):
@@ -39,6 +35,8 @@ def read_entries(lines: Iterable[str]) -> Iterator[Entry]:
             raise LogError(f"line {number} is no JSON: {line[:60]!r}") from None
         if not isinstance(entry, dict):
             raise LogError(f"line {number} is no JSON object: {line[:60]!r}")
+        if "lost" in entry:
+            raise LogError(f"line {number}: {entry['lost']} lines were lost here, so what follows cannot be replayed")
         yield entry
 
 

@@ -54,8 +54,9 @@ class Desk:
             job.first_token_s = now
             self._untouched[job.model] -= 1
         job.last_token_s = now
+        job.unproven = False
         job.generated.extend(chunk.token_ids)
-        job.sink.tokens(chunk.token_ids)
+        job.sink.tokens(chunk.token_ids, chunk.logprobs)
 
     def note_preemption(self, request_id: int) -> None:
         job = self._jobs.get(request_id)
@@ -82,6 +83,7 @@ class Desk:
 
     def attach(self, job: Job, engine: int, now: float) -> None:
         job.engine = job.served_by = engine
+        job.unproven = True
         self._on_engine[engine].add(job.id)
         for observer in self._observers:
             observer.dispatched(job, now)

@@ -12,43 +12,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from fineserve_runtime.alarm import Alarm
+from fineserve_runtime.bounds import Bounds, Pace
 from fineserve_runtime.core import Core, CoreSpec, RuntimeEvent, StepMeasured
 from fineserve_runtime.decisions import Entry, command_entry, event_entry
 from fineserve_runtime.desk import Desk
 from fineserve_runtime.engines.api import EngineDied, EngineHost, StepReport, TokenChunk
 from fineserve_runtime.jobs import End, Job, Observer, Refused, finish_end
 from fineserve_runtime.listener import HostListener
+from fineserve_runtime.lives import EngineLives, Health, model_down
 from fineserve_runtime.places import Place, Places
 from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evict, Reject, Survey
-from fineserve_sim.policy.events import (
-    EngineDrained,
-    EngineFailed,
-    EngineReady,
-    EngineStepped,
-    RequestAborted,
-    RequestArrived,
-    Tick,
-)
+from fineserve_sim.policy.events import EngineStepped, RequestAborted, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.views import Status
 from fineserve_sim.policy.interfaces import EngineState, Request
-from fineserve_sim.systems.spec import FcfsSpec
+from fineserve_sim.systems.spec import AdaptiveSpec, FcfsSpec
 
 Log = Callable[[Entry], None]
 
 _LEAST_WAIT_S = 0.001
 """A scheduler that may answer otherwise in an instant is not asked by the clock more often than an engine would ask it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """``queued_requests`` a model may wait for their first token; none waits longer than ``queued_s``."""
-
-    queued_requests: int = 100
-    queued_s: float = 300.0
 
 
 class Driver:
@@ -59,7 +46,7 @@ class Driver:
         self,
         spec: CoreSpec,
         *,
-        bounds: Bounds = Bounds(),  # frozen
+        bounds: Bounds | None = None,
         log: Log | None = None,
         observers: Sequence[Observer] = (),
         on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
@@ -69,16 +56,21 @@ class Driver:
         self._controller = self._core.controller
         self._slo_s = {model.id: model.slo_s for model in spec.models}
         self._by_deadline = not isinstance(spec.scheduler, FcfsSpec)
-        self._bounds = bounds
+        self._drops_late = isinstance(spec.scheduler, AdaptiveSpec) or getattr(spec.scheduler, "late", "") == "drop"
+        self._memory = {slot.id: slot.memory_bytes for slot in spec.gpus}
+        self._weights = {model.id: model.weight_bytes for model in spec.models}
+        self._bounds = bounds or Bounds()
         self._log = log
-        self._on_incident = on_incident
+        self.incident = on_incident
         self._places: Places
         self._lock = threading.RLock()
         self._empty = threading.Condition(self._lock)
         self._desk = Desk(self._slo_s, observers)
-        self._leaving: set[int] = set()  # engines that drain and have not begun to sleep
+        self._lives: EngineLives
+        self._pace: dict[str, Pace] = defaultdict(Pace)
         self._next_id = 0
         self._draining = False
+        self._retry_after_s: float | None = None
         self._epoch_s = time.monotonic()
         if log is not None:
             log({"core": spec.model_dump(mode="json")})
@@ -98,14 +90,17 @@ class Driver:
             for local, handle in host.engines.items():
                 if self._places.engine_at(Place(gpu, local)) is None:
                     handle.sleep()
+        keeps_resident = self._spec.residency is None
+        self._lives = EngineLives(self, self._places, self._desk, tuple(self._slo_s), keeps_resident=keeps_resident)
         self._epoch_s = time.monotonic()
-        self._alarm = Alarm(self._on_alarm)
+        self._alarm = Alarm(self._on_alarm, self._on_trouble)
         self._alarm.set(self._epoch_s)
 
-    def begin_drain(self) -> None:
-        """Refuse new requests from now on; those that are here go on."""
-        with self._lock:
-            self._draining = True
+    def begin_drain(self, patience_s: float | None = None) -> None:
+        """Refuse new requests from now on; those that are here go on. Clients are asked to come back after ``patience_s``.
+        Takes no lock: a signal handler may interrupt who holds it."""
+        self._retry_after_s = patience_s
+        self._draining = True
 
     @property
     def draining(self) -> bool:
@@ -121,9 +116,40 @@ class Driver:
         self._alarm.close()
         with self._lock:
             self._draining = True
-            for job in self._desk.all():
-                self._give_up(job, End("failed", "shutdown", "the server is shutting down"))
+        self.end_all()
         self._places.close()
+
+    def end_all(self) -> None:
+        """End what is left, clearly."""
+        with self._lock:
+            for job in self._desk.all():
+                self.give_up(job, End("failed", "shutdown", "the server is shutting down"))
+
+    @property
+    def sound(self) -> bool:
+        """Whether the process's own threads live, so that no restart of the server is called for. Takes no lock."""
+        return self._alarm.alive and all(host.sound for host in self._places.hosts.values())
+
+    def health(self, model: str) -> Health:
+        with self._lock:
+            return self._lives.health(model)
+
+    def stop(self, model: str) -> None:
+        """Put a model to sleep by hand. Raises ValueError as ``EngineLives.stop`` does."""
+        with self._lock:
+            self._lives.stop(model)
+
+    def resume(self, model: str) -> None:
+        with self._lock:
+            self._lives.resume(model)
+
+    def status(self, engine: int) -> Status | None:
+        return self._controller.status(engine)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        with self._lock:
+            yield
 
     def untouched(self, model: str) -> int:
         """Requests of the model that have no token yet."""
@@ -139,31 +165,48 @@ class Driver:
         returns. Raises Refused when the server drains or the model's queue is full."""
         with self._lock:
             if self._draining:
-                raise Refused("draining", "the server is shutting down")
+                raise Refused("draining", "the server is shutting down", self._retry_after_s)
             job = make(self._next_id)
-            waiting = self._desk.untouched(job.model)
-            if waiting >= self._bounds.queued_requests:
-                raise Refused("queue_full", f"{waiting} requests wait for model {job.model} already; try again later")
+            self._check_room(job.model)
             self._next_id += 1
             job.arrival_s = job.queued_s = self.now()
             self._desk.take_in(job)
-            self._arrive(job)
+            self.arrive(job)
             return job
+
+    def _check_room(self, model: str) -> None:
+        health = self._lives.health(model)
+        if health.condition == "stopped":
+            raise Refused("model_stopped", f"model {model} was put to sleep by an operator", None)
+        if health.condition == "down":
+            end = model_down(model, health, started=False)
+            raise Refused(end.reason, end.message, end.retry_after_s)
+        waiting = self._desk.untouched(model)
+        if waiting >= self._bounds.queued_requests:
+            problem = f"{waiting} requests wait for model {model} already; try again later"
+            raise Refused("queue_full", problem, self._pace[model].drained_in_s(waiting, self.now()))
 
     def abort(self, request_id: int) -> None:
         """The client left. Unknown ids are ignored."""
         with self._lock:
             job = self._desk.get(request_id)
             if job is not None:
-                self._give_up(job, End("aborted", "abort", "the client left"))
+                self.give_up(job, End("aborted", "abort", "the client left"))
 
-    def _arrive(self, job: Job) -> None:
-        """Tell the core of a request, be it new or on its way again."""
+    def complete(self, request_id: int) -> None:
+        """The client has what it wanted: its text reached a stop string. Unknown ids are ignored."""
+        with self._lock:
+            job = self._desk.get(request_id)
+            if job is not None:
+                self.give_up(job, End("finished", "stop"))
+
+    def arrive(self, job: Job, *, again: bool = False) -> None:
+        """Tell the core of a request, be it new or on its way ``again``."""
         request = Request(job.id, job.model, self._core_arrival_s(job), len(job.prompt) + len(job.generated))
-        self._tell(RequestArrived(request))
+        self.tell(RequestReturned(request) if again else RequestArrived(request))
         engine = self._controller.engine_of(job.id)
         if engine is not None and self._is_idle(engine):
-            self._consult(engine)
+            self.consult(engine)
 
     def _core_arrival_s(self, job: Job) -> float:
         """The arrival that gives the request its deadline. A request on its way again that has tokens out has met its TTFT
@@ -173,17 +216,27 @@ class Driver:
         begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.arrival_s, job.slo_s)
         return begin_s + limit_s - self._slo_s[job.model]
 
-    def _give_up(self, job: Job, end: End) -> None:
+    def give_up(self, job: Job, end: End) -> None:
         """Take a request out of wherever it is."""
-        self._tell(RequestAborted(job.id))
+        self.tell(RequestAborted(job.id))
         if job.engine is not None:
             self._places.handle(job.engine).abort(job.id)
         self._end(job, end)
 
+    def send_again(self, job: Job, reason: str) -> None:
+        """Its engine died: another goes on from where it is, once."""
+        if job.retried or not job.can_resume:
+            self._end(job, End("failed", "engine_died", f"the engine died: {reason}"))
+            return
+        job.retried = True
+        job.queued_s = self.now()
+        self.arrive(job, again=True)
+
     def _end(self, job: Job, end: End) -> None:
         engine = self._desk.end(job, end, self.now())
         if engine is not None:
-            self._sleep_if_drained(engine)
+            self._lives.sleep_if_drained(engine)
+        self._lives.sleep_if_stopped(job.model)
         if not self._desk:
             self._empty.notify_all()
 
@@ -194,6 +247,7 @@ class Driver:
             engine = self._places.engine_at(Place(gpu, report.engine))
             if engine is None:
                 return
+            model = self._places.handle(engine).config.name
             for chunk in report.chunks:
                 job = self._desk.get(chunk.request_id)
                 if job is not None and job.engine == engine:
@@ -201,50 +255,36 @@ class Driver:
             for request_id in report.preempted:
                 self._desk.note_preemption(request_id)
             if report.prefill_tokens:
-                model = self._places.handle(engine).config.name
                 duration_s = report.ended_s - report.started_s
-                self._tell(StepMeasured(model, report.prefill_tokens, report.decodes, duration_s))
-            self._consult(engine)
-            self._consult_neighbours(engine)
+                self.tell(StepMeasured(model, report.prefill_tokens, report.decodes, duration_s))
+            if self._places.engine_at(Place(gpu, report.engine)) == engine:  # with its last request it may have left
+                self.consult(engine)
+            self._consult_neighbours(gpu, engine)
 
     def _emit(self, job: Job, chunk: TokenChunk) -> None:
         if chunk.token_ids:
+            if job.first_token_s is None:
+                self._pace[job.model].note(self.now())
             self._desk.emit(job, chunk, self.now())
         if chunk.finish_reason is not None:
-            self._end(job, finish_end(chunk.finish_reason))
+            self._end(job, finish_end(chunk.finish_reason, chunk.problem))
 
-    def died(self, gpu: int, local: int, reason: str) -> None:
-        """Its requests go to another engine once, from where they are; those that cannot fail."""
+    def died(self, gpu: int, local: int, reason: str, *, crashed: bool) -> None:
         with self._lock:
             engine = self._places.engine_at(Place(gpu, local))
-            if engine is None:
-                return
-            self._on_incident("engine died", {"engine": engine, "gpu": gpu, "reason": reason})
-            lost = self._desk.close(engine)
-            self._leaving.discard(engine)
-            self._places.leave(engine)
-            self._tell(EngineFailed(engine))
-            for job in lost:
-                self._send_again(job, reason)
-
-    def _send_again(self, job: Job, reason: str) -> None:
-        if job.retried or not job.can_resume:
-            self._end(job, End("failed", "engine_died", f"the engine died: {reason}"))
-            return
-        job.retried = True
-        job.queued_s = self.now()
-        self._arrive(job)
+            if engine is not None:
+                self._lives.died(engine, reason, crashed=crashed)
 
     # --- schedulers ------------------------------------------------------------------------------------------------
 
-    def _consult(self, engine: int) -> None:
+    def consult(self, engine: int) -> None:
         """The engine stands between two iterations: let its scheduler start requests."""
         if not self._controller.waiting(engine):
             return
         states = self._states(self._controller.scope_of(engine))
         if engine not in states:
             return
-        self._tell(EngineStepped(engine, states))
+        self.tell(EngineStepped(engine, states))
         self._ask_again(engine)
 
     def _ask_again(self, engine: int) -> None:
@@ -254,11 +294,11 @@ class Driver:
             at_s = self._controller.unchanged_until(self.now(), engine, states)
             self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
 
-    def _consult_neighbours(self, engine: int) -> None:
+    def _consult_neighbours(self, gpu: int, engine: int) -> None:
         """Memory that this engine freed may be what an idle one beside it waits for."""
-        for other in self._places.engines(self._places.gpu_of(engine)):
+        for other in self._places.engines(gpu):
             if other != engine and self._controller.waiting(other) and self._is_idle(other):
-                self._consult(other)
+                self.consult(other)
 
     def _is_idle(self, engine: int) -> bool:
         handle = self._places.handle(engine)
@@ -273,48 +313,60 @@ class Driver:
     def _on_alarm(self) -> None:
         with self._lock:
             if self.now() >= self._controller.next_tick_s:
-                self._tell(self._tick())
+                self.tell(self._tick())
+                self._lives.wake_delayed()
+                self._lives.watch(self._bounds.silent_s)
                 self._expire()
             for engine in self._places.engines():
                 if self._controller.waiting(engine) and self._is_idle(engine):
-                    self._consult(engine)
-            self._alarm.set(self._epoch_s + self._controller.next_tick_s)
+                    self.consult(engine)
+            self._alarm.set(self._epoch_s + max(self._controller.next_tick_s, self.now() + _LEAST_WAIT_S))
+
+    def _on_trouble(self, problem: Exception) -> None:
+        """The clock goes on, whatever went wrong at one of its ticks."""
+        self.incident("internal error", {"where": "clock", "reason": repr(problem)})
+        self._alarm.set(time.monotonic() + 1.0)
 
     def _tick(self) -> Tick:
         ready = [e for e in self._places.engines() if self._controller.status(e) in (Status.RESIDENT, Status.DRAINING)]
-        return Tick(self._states(ready), {gpu: self._free_bytes(gpu) for gpu in self._places.hosts})
-
-    def _free_bytes(self, gpu: int) -> int:
-        """What weights could take: the device's memory less KV in use and the weights of the engines that the core has there,
-        be they still loading, but not of those that it evicted, be they still leaving."""
-        weights = {model.id: model.weight_bytes for model in self._spec.models}
-        memory = {slot.id: slot.memory_bytes for slot in self._spec.gpus}
-        here = [self._places.handle(engine).config.name for engine in self._places.engines(gpu)]
-        ledger = self._places.hosts[gpu].ledger()
-        stats = [handle.stats() for handle in self._places.hosts[gpu].engines.values()]
-        kv_bytes = ledger.used_bytes + ledger.stranded_bytes + ledger.lost_bytes - sum(s.weight_bytes for s in stats)
-        return memory[gpu] - max(0, kv_bytes) - sum(weights[name] for name in here)
+        free = {gpu: self._places.free_bytes(gpu, self._memory[gpu], self._weights) for gpu in self._memory}
+        return Tick(self._states(ready), free)
 
     def _expire(self) -> None:
-        """Nobody waits for ever, be it that no engine comes back for his model."""
-        late_s = self.now() - self._bounds.queued_s
+        """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""
         for job in self._desk.all():
-            if job.engine is None and job.queued_s < late_s:
-                message = f"no engine took the request in {self._bounds.queued_s:g} s"
-                self._give_up(job, End("refused", "queue_timeout", message))
+            end = self._overdue(job)
+            if end is not None:
+                self.give_up(job, end)
+
+    def _overdue(self, job: Job) -> End | None:
+        """Local schedulers look after deadlines, but not where there is no engine."""
+        now = self.now()
+        waits = job.engine is None and self._controller.engine_of(job.id) is None
+        if waits and self._drops_late and job.first_token_s is None and now - job.arrival_s > job.slo_s:
+            return End("refused", "deadline", f"no engine served model {job.model} in time", 1.0)
+        return self._bounds.overdue(job, now)
 
     # --- the core --------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: RuntimeEvent) -> None:
+    def tell(self, event: RuntimeEvent) -> None:
         """Log the event, let the core decide, log the commands and carry them out."""
         now = self.now()
         commands = self._core.handle(now, event)
         if self._log is not None:
-            self._log(event_entry(now, event))
-            for command in commands:
-                self._log(command_entry(now, command))
+            self._note(self._log, now, event, commands)
         for command in commands:
             self._carry_out(command)
+
+    def _note(self, log: Log, now: float, event: RuntimeEvent, commands: Sequence[Command]) -> None:
+        """A log that fails is closed, and nothing else is touched."""
+        try:
+            log(event_entry(now, event))
+            for command in commands:
+                log(command_entry(now, command))
+        except Exception as problem:
+            self._log = None
+            self.incident("decision log failed", {"reason": repr(problem)})
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -325,11 +377,11 @@ class Driver:
             case Reject():
                 self._end(self._job(command), End("refused", "rejected", command.reason))
             case Survey():
-                self._tell(self._tick())
+                self.tell(self._tick())
             case Activate():
-                self._activate(command)
+                self._lives.activate(command)
             case Evict():
-                self._evict(command)
+                self._lives.evict(command)
 
     def _job(self, command: Dispatch | Drop | Reject) -> Job:
         job = self._desk.get(command.request_id)
@@ -345,55 +397,3 @@ class Driver:
             return  # its death is reported to all of its requests together
         except (ValueError, RuntimeError) as problem:
             self._end(job, End("refused", "rejected", str(problem)))
-
-    # --- the life of engines ---------------------------------------------------------------------------------------
-
-    def _activate(self, command: Activate) -> None:
-        engine = command.engine
-        self._places.settle(engine, command.model, command.gpus[0])
-        self._desk.open(engine)
-
-        def done(seconds: float, problem: BaseException | None) -> None:
-            with self._lock:
-                facts: dict[str, object] = {"engine": engine, "model": command.model, "took_s": seconds}
-                if problem is None:
-                    self._on_incident("activated", facts)
-                    self._tell(EngineReady(engine))
-                    if self._controller.waiting(engine):
-                        self._consult(engine)
-                else:
-                    self._on_incident("activation failed", facts | {"reason": str(problem)})
-                    self._desk.close(engine)
-                    self._places.leave(engine)
-                    self._tell(EngineFailed(engine))
-
-        self._places.wake(engine, done)
-
-    def _evict(self, command: Evict) -> None:
-        engine = command.engine
-        if command.drain:
-            self._leaving.add(engine)
-            self._sleep_if_drained(engine)
-            return
-        again = self._desk.close(engine)
-        for job in again:
-            self._places.handle(engine).abort(job.id)
-        self._sleep(engine, drained=False)
-        for job in again:
-            self._arrive(job)
-
-    def _sleep_if_drained(self, engine: int) -> None:
-        if engine in self._leaving and not self._desk.on(engine):
-            self._leaving.discard(engine)
-            self._desk.close(engine)
-            self._sleep(engine, drained=True)
-
-    def _sleep(self, engine: int, *, drained: bool) -> None:
-        def done(seconds: float, problem: BaseException | None) -> None:
-            with self._lock:
-                self._on_incident("evicted", {"engine": engine, "took_s": seconds, "problem": problem and str(problem)})
-                if drained:
-                    self._tell(EngineDrained(engine))
-
-        self._places.sleep(engine, done)
-        self._places.leave(engine)

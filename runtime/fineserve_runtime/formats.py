@@ -34,6 +34,21 @@ def check_format(config: Mapping[str, Any], dtype: str, kv_cache_dtype: str, qua
         _check_weights(quantized)
 
 
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that vLLM lets this model have; None where its config.json does not say."""
+    text = config.get("text_config", config)
+    given = [text[key] for key in _LENGTHS if isinstance(text.get(key), int)]
+    if not given:
+        return None
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    factor = scaling.get("factor") or 1.0 if kind in ("linear", "dynamic", "ntk") else 1.0
+    return max(int(min(given) * factor), text.get("model_max_length") or 0)
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+
+
 def _check_weights(quantized: Mapping[str, Any]) -> None:
     method = quantized.get("quant_method")
     if method in ("awq", "gptq"):

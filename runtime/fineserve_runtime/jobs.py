@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
-from fineserve_runtime.engines.api import FinishReason, Sampling, Submission
+from fineserve_runtime.engines.api import FinishReason, Logprobs, Sampling, Submission
 
 
 class End(NamedTuple):
     """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: nobody ever started it. ``failed``: it
-    was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people."""
+    was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people;
+    ``retry_after_s`` says when to come back, where that is known."""
 
     kind: Literal["finished", "refused", "failed", "aborted"]
     reason: str
     message: str = ""
+    retry_after_s: float | None = None
 
 
 class Limits(NamedTuple):
@@ -26,17 +28,18 @@ class Limits(NamedTuple):
 
 
 class Refused(RuntimeError):
-    """The driver takes no such request now; ``reason`` is a word for machines."""
+    """The driver takes no such request now; ``reason`` is a word for machines, ``retry_after_s`` as in ``End``."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
         self.reason = reason
+        self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
 class Sink(Protocol):
     """Who waits for the tokens of one request. Calls come from engine threads and must return at once."""
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None: ...
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None: ...
 
     def ended(self, end: End) -> None: ...
 
@@ -46,8 +49,8 @@ class Job:
     """A request of ``model`` with its prompt, in the driver's hands until it ends.
 
     ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now;
-    None while it waits and when it ended; ``served_by`` where it was dispatched last. Times are seconds since the driver
-    started.
+    None while it waits and when it ended; ``served_by`` where it was dispatched last; ``unproven``: that one has not had a
+    token of it yet. Times are seconds since the driver started.
     """
 
     id: int
@@ -67,6 +70,7 @@ class Job:
     generated: list[int] = field(default_factory=list)
     preemptions: int = 0
     retried: bool = False
+    unproven: bool = True
 
     @property
     def tpot_s(self) -> float | None:
@@ -77,10 +81,16 @@ class Job:
 
     @property
     def can_resume(self) -> bool:
-        """Whether another engine can go on after the tokens generated so far as if nothing had happened. A seeded generator
-        and penalties on the output would start anew."""
+        """Whether another engine can go on after the tokens generated so far as if nothing had happened. A seeded generator,
+        penalties on the output, words that begin in it and constraints would start anew."""
         sampling = self.sampling
-        anew = sampling.seed is not None or sampling.presence_penalty or sampling.frequency_penalty
+        anew = (
+            sampling.seed is not None
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.bad_words_token_ids
+            or sampling.constraint
+        )
         return not (self.generated and anew)
 
     def submission(self) -> Submission:
@@ -110,8 +120,10 @@ class Observer(Protocol):
     def ended(self, job: Job, end: End, now: float) -> None: ...
 
 
-def finish_end(reason: FinishReason) -> End:
-    """The end that an engine reports."""
+def finish_end(reason: FinishReason, problem: str = "") -> End:
+    """The end that an engine reports; ``problem``: it did not take the request."""
+    if problem:
+        return End("refused", "rejected", problem)
     if reason in ("stop", "length"):
         return End("finished", reason)
     if reason == "abort":

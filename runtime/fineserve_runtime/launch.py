@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.config import RuntimeFile, RuntimeSection
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
-from fineserve_runtime.driver import Bounds, Driver, Log
+from fineserve_runtime.driver import Driver, Log
 from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
-from fineserve_runtime.step_times import MeasuredStep
-from fineserve_runtime.warmup import Relay, measure, read_table
+from fineserve_runtime.step_times import MeasuredStep, read_table
+from fineserve_runtime.warmup import Relay, measure
 from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
@@ -47,11 +48,24 @@ def start_real_host(config: HostConfig, listener: EngineListener) -> EngineHost:
     return start_host(config, listener)
 
 
+def gpus() -> int:
+    """How many GPUs the driver of this machine has, asked without torch, which takes seconds to import."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0
+
+
 @contextmanager
 def starting(section: RuntimeSection, devices: int) -> Iterator[StartHost]:
     """How the hosts of so many devices are started: on this machine, or on the Ray cluster of ``section``. Raises ValueError
     for a cluster that is not there."""
     if section.cluster is None:
+        if section.backend == "cuda" and not gpus():
+            raise ValueError("runtime.backend: cuda, but no GPU can be used here (no driver, or no device); take cpu")
         yield start_real_host
         return
     try:
@@ -83,7 +97,8 @@ def launch(
         start = start or stack.enter_context(starting(file.section, len(configs)))
         hosts = _start_hosts(configs, relays, start, stack, together=file.section.cluster is not None)
         spec = _core_spec(file, scenario, placement, hosts, _step_times(file, hosts, relays))
-        bounds = Bounds(file.section.queued_requests, file.section.queued_s)
+        section = file.section
+        bounds = Bounds(section.queued_requests, section.queued_s, section.request_s, section.silent_s)
         driver = Driver(spec, bounds=bounds, log=log, observers=observers, on_incident=on_incident)
         for gpu, relay in relays.items():
             relay.to = driver.listener(gpu)
@@ -243,12 +258,3 @@ def _memory_bytes(host: EngineHost, weights: Mapping[str, int]) -> int:
     if host.config.weights_in_region:
         return host.config.region_bytes
     return host.config.region_bytes + sum(weights[handle.config.name] for handle in host.engines.values())
-
-
-def decision_log(path: Path) -> tuple[Log, Callable[[], None]]:
-    """A log that writes to ``path``, and how to close it."""
-    from fineserve_runtime.decisions import write_entry
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w", encoding="utf-8")
-    return (lambda entry: write_entry(file, entry)), file.close

@@ -10,7 +10,7 @@ from fineserve_runtime.engines.api import StepReport
 class HearsEngines(Protocol):
     def stepped(self, gpu: int, report: StepReport) -> None: ...
 
-    def died(self, gpu: int, local: int, reason: str) -> None: ...
+    def died(self, gpu: int, local: int, reason: str, *, crashed: bool) -> None: ...
 
 
 class HostListener:
@@ -23,6 +23,6 @@ class HostListener:
     def on_step(self, report: StepReport) -> None:
         self._driver.stepped(self._gpu, report)
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         """The driver knows itself which requests the engine had."""
-        self._driver.died(self._gpu, engine, reason)
+        self._driver.died(self._gpu, engine, reason, crashed=crashed)

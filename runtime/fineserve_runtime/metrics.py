@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fineserve_runtime.engines.api import EngineHost
 from fineserve_runtime.jobs import End, Job, Limits
+from fineserve_runtime.lives import Health
+from fineserve_runtime.logs import LineLog
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -38,6 +40,18 @@ class Metrics:
             "fineserve:tpot_slo_met", "Finished requests with their time per token in limits."
         )
         self._tpot_due = self._counter("fineserve:tpot_slo_due", "As ttft_slo_due, of requests with a TPOT limit.")
+        self._deaths = self._counter("fineserve:engine_deaths", "Engines that died, by cause.", "cause")
+        self._restarts = self._counter("fineserve:engine_restarts", "Engines that were started again.")
+        self._hangs = self._counter("fineserve:engine_hangs", "Engines that gave no sign of life and were ended.")
+        self._errors = Counter(
+            "fineserve:internal_errors", "What went wrong in the server's own threads.", registry=self.registry
+        )
+        self._turned_away = Counter(
+            "fineserve:http_refused",
+            "HTTP requests refused before a model saw them.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", _ITL_S)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
@@ -51,8 +65,12 @@ class Metrics:
                 self._slo_due,
                 self._tpot_met,
                 self._tpot_due,
+                self._restarts,
+                self._hangs,
             ):
                 family.labels(model)
+            for cause in ("crash", "gone"):
+                self._deaths.labels(model, cause)
 
     @property
     def live(self) -> Mapping[str, int]:
@@ -68,6 +86,25 @@ class Metrics:
         self._slo_due.labels(model).inc()
         if limits.tpot_s is not None:
             self._tpot_due.labels(model).inc()
+
+    def http_refused(self, reason: str) -> None:
+        """A request was refused before a model saw it."""
+        self._turned_away.labels(reason).inc()
+
+    def incident(self, what: str, facts: Mapping[str, object]) -> None:
+        """Count what the driver tells of its engines and itself."""
+        model = str(facts.get("model", ""))
+        if what == "engine died":
+            self._deaths.labels(model, "crash" if facts.get("crashed") else "gone").inc()
+        elif what == "engine hung":
+            self._hangs.labels(model).inc()
+        elif what == "activated" and facts.get("again"):
+            self._restarts.labels(model).inc()
+        elif what == "internal error":
+            self._errors.inc()
+
+    def watch_logs(self, logs: Sequence[LineLog]) -> None:
+        self.registry.register(LogFigures(logs))
 
     # --- Observer --------------------------------------------------------------------------------------------------
 
@@ -115,17 +152,43 @@ class Metrics:
         return Histogram(name, text, _MODEL, buckets=buckets, registry=self.registry)
 
 
-class EngineFigures(Collector):
-    """What engines and devices hold at the moment of a scrape."""
+class LogFigures(Collector):
+    """Lines that logs lost because they could not be written in time."""
 
-    def __init__(self, hosts: Mapping[int, EngineHost], live: Mapping[str, int]) -> None:
-        self._hosts = hosts
-        self._live = live
+    def __init__(self, logs: Sequence[LineLog]) -> None:
+        self._logs = logs
 
     def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("fineserve:log_lines_lost", "Lines that a log could not write.", labels=["log"])
+        for log in self._logs:
+            family.add_metric([log.name], log.lost)
+        yield family
+
+
+class EngineFigures(Collector):
+    """What engines and devices hold at the moment of a scrape. ``health`` tells how a model is."""
+
+    def __init__(
+        self, hosts: Mapping[int, EngineHost], live: Mapping[str, int], health: Callable[[str], Health]
+    ) -> None:
+        self._hosts = hosts
+        self._live = live
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._models()
         yield from self._requests()
         yield from self._kv()
         yield from self._devices()
+
+    def _models(self) -> Iterator[Metric]:
+        health = {model: self._health(model) for model in self._live}
+        ready = {model: float(each.condition == "ready") for model, each in health.items()}
+        yield _gauge("fineserve:model_ready", "1 where an engine serves the model.", ready)
+        down = CounterMetricFamily("fineserve:model_down_seconds", "Seconds without an engine.", labels=_MODEL)
+        for model, each in health.items():
+            down.add_metric([model], each.down_s)
+        yield down
 
     def _requests(self) -> Iterator[Metric]:
         running = dict.fromkeys(self._live, 0)
@@ -150,6 +213,8 @@ class EngineFigures(Collector):
                 for field in fields:
                     sums[field][handle.config.name] += getattr(stats, field)
                 usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
+        for name, field in (("queries", "prefix_queries"), ("hits", "prefix_hits")):
+            yield self._prefixes(f"vllm:prefix_cache_{name}", field)
         texts = {
             "leased_bytes": "Bytes of slabs that the model's engines hold.",
             "used_bytes": "Bytes of KV blocks in use.",
@@ -162,6 +227,15 @@ class EngineFigures(Collector):
                 f"fineserve:kv_{field}" if field != "weight_bytes" else f"fineserve:{field}", texts[field], sums[field]
             )
         yield _gauge("vllm:kv_cache_usage_perc", "Part of the region that the model's KV blocks use, 1 is all.", usage)
+
+    def _prefixes(self, name: str, field: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, "Prompt tokens, with prefix caching.", labels=_MODEL)
+        for model in self._live:
+            stats = [
+                h.stats() for host in self._hosts.values() for h in host.engines.values() if h.config.name == model
+            ]
+            family.add_metric([model], sum(getattr(each, field) for each in stats))
+        return family
 
     def _devices(self) -> Iterator[Metric]:
         family = GaugeMetricFamily("fineserve:region_bytes", "Bytes of a device's region.", labels=["device", "part"])

@@ -55,6 +55,9 @@ class Places:
     def engine_at(self, place: Place) -> int | None:
         return self._engine.get(place)
 
+    def place(self, engine: int) -> Place:
+        return self._place[engine]
+
     def gpu_of(self, engine: int) -> int:
         return self._place[engine].gpu
 
@@ -65,6 +68,15 @@ class Places:
     def engines(self, gpu: int | None = None) -> list[int]:
         """Those that have a place (on this device), in the order of their ids."""
         return sorted(engine for engine, place in self._place.items() if gpu is None or place.gpu == gpu)
+
+    def free_bytes(self, gpu: int, memory_bytes: int, weights: Mapping[str, int]) -> int:
+        """What weights could take of a device's memory: all less KV in use and the weights of the engines that the core has
+        there, be they still loading, but not of those that it evicted, be they still leaving. ``weights`` by model."""
+        here = [self.handle(engine).config.name for engine in self.engines(gpu)]
+        ledger = self._hosts[gpu].ledger()
+        stats = [handle.stats() for handle in self._hosts[gpu].engines.values()]
+        kv_bytes = ledger.used_bytes + ledger.stranded_bytes + ledger.lost_bytes - sum(s.weight_bytes for s in stats)
+        return memory_bytes - max(0, kv_bytes) - sum(weights[name] for name in here)
 
     @property
     def hosts(self) -> Mapping[int, EngineHost]:

@@ -8,21 +8,24 @@ next one when the last has ended.
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fineserve_runtime.config import RuntimeFile
 from fineserve_runtime.core import Stay
 from fineserve_runtime.driver import Driver
-from fineserve_runtime.engines.api import Sampling
+from fineserve_runtime.engines.api import Logprobs, Sampling
 from fineserve_runtime.jobs import End, Job, Refused
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, Timeline
+from fineserve_sim.experiment.file.document import read_yaml
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.files import write_json
 from fineserve_sim.policy.interfaces import EngineState
@@ -47,6 +50,36 @@ def replay_on(file: RuntimeFile, *, start: StartHost | None = None) -> Callable[
     return play
 
 
+def with_trace(file: Path, trace: Path, speed: float, requests: int | None) -> list[tuple[str, Any, str]]:
+    """The changes that make a file one comparison of its systems on a trace. Loads of its own give way, so that a server
+    and a replay take the same file. Raises ConfigError for a file that cannot be read."""
+    place = f"--trace {trace}"
+    workload = {"trace": str(trace.resolve())} | ({} if requests is None else {"requests": requests})
+    models = read_yaml(file).data.get("models")
+    loads = [
+        (f"models.{number}.{key}", None, place)
+        for number, model in enumerate(models if isinstance(models, list) else ())
+        if isinstance(model, dict)
+        for key in ("rate_per_s", "share", "phases")
+        if key in model
+    ]
+    return [
+        *loads,
+        ("workload", workload, place),
+        ("sweeps", [{"name": "run", "at": {"rate_scale": speed}}], place),
+        ("loads", {}, place),
+        ("claims", [], place),
+        ("figures", [], place),
+        ("seeds", 1, place),
+    ]
+
+
+def without_model_warnings(summary: Path) -> None:
+    """What is said of simulated step times does not hold where real engines took theirs."""
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    write_json(summary, found | {"warnings": []})
+
+
 def claim_folder(out: Path, backend: str) -> None:
     """Mark ``out`` as results of real engines. Raises ConfigError when it holds simulated ones: the two must not mix."""
     marker = out / "runtime.json"
@@ -63,7 +96,7 @@ class _Record:
         self._index = index
         self._play = play
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
         pass
 
     def ended(self, end: End) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fineserve_runtime.core import EVENTS, Core, CoreSpec
 from fineserve_runtime.decisions import Entry, LogError, command_entry, decode_event, read_entries
+from fineserve_runtime.logs import log_parts
 
 
 @dataclass(slots=True)
@@ -47,13 +50,24 @@ def replay(entries: Iterable[Entry]) -> Replay:
 
 
 def replay_file(path: Path) -> Replay:
-    with path.open(encoding="utf-8") as lines:
-        return replay(read_entries(lines))
+    """``path`` with the parts that were rotated away, as far as they are still there. Raises LogError when the first is not."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(part.open(encoding="utf-8")) for part in log_parts(path)]
+        return replay(_joined(read_entries(chain.from_iterable(files))))
+
+
+def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The entries of all parts with one head."""
+    for number, entry in enumerate(entries):
+        if "core" not in entry or number == 0:
+            yield entry
 
 
 def _spec(first: Entry) -> CoreSpec:
     if "core" not in first:
         raise LogError("line 1 describes no core; logs of fineserve-run begin with one")
+    if "part" in first:
+        raise LogError(f"the log begins with its part {first['part']}: earlier ones were rotated away")
     return CoreSpec.model_validate(first["core"])
 
 

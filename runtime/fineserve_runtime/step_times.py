@@ -11,8 +11,10 @@ Pure: the same rows in the same order give the same predictions, which is what r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import csv
+from collections.abc import Iterable, Mapping
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 _MEMORY_STEPS = 256
@@ -108,3 +110,20 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
         known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
         found[i] = (rows[i][size] - known) / rows[i][i]
     return found
+
+
+def read_table(path: Path) -> Mapping[str, tuple[MeasuredStep, ...]]:
+    """Measured steps by model. Raises ValueError naming the line that is wrong."""
+    rows: dict[str, list[MeasuredStep]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for number, row in enumerate(csv.DictReader(file), 2):
+                try:
+                    step = MeasuredStep(int(row["prefill_tokens"]), int(row["decodes"]), float(row["duration_s"]))
+                    rows.setdefault(row["model"], []).append(step)
+                except (KeyError, TypeError, ValueError):
+                    expected = "expected columns model, prefill_tokens, decodes, duration_s"
+                    raise ValueError(f"{path}:{number}: {expected}, not {dict(row)}") from None
+    except OSError as problem:
+        raise ValueError(f"{path}: {problem.strerror}") from None
+    return {model: tuple(steps) for model, steps in rows.items()}

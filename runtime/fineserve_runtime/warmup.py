@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import threading
-from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 
 from fineserve_runtime.engines.api import EngineHandle, EngineHost, EngineListener, Sampling, StepReport, Submission
 from fineserve_runtime.step_times import MeasuredStep
@@ -26,9 +24,9 @@ class Relay:
         if self.to is not None:
             self.to.on_step(report)
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         if self.to is not None:
-            self.to.on_died(engine, reason, lost)
+            self.to.on_died(engine, reason, lost, crashed)
 
 
 class _Steps:
@@ -44,7 +42,7 @@ class _Steps:
             with self._lock:
                 self.steps.setdefault(report.engine, []).append(row)
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         raise RuntimeError(f"engine {engine} died while it warmed up: {reason}")
 
 
@@ -56,47 +54,31 @@ def measure(host: EngineHost, relay: Relay) -> dict[str, tuple[MeasuredStep, ...
         for round_ in range(1 + _ROUNDS):
             listener = _Steps()
             relay.to = listener
-            _work(handle, ids)
+            _work(handle, ids, Sampling(logprobs=None if round_ else 1))
             if round_:
                 rows[handle.config.name] = rows.get(handle.config.name, ()) + tuple(listener.steps.get(number, ()))
     relay.to = None
     return rows
 
 
-def _work(handle: EngineHandle, ids: itertools.count[int]) -> None:
+def _work(handle: EngineHandle, ids: itertools.count[int], sampling: Sampling) -> None:
     """Prompts of three lengths one by one, then some decodes together."""
     config = handle.config
     longest = min(config.max_batched_tokens, config.max_model_len - 2)
     for length in sorted({max(1, longest // 8), max(1, longest // 2), longest}):
-        _ask(handle, next(ids), length, 1)
+        _ask(handle, next(ids), length, replace(sampling, max_tokens=1))
         _finish(handle)
     for _ in range(min(_DECODES, config.max_sequences)):
-        _ask(handle, next(ids), max(1, longest // 8), min(8, config.max_model_len - longest // 8 - 1))
+        tokens = min(8, config.max_model_len - longest // 8 - 1)
+        _ask(handle, next(ids), max(1, longest // 8), replace(sampling, max_tokens=tokens))
     _finish(handle)
 
 
-def _ask(handle: EngineHandle, request_id: int, length: int, tokens: int) -> None:
+def _ask(handle: EngineHandle, request_id: int, length: int, sampling: Sampling) -> None:
     prompt = tuple(3 + (7 * i + request_id) % 97 for i in range(length))
-    handle.submit(Submission(request_id, prompt, Sampling(max_tokens=tokens, ignore_eos=True)))
+    handle.submit(Submission(request_id, prompt, replace(sampling, ignore_eos=True)))
 
 
 def _finish(handle: EngineHandle) -> None:
     if not handle.drain(_TIMEOUT_S):
         raise RuntimeError(f"{handle.config.name} did not finish its warm-up in {_TIMEOUT_S:g} s")
-
-
-def read_table(path: Path) -> Mapping[str, tuple[MeasuredStep, ...]]:
-    """Measured steps by model. Raises ValueError naming the line that is wrong."""
-    rows: dict[str, list[MeasuredStep]] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.DictReader(file), 2):
-                try:
-                    step = MeasuredStep(int(row["prefill_tokens"]), int(row["decodes"]), float(row["duration_s"]))
-                    rows.setdefault(row["model"], []).append(step)
-                except (KeyError, TypeError, ValueError):
-                    expected = "expected columns model, prefill_tokens, decodes, duration_s"
-                    raise ValueError(f"{path}:{number}: {expected}, not {dict(row)}") from None
-    except OSError as problem:
-        raise ValueError(f"{path}: {problem.strerror}") from None
-    return {model: tuple(steps) for model, steps in rows.items()}

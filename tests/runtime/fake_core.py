@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from fake_engines import FakeEngine, FakeHost
-from fineserve_runtime.engines.api import EngineConfig, HostConfig, StepReport, Submission
+from fineserve_runtime.engines.api import EngineConfig, HostConfig, StepReport, Submission, TokenChunk
 from fineserve_runtime.engines.settings import SlabSettings
 
 from fineserve_sim.policy.interfaces import EngineState
@@ -35,6 +35,9 @@ class FakeCore:
 
     def abort(self, request_id: int) -> None:
         self._engine.abort(request_id)
+
+    def refuse(self, request_id: int, problem: str) -> None:
+        self._engine.refused.append(TokenChunk(request_id, (), "error", problem))
 
     @property
     def has_work(self) -> bool:

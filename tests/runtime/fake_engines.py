@@ -28,6 +28,8 @@ from fineserve_runtime.engines.api import (
 from fineserve_sim.policy.interfaces import EngineState, KVLedger
 
 EOS = 1
+REFUSED_TOKEN = 255
+"""An engine refuses a prompt with it, after it was submitted."""
 BLOCK_BYTES = 1024
 
 
@@ -71,7 +73,9 @@ class FakeEngine:
     steps: int = 0
     preemptions: int = 0
     fails_to_wake: int = 0
+    silent_s: float = 0.0
     submitted: list[Submission] = field(default_factory=list)
+    refused: list[TokenChunk] = field(default_factory=list)
     eos_token_ids: tuple[int, ...] = (EOS,)
     block_bytes: int = BLOCK_BYTES
 
@@ -96,6 +100,10 @@ class FakeEngine:
             if not 0 < len(submission.prompt_token_ids) < self.config.max_model_len:
                 raise ValueError(f"prompt of {len(submission.prompt_token_ids)} tokens")
             self.submitted.append(submission)
+            if REFUSED_TOKEN in submission.prompt_token_ids:
+                self.refused.append(TokenChunk(submission.request_id, (), "error", "ValueError: no such token here"))
+                self.host.lock.notify_all()
+                return
             self.waiting.append(Sequence_(submission, list(submission.prompt_token_ids)))
             self.waiting.sort(key=lambda s: s.submission.priority)
             self.host.lock.notify_all()
@@ -150,7 +158,7 @@ class FakeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.refused)
 
     @property
     def used_blocks(self) -> int:
@@ -201,7 +209,8 @@ class FakeEngine:
         gone = [s for s in [*self.waiting, *self.running] if s.aborted]
         self.waiting = [s for s in self.waiting if not s.aborted]
         self.running = [s for s in self.running if not s.aborted]
-        return [TokenChunk(s.submission.request_id, (), "abort") for s in gone]
+        refused, self.refused = self.refused, []
+        return [TokenChunk(s.submission.request_id, (), "abort") for s in gone] + refused
 
     def _grow(self, sequence: Sequence_, tokens: int, preempted: list[int]) -> bool:
         """Blocks for so many tokens; the latest running sequence makes room, perhaps this one itself."""
@@ -264,6 +273,9 @@ class FakeHost:
             id: FakeEngine(id, engine, self) for id, engine in enumerate(config.engines)
         }
         self.restarts: list[int] = []
+        self.failing_restarts = 0
+        self.sound = True
+        self.killed: list[int] = []
         self._closed = False
         self._threads: list[threading.Thread] = []
         if step_s is not None:
@@ -284,16 +296,24 @@ class FakeHost:
     def restart(self, engine: int) -> None:
         with self.lock:
             self.restarts.append(engine)
+            if self.failing_restarts:
+                self.failing_restarts -= 1
+                raise RuntimeError("it does not start")
             self.engines[engine].alive = True
+            self.engines[engine].silent_s = 0.0
 
-    def kill(self, engine: int) -> None:
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        self.kill(engines[0], reason)
+
+    def kill(self, engine: int, reason: str = "killed", *, crashed: bool = False) -> None:
         """The process is gone, with all that it held."""
+        self.killed.append(engine)
         with self.lock:
             dead = self.engines[engine]
             lost = tuple(s.submission.request_id for s in [*dead.waiting, *dead.running])
             dead.alive = False
             dead.waiting, dead.running = [], []
-        self.listener.on_died(engine, "killed", lost)
+        self.listener.on_died(engine, reason, lost, crashed)
 
     def step(self, engine: int) -> bool:
         """One iteration of one engine and its report; False when it had nothing to do."""

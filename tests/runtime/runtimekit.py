@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fake_engines import BLOCK_BYTES, FakeHost
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.decisions import Entry
-from fineserve_runtime.driver import Bounds, Driver
-from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, TinyModel
+from fineserve_runtime.driver import Driver
+from fineserve_runtime.engines.api import EngineConfig, HostConfig, Logprobs, Sampling, TinyModel
 from fineserve_runtime.jobs import End, Job, Observer
 from fineserve_runtime.step_times import MeasuredStep
 
@@ -72,7 +73,7 @@ class Heard:
     end: End | None = None
     ends: int = 0
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
         assert self.end is None
         self.tokens_.extend(token_ids)
 
@@ -124,16 +125,23 @@ def runtime(
     bounds: Bounds | None = None,
     step_s: float | None = None,
     observers: Sequence[Observer] = (),
+    log: Callable[[Entry], None] | None = None,
+    on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
     **changes: object,
 ) -> Iterator[Runtime]:
-    log: list[Entry] = []
+    entries: list[Entry] = []
     incidents: list[tuple[str, dict[str, object]]] = []
+
+    def incident(what: str, facts: dict[str, object]) -> None:
+        incidents.append((what, facts))
+        on_incident(what, facts)
+
     driver = Driver(
         spec,
-        bounds=bounds or Bounds(),
-        log=log.append,
+        bounds=bounds,
+        log=log or entries.append,
         observers=observers,
-        on_incident=lambda what, facts: incidents.append((what, facts)),
+        on_incident=incident,
     )
     weights = spec.models[0].weight_bytes
     hosts = {}
@@ -143,7 +151,7 @@ def runtime(
         hosts[gpu.id] = FakeHost(config, driver.listener(gpu.id), weight_bytes=weights, step_s=step_s)
     driver.start(hosts)
     try:
-        yield Runtime(driver, hosts, log, incidents)
+        yield Runtime(driver, hosts, entries, incidents)
     finally:
         for host in hosts.values():
             host.close()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec
-from fineserve_runtime.driver import Bounds
 from fineserve_runtime.jobs import Limits
 from fineserve_runtime.metrics import EngineFigures, Metrics
-from fineserve_runtime.server.service import ServedName, Service
+from fineserve_runtime.server.limits import HttpLimits
+from fineserve_runtime.server.models import ServedName
+from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.serving import DrainingServer, bind
 from runtimekit import Runtime, core_spec, eventually, runtime
 
@@ -24,10 +27,12 @@ class ByteTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return [byte + 2 for byte in text.encode()]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    longest_token = 4
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return bytes(token - 2 for token in token_ids if 2 <= token < 258).decode(errors="replace")
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
         if messages[0]["role"] == "untemplated":
             raise ValueError("the model has no chat template; use /v1/completions")
         return self.encode("".join(f"[{each['role']}] {each['content']}\n" for each in messages))
@@ -39,7 +44,7 @@ class Served:
     runtime: Runtime
     service: Service
     server: DrainingServer
-    logged: list[tuple[str, dict[str, object]]]
+    logged: list[tuple[str, Mapping[str, object]]]
 
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -56,20 +61,32 @@ def served(
     *,
     step_s: float | None = 0.0005,
     bounds: Bounds | None = None,
-    api_key: str | None = None,
+    keys: tuple[Key, ...] = (),
+    limits: HttpLimits | None = None,
+    admin_secret: str | None = None,
     drain_s: float = 5,
     **changes: object,
 ) -> Iterator[Served]:
     spec = spec or core_spec()
     names = [model.id for model in spec.models]
     metrics = Metrics(names)
-    with runtime(spec, bounds=bounds, step_s=step_s, observers=(metrics,), **changes) as here:
-        metrics.registry.register(EngineFigures(here.hosts, metrics.live))
+    with runtime(
+        spec, bounds=bounds, step_s=step_s, observers=(metrics,), on_incident=metrics.incident, **changes
+    ) as here:
+        metrics.registry.register(EngineFigures(here.hosts, metrics.live, here.driver.health))
         models = {
             model.id: ServedName(model.id, ByteTokenizer(), 258, 512, Limits(model.slo_s)) for model in spec.models
         }
-        logged: list[tuple[str, dict[str, object]]] = []
-        service = Service(here.driver, metrics, models, api_key, lambda event, facts: logged.append((event, facts)))
+        logged: list[tuple[str, Mapping[str, object]]] = []
+        service = Service(
+            here.driver,
+            metrics,
+            models,
+            keys,
+            lambda event, facts: logged.append((event, facts)),
+            limits=limits or HttpLimits(),
+            admin_secret=admin_secret,
+        )
         server = DrainingServer(service, drain_s)
         bound = bind("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, args=([bound],))
@@ -80,4 +97,5 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
+            service.close()
             bound.close()

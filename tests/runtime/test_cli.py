@@ -14,15 +14,17 @@ import httpx
 import pytest
 from filekit import start_fake, write_file
 from fineserve_runtime.cli import app, main
+from fineserve_runtime.cli.check import regions
 from fineserve_runtime.cli.top import figures, look, view
 from fineserve_runtime.config import load_file
+from fineserve_runtime.engines.region import RegionLock, RegionPaths
 from fineserve_runtime.replay_log import replay_file
 from fineserve_runtime.serve import run_server
 from rich.console import Console
 from serverkit import ByteTokenizer, served
 from typer.testing import CliRunner
 
-COMMANDS = ("serve", "replay", "top", "check", "demo")
+COMMANDS = ("serve", "replay", "top", "model", "check", "demo")
 
 
 def test_help_and_version() -> None:
@@ -42,6 +44,20 @@ def test_check_lists_what_it_found() -> None:
     assert result.exit_code == (1 if missing else 0)
 
 
+def test_check_tells_a_live_region_from_a_stale_one(tmp_path: Path) -> None:
+    for name in ("live", "stale"):
+        (tmp_path / f"fineserve-{name}.kv").write_bytes(b"")
+    (tmp_path / "fineserve-stale.lock").write_text("4711")  # its holder is gone: nobody locks it
+    paths = RegionPaths(tmp_path, "live")
+    paths.bytes_file.unlink()
+    lock = RegionLock(paths)
+    paths.bytes_file.write_bytes(b"")
+    found = {finding.found.split(":")[0]: finding for finding in regions(tmp_path)}
+    assert found["live"].state == "ok" and f"in use by process {os.getpid()}" in found["live"].found
+    assert found["stale"].state == "note" and "left by a crash" in found["stale"].found
+    lock.release()
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -50,6 +66,7 @@ def test_check_lists_what_it_found() -> None:
         (["serve", "file.yaml", "--set", "runtime.port"], "--set runtime.port: expected KEY=VALUE"),
         (["replay", "file.yaml", "--speed", "2"], "--speed and --requests are for --trace"),
         (["top", "http://127.0.0.1:9"], "is it running?"),
+        (["model", "sleep", "A"], "FINESERVE_ADMIN_KEY is empty or not set"),
     ],
 )
 def test_errors_are_one_line(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from filekit import write_file
 from fineserve_runtime.config import load_file
-from fineserve_runtime.formats import check_format
+from fineserve_runtime.formats import check_format, longest_context
 from fineserve_runtime.serve import served_scenario
 
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -34,6 +34,23 @@ def line_of(file: Path, text: str) -> int:
         ("fp8_e4m3", "turboquant_k8", "runtime.models.tiny-fp8", "'turboquant_k8' is not served; known good are auto"),
         ("  port: 0", "  mode: in_process\n  backend: cuda", "runtime.backend", "given twice"),
         ("  port: 0", "  api_key_env: NO_SUCH_VARIABLE", "runtime.api_key_env", "empty or not set"),
+        ("  port: 0", "  api_keys: [{name: a, env: NO_SUCH_VARIABLE}]", "runtime.api_keys.0.env", "empty or not set"),
+        ("  port: 0", "  tls: {certificate: a.pem, key: b.pem}", "runtime.tls", "cannot be used: [Errno 2]"),
+        ("  port: 0", "  limits: {body_byte: 1}", "runtime.limits.body_byte", 'did you mean "body_bytes"?'),
+        ("  port: 0", "  step_times: nowhere.csv", "runtime.step_times", "nowhere.csv: No such file or directory"),
+        (
+            "fp8_e4m3, max_model_len: 1024",
+            "fp8_e4m3, max_model_len: 4096",
+            "runtime.models.tiny-fp8.max_model_len",
+            "4096 is more than the 2048 tokens",
+        ),
+        (
+            "engine: {block_tokens: 32,",
+            "engine: {block_tokens: 16,",
+            "engine.block_tokens",
+            "16: vLLM's CPU backend takes multiples of 32",
+        ),
+        ("engine: {block_tokens: 32,", "engine: {block_tokens: 33,", "engine.block_tokens", "multiples of 32"),
     ],
 )
 def test_mistakes_name_their_line_and_key(tmp_path: Path, old: str, new: str, where: str, problem: str) -> None:
@@ -46,6 +63,30 @@ def test_mistakes_name_their_line_and_key(tmp_path: Path, old: str, new: str, wh
     place, key, said = str(raised.value).split(": ", 2)
     assert key == where and problem in said
     assert place == f"{file}:{line_of(file, new.splitlines()[-1].strip() if 'models' not in where else new.strip())}"
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        ({"max_position_embeddings": 2048, "model_max_length": 4096}, 4096),
+        ({"text_config": {"n_positions": 1024}}, 1024),
+        ({}, None),
+    ],
+)
+def test_the_longest_context_of_a_model(config: dict[str, Any], tokens: int | None) -> None:
+    assert longest_context(config) == tokens
+
+
+def test_keys_limits_and_tls_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_KEY", "b")
+    keys = "[{name: batch, env: BATCH_KEY, requests: 4}]"
+    file = load_file(write_file(tmp_path), [("runtime.api_keys", keys), ("runtime.limits.body_bytes", "1000")])
+    (key,) = file.section.api_keys
+    assert (key.name, key.requests, key.priority) == ("batch", 4, False)
+    assert file.section.limits.body_bytes == 1000 and file.section.limits.connections == 4096
 
 
 def test_a_file_without_the_section_is_for_the_simulator(tmp_path: Path) -> None:

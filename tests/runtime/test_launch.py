@@ -64,6 +64,14 @@ def test_devices_that_cannot_be_side_by_side_are_refused(change: tuple[str, str]
         hosts_of(load_file(write_file(tmp_path), [*TWO, change]))
 
 
+def test_cuda_without_a_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fineserve_runtime.launch.gpus", lambda: 0)
+    file = load_file(write_file(tmp_path), [("runtime.backend", "cuda")])
+    problem = pytest.raises(ValueError, match=r"^runtime.backend: cuda, but no GPU can be used here")
+    with problem, launch(file, served_scenario(file, None)):
+        raise AssertionError("it started")
+
+
 def test_a_cluster_without_ray_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ray_cluster", "ray_device"):
         monkeypatch.delitem(sys.modules, f"fineserve_runtime.engines.{name}", raising=False)

@@ -75,7 +75,7 @@ class Heard:
         if chunk.finish_reason:
             self.reasons[key] = chunk.finish_reason
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         self.deaths.append((engine, reason, lost))
         self.died.set()
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.decisions import Entry
-from fineserve_runtime.driver import Bounds, Driver
+from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, TinyModel
 from fineserve_runtime.jobs import Job
 from fineserve_runtime.replay_log import replay

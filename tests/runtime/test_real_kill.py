@@ -25,25 +25,33 @@ TOKENS = 300
 KILLED_AT = 40
 
 
-def test_streams_over_a_killed_engine_have_the_tokens_of_undisturbed_ones(tmp_path: Path) -> None:
+def test_streams_over_a_killed_and_a_stopped_engine_have_the_tokens_of_undisturbed_ones(tmp_path: Path) -> None:
     from fineserve_runtime.config import load_file
     from fineserve_runtime.demo import make_demo
     from fineserve_runtime.launch import launch
     from fineserve_runtime.serve import served_scenario
 
     changes = [("runtime.mode", "processes"), ("runtime.region_name", f"kill-{os.getpid()}")]
-    file = load_file(make_demo(tmp_path, 0), [*changes, ("runtime.poison_freed", "true")])
+    changes += [("runtime.poison_freed", "true"), ("runtime.silent_s", "4")]
+    file = load_file(make_demo(tmp_path, 0), changes)
     incidents: list[str] = []
     with launch(file, served_scenario(file, None), on_incident=lambda what, facts: incidents.append(what)) as running:
         undisturbed = _ask(running)
         eventually(lambda: all(each.end for each in undisturbed), 120)
-        disturbed = _ask(running)
-        killed = disturbed[::2]  # those of the second model go on meanwhile
-        eventually(lambda: all(len(each.tokens_) >= KILLED_AT for each in killed), 60)
-        os.kill(_pid(running, "tiny-bf16"), signal.SIGKILL)
-        eventually(lambda: all(each.end for each in disturbed), 180)
-    assert incidents == ["engine died", "activated"]
-    assert all(len(before.tokens_) == TOKENS for before in undisturbed)
+        _disturb(running, undisturbed, signal.SIGKILL)
+        assert incidents == ["engine died", "activated"]
+        incidents.clear()
+        _disturb(running, undisturbed, signal.SIGSTOP)  # the watch has to notice
+        assert incidents == ["engine hung", "engine died", "activated"]
+
+
+def _disturb(running: Running, undisturbed: list[Heard], how: signal.Signals) -> None:
+    disturbed = _ask(running)
+    killed = disturbed[::2]  # those of the second model go on meanwhile
+    eventually(lambda: all(len(each.tokens_) >= KILLED_AT for each in killed), 60)
+    os.kill(_pid(running, "tiny-bf16"), how)
+    eventually(lambda: all(each.end for each in disturbed), 180)
+    assert all(len(each.tokens_) == TOKENS for each in undisturbed + disturbed), [each.end for each in disturbed]
     assert all(after.ends == 1 for after in disturbed)
     assert_same_but_for_ties([after.tokens_ for after in disturbed], [before.tokens_ for before in undisturbed])
 

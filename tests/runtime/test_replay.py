@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from filekit import start_fake, write_file
-from fineserve_runtime.cli.replay import _with_trace
 from fineserve_runtime.config import load_file
-from fineserve_runtime.replay import claim_folder, replay_on
+from fineserve_runtime.replay import claim_folder, replay_on, with_trace, without_model_warnings
 from fineserve_runtime.replay_log import replay_file
+from fineserve_runtime.serve import served_scenario
 
 from fineserve_sim.experiment import run_loaded
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -25,8 +25,10 @@ def test_a_file_is_played_and_reported_as_a_simulation_is(tmp_path: Path) -> Non
     file = load_file(write_file(tmp_path), SHORT)
     out = tmp_path / "out"
     claim_folder(out, "cpu")
-    run_loaded(file.experiment, out, jobs=1, decisions=True, simulate=replay_on(file, start=start_fake))
+    path = run_loaded(file.experiment, out, jobs=1, decisions=True, simulate=replay_on(file, start=start_fake))
+    without_model_warnings(path)
     summary = read_summary(out)
+    assert not summary["warnings"], "no step of these was simulated"
     assert [cell["system"] for cell in summary["cells"]] == ["fineserve", "static*"]
     assert all(cell["finished"] == 40 and cell["unfinished"] == 0 for cell in summary["cells"])
     requests = pq.read_table(out / "requests.parquet").to_pydict()
@@ -45,8 +47,8 @@ def test_a_trace_replaces_the_workload(tmp_path: Path) -> None:
     rows = "".join(f"{i * 0.01:.2f},{('tiny-bf16', 'tiny-fp8')[i % 2]},{20 + i},5\n" for i in range(30))
     trace.write_text("arrival_s,model,prompt_tokens,output_tokens\n" + rows)
     text = write_file(tmp_path)
-    text.write_text(text.read_text().replace("rate_per_s: 4, ", ""))
-    file = load_file(text, changes=_with_trace(trace, 2.0, 20))
+    assert served_scenario(load_file(text), None), "a server takes the same file"
+    file = load_file(text, changes=with_trace(text, trace, 2.0, 20))
     out = tmp_path / "out"
     run_loaded(file.experiment, out, jobs=1, simulate=replay_on(file, start=start_fake))
     requests = pq.read_table(out / "requests.parquet").to_pydict()

@@ -12,8 +12,8 @@ from typing import Any
 from fineserve_calibrate.campaign.items import Seat
 from fineserve_calibrate.probes.engines import Composition
 from fineserve_sim.catalog import CatalogError, GpuSpec, deployment, model, precision
-from fineserve_sim.cluster.contention import Contention
 from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.sharing import LAWS, Demand
 from fineserve_sim.latency.tables import measured_on
 
 PRECISION = {"bfloat16": "W16A16", "fp8": "W8A8KV8", "int4_wo": "W4A16"}
@@ -52,11 +52,12 @@ class Predictor:
         return self._paces(sharing, mode, [engine])[0]
 
     def _paces(self, sharing: str, mode: str, engines: Sequence[Active]) -> list[float]:
-        """Step times beside each other over those alone on the whole device. Today's law knows no sharing and no caps."""
-        contention = Contention([(0,)] * len(engines))
-        for engine, (seat, load) in enumerate(engines):
-            contention.set_shares(engine, *self._step(seat.dtype, mode).shares(*work(load)))
-        return [contention.slowdowns[engine] for engine in range(len(engines))]
+        """Step times beside each other over those alone on the whole device."""
+        demands = []
+        for seat, load in engines:
+            step, batch = self._step(seat.dtype, mode), work(load)
+            demands.append(Demand(*step.shares(*batch), step.resident(*batch), seat.percent / 100))
+        return LAWS[sharing](demands)
 
 
 def predictor_of(gpu: GpuSpec | None, rows: Sequence[Mapping[str, Any]]) -> Predictor | None:

@@ -79,7 +79,7 @@ def slab_steps(model: Path, backend: str) -> dict[int, float]:
             if not report.state.running:
                 done.set()
 
-        def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+        def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
             done.set()
 
     region_bytes = 256 * MIB if backend == "cpu" else GPU_PLAY.region_bytes

@@ -127,6 +127,15 @@ def _memory() -> Iterator[Finding]:
         return
     free = shutil.disk_usage(shared).free
     yield Finding("/dev/shm", "ok" if free >= 2**28 else "note", f"{free / 2**30:.1f} GiB free for regions")
-    regions = sorted(path.name for path in shared.glob("fineserve-*.kv"))
-    if regions:
-        yield Finding("regions", "note", f"{', '.join(regions)} (in use, or left by a crash)")
+    yield from regions(shared)
+
+
+def regions(shared: Path) -> Iterator[Finding]:
+    """Each region in the folder: in use, or left by a crash (the next server of its name replaces it)."""
+    from fineserve_runtime.engines.region import RegionPaths, holder
+
+    for path in sorted(shared.glob("fineserve-*.kv")):
+        name = path.name.removeprefix("fineserve-").removesuffix(".kv")
+        pid = holder(RegionPaths(shared, name))
+        state = f"in use by process {pid}" if pid is not None else f"left by a crash; {path} may be removed"
+        yield Finding("region", "ok" if pid is not None else "note", f"{name}: {state}")

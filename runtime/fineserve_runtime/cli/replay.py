@@ -39,7 +39,7 @@ def replay(
     Results of NAME.yaml go to results/NAME-real unless --out names a folder.
     """
     from fineserve_runtime.config import load_file
-    from fineserve_runtime.replay import claim_folder, replay_on
+    from fineserve_runtime.replay import claim_folder, replay_on, with_trace, without_model_warnings
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.show.figures import draw
@@ -47,7 +47,7 @@ def replay(
 
     changes: list[tuple[str, Any, str]] = [] if seeds is None else [("seeds", seeds, f"--seeds {seeds}")]
     if trace is not None:
-        changes += _with_trace(trace, speed, requests)
+        changes += with_trace(file, trace, speed, requests)
     elif speed != 1 or requests is not None:
         raise ValueError("--speed and --requests are for --trace; set rate_scale or workload.requests in the file")
     loaded = load_file(file, pairs(overrides), changes)
@@ -60,6 +60,7 @@ def replay(
     summary = run_loaded(
         loaded.experiment, folder, jobs=1, decisions=True, on_progress=tell, simulate=replay_on(loaded)
     )
+    without_model_warnings(summary)
     figures = draw(folder)
     if as_json:
         typer.echo(json.dumps(json.loads(summary.read_text(encoding="utf-8")), indent=1, ensure_ascii=False))
@@ -70,17 +71,3 @@ def replay(
     typer.echo(
         f"Results in {folder}: summary.json, cells.parquet, requests.parquet, decisions, {len(figures)} figure files"
     )
-
-
-def _with_trace(trace: Path, speed: float, requests: int | None) -> list[tuple[str, Any, str]]:
-    """The changes that make a file one comparison of its systems on a trace."""
-    place = f"--trace {trace}"
-    workload = {"trace": str(trace.resolve())} | ({} if requests is None else {"requests": requests})
-    return [
-        ("workload", workload, place),
-        ("sweeps", [{"name": "run", "at": {"rate_scale": speed}}], place),
-        ("loads", {}, place),
-        ("claims", [], place),
-        ("figures", [], place),
-        ("seeds", 1, place),
-    ]

@@ -15,7 +15,7 @@ all its processes share. Engine ids are the positions in ``HostConfig.engines``;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -86,7 +86,9 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``temperature`` 0 is greedy. ``max_tokens`` bounds the output; ``ignore_eos`` makes it exact."""
+    """vLLM's sampling parameters, under its names. ``temperature`` 0 is greedy. ``max_tokens`` bounds the output;
+    ``ignore_eos`` makes it exact. ``logprobs``: that of each token, and of so many likely ones beside it. ``constraint``: what
+    kind of text is wanted (json, regex, choice, grammar, json_object) and its description, as JSON or text."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -98,6 +100,13 @@ class Sampling:
     frequency_penalty: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    constraint: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +119,19 @@ class Submission:
     priority: int = 0
 
 
+Logprobs = tuple[tuple[int, float], ...]
+"""Log probabilities at one place of the output: the token that was taken, then the likeliest ones."""
+
+
 class TokenChunk(NamedTuple):
-    """What one step brought a request; ``finish_reason`` is None while it goes on."""
+    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: why it ends with "error";
+    ``logprobs``: one entry a token, where they were asked for."""
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    problem: str = ""
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class StepReport(NamedTuple):
@@ -140,7 +156,8 @@ class StepReport(NamedTuple):
 
 class EngineStats(NamedTuple):
     """Bytes of the region that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
-    cached prefixes (evictable), those of weights; and counters since the start."""
+    cached prefixes (evictable), those of weights; and counters since the start. ``prefix_queries`` are prompt tokens that were
+    looked up in the cache, ``prefix_hits`` those that were there."""
 
     leased_bytes: int
     used_bytes: int
@@ -152,14 +169,17 @@ class EngineStats(NamedTuple):
     slabs_leased: int
     slabs_returned: int
     blocks_zeroed: int
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class EngineListener(Protocol):
-    """Who hears of steps and deaths. ``lost`` are the requests that the engine held and that nobody will finish."""
+    """Who hears of steps and deaths. ``lost`` are the requests that the engine held and that nobody will finish; ``crashed``:
+    an exception in a step ended it, which one of them may have caused."""
 
     def on_step(self, report: StepReport) -> None: ...
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None: ...
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None: ...
 
 
 class EngineDied(RuntimeError):
@@ -196,6 +216,12 @@ class EngineHandle(Protocol):
 
     @property
     def asleep(self) -> bool: ...
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life, which comes at least every second while the engine is sound; 0 for one that is
+        dead or starts."""
+        ...
 
     def submit(self, submission: Submission) -> None:
         """Raises ValueError for an empty prompt or one that leaves no room under max_model_len, EngineDied when dead and
@@ -236,14 +262,24 @@ class EngineHost(Protocol):
     @property
     def engines(self) -> Mapping[int, EngineHandle]: ...
 
+    @property
+    def sound(self) -> bool:
+        """False when a thread of this process hangs that steps engines: only a restart of the process helps."""
+        ...
+
     def ledger(self) -> KVLedger:
         """Bytes of the region: used by blocks, stranded in partly used slabs, free, lost to the null slab and the tail.
         Weights and idle cached prefixes count as used."""
         ...
 
     def restart(self, engine: int) -> None:
-        """Start a dead engine again, and with it all of its device where that died. Raises RuntimeError where engines share
-        a process that goes on, or there is no room for the device any more."""
+        """Start a dead engine again, and with it all of its device where that died. Raises RuntimeError where the thread that
+        steps it hangs, or there is no room for the device any more."""
+        ...
+
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """End one of these engines, which give no sign of life: that for which the others may wait, else the first. Its death
+        is reported as any other. What shares its thread or its Ray actor dies with it."""
         ...
 
     def close(self) -> None:

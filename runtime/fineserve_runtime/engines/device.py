@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Protocol
 from fineserve_runtime.engines.api import EngineConfig, EngineStats, HostConfig, TinyModel
 from fineserve_runtime.engines.figures import TableFigures
 from fineserve_runtime.engines.links import Link, ProcessLink, Receive, ThreadLink
-from fineserve_runtime.engines.loop import Died, EngineCommand, Message
+from fineserve_runtime.engines.loop import Build, Died, EngineCommand, Message
 from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, read_config
 from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
 from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
 from fineserve_runtime.engines.settings import SlabSettings
-from fineserve_runtime.engines.table import SlabTable
+from fineserve_runtime.engines.table import SlabTable, lock_holder
 from fineserve_runtime.engines.vllm_engine import prepare_environment
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
@@ -53,9 +53,18 @@ class Device(Protocol):
         """Begin to start these; each answers `Ready`, or `Died`."""
         ...
 
+    @property
+    def sound(self) -> bool:
+        """As `api.EngineHost` says."""
+        ...
+
     def clear(self, engine: int) -> tuple[int, ...]:
         """Sweep away a dead engine. Returns the engines to start in its place, which are all of the device when it is the
         device that died. Raises RuntimeError when it cannot be started again."""
+        ...
+
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """End one of these engines, which hang, as `api.EngineHost` says; who goes answers `Died`."""
         ...
 
     def send(self, command: EngineCommand) -> None:
@@ -104,25 +113,53 @@ class LocalDevice:
             TableFigures(self._table, number, engine, facts.block_bytes)
             for number, (engine, facts) in enumerate(zip(config.engines, engines, strict=True))
         ]
+        self._hung = False
         self._closed = False
 
     def start(self, engines: Sequence[int]) -> None:
         if self._config.mode == "in_process":
-            link = ThreadLink(
-                {number: partial(self._build, *self._arguments(number)) for number in engines}, self._receive
-            )
+            self._start_in_thread(engines)
+            return
+        for number in engines:
+            process = ProcessLink(number, main, (self._build, *self._arguments(number)), self._receive)
+            self._attach(number, process, process.process.pid or 0)
+
+    def _start_in_thread(self, engines: Sequence[int]) -> None:
+        """All in one new thread; one that died, in the thread of the others."""
+        builds = {number: partial(self._build, *self._arguments(number)) for number in engines}
+        again = [number for number in engines if number in self._links]
+        if not again:
+            link = ThreadLink(builds, self._receive)
             for number in engines:
                 self._attach(number, link, os.getpid())
-        else:
-            for number in engines:
-                process = ProcessLink(number, main, (self._build, *self._arguments(number)), self._receive)
-                self._attach(number, process, process.process.pid or 0)
+        for number in again:
+            self._table.counters[number].set("pid", os.getpid())
+            self._links[number].send(Build(number, builds[number]))
+
+    @property
+    def sound(self) -> bool:
+        stepped_here = self._config.mode == "in_process" and not self._closed
+        return not self._hung and not (stepped_here and any(not link.lives for link in self._links.values()))
 
     def clear(self, engine: int) -> tuple[int, ...]:
-        if self._config.mode != "processes":
-            raise RuntimeError("engines that share a process cannot be started again")
-        self._links[engine].close()
+        if not self.sound:
+            raise RuntimeError("the thread of its engines hangs or is gone: restart the server")
+        if self._config.mode == "processes":
+            self._links[engine].close()
         return (engine,)
+
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """Who holds the table's lock goes first: others may wait for it. A thread cannot be killed, so its engines count as
+        dead, and keep their slabs: it may wake up and write."""
+        pid = lock_holder(self._paths.table)
+        holds = [engine for engine in engines if self._table.counters[engine].get("pid") == pid]
+        link = self._links[(holds or list(engines))[0]]
+        if isinstance(link, ProcessLink):
+            link.kill()
+            return
+        self._hung = True
+        for number in self._links:
+            self._deliver(Died(number, reason))
 
     def send(self, command: EngineCommand) -> None:
         self._links[command.engine].send(command)

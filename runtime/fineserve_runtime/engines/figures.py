@@ -32,6 +32,8 @@ class TableFigures:
             slabs_leased=row.get("slabs_leased"),
             slabs_returned=row.get("slabs_returned"),
             blocks_zeroed=row.get("blocks_zeroed"),
+            prefix_queries=row.get("prefix_queries"),
+            prefix_hits=row.get("prefix_hits"),
         )
 
     def kv_capacity_tokens(self) -> int:

@@ -13,6 +13,9 @@ from fineserve_runtime.engines.device import Device, EngineFacts
 from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Reply, Stepped, Submit
 from fineserve_sim.policy.interfaces import EngineState
 
+CALL_S = 120.0
+"""Weights of a large model take seconds to move; who does not answer for so long will not."""
+
 
 class Handle:
     """An `api.EngineHandle`. The host feeds it with its engine's messages."""
@@ -32,12 +35,17 @@ class Handle:
         self._unfinished: set[int] = set()
         self._calls: dict[int, Future[float]] = {}
         self._tickets = itertools.count()
+        self._heard_s = time.monotonic()
 
     # --- what drivers do ---------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         return self.death is None
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_s if self.alive and self.ready.is_set() else 0.0
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -103,7 +111,12 @@ class Handle:
 
     def on_ready(self, state: EngineState) -> None:
         self._base = state
+        self._heard_s = time.monotonic()
         self.ready.set()
+
+    def on_heard(self) -> None:
+        """A sign of life."""
+        self._heard_s = time.monotonic()
 
     def on_stepped(self, message: Stepped) -> None:
         with self._changed:
@@ -165,5 +178,8 @@ class Handle:
             self._calls[ticket] = future
             self._send(Call(self.id, ticket, method))
         started_s = time.monotonic()
-        future.result()
+        try:
+            future.result(CALL_S)
+        except TimeoutError:
+            raise RuntimeError(f"{self.config.name}: no answer to {method} in {CALL_S:g} s") from None
         return time.monotonic() - started_s

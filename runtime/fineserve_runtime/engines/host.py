@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fineserve_runtime.engines.api import EngineHandle, EngineListener, HostConfig
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
 from fineserve_runtime.engines.handle import Handle
-from fineserve_runtime.engines.loop import Died, Message, Ready, Reply, Stepped
+from fineserve_runtime.engines.loop import BEAT_S, Beat, Died, Message, Ready, Reply, Stepped
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
 
 __all__ = ["START_TIMEOUT_S", "Host", "model_folder", "start_host"]
 
 START_TIMEOUT_S = 300.0
+
+_LOG = logging.getLogger("fineserve.engines")
 
 
 def start_host(config: HostConfig, listener: EngineListener, open_device: OpenDevice = LocalDevice) -> Host:
@@ -78,6 +82,13 @@ class Host:
             self._handles[number].revive()
         self._start(again)
 
+    @property
+    def sound(self) -> bool:
+        return self._device.sound
+
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        self._device.end_hung(engines, reason)
+
     def close(self) -> None:
         self._device.close()
 
@@ -90,8 +101,14 @@ class Host:
             self._await_ready(self._handles[number])
 
     def _await_ready(self, handle: Handle) -> None:
-        if not handle.ready.wait(START_TIMEOUT_S):
-            raise RuntimeError(f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s")
+        """Engines of one thread are silent while one of them loads, and no worse for that."""
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while not handle.ready.wait(BEAT_S):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s")
+            if self.config.mode == "in_process":
+                for other in self._handles.values():
+                    other.on_heard()
         if handle.death is not None:
             raise RuntimeError(f"{handle.config.name} did not start: {handle.death}")
 
@@ -106,11 +123,15 @@ class Host:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Stepped):
+            self._handles[message.report.engine].on_heard()
             self._handles[message.report.engine].on_stepped(message)
             self._listener.on_step(message.report)
         elif isinstance(message, Ready):
             self._handles[message.engine].on_ready(message.state)
+        elif isinstance(message, Beat):
+            self._handles[message.engine].on_heard()
         elif isinstance(message, Reply):
+            self._handles[message.engine].on_heard()
             self._handles[message.engine].on_reply(message)
         else:
             self._on_died(message)
@@ -119,7 +140,9 @@ class Host:
         handle = self._handles[message.engine]
         if not handle.alive:
             return
+        if message.details:
+            _LOG.error("%s: %s", handle.config.name, message.details)
         was_ready = handle.ready.is_set()
         lost = handle.on_died(message.reason)
         if was_ready:
-            self._listener.on_died(message.engine, message.reason, lost)
+            self._listener.on_died(message.engine, message.reason, lost, message.crashed)

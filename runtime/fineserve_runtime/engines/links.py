@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from fineserve_runtime.engines.loop import Command, Died, EngineLoop, Message, Stop
+from fineserve_runtime.engines.loop import Command, Died, EngineLoop, Message, Stop, one_line
 
 Receive = Callable[[Message], None]
+
+CLOSE_S = 10.0
+"""An engine that has not stopped by then is left behind (a thread) or killed (a process)."""
 
 
 class Link(Protocol):
@@ -21,6 +24,11 @@ class Link(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    @property
+    def lives(self) -> bool:
+        """Whether the thread or process is there; a hung one is."""
+        ...
 
 
 class _QueueInbox:
@@ -46,10 +54,14 @@ class ThreadLink:
     def send(self, command: Command) -> None:
         self._inbox.queue.put(command)
 
+    @property
+    def lives(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         self.send(Stop())
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=30)
+            self._thread.join(timeout=CLOSE_S)
 
 
 class PipeInbox:
@@ -99,26 +111,45 @@ class ProcessLink:
                 command = self._outbox.get()
                 self._connection.send(command)
 
+    @property
+    def lives(self) -> bool:
+        return self.process.is_alive()
+
+    def kill(self) -> None:
+        """The process goes, even a stopped one; the reader hears of it."""
+        self.process.kill()
+
     def _read(self) -> None:
+        """Whatever ends this thread, the engine's death is told: nobody hears of the engine any more."""
+        problem = self._hear()
+        if problem is not None:
+            self.process.kill()
+        self.process.join()
+        self.send(Stop())  # lets the writer end
+        if not self._closing:
+            self._receive(Died(self._engine, problem or f"its process ended with code {self.process.exitcode}"))
+
+    def _hear(self) -> str | None:
+        """Until the process is gone; what went wrong, if it was something else. A message that could not be handled may have
+        had tokens in it, so nothing that the engine says later makes sense."""
         while True:
             try:
                 message: Message = self._connection.recv()
             except (EOFError, OSError):
-                break
-            self._receive(message)
-        self.process.join()
-        self.send(Stop())  # lets the writer end
-        if not self._closing:
-            self._receive(Died(self._engine, f"its process ended with code {self.process.exitcode}"))
+                return None
+            try:
+                self._receive(message)
+            except Exception as error:
+                return f"what it said could not be handled: {one_line(error)}"
 
     def close(self) -> None:
         self._closing = True
         self.send(Stop())
-        self.process.join(timeout=10)
+        self.process.join(timeout=CLOSE_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
         for thread in (self._reader, self._writer):
             if threading.current_thread() is not thread:
-                thread.join(timeout=10)
+                thread.join(timeout=CLOSE_S)
         self._connection.close()

@@ -6,6 +6,7 @@ a process could not step at the same time anyway.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,6 +20,9 @@ POLL_S = 0.005
 
 STARVED_S = 0.001
 """Pause after a round in which no engine found room for anything."""
+
+BEAT_S = 1.0
+"""So often an engine says that it lives, be it idle."""
 
 
 class Submit(NamedTuple):
@@ -43,7 +47,14 @@ class Stop(NamedTuple):
     pass
 
 
-EngineCommand = Submit | Abort | Call
+class Build(NamedTuple):
+    """Build an engine of this loop again, which died. Only to a loop of this process."""
+
+    engine: int
+    build: Callable[[], Any]
+
+
+EngineCommand = Submit | Abort | Call | Build
 Command = EngineCommand | Stop
 
 
@@ -67,11 +78,21 @@ class Reply(NamedTuple):
 
 
 class Died(NamedTuple):
+    """``crashed``: an exception in a step ended it; ``details`` is its traceback."""
+
     engine: int
     reason: str
+    crashed: bool = False
+    details: str = ""
 
 
-Message = Ready | Stepped | Reply | Died
+class Beat(NamedTuple):
+    """The engine lives: it is idle, or steps without finding room."""
+
+    engine: int
+
+
+Message = Ready | Stepped | Reply | Died | Beat
 
 
 class Inbox(Protocol):
@@ -90,25 +111,38 @@ class EngineLoop:
         self._cores: dict[int, Any] = {}
         self._seen = dict.fromkeys(build, 0)
         self._step_s = dict.fromkeys(build, 0.0)
+        self._next_beat_s = 0.0
         self._stopping = False
 
     def run(self) -> None:
         for engine, build in self._build.items():
-            try:
-                self._cores[engine] = build()
-                self._cores[engine].publish()
-            except Exception as error:
-                self._emit(Died(engine, _one_line(error)))
-                continue
-            self._emit(Ready(engine, self._cores[engine].state()))
-        wait_s: float | None = None
+            self._begin(engine, build)
+        wait_s = BEAT_S
         while not self._stopping:
             self._take_commands(wait_s)
             wait_s = self._round()
+            self._beat()
         for core in self._cores.values():
             core.close()
 
-    def _take_commands(self, wait_s: float | None) -> None:
+    def _begin(self, engine: int, build: Callable[[], Any]) -> None:
+        try:
+            self._cores[engine] = build()
+            self._cores[engine].publish()
+        except Exception as error:
+            self._cores.pop(engine, None)
+            self._emit(Died(engine, one_line(error), details=_traceback(error)))
+            return
+        self._emit(Ready(engine, self._cores[engine].state()))
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            for engine in self._cores:
+                self._emit(Beat(engine))
+
+    def _take_commands(self, wait_s: float) -> None:
         command = self._inbox.take(wait_s)
         while command is not None and not self._stopping:
             self._obey(command)
@@ -118,19 +152,30 @@ class EngineLoop:
         if isinstance(command, Stop):
             self._stopping = True
             return
+        if isinstance(command, Build):
+            self._seen[command.engine] = 0
+            self._begin(command.engine, command.build)
+            return
         self._seen[command.engine] += 1
         core = self._cores.get(command.engine)
         if core is None:
             return
         try:
             if isinstance(command, Submit):
-                core.add(command.submission)
+                self._add(core, command.submission)
             elif isinstance(command, Abort):
                 core.abort(command.request_id)
             else:
                 self._call(core, command)
         except Exception as error:
             self._bury(command.engine, error)
+
+    def _add(self, core: Any, submission: Submission) -> None:
+        """What the engine refuses ends that request alone."""
+        try:
+            core.add(submission)
+        except Exception as error:
+            core.refuse(submission.request_id, one_line(error))
 
     def _call(self, core: Any, call: Call) -> None:
         started_s, failure = time.monotonic(), None
@@ -141,17 +186,17 @@ class EngineLoop:
         core.publish()
         self._emit(Reply(call.engine, call.ticket, time.monotonic() - started_s, failure))
 
-    def _round(self) -> float | None:
+    def _round(self) -> float:
         """One step of each engine that has work. Returns how long to wait for commands before the next round."""
-        wait_s: float | None = None
+        wait_s = BEAT_S
         for engine, core in list(self._cores.items()):
             try:
                 if core.has_work:
-                    wait_s = min(STARVED_S if self._step(engine, core) else 0.0, 1.0 if wait_s is None else wait_s)
+                    wait_s = min(STARVED_S if self._step(engine, core) else 0.0, wait_s)
                 elif core.keeps_prefixes:
                     core.make_room()
                     core.publish()
-                    wait_s = POLL_S if wait_s is None else wait_s
+                    wait_s = min(POLL_S, wait_s)
             except Exception as error:
                 self._bury(engine, error)
         return wait_s
@@ -173,11 +218,17 @@ class EngineLoop:
         return busy_s / self._step_s[engine] if self._step_s[engine] else 1.0
 
     def _bury(self, engine: int, error: Exception) -> None:
-        traceback.print_exception(error)
-        del self._cores[engine]
-        self._emit(Died(engine, _one_line(error)))
+        core = self._cores.pop(engine)
+        with contextlib.suppress(Exception):  # it is broken; what it leased is reclaimed by who hears of its death
+            core.close()
+        self._emit(Died(engine, one_line(error), crashed=True, details=_traceback(error)))
 
 
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+def one_line(error: BaseException) -> str:
+    """The error for a log: its kind and all that it says, on one line of at most 500 characters."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text}"[:500]
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-4000:]

@@ -23,6 +23,12 @@ def build_slab_core(
 ) -> SteppedCore:
     """An engine over the slab region, in this process."""
     prepare_environment()
+    if (
+        settings.device == "cpu"
+    ):  # before vLLM is imported: the first request with logprobs would compile for ten seconds
+        import torch
+
+        torch._dynamo.config.disable = True
     from fineserve_runtime.engines.vllm_seams import check_contract
 
     check_contract()

@@ -138,6 +138,10 @@ class ActorLink:
             self.call("close")
         self.end()
 
+    def kill(self) -> None:
+        """The reader hears of it."""
+        ray.kill(self._actor)
+
     def end(self) -> None:
         """Let go of an actor that is closed or lost."""
         self._outbox.put(None)
@@ -189,6 +193,15 @@ class RayDevice:
     def start(self, engines: Sequence[int]) -> None:
         self._link.call("start", tuple(engines))
         self._link.listen()
+
+    @property
+    def sound(self) -> bool:
+        """What hangs, hangs in the actor, which can be replaced."""
+        return True
+
+    def end_hung(self, engines: Sequence[int], reason: str) -> None:
+        """The actor goes, which may hang itself, and all engines of the device with it."""
+        self._link.kill()
 
     def clear(self, engine: int) -> tuple[int, ...]:
         if not self._lost:

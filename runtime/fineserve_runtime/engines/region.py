@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fineserve_runtime.engines.table import RegionError
+from fineserve_runtime.engines.table import RegionError, private_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,8 @@ class CpuRegion:
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> CpuRegion:
         """Zeros, in place of whatever lay there. Pages are taken from memory when first written."""
-        fresh = path.with_name(path.name + ".new")
-        with fresh.open("wb") as file:
+        with private_file(path) as file:
             file.truncate(size_bytes)
-        fresh.replace(path)
         return cls(path)
 
     @property
@@ -88,6 +86,21 @@ class CpuRegion:
     def close(self) -> None:
         """Detach this object; the mapping goes when the last tensor over it does."""
         self.array = np.empty(0, dtype=np.int8)
+
+
+def holder(paths: RegionPaths) -> int | None:
+    """The process id of the server that holds the region; None when nobody does, and its files are what a crash left."""
+    try:
+        file = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(file, 32) or 0)
+    finally:
+        os.close(file)
+    return None
 
 
 class RegionLock:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,28 @@ class RegionError(RuntimeError):
     """A region or table that is missing, stale, of another layout or in use by another host."""
 
 
+def lock_holder(path: Path) -> int | None:
+    """The process id of who holds a table's lock now, as far as the kernel tells."""
+    found = path.stat()
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    locks = [line.split() for line in lines if "FLOCK" in line and "->" not in line]  # -> waits
+    return next((int(lock[4]) for lock in locks if lock[5] == place), None)
+
+
+@contextmanager
+def private_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file for its owner alone, in place of whatever lies at ``path``; who still maps a former one keeps that."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:  # noqa: PTH123
+        yield file
+    fresh.replace(path)
+
+
 class Counters:
     """One engine's row, readable by every process; the engine's own process is its only writer, tickets apart."""
 
@@ -64,6 +86,8 @@ class Counters:
         "blocks_zeroed",
         "ticket",
         "block_bytes",
+        "prefix_queries",
+        "prefix_hits",
     )
 
     _WORD = MappingProxyType({field: word for word, field in enumerate(FIELDS)})
@@ -128,9 +152,8 @@ class SlabTable:
         header = _HEADER.pack(_MAGIC, slab_count, slab_bytes, reserved_slabs, engines, os.getpid(), 0, 0)
         owners = bytes([RESERVED]) * reserved_slabs + bytes(slab_count - reserved_slabs)
         content = header + bytes(engines * _ROW * 8) + owners + bytes(slab_count)
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_bytes(content)
-        fresh.replace(path)  # who still maps a former table keeps that one
+        with private_file(path) as file:
+            file.write(content)
         return cls(path)
 
     @contextmanager

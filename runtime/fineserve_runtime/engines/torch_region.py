@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fineserve_runtime.engines.region import CpuRegion
-from fineserve_runtime.engines.table import RegionError
+from fineserve_runtime.engines.table import RegionError, private_file
 
 _exported: dict[Path, torch.Tensor] = {}
 """CUDA allocations of this process: it may not open its own handles."""
@@ -29,10 +29,13 @@ class CudaRegion:
     def create(cls, path: Path, size_bytes: int, device: str = "cuda:0") -> CudaRegion:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        tensor = torch.zeros(size_bytes, dtype=torch.int8, device=device)
-        rebuild, arguments = reduce_tensor(tensor)
-        path.write_bytes(pickle.dumps((rebuild, arguments)))
-        path.chmod(0o600)
+        try:
+            tensor = torch.zeros(size_bytes, dtype=torch.int8, device=device)
+            rebuild, arguments = reduce_tensor(tensor)
+        except (RuntimeError, AssertionError) as error:  # no driver, no device, no memory; AssertionError: a CPU build
+            raise RegionError(f"no region of {size_bytes} bytes on {device}: {error}") from None
+        with private_file(path) as file:
+            file.write(pickle.dumps((rebuild, arguments)))
         _exported[path] = tensor
         return cls(path)
 

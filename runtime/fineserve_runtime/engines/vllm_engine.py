@@ -11,12 +11,12 @@ from fineserve_runtime.engines.api import (
     Device,
     EngineConfig,
     FinishReason,
-    Sampling,
     StepReport,
     Submission,
     TokenChunk,
 )
 from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_runtime.engines.vllm_sampling import logprobs, vllm_sampling
 from fineserve_sim.policy.interfaces import EngineState
 
 ENVIRONMENT = {
@@ -46,7 +46,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, device: Device, regi
     """The arguments of vLLM's EngineArgs that a stock engine of this configuration would get."""
     return {
         "model": str(model_dir),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not (model_dir / "tokenizer_config.json").exists(),  # structured outputs need it
         "dtype": config.dtype,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
@@ -99,14 +99,19 @@ class SteppedCore:
         self.preemptions = 0
 
     def add(self, submission: Submission) -> None:
+        """Raises ValueError for what vLLM's own check finds: its front end, which would have asked, is not there."""
         from vllm.v1.engine import EngineCoreRequest
 
         self._arrivals += 1
+        sampling = vllm_sampling(submission.sampling, self._eos)
+        config = self.core.vllm_config
+        tokenizer = getattr(self.core.structured_output_manager, "tokenizer", None)
+        sampling.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
         request = EngineCoreRequest(
             request_id=str(submission.request_id),
             prompt_token_ids=list(submission.prompt_token_ids),
             mm_features=None,
-            sampling_params=self._sampling(submission.sampling),
+            sampling_params=sampling,
             pooling_params=None,
             arrival_time=float(self._arrivals),  # orders requests of equal priority
             lora_request=None,
@@ -116,25 +121,11 @@ class SteppedCore:
         )
         self.core.add_request(*self.core.preprocess_add_request(request))
 
-    def _sampling(self, sampling: Sampling) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            stop_token_ids=sorted(stop),
-            ignore_eos=True,  # eos is among the stop ids where it counts
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+    def refuse(self, request_id: int, problem: str) -> None:
+        """A request that ``add`` failed on: it ends with reason "error" in the next report, and leaves nothing behind."""
+        if str(request_id) in self.core.scheduler.requests:
+            self.core.abort_requests([str(request_id)])
+        self._aborted.append(TokenChunk(request_id, (), "error", problem))
 
     def abort(self, request_id: int) -> None:
         """The request ends with reason "abort" in the next report. Unknown ids are ignored."""
@@ -148,8 +139,8 @@ class SteppedCore:
 
     @property
     def starved(self) -> bool:
-        """Whether no sequence found room in the last step."""
-        return bool(self.core.scheduler.starved)
+        """Whether no sequence found room in the last step, or none was ready to start."""
+        return bool(self.core.scheduler.waits)
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -231,4 +222,5 @@ class SteppedCore:
 
 def _chunk(output: Any) -> TokenChunk:
     reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
-    return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason)
+    found = logprobs(output.new_logprobs)
+    return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason, logprobs=found)

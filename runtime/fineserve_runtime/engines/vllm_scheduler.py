@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from fineserve_runtime.engines import vllm_seams
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.torch_region import open_region
 from fineserve_runtime.engines.vllm_block_pool import SlabBlockPool
 from fineserve_sim.policy.interfaces import EngineState
+
+_WANT_BLOCKS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class Composition(NamedTuple):
@@ -32,7 +35,7 @@ class Composition(NamedTuple):
 
 class SlabScheduler(Scheduler):  # type: ignore[misc]
     """For backends that run one step at a time. ``preempted`` and ``schedule_s`` gather what happened since they were last
-    taken; ``starved``: the last step found room for nothing."""
+    taken; ``starved``: the last step found room for nothing; ``waits``: or nothing was ready to start (a grammar compiles)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = SlabSettings.of(vllm_config.additional_config)
@@ -45,7 +48,7 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         self.defer_block_free = vllm_config.max_concurrent_batches > 1
         self.preempted: list[str] = []
         self.schedule_s = 0.0
-        self.starved = False
+        self.starved = self.waits = False
         self.composition = Composition(0, 0, 0)
         self._unprefilled: dict[str, int] = {}  # prompt tokens to compute, of requests that do not decode
 
@@ -64,9 +67,15 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
             self.pool.make_room()
             self.max_num_active_reqs = self._active_limit if self.lease.may_start() else 0
             output = super().schedule(throttle_prefills)
-            self.starved = bool(not output.total_num_scheduled_tokens and not self.running and self.waiting)
+            idle = not output.total_num_scheduled_tokens and not self.running
+            self.starved = idle and any(request.status in _WANT_BLOCKS for request in self.waiting)
+            self.waits = idle and bool(self.waiting)
             if self.starved:
                 self.lease.starve()
+        if self.pool.enable_caching:
+            for new in output.scheduled_new_reqs:
+                self.lease.counters.add("prefix_queries", len(new.prompt_token_ids or ()))
+                self.lease.counters.add("prefix_hits", new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
             self.preempted.append(request_id)
             self._unprefilled[request_id] = self.requests[request_id].num_tokens

@@ -54,6 +54,7 @@ CONTRACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm.v1.engine.core", "EngineCore"): ("vllm_config", "executor_class", "log_stats"),
     ("vllm.v1.engine.core", "EngineCore.preprocess_add_request"): ("request",),
     ("vllm.v1.engine.core", "EngineCore.add_request"): ("request",),
+    ("vllm.sampling_params", "SamplingParams.verify"): ("model_config", "structured_outputs_config", "tokenizer"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"): ("layer", "remove_weight"),
 }
 """(module, name) -> parameters that must be among its own."""

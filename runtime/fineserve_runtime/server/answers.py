@@ -1,104 +1,18 @@
-"""Completions and chat completions: from a request to orders, and from pieces to bodies and server-sent events."""
+"""Answers to completions and chat completions: bodies and server-sent events, from the pieces of choices."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fineserve_runtime.jobs import Limits
+from fineserve_runtime.engines.api import Logprobs
+from fineserve_runtime.server.asks import Ask
+from fineserve_runtime.server.bodies import head, logprobs, usage
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
-from fineserve_runtime.server.service import ServedName
-from fineserve_runtime.server.streams import Choice, Order, Piece
-
-COMPLETION_TOKENS = 16
-"""OpenAI's default for plain completions; a chat may fill the context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request understood: its orders, in the order of the choices, and what its answer looks like."""
-
-    id: str
-    model: str
-    orders: list[Order]
-    prompt_tokens: int
-    chat: bool
-    stream: bool
-    include_usage: bool
-    created: int
-
-
-def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: Limits) -> Ask:
-    """Raises ApiError for what cannot be answered."""
-    try:
-        prompt = model.tokenizer.chat([message.plain() for message in request.messages])
-    except ValueError as problem:
-        raise ApiError(400, str(problem), param="messages") from None
-    return _ask(request, model, [prompt], f"chatcmpl-{request_id}", limits, chat=True)
-
-
-def completion_ask(request: CompletionRequest, model: ServedName, request_id: str, limits: Limits) -> Ask:
-    """Raises ApiError for what cannot be answered."""
-    prompts = [model.tokenizer.encode(each) if isinstance(each, str) else each for each in request.prompts()]
-    return _ask(request, model, prompts, f"cmpl-{request_id}", limits, chat=False)
-
-
-def _ask(
-    request: GenerationRequest, model: ServedName, prompts: Sequence[list[int]], id: str, limits: Limits, *, chat: bool
-) -> Ask:
-    request.check_supported()
-    orders = []
-    for prompt in prompts:
-        max_tokens = _max_tokens(request, model, prompt, chat=chat)
-        orders += [
-            Order(
-                model.id,
-                tuple(prompt),
-                request.sampling(max_tokens, choice),
-                limits,
-                request.priority,
-                request.stops,
-            )
-            for choice in range(request.n)
-        ]
-    usage = request.stream_options is not None and request.stream_options.include_usage
-    tokens = sum(map(len, prompts))
-    return Ask(id, model.id, orders, tokens, chat, request.stream, usage, int(time.time()))
-
-
-def _max_tokens(request: GenerationRequest, model: ServedName, prompt: list[int], *, chat: bool) -> int:
-    where = "messages" if chat else "prompt"
-    if not prompt:
-        raise ApiError(400, "the prompt is empty", param=where)
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < model.vocab_tokens:  # an engine would die of it
-            raise ApiError(400, f"{token} is no token id; the model has 0 to {model.vocab_tokens - 1}", param=where)
-    room = model.max_model_len - len(prompt)
-    if room < 1:
-        raise ApiError(
-            400,
-            f"this model's maximum context length is {model.max_model_len} tokens; the prompt has {len(prompt)}",
-            param=where,
-            code="context_length_exceeded",
-        )
-    wanted = request.limit or (room if chat else min(room, COMPLETION_TOKENS))
-    if wanted > room:
-        raise ApiError(
-            400,
-            f"this model's maximum context length is {model.max_model_len} tokens; the prompt has {len(prompt)} and "
-            f"{wanted} more were asked for",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    return wanted
-
-
-# --- whole answers -----------------------------------------------------------------------------------------------------
+from fineserve_runtime.server.streams import Choice, Piece
+from fineserve_runtime.server.tools import ToolParser, call_bodies
 
 
 async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -112,34 +26,38 @@ async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
         for choice in choices:
             choice.abort()
     parts = [task.result() for task in tasks]
-    return _head(ask, "chat.completion" if ask.chat else "text_completion") | {
-        "choices": [_choice(ask, index, text, reason) for index, (text, _, reason) in enumerate(parts)],
-        "usage": _usage(ask, sum(tokens for _, tokens, _ in parts)),
+    return head(ask, "chat.completion" if ask.chat else "text_completion") | {
+        "choices": [_choice(ask, index, part) for index, part in enumerate(parts)],
+        "usage": usage(ask, sum(part.tokens for part in parts)),
     }
 
 
 async def _collect(choice: Choice) -> Piece:
-    text, tokens, reason = "", 0, None
+    texts: list[str] = []
+    tokens, reason, found, token_ids = 0, None, list[Logprobs](), list[int]()
     async for piece in choice.pieces():
-        text, tokens, reason = text + piece.text, tokens + piece.tokens, piece.finish_reason
-    return Piece(text, tokens, reason)
+        texts.append(piece.text)
+        token_ids += piece.token_ids
+        tokens, reason = tokens + piece.tokens, piece.finish_reason
+        found += piece.logprobs
+    return Piece("".join(texts), tokens, reason, tuple(found), tuple(token_ids))
 
 
-def _choice(ask: Ask, index: int, text: str, reason: str | None) -> dict[str, Any]:
-    content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
-
-
-def _head(ask: Ask, kind: str) -> dict[str, Any]:
-    return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model}
-
-
-def _usage(ask: Ask, completion_tokens: int) -> dict[str, int]:
-    total = ask.prompt_tokens + completion_tokens
-    return {"prompt_tokens": ask.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-# --- streams -----------------------------------------------------------------------------------------------------------
+def _choice(ask: Ask, index: int, part: Piece) -> dict[str, Any]:
+    content: dict[str, Any] = {"text": part.text}
+    reason = part.finish_reason
+    if ask.chat:
+        message: dict[str, Any] = {"role": "assistant", "content": part.text}
+        if ask.tools is not None:
+            reader = ask.tools.reader()
+            parts = [reader.feed(part.text, part.token_ids), reader.rest()]
+            calls = [call for each in parts for call in each.calls]
+            message["content"] = "".join(each.text for each in parts) or (None if calls else "")
+            if calls:
+                message["tool_calls"] = call_bodies(calls, streamed=False)
+                reason = ask.tools.reason if reason == "stop" else reason
+        content = {"message": message}
+    return {"index": index, **content, "logprobs": logprobs(ask, part.logprobs), "finish_reason": reason}
 
 
 class EventStream:
@@ -151,6 +69,9 @@ class EventStream:
         self._pieces = _merged(choices)
         self._tokens = 0
         self._opened: set[int] = set()
+        self._sent = [0] * len(choices)  # characters
+        self._readers = [ask.tools.reader() for _ in choices] if ask.tools else None
+        self._called: set[int] = set()
 
     async def begin(self) -> AsyncIterator[str]:
         """The events, once there is a first one. Raises ApiError as ``whole`` does."""
@@ -169,7 +90,7 @@ class EventStream:
                 for event in self._of_piece(index, piece):
                     yield event
             if self._ask.include_usage:
-                yield _event(self._head() | {"choices": [], "usage": _usage(self._ask, self._tokens)})
+                yield _event(self._head() | {"choices": [], "usage": usage(self._ask, self._tokens)})
         except ApiError as problem:
             yield _event(problem.body)
         finally:
@@ -181,18 +102,43 @@ class EventStream:
         deltas = []
         if self._ask.chat and index not in self._opened:
             self._opened.add(index)
-            deltas.append(self._delta(index, {"role": "assistant", "content": ""}, None))
-        if piece.text or piece.finish_reason or piece.tokens:
+            deltas.append(self._delta(index, {"role": "assistant", "content": ""}, None, None))
+        if self._readers is not None:
+            deltas += self._of_calls(index, piece, self._readers[index])
+        elif piece.text or piece.finish_reason or piece.tokens:
             content = {"content": piece.text} if self._ask.chat else {"text": piece.text}
-            deltas.append(self._delta(index, content, piece.finish_reason))
+            found = logprobs(self._ask, piece.logprobs, self._sent[index]) if piece.tokens else None
+            deltas.append(self._delta(index, content, found, piece.finish_reason))
+        self._sent[index] += len(piece.text)
         return deltas
 
-    def _delta(self, index: int, content: dict[str, Any], reason: str | None) -> str:
+    def _of_calls(self, index: int, piece: Piece, reader: ToolParser) -> list[str]:
+        """Text and calls in a piece, as far as they can be told apart."""
+        said = [reader.feed(piece.text, piece.token_ids)]
+        reason = piece.finish_reason
+        if reason is not None:
+            said.append(reader.rest())
+        text, calls = "".join(each.text for each in said), [call for each in said for call in each.calls]
+        if calls:
+            self._called.add(index)
+        if reason == "stop" and index in self._called and self._ask.tools is not None:
+            reason = self._ask.tools.reason
+        if not (text or calls or reason):
+            return []
+        content: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            content["tool_calls"] = call_bodies(calls, streamed=True)
+        found = logprobs(self._ask, piece.logprobs, self._sent[index]) if piece.tokens else None
+        return [self._delta(index, content, found, reason)]
+
+    def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
         body = {"delta": content} if self._ask.chat else content
-        return _event(self._head() | {"choices": [{"index": index, **body, "logprobs": None, "finish_reason": reason}]})
+        return _event(
+            self._head() | {"choices": [{"index": index, **body, "logprobs": found, "finish_reason": reason}]}
+        )
 
     def _head(self) -> dict[str, Any]:
-        return _head(self._ask, "chat.completion.chunk" if self._ask.chat else "text_completion")
+        return head(self._ask, "chat.completion.chunk" if self._ask.chat else "text_completion")
 
     def _give_up(self) -> None:
         for choice in self._choices:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fineserve_runtime.jobs import End, Refused
 
 REASON_HEADER = "x-fineserve-reason"
-RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """``reason``, where given, goes into the reason header and the metrics."""
+    """``reason``, where given, goes into the reason header and the metrics; ``retry_after_s`` into Retry-After, which every
+    503 has."""
 
     def __init__(
         self,
@@ -22,26 +23,35 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         reason: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         self.status = status
-        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.reason = reason
+        text = message.encode(errors="backslashreplace").decode()  # what a client sent may be no text
+        self.body: dict[str, Any] = {"error": {"message": text, "type": kind, "param": param, "code": code}}
         self.headers: dict[str, str] = {}
         if reason is not None:
             self.headers[REASON_HEADER] = reason
-        if status == 503:
-            self.headers["Retry-After"] = str(RETRY_AFTER_S)
+        if status == 503 or retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or 1.0)))
         super().__init__(message)
 
 
 def refused(problem: Refused) -> ApiError:
-    return ApiError(503, str(problem), kind="service_unavailable", code=problem.reason, reason=problem.reason)
+    return _unavailable(problem.reason, str(problem), problem.retry_after_s)
+
+
+def _unavailable(reason: str, message: str, retry_after_s: float | None) -> ApiError:
+    kind = "service_unavailable"
+    return ApiError(503, message, kind=kind, code=reason, reason=reason, retry_after_s=retry_after_s)
 
 
 def unfinished(end: End) -> ApiError:
     """What a client is told whose request was refused or failed."""
     if end.kind == "refused" and end.reason == "rejected":
         return ApiError(400, end.message, code="rejected", reason=end.reason)
-    if end.kind == "refused" or end.reason == "shutdown":
+    if end.kind == "refused" or end.reason in ("shutdown", "model_down"):
         message = "the deadline of the request cannot be met" if end.reason == "deadline" else end.message
-        return ApiError(503, message, kind="service_unavailable", code=end.reason, reason=end.reason)
-    return ApiError(500, end.message, kind="server_error", code=end.reason, reason=end.reason)
+        return _unavailable(end.reason, message, end.retry_after_s)
+    status = 504 if end.reason == "request_timeout" else 500
+    return ApiError(status, end.message, kind="server_error", code=end.reason, reason=end.reason)

@@ -1,20 +1,91 @@
-"""What clients may send. Options that this server does not have are refused, not ignored, when they would change the answer."""
+"""What clients may send. An option that this server does not have is a named error, never ignored."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from collections.abc import Sized
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.server.errors import ApiError
+from fineserve_runtime.server.limits import HttpLimits
 
-_UNSUPPORTED = ("tools", "functions", "response_format", "logit_bias", "logprobs", "top_logprobs", "suffix", "echo")
-_HARMLESS: tuple[Any, ...] = (None, False, 0, [], {}, {"type": "text"})
+B = TypeVar("B", bound=BaseModel)
+
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
+"""Options of OpenAI's that do not change an answer here, whatever their value."""
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "n_predict": (),
+}
+"""Values with which an option that is not here changes nothing."""
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """The body of a request. Raises ApiError, which names the field. JSON that no text can be (lone surrogates) is no JSON."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        raise ApiError(400, f"the body is no JSON: {first['msg']}")
+    param = ".".join(str(part) for part in first["loc"]) or None
+    raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param)
 
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's constraints, of which one is given."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def constraint(self) -> tuple[str, str]:
+        """Raises ApiError unless there is one."""
+        given = {name: value for name, value in self.model_dump(by_alias=True).items() if value not in (None, False)}
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise ApiError(400, f"structured_outputs needs one constraint, it has {what}", param="structured_outputs")
+        ((kind, value),) = given.items()
+        return kind, value if isinstance(value, str) else json.dumps(value)
+
+
+class JsonSchema(BaseModel):
+    """``strict`` is what every schema is here."""
+
+    name: str = ""
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> tuple[str, str] | None:
+        """Raises ApiError for a schema that is not there."""
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema_ is None:
+                raise ApiError(400, "response_format json_schema needs json_schema.schema", param="response_format")
+            return "json", json.dumps(self.json_schema.schema_)
+        return ("json_object", "true") if self.type == "json_object" else None
 
 
 class GenerationRequest(BaseModel):
@@ -25,20 +96,29 @@ class GenerationRequest(BaseModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=16)] = 1
+    n: Annotated[int, Field(ge=1)] = 1
     best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
-    priority: int = 0
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -49,38 +129,90 @@ class GenerationRequest(BaseModel):
     def limit(self) -> int | None:
         return self.max_tokens
 
-    def check_supported(self) -> None:
-        """Raises ApiError for an option that would change the answer and is not there."""
-        for name in _UNSUPPORTED:
-            if (self.model_extra or {}).get(name) not in _HARMLESS:
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives are wanted beside each token's own; None: not even that."""
+        return None
+
+    def check(self, limits: HttpLimits) -> None:
+        """Raises ApiError for an option that is not there, and for too many or too long entries."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in _WITHOUT_EFFECT and value not in _OFF.get(name, ()):
                 raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported")
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of other than n is not supported by this server", param="best_of")
+        lists: dict[str, Sized | None] = {
+            "stop": self.stops,
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "bad_words": self.bad_words,
+        }
+        for name, entries in lists.items():
+            if len(entries or ()) > limits.entries:
+                raise ApiError(400, f"{name} has more than {limits.entries} entries", param=name)
+        for name, words in (("stop", self.stops), ("bad_words", self.bad_words or ())):
+            if any(len(word) > limits.entry_chars for word in words):
+                raise ApiError(400, f"{name} has an entry of more than {limits.entry_chars} characters", param=name)
 
-    def sampling(self, max_tokens: int, choice: int) -> Sampling:
+    def constraint(self) -> tuple[str, str] | None:
+        """What the answer must be like. Raises ApiError for two of them."""
+        structured = self.structured_outputs.constraint() if self.structured_outputs else None
+        formatted = self.response_format.constraint() if self.response_format else None
+        if structured and formatted:
+            raise ApiError(400, "give either response_format or structured_outputs", param="response_format")
+        return structured or formatted
+
+    def sampling(
+        self,
+        max_tokens: int,
+        choice: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        constraint: tuple[str, str] | None,
+    ) -> Sampling:
         return Sampling(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(0, self.top_k),
-            seed=None if self.seed is None else self.seed + choice,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else (self.seed + choice) % 2**63,
             min_tokens=min(self.min_tokens, max_tokens),
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            stop_token_ids=tuple(self.stop_token_ids),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words_token_ids=bad_words,
+            logprobs=self.wanted_logprobs,
+            constraint=constraint,
         )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
     def prompts(self) -> list[str] | list[list[int]]:
+        """Raises ApiError when there is none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if not self.prompt:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        if isinstance(self.prompt[0], int):
             return [self.prompt]
-        return self.prompt  # type: ignore[return-value]
+        return self.prompt
 
 
 class Message(BaseModel):
@@ -89,25 +221,88 @@ class Message(BaseModel):
     role: str
     content: str | list[dict[str, Any]] | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Role and text. Raises ApiError for content that is no text."""
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template, its content as text. Raises ApiError for content that is no text."""
+        extra = self._extra()
         if not isinstance(self.content, list):
-            return {"role": self.role, "content": self.content or ""}
+            return {"role": self.role, "content": self.content or "", **extra}
         for part in self.content:
             if part.get("type") != "text":
                 raise ApiError(
                     400, f"content of type {part.get('type')!r} is not supported; send text", param="messages"
                 )
-        return {"role": self.role, "content": "".join(str(part.get("text", "")) for part in self.content)}
+        return {"role": self.role, "content": "".join(str(part.get("text", "")) for part in self.content), **extra}
+
+    def _extra(self) -> dict[str, Any]:
+        """What templates read beside role and content. Arguments of calls are objects there, and text in OpenAI's protocol.
+        Raises ApiError for such that are no JSON."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if "tool_calls" in extra:
+            try:
+                extra["tool_calls"] = [
+                    call | {"function": call["function"] | {"arguments": json.loads(call["function"]["arguments"])}}
+                    for call in extra["tool_calls"]
+                ]
+            except (KeyError, TypeError, ValueError):
+                problem = "tool_calls of a message need a function with a name and arguments in JSON"
+                raise ApiError(400, problem, param="messages") from None
+        return extra
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object", "properties": {}}
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class FunctionChoice(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self, limits: HttpLimits) -> None:
+        super().check(limits)
+        if len(self.tools or ()) > limits.entries:
+            raise ApiError(400, f"tools has more than {limits.entries} entries", param="tools")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            problem = "continue_final_message and add_generation_prompt exclude each other"
+            raise ApiError(400, problem, param="continue_final_message")
 
 
 class TokenizeRequest(BaseModel):

@@ -2,54 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import contextlib
+import hmac
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import TypeVar
 
 from fineserve_runtime.driver import Driver
-from fineserve_runtime.jobs import Limits, Refused
+from fineserve_runtime.jobs import Refused
 from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.server.errors import ApiError, refused
+from fineserve_runtime.server.limits import HttpLimits
+from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.streams import Choice, Order
-from fineserve_runtime.server.text import Tokenizer
+
+T = TypeVar("T")
+
+_FRONT_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class ServedName:
-    """A model as clients see it."""
+class Key:
+    """An API key: at most ``requests`` at a time (None: no limit); only those with ``priority`` may set one."""
 
-    id: str
-    tokenizer: Tokenizer
-    vocab_tokens: int
-    max_model_len: int
-    limits: Limits
+    name: str
+    secret: str
+    requests: int | None = None
+    priority: bool = True
 
 
 @dataclass(slots=True)
 class Service:
-    """``api_key`` None: everybody may come. ``log`` writes a structured line."""
+    """Without ``keys`` everybody may come; without ``admin_secret`` there are no admin endpoints. ``log`` writes a structured
+    line.
+
+    Work leaves the event loop: ``front`` threads read bodies, tokenise and submit; ``quick`` ones do what only waits for the
+    driver's lock.
+    """
 
     driver: Driver
     metrics: Metrics
     models: Mapping[str, ServedName]
-    api_key: str | None = None
-    log: Callable[[str, dict[str, object]], None] = lambda event, facts: None
+    keys: tuple[Key, ...] = ()
+    log: Callable[[str, Mapping[str, object]], None] = lambda event, facts: None
     versions: Mapping[str, str] = field(default_factory=dict)
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    admin_secret: str | None = None
+    _front: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_FRONT_THREADS, "front"))
+    _quick: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quick"))
+    _busy: Counter[str] = field(default_factory=Counter)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._front.shutdown()
+        self._quick.shutdown()
+
+    # --- threads ---------------------------------------------------------------------------------------------------
+
+    async def work(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._front, function)
+
+    async def look(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._quick, function)
+
+    def later(self, function: Callable[[int], None], request_id: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has stopped, and the driver ends all requests
+            self._quick.submit(function, request_id)
+
+    # --- keys ------------------------------------------------------------------------------------------------------
+
+    def key(self, given: str) -> Key | None:
+        """The key with this secret, found in a time that tells nothing."""
+        found = None
+        for key in self.keys:
+            if hmac.compare_digest(given.encode(), key.secret.encode()):
+                found = key
+        return found
+
+    def may_administrate(self, given: str) -> bool:
+        secret = self.admin_secret
+        return secret is not None and hmac.compare_digest(given.encode(), secret.encode())
+
+    @contextmanager
+    def within_limits(self, key: Key | None) -> Iterator[None]:
+        """For as long as a request of the key lasts. Raises ApiError when it has too many. Event loop only."""
+        if key is None or key.requests is None:
+            yield
+            return
+        if self._busy[key.name] >= key.requests:
+            problem = f"the key {key.name} has {key.requests} requests under way, which is its limit"
+            raise ApiError(429, problem, code="rate_limit_exceeded", reason="key_limit", retry_after_s=1.0)
+        self._busy[key.name] += 1
+        try:
+            yield
+        finally:
+            self._busy[key.name] -= 1
+
+    # --- models ----------------------------------------------------------------------------------------------------
 
     def model(self, name: str) -> ServedName:
         """Raises ApiError for a model that is not served."""
         if name in self.models:
             return self.models[name]
-        close = get_close_matches(name, self.models, n=1)
+        close = get_close_matches(name[:100], self.models, n=1)
         hint = f'did you mean "{close[0]}"?' if close else f"served are {', '.join(self.models)}"
-        raise ApiError(404, f"the model {name!r} does not exist; {hint}", param="model", code="model_not_found")
+        raise ApiError(404, f"the model {name[:100]!r} does not exist; {hint}", param="model", code="model_not_found")
 
-    def choose(self, orders: list[Order]) -> list[Choice]:
+    def choose(self, orders: list[Order], loop: asyncio.AbstractEventLoop) -> list[Choice]:
         """Submit all orders, or none. Raises ApiError when one is not taken."""
         choices: list[Choice] = []
         try:
             for order in orders:
-                choices.append(Choice(self.driver, self.models[order.model].tokenizer, order))  # noqa: PERF401
+                tokenizer = self.models[order.model].tokenizer
+                choices.append(Choice(self.driver, tokenizer, order, loop, self.later))
         except Refused as problem:
             for choice in choices:
                 choice.abort()

@@ -6,14 +6,34 @@ import asyncio
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 
 from fineserve_runtime.server.app import create_app
+from fineserve_runtime.server.connection import guarded
 from fineserve_runtime.server.service import Service
+
+_LAST_WORDS_S = 5
+"""So long clients have to read how their requests ended before their connections are cut."""
+
+_LOOK_S = 0.1
+
+_TAKEN_AT_ONCE = 64
+"""Connections that are taken in one turn of the event loop; more wait in the kernel's queue, of ``_BACKLOG``."""
+
+_BACKLOG = 2048
+
+
+class Tls(NamedTuple):
+    certificate: Path
+    key: Path
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -23,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-        bound.listen(2048)
+        bound.listen(_BACKLOG)
     except OSError as problem:
         bound.close()
         raise OSError(f"{host}:{port} cannot be served: {problem.strerror}; is another server running?") from None
@@ -31,30 +51,59 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """At the first signal new requests are refused and the others go on; at the second, or after ``drain_s``, all end."""
+    """At the first signal new requests are refused and the others go on, for ``drain_s`` at most; then, or at a second signal,
+    all end with an error, and the server stops once that is told."""
 
-    def __init__(self, service: Service, drain_s: float) -> None:
+    def __init__(self, service: Service, drain_s: float, tls: Tls | None = None) -> None:
         self._service = service
+        self._drain_s = drain_s
+        self._ended = threading.Event()
         config = uvicorn.Config(
             create_app(service),
+            http=guarded(service.limits),
+            h11_max_incomplete_event_size=service.limits.head_bytes,
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=max(1, round(drain_s)),
+            backlog=_TAKEN_AT_ONCE,
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+            ssl_certfile=tls and tls.certificate,
+            ssl_keyfile=tls and tls.key,
         )
         super().__init__(config)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)  # asyncio made the kernel's queue as short as a turn
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.log("draining", {"signal": sig})
-        self._service.driver.begin_drain()
-        super().handle_exit(sig, frame)
+        if self._service.driver.draining:
+            self._ended.set()
+            return
+        self._service.driver.begin_drain(self._drain_s)
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        """A thread: to wait for the last request, a second signal, or the end of patience."""
+        end_s = time.monotonic() + self._drain_s
+        while not self._ended.is_set() and time.monotonic() < end_s:
+            if self._service.driver.wait_empty(_LOOK_S):
+                break
+        self._service.driver.end_all()
+        self.should_exit = True
 
 
-def serve(service: Service, bound: socket.socket, drain_s: float) -> None:
+def serve(service: Service, bound: socket.socket, drain_s: float, tls: Tls | None = None) -> None:
     """Until a signal comes and the last request ended, or ``drain_s`` later. Call it from the main thread."""
-    server = DrainingServer(service, drain_s)
-    with _signals_spent():
-        asyncio.run(server.serve(sockets=[bound]))
+    server = DrainingServer(service, drain_s, tls)
+    try:
+        with _signals_spent():
+            asyncio.run(server.serve(sockets=[bound]))
+    finally:
+        service.close()
     service.log("stopped", {})
 
 

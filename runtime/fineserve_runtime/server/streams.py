@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from fineserve_runtime.driver import Driver
-from fineserve_runtime.engines.api import Sampling
+from fineserve_runtime.engines.api import Logprobs, Sampling
 from fineserve_runtime.jobs import End, Job, Limits
 from fineserve_runtime.server.errors import unfinished
 from fineserve_runtime.server.text import Detokenizer, StopStrings, Tokenizer
 
 
 class Piece(NamedTuple):
-    """New text and tokens; ``finish_reason`` with the last piece."""
+    """New text and tokens; ``finish_reason`` with the last piece. ``logprobs``: one entry a token, where they were wanted."""
 
     text: str
     tokens: int
     finish_reason: str | None
+    logprobs: tuple[Logprobs, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class Order(NamedTuple):
-    """One choice that is asked for."""
+    """One choice that is asked for. ``echo`` is put before its text; ``keep_stop``: the stop string belongs to the text;
+    ``special``: so do special tokens."""
 
     model: str
     prompt: tuple[int, ...]
     sampling: Sampling
     limits: Limits
-    priority: int
-    stops: tuple[str, ...]
+    priority: int = 0
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+    special: bool = False
+    echo: str = ""
+
+
+class _News(NamedTuple):
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
 
 
 class _Mailbox:
@@ -37,31 +48,41 @@ class _Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.news: asyncio.Queue[tuple[int, ...] | End] = asyncio.Queue()
+        self.news: asyncio.Queue[_News | End] = asyncio.Queue()
 
-    def tokens(self, token_ids: tuple[int, ...]) -> None:
-        self._put(token_ids)
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
+        self._put(_News(token_ids, logprobs))
 
     def ended(self, end: End) -> None:
         self._put(end)
 
-    def _put(self, item: tuple[int, ...] | End) -> None:
+    def _put(self, item: _News | End) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.news.put_nowait, item)
 
 
 class Choice:
-    """A submitted order. ``pieces`` may be read once; leaving it early aborts the request.
+    """A submitted order. ``pieces`` may be read once, on ``loop``; leaving it early aborts the request. ``later`` runs what
+    takes the driver's lock: the event loop never waits for it.
 
     Raises Refused on construction as ``Driver.submit`` does.
     """
 
-    def __init__(self, driver: Driver, tokenizer: Tokenizer, order: Order) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        tokenizer: Tokenizer,
+        order: Order,
+        loop: asyncio.AbstractEventLoop,
+        later: Callable[[Callable[[int], None], int], object],
+    ) -> None:
         self._driver = driver
         self._order = order
-        self._mailbox = _Mailbox(asyncio.get_running_loop())
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(order.stops)
+        self._later = later
+        self._over = False
+        self._mailbox = _Mailbox(loop)
+        self._detokenizer = Detokenizer(tokenizer, special=order.special)
+        self._stops = StopStrings(order.stops, keep=order.keep_stop)
         self.job = driver.submit(self._job)
 
     def _job(self, id: int) -> Job:
@@ -73,23 +94,32 @@ class Choice:
 
     def abort(self) -> None:
         """Give the request up. Does nothing once it ended."""
-        self._driver.abort(self.job.id)
+        self._leave(self._driver.abort)
+
+    def _leave(self, how: Callable[[int], None]) -> None:
+        if not self._over:
+            self._over = True
+            self._later(how, self.job.id)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises ApiError when the request is refused or fails."""
+        echo = self._order.echo
         try:
             while True:
                 item = await self._mailbox.news.get()
                 if isinstance(item, End):
+                    self._over = True
                     if item.kind != "finished":
                         raise unfinished(item)
-                    text = self._stops.feed(self._detokenizer.rest())
-                    yield Piece(text + self._stops.rest(), 0, "stop" if self._stops.hit else item.reason)
+                    text = self._stops.feed(self._detokenizer.rest()) + self._stops.rest()
+                    yield Piece(echo + text, 0, "stop" if self._stops.hit else item.reason)
                     return
-                text = self._stops.feed(self._detokenizer.feed(item))
+                text = echo + self._stops.feed(self._detokenizer.feed(item.token_ids))
+                echo = ""
                 if self._stops.hit:
-                    yield Piece(text, len(item), "stop")
+                    self._leave(self._driver.complete)
+                    yield Piece(text, len(item.token_ids), "stop", item.logprobs, item.token_ids)
                     return
-                yield Piece(text, len(item), None)
+                yield Piece(text, len(item.token_ids), None, item.logprobs, item.token_ids)
         finally:
             self.abort()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +13,18 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """With or without special tokens."""
         ...
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The prompt that asks for the next message. Raises ValueError when the model has no chat template."""
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """The prompt that asks for the next message; ``options`` are those of the template. Raises ValueError when the model
+        has no chat template, or it does not take the messages."""
+        ...
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of more than N times as many has more than N tokens."""
         ...
 
 
@@ -33,31 +40,44 @@ class LocalTokenizer:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return found
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        found: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        found: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
         return found
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions")
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as problem:  # templates are programs: whatever they raise is about these messages
+            raise ValueError(f"the model's chat template does not take this: {problem}") from None
         return self.encode(text, special=False)
+
+    @property
+    def native(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
+    @cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
 
 
 class Detokenizer:
     """Text as tokens come. A token may be part of a character, and how it reads may depend on the one before: so each new
     piece is read together with the last one, and held back while it ends inside a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         self._tokens: list[int] = []
         self._last = 0
         self._read = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         self._tokens.extend(token_ids)
-        known = self._tokenizer.decode(self._tokens[self._last : self._read])
-        text = self._tokenizer.decode(self._tokens[self._last :])
+        known = self._decode(self._tokens[self._last : self._read])
+        text = self._decode(self._tokens[self._last :])
         if text.endswith(_INCOMPLETE):
             return ""
         self._last, self._read = self._read, len(self._tokens)
@@ -65,17 +85,21 @@ class Detokenizer:
 
     def rest(self) -> str:
         """What was held back, when no more tokens come."""
-        known = self._tokenizer.decode(self._tokens[self._last : self._read])
-        text = self._tokenizer.decode(self._tokens[self._last :])
+        known = self._decode(self._tokens[self._last : self._read])
+        text = self._decode(self._tokens[self._last :])
         self._last = self._read = len(self._tokens)
         return text[len(known) :]
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, special=self._special)
+
 
 class StopStrings:
-    """Lets text through up to the first stop string; what may be the beginning of one waits for more."""
+    """Lets text through up to the first stop string, or with it (``keep``); what may be the beginning of one waits for more."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
         self.hit = False
 
@@ -83,10 +107,11 @@ class StopStrings:
         if not self._stops or self.hit:
             return "" if self.hit else text
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.hit = True
-            out, self._held = self._held[: min(found)], ""
+            at, length = min(found)
+            out, self._held = self._held[: at + length if self._keep else at], ""
             return out
         keep = max(self._overlap(stop) for stop in self._stops)
         cut = len(self._held) - keep

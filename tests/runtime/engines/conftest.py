@@ -60,7 +60,7 @@ class Recorder:
                 self.reasons[key] = chunk.finish_reason
         self.then(report)
 
-    def on_died(self, engine: int, reason: str, lost: tuple[int, ...]) -> None:
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
         self.deaths.append((engine, reason, lost))
         self.died.set()
 

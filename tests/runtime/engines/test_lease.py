@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fineserve_runtime.engines.lease import POISON, SlabLease
 from fineserve_runtime.engines.region import CpuRegion, RegionLock, RegionPaths
-from fineserve_runtime.engines.table import RegionError, SlabTable
+from fineserve_runtime.engines.table import RegionError, SlabTable, lock_holder
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -259,3 +259,20 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
 def test_too_small_a_region(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enlarge region_bytes"):
         SlabTable.create(tmp_path / "table", 1, 120, 2)
+
+
+def test_a_region_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """KV memory is what clients said; /dev/shm is open to everybody."""
+    before = os.umask(0)
+    try:
+        Shared(tmp_path, 4)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"table": 0o600, "bytes": 0o600}
+
+
+def test_who_holds_the_lock_is_known(tmp_path: Path) -> None:
+    shared = Shared(tmp_path, 4)
+    assert lock_holder(tmp_path / "table") is None
+    with shared.table.lock():
+        assert lock_holder(tmp_path / "table") == os.getpid()

@@ -1,0 +1,62 @@
+"""The parts of an answer in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fineserve_runtime.engines.api import Logprobs
+from fineserve_runtime.server.asks import Ask
+
+
+def head(ask: Ask, kind: str) -> dict[str, Any]:
+    return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model.id}
+
+
+def usage(ask: Ask, completion_tokens: int) -> dict[str, int]:
+    total = ask.prompt_tokens + completion_tokens
+    return {"prompt_tokens": ask.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int = 0) -> dict[str, Any] | None:
+    """Those of new tokens; None where nobody wants them. ``text_offset``: characters before them."""
+    if ask.logprobs is None:
+        return None
+    return _chat_logprobs(ask, found) if ask.chat else _completion_logprobs(ask, found, text_offset)
+
+
+def _chat_logprobs(ask: Ask, found: Sequence[Logprobs]) -> dict[str, Any]:
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = _text(ask, token)
+        return {"token": text, "logprob": max(value, _LEAST), "bytes": list(text.encode())}
+
+    wanted = ask.logprobs or 0
+    return {
+        "content": [
+            entry(*places[0]) | {"top_logprobs": [entry(*each) for each in places[1 : 1 + wanted]]} for places in found
+        ]
+    }
+
+
+def _completion_logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int) -> dict[str, Any]:
+    wanted = ask.logprobs or 0
+    tokens = [_text(ask, places[0][0]) for places in found]
+    offsets = []
+    for text in tokens:
+        offsets.append(text_offset)
+        text_offset += len(text)
+    top = [{_text(ask, token): max(value, _LEAST) for token, value in places[1 : 1 + wanted]} for places in found]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(places[0][1], _LEAST) for places in found],
+        "top_logprobs": top if wanted else None,
+        "text_offset": offsets,
+    }
+
+
+_LEAST = -9999.0
+"""JSON has no minus infinity."""
+
+
+def _text(ask: Ask, token: int) -> str:
+    return ask.model.tokenizer.decode([token], special=True)

@@ -1,0 +1,22 @@
+"""What a client may send: every body, prompt, count, list, header and connection has a limit."""
+
+from __future__ import annotations
+
+from fineserve_sim.experiment.file.schema import Count, Positive, Strict
+
+
+class HttpLimits(Strict):
+    """``body_bytes`` of a request, ``head_bytes`` of its headers; ``connections`` at a time; ``choices`` of a request (prompts
+    times ``n``); entries of a list of stop strings, token ids or words: ``entries``; characters of one of them:
+    ``entry_chars``. A client has ``head_s`` to send its headers, ``body_s`` for the body, and may leave what it is sent
+    unread for ``unread_s``."""
+
+    body_bytes: Count = 4 * 2**20
+    head_bytes: Count = 32 * 2**10
+    connections: Count = 4096
+    choices: Count = 64
+    entries: Count = 256
+    entry_chars: Count = 1024
+    head_s: Positive = 10.0
+    body_s: Positive = 30.0
+    unread_s: Positive = 60.0

@@ -1,0 +1,153 @@
+"""The loop that steps engines: what one request breaks, and what tells that an engine lives."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from fineserve_runtime.engines.api import Sampling, Submission, TokenChunk
+from fineserve_runtime.engines.links import ProcessLink, ThreadLink
+from fineserve_runtime.engines.loop import BEAT_S, Beat, Build, Died, Message, Ready, Stepped, Submit
+
+from fineserve_sim.policy.interfaces import EngineState
+
+STATE = EngineState(0, 0, 0, 8, 1024, 1.0)
+
+
+class BrokenCore:
+    """Refuses request 1, crashes at a step with request 2, hangs with request 3."""
+
+    starved = False
+    keeps_prefixes = False
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self.closed = False
+
+    def add(self, submission: Submission) -> None:
+        if submission.request_id == 1:
+            raise ValueError("stop_token_ids\nout of vocabulary")
+        self.chunks.append(TokenChunk(submission.request_id, (7,), "length"))
+
+    def refuse(self, request_id: int, problem: str) -> None:
+        self.chunks.append(TokenChunk(request_id, (), "error", problem))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.chunks)
+
+    def step(self) -> Any:
+        from fineserve_runtime.engines.api import StepReport
+
+        if any(chunk.request_id == 2 for chunk in self.chunks):
+            raise IndexError("index 99999 is out of bounds")
+        if any(chunk.request_id == 3 for chunk in self.chunks):
+            time.sleep(3600)
+        chunks, self.chunks = tuple(self.chunks), []
+        return StepReport(0, 0.0, 0.001, 0.0, 1, 0, 0, chunks, (), STATE)
+
+    def state(self) -> EngineState:
+        return STATE
+
+    def publish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def loop() -> Iterator[tuple[ThreadLink, Callable[[], Message]]]:
+    heard: queue.Queue[Message] = queue.Queue()
+    link = ThreadLink({0: BrokenCore}, heard.put)
+
+    def next_() -> Message:
+        while isinstance(message := heard.get(timeout=10), Beat):
+            pass
+        return message
+
+    try:
+        yield link, next_
+    finally:
+        link.close()
+
+
+def ask(request_id: int) -> Submit:
+    return Submit(0, Submission(request_id, (5,), Sampling()))
+
+
+def test_what_an_engine_refuses_ends_that_request_alone() -> None:
+    with loop() as (link, heard):
+        assert isinstance(heard(), Ready)
+        link.send(ask(1))
+        message = heard()
+        assert isinstance(message, Stepped)
+        (chunk,) = message.report.chunks
+        assert chunk[:3] == (1, (), "error") and chunk.problem == "ValueError: stop_token_ids out of vocabulary"
+        link.send(ask(4))
+        message = heard()
+        assert isinstance(message, Stepped) and message.report.chunks == (TokenChunk(4, (7,), "length"),)
+
+
+def test_an_engine_of_a_thread_that_crashed_can_be_built_again() -> None:
+    with loop() as (link, heard):
+        heard()
+        link.send(ask(2))
+        died = heard()
+        assert isinstance(died, Died) and died.crashed
+        assert died.reason == "IndexError: index 99999 is out of bounds" and "Traceback" in died.details
+        link.send(Build(0, BrokenCore))
+        assert isinstance(heard(), Ready)
+        link.send(ask(4))
+        assert isinstance(heard(), Stepped)
+
+
+def test_an_idle_engine_says_that_it_lives() -> None:
+    beats: queue.Queue[float] = queue.Queue()
+    link = ThreadLink(
+        {0: BrokenCore}, lambda message: beats.put(time.monotonic()) if isinstance(message, Beat) else None
+    )
+    first, second = beats.get(timeout=10), beats.get(timeout=10)
+    assert second - first < BEAT_S + 1
+    link.close()
+
+
+def stand_still(connection: Connection) -> None:
+    connection.send("hello")
+    connection.recv()
+
+
+def test_a_stopped_process_can_be_ended() -> None:
+    heard: queue.Queue[Any] = queue.Queue()
+    link = ProcessLink(0, stand_still, (), heard.put)
+    assert heard.get(timeout=30) == "hello"
+    os.kill(link.process.pid or 0, signal.SIGSTOP)
+    link.kill()
+    assert heard.get(timeout=10) == Died(0, "its process ended with code -9")
+    link.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_message_that_cannot_be_handled_is_the_engines_death() -> None:
+    """Not its silent end: nobody would ever hear of it again."""
+    died = threading.Event()
+    reasons: list[str] = []
+
+    def receive(message: Any) -> None:
+        if message == "hello":
+            raise OSError("No space left on device")
+        reasons.append(message.reason)
+        died.set()
+
+    link = ProcessLink(0, stand_still, (), receive)
+    assert died.wait(30)
+    assert reasons == ["what it said could not be handled: OSError: No space left on device"]
+    link.close()

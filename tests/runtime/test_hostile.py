@@ -1,0 +1,336 @@
+"""Clients that send too much, too slowly or nonsense: each is told so, and harms nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fake_engines import REFUSED_TOKEN
+from fineserve_runtime.engines.api import Sampling
+from fineserve_runtime.server.limits import HttpLimits
+from fineserve_runtime.server.service import Key
+from runtimekit import core_spec, eventually
+from serverkit import Served, served
+
+from fineserve_sim.systems.spec import FcfsSpec
+
+ASK: dict[str, Any] = {"model": "A", "prompt": "hello", "max_tokens": 4}
+
+REFUSED = [
+    ({"stop_token_ids": [99999], "min_tokens": 4}, "99999 is no token id"),
+    ({"stop_token_ids": [-1]}, "greater than or equal to 0"),
+    ({"logit_bias": {"99999": 1}}, "99999 is no token id"),
+    ({"allowed_token_ids": [258]}, "258 is no token id"),
+    ({"prompt": []}, "the prompt is empty"),
+    ({"prompt": ["x"] * 65}, "65 prompts or choices are more than 64"),
+    ({"prompt": ["x"] * 33, "n": 2}, "66 prompts or choices are more than 64"),
+    ({"n": 10**9}, "1000000000 prompts or choices"),
+    ({"stop": ["x"] * 257}, "stop has more than 256 entries"),
+    ({"stop": ["x" * 1025]}, "stop has an entry of more than 1024 characters"),
+    ({"prompt": "x" * 100_000}, "maximum context length is 512 tokens; the text has 100000 characters"),
+    ({"guided_json": {"type": "object"}}, "guided_json is not supported"),
+    ({"guided_regex": "a+"}, "guided_regex is not supported"),
+    ({"tool_choice": "required"}, "tool_choice is not supported"),
+    ({"chat_template": "{{ messages }}"}, "chat_template is not supported"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens is not supported"),
+    ({"suffix": "x"}, "suffix is not supported"),
+    ({"echo": True, "logprobs": 1}, "echo with logprobs"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice"),
+    ({"structured_outputs": {"guide": "a"}}, "structured_outputs.guide"),
+    ({"priority": 10**9}, "priority"),
+]
+
+
+def test_what_can_never_be_served_is_400_with_its_name() -> None:
+    with served() as here:
+        for options, message in REFUSED:
+            response = here.post("/v1/completions", ASK | options)
+            assert response.status_code == 400, (options, response.text)
+            assert message in response.json()["error"]["message"], (options, response.text)
+        assert here.post("/v1/completions", ASK).status_code == 200
+        assert not here.runtime.host.killed and here.runtime.driver.wait_empty(0)
+
+
+def test_options_without_effect_here_are_taken() -> None:
+    with served() as here:
+        harmless = {"user": "me", "store": True, "metadata": {"a": "b"}, "suffix": "", "logit_bias": {}, "best_of": 1}
+        assert here.post("/v1/completions", ASK | harmless | {"stop_token_ids": None}).status_code == 200
+
+
+def test_options_reach_the_engine_under_vllms_names() -> None:
+    options = {
+        "temperature": 0.5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": -3.0},
+        "allowed_token_ids": [5, 6, 7],
+        "bad_words": ["no"],
+        "logprobs": 2,
+        "structured_outputs": {"json": {"type": "object"}},
+    }
+    with served() as here:
+        here.post("/v1/completions", ASK | options)
+        here.post("/v1/completions", ASK | {"response_format": {"type": "json_object"}})
+        first, second = (each.sampling for each in here.runtime.host.engines[0].submitted)
+    assert first == Sampling(
+        max_tokens=4,
+        temperature=0.5,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        logit_bias=((7, -3.0),),
+        allowed_token_ids=(5, 6, 7),
+        bad_words_token_ids=((112, 113), (34, 112, 113)),
+        logprobs=2,
+        constraint=("json", '{"type": "object"}'),
+    )
+    assert second.constraint == ("json_object", "true")
+
+
+def test_what_an_engine_refuses_is_400_streamed_or_not() -> None:
+    with served() as here:
+        for stream in (False, True):
+            bad = here.post("/v1/completions", ASK | {"prompt": [REFUSED_TOKEN], "stream": stream})
+            assert bad.status_code == 400 and "no such token here" in bad.json()["error"]["message"]
+        assert here.metric("fineserve:requests_unfinished_total", model_name="A", reason="rejected") == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"A","prompt":"\\ud800"}',
+        b'{"model":"A","messages":[{"role":"\\udfff","content":"x"}]}',
+        b'{"model":"\xff","prompt":"x"}',
+        b"[" * 100_000,
+        b"",
+        b"null",
+    ],
+)
+def test_what_is_no_text_is_400_in_openais_shape(body: bytes) -> None:
+    with served() as here:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            response = here.post(path, body)
+            assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+        assert not [event for event, _ in here.logged if event == "internal error"]
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with served() as here:
+        begun_s = time.monotonic()
+        response = here.post("/v1/completions", ASK | {"prompt": "x" * 20_000_000})
+        assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
+        assert time.monotonic() - begun_s < 5
+
+        def chunks() -> Iterator[bytes]:
+            yield from (b"x" * 65536 for _ in range(200))
+
+        assert httpx.post(here.url + "/v1/completions", content=chunks()).status_code == 413
+        assert here.metric("fineserve:http_refused_total", reason="body") == 2
+
+
+@contextmanager
+def connected(here: Served) -> Iterator[socket.socket]:
+    host, port = here.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        yield connection
+
+
+def everything(connection: socket.socket) -> bytes:
+    found = b""
+    while part := connection.recv(65536):
+        found += part
+    return found
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return found
+
+
+def test_headers_are_bounded() -> None:
+    with served() as here, connected(here) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000 + b"\r\n\r\n")
+        answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 400") and "headers" in error_of(answer)["message"]
+
+
+def test_who_sends_nothing_or_half_a_request_is_closed() -> None:
+    limits = HttpLimits(head_s=0.2, body_s=0.2)
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    with served(limits=limits) as here:
+        for sent in (b"", b"GET /ver", post, post + b"Content-Length: 100\r\n\r\n{"):
+            with connected(here) as connection:
+                connection.sendall(sent)
+                begun_s = time.monotonic()
+                answer = everything(connection) if b"Length" not in sent else connection.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 408") and time.monotonic() - begun_s < 3
+                assert "0.2 s" in error_of(answer)["message"]
+        with httpx.Client() as kept:  # a connection that is kept alive may be silent between two requests
+            assert [kept.post(here.url + "/v1/completions", json=ASK).status_code for _ in range(3)] == [200] * 3
+
+
+def test_clients_with_slow_bodies_hold_nobody_up() -> None:
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with served() as here, ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(connected(here)).sendall(post)
+        eventually(lambda: len(here.server.server_state.connections) == 40)
+        assert here.post("/v1/completions", ASK).status_code == 200
+
+
+def test_a_client_that_reads_nothing_is_cut_and_its_memory_is_back() -> None:
+    with served(limits=HttpLimits(unread_s=0.3), step_s=0.0) as here:
+        body = json.dumps({"model": "A", "prompt": ["x"] * 60, "max_tokens": 450, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, port = here.url.removeprefix("http://").split(":")
+            connection.connect((host, int(port)))
+            connection.sendall(head.encode() + body)
+            eventually(lambda: len(here.server.server_state.connections) == 1)
+            eventually(lambda: not here.server.server_state.connections, 20)
+        eventually(lambda: here.runtime.driver.wait_empty(0))
+        eventually(lambda: here.runtime.host.ledger().used_bytes == 0)
+
+
+def test_connections_are_bounded() -> None:
+    with served(limits=HttpLimits(connections=3)) as here:
+        with connected(here), connected(here), connected(here), connected(here) as fourth:
+            answer = everything(fourth)
+            assert answer.startswith(b"HTTP/1.1 503") and error_of(answer)["code"] == "connections"
+        eventually(lambda: not here.server.server_state.connections)
+        assert httpx.get(here.url + "/health").status_code == 200
+
+
+def test_health_answers_at_once_while_large_prompts_and_many_requests_come() -> None:
+    """Tokenising is on worker threads; here it does not end before health has answered."""
+    with served(core_spec(scheduler=FcfsSpec())) as here:
+        encode = here.service.models["A"].tokenizer.encode
+        begun, answered = threading.Event(), threading.Event()
+
+        def slowly(text: str, *, special: bool = True) -> list[int]:
+            begun.set()
+            assert answered.wait(10)
+            return encode(text, special=special)
+
+        here.service.models["A"].tokenizer.encode = slowly  # type: ignore[method-assign]
+        client = threading.Thread(target=lambda: here.post("/v1/completions", ASK))
+        client.start()
+        assert begun.wait(5)
+        assert httpx.get(here.url + "/health").status_code == 200
+        answered.set()
+        client.join()
+
+
+def test_health_is_503_when_only_a_restart_of_the_process_helps() -> None:
+    with served() as here:
+        here.runtime.host.sound = False
+        assert httpx.get(here.url + "/health").status_code == 503
+
+
+def test_status_paths_answer_head() -> None:
+    with served() as here:
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert httpx.head(here.url + path).status_code == 200, path
+
+
+def test_an_end_by_stop_string_is_an_end() -> None:
+    with served() as here:
+        text = here.post("/v1/completions", ASK | {"max_tokens": 60}).json()["choices"][0]["text"]
+        stopped = here.post("/v1/completions", ASK | {"max_tokens": 400, "stop": text[20:23]})
+        assert stopped.json()["choices"][0]["finish_reason"] == "stop"
+        eventually(lambda: here.metric("vllm:request_success_total", model_name="A", finished_reason="stop") == 1)
+        assert here.metric("fineserve:requests_unfinished_total", model_name="A", reason="abort") == 0
+        kept = here.post(
+            "/v1/completions", ASK | {"stop": text[20:23], "include_stop_str_in_output": True, "max_tokens": 400}
+        )
+        assert kept.json()["choices"][0]["text"].endswith(text[20:23])
+
+
+# --- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_have_limits_of_their_own_and_only_some_may_set_a_priority() -> None:
+    keys = (Key("batch", "b", requests=1, priority=False), Key("team", "t"))
+    with served(keys=keys, step_s=0.005) as here:
+        batch, team = {"authorization": "Bearer b"}, {"authorization": "Bearer t"}
+        with httpx.stream(
+            "POST", here.url + "/v1/completions", json=ASK | {"stream": True, "max_tokens": 400}, headers=batch
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            second = here.post("/v1/completions", ASK, **batch)
+            assert second.status_code == 429 and second.headers["retry-after"] == "1"
+            assert second.json()["error"]["code"] == "rate_limit_exceeded"
+            assert here.post("/v1/completions", ASK, **team).status_code == 200
+        eventually(lambda: here.post("/v1/completions", ASK, **batch).status_code == 200)
+        forbidden = here.post("/v1/completions", ASK | {"priority": -5}, **batch)
+        assert forbidden.status_code == 403 and "may not set a priority" in forbidden.json()["error"]["message"]
+        assert here.post("/v1/completions", ASK | {"priority": -5}, **team).status_code == 200
+        assert here.post("/v1/completions", ASK, authorization="Bearer x").status_code == 401
+
+
+# --- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_draining_server_answers_503_and_streams_end_with_an_error_event() -> None:
+    import signal
+
+    with served(core_spec(scheduler=FcfsSpec()), step_s=0.01, drain_s=1.0) as here:
+        body = ASK | {"max_tokens": 500, "ignore_eos": True}
+        ends: list[Any] = []
+
+        def whole() -> None:
+            response = here.post("/v1/completions", body)
+            ends.append((response.status_code, response.headers.get("retry-after"), response.json()["error"]["code"]))
+
+        def streamed() -> None:
+            with httpx.stream("POST", here.url + "/v1/completions", json=body | {"stream": True}, timeout=30) as stream:
+                if stream.status_code == 200:
+                    *_, last, done = [line for line in stream.iter_lines() if line]
+                    ends.append((json.loads(last.removeprefix("data: "))["error"]["code"], done))
+                else:
+                    ends.append((stream.status_code, stream.headers["retry-after"], "shutdown"))
+
+        clients = [threading.Thread(target=each) for each in [whole] * 6 + [streamed] * 20]
+        for client in clients:
+            client.start()
+        eventually(lambda: len(here.runtime.host.engines[0].submitted) >= 26)
+        here.server.handle_exit(signal.SIGTERM, None)
+        late = here.post("/v1/completions", ASK)
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert late.json()["error"]["code"] == "draining"
+        assert httpx.get(here.url + "/ready").status_code == 503 and httpx.get(here.url + "/health").status_code == 200
+        for client in clients:
+            client.join(10)
+        good = {(503, "1", "shutdown"), ("shutdown", "data: [DONE]")}
+        assert len(ends) == 26 and set(ends) == good
+        assert not [facts for event, facts in here.logged if event in ("internal error", "library")]
+
+
+def test_a_model_that_is_down_is_seen_and_its_clients_are_told_when_to_come_back() -> None:
+    with served() as here:
+        here.runtime.host.failing_restarts = 2
+        assert httpx.get(here.url + "/ready").json() == {"ready": True, "models": {"A": "ready", "B": "ready"}}
+        here.runtime.host.kill(0)
+        eventually(lambda: here.runtime.driver.health("A").condition == "down")
+        eventually(lambda: httpx.get(here.url + "/ready?model=A").status_code == 503)
+        assert httpx.get(here.url + "/ready?model=B").status_code == 200 == httpx.get(here.url + "/ready").status_code
+        states = {each["id"]: each["state"] for each in httpx.get(here.url + "/v1/models").json()["data"]}
+        assert states == {"A": "down", "B": "ready"}
+        told = here.post("/v1/completions", ASK)
+        assert told.status_code == 503 and told.json()["error"]["code"] == "model_down"
+        assert 2 <= int(told.headers["retry-after"]) <= 10
+        assert here.metric("fineserve:engine_deaths_total", model_name="A", cause="gone") == 1
+        assert here.metric("fineserve:model_ready", model_name="A") == 0
+        assert here.metric("fineserve:requests_unfinished_total", model_name="A", reason="model_down") == 1
+        eventually(lambda: here.post("/v1/completions", ASK).status_code == 200, 10)
+        assert here.metric("fineserve:engine_restarts_total", model_name="A") == 1
+        assert here.metric("fineserve:model_down_seconds_total", model_name="A") > 0

@@ -1,0 +1,159 @@
+"""Engines that die, hang, crash and come back, on fakes: what clients are told, and when."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engines import REFUSED_TOKEN, continuation
+from fineserve_runtime.alarm import Alarm
+from fineserve_runtime.backoff import FIRST_S, GOOD_S, MOST_S, Backoff
+from fineserve_runtime.bounds import Bounds
+from fineserve_runtime.jobs import Refused
+from fineserve_runtime.step_times import MeasuredStep
+from runtimekit import Runtime, core_spec, eventually, runtime
+
+from fineserve_sim.systems.spec import FcfsSpec
+
+PROMPT = (5, 6, 7)
+
+
+def test_back_off_doubles_up_to_its_bound_and_is_forgotten_after_good_behaviour() -> None:
+    backoff, now, waits = Backoff(), 100.0, []
+    for _ in range(10):
+        backoff.down("A", now)
+        waits.append(backoff.wait_s("A", now))
+        now += waits[-1]
+        assert backoff.wait_s("A", now) == 0.0
+        backoff.up("A", now)
+    assert waits[:4] == [0.0, FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[-1] == MOST_S
+    now += GOOD_S
+    backoff.down("A", now)
+    assert backoff.wait_s("A", now) == 0.0
+    assert backoff.wait_s("B", now) == 0.0
+
+
+def test_a_start_that_fails_counts_as_a_death() -> None:
+    backoff = Backoff()
+    for now in (1000.0, 1100.0, 1200.0):  # long waits between attempts are no good behaviour
+        backoff.down("A", now)
+    assert backoff.wait_s("A", 1200.0) == 2 * FIRST_S
+
+
+def test_an_engine_without_a_sign_of_life_is_ended_and_its_requests_go_on() -> None:
+    with runtime(core_spec(), bounds=Bounds(silent_s=5.0), step_s=0.001) as here:
+        here.host.engines[0].silent_s = 6.0
+        eventually(lambda: here.host.killed == [0])
+        eventually(lambda: here.host.restarts == [0])
+        _, heard = here.ask("A", tokens=10)
+        eventually(lambda: heard.end is not None)
+        assert heard.tokens_ == continuation(PROMPT, 10)
+        assert [what for what, _ in here.incidents][:2] == ["engine hung", "engine died"]
+        assert "no sign of life for 6 s" in str(here.incidents[0][1]["reason"])
+
+
+def test_of_two_silent_engines_the_most_silent_goes_first_and_the_other_gets_another_chance() -> None:
+    with runtime(core_spec(), bounds=Bounds(silent_s=5.0)) as here:
+        here.host.engines[0].silent_s, here.host.engines[1].silent_s = 6.0, 7.0
+        eventually(lambda: here.host.restarts == [1])
+        here.host.engines[0].silent_s = 0.0
+        assert here.host.killed == [1]
+
+
+def down(here: Runtime) -> None:
+    """Model A dies, and does not come up the next two times."""
+    here.host.failing_restarts = 2
+    here.host.kill(0)
+    eventually(lambda: here.driver.health("A").condition == "down")
+    eventually(lambda: len(here.host.restarts) == 1)
+
+
+def test_who_waits_for_a_model_that_does_not_come_back_is_told_at_once() -> None:
+    with runtime(core_spec(scheduler=FcfsSpec()), max_sequences=1) as here:
+        _, running = here.ask("A", tokens=50)
+        _, other = here.ask("B", tokens=5)
+        waiting = [here.ask("A")[1] for _ in range(3)]
+        here.host.step(0)
+        down(here)
+        eventually(lambda: all(heard.end for heard in [running, *waiting]), 1.0)
+        assert running.end and running.end[:2] == ("failed", "model_down")
+        for heard in waiting:
+            assert heard.end and heard.end[:2] == ("refused", "model_down")
+            assert heard.end.retry_after_s and 1 <= heard.end.retry_after_s <= 10
+        with pytest.raises(Refused, match="model A is down") as raised:
+            here.ask("A")
+        assert raised.value.reason == "model_down" and raised.value.retry_after_s
+        assert here.driver.health("B").condition == "ready"
+        here.run()
+        assert other.tokens_ == continuation(PROMPT, 5)
+
+
+def test_a_model_that_was_down_comes_back_and_the_time_is_counted() -> None:
+    with runtime(core_spec(), step_s=0.001) as here:
+        down(here)
+        eventually(lambda: here.driver.health("A").condition == "ready", 10.0)
+        health = here.driver.health("A")
+        assert len(here.host.restarts) == 3 and health.down_s >= FIRST_S and health.retry_after_s == 0
+        assert here.driver.health("B").down_s == 0
+        _, heard = here.ask("A", tokens=3)
+        eventually(lambda: heard.end is not None)
+        assert heard.tokens_ == continuation(PROMPT, 3)
+
+
+def test_a_request_that_may_have_crashed_its_engine_is_not_sent_again_and_proven_ones_are() -> None:
+    with runtime(core_spec(scheduler=FcfsSpec())) as here:
+        _, proven = here.ask("A", tokens=10)
+        here.host.step(0)
+        _, suspect = here.ask("A", (8, 9), tokens=10)
+        here.host.kill(0, "IndexError: index out of range", crashed=True)
+        assert suspect.end and suspect.end[:2] == ("failed", "engine_error") and "IndexError" in suspect.end.message
+        eventually(lambda: len(here.host.engines[0].submitted) == 3)
+        here.run()
+        assert proven.tokens_ == continuation(PROMPT, 10)
+
+
+def test_a_request_that_its_engine_refuses_ends_alone() -> None:
+    with runtime(core_spec()) as here:
+        _, other = here.ask("A", tokens=10)
+        _, refused = here.ask("A", (REFUSED_TOKEN,))
+        here.run()
+        assert refused.end and refused.end[:2] == ("refused", "rejected") and "no such token" in refused.end.message
+        assert other.tokens_ == continuation(PROMPT, 10)
+        assert not here.incidents
+
+
+def test_dispatched_requests_have_deadlines_too() -> None:
+    """An engine that has them and does not go on."""
+    with runtime(core_spec(), bounds=Bounds(queued_s=0.2)) as here:
+        _, heard = here.ask("A")
+        assert here.host.engines[0].submitted
+        eventually(lambda: heard.end is not None)
+        assert heard.end and heard.end[:2] == ("refused", "queue_timeout")
+    with runtime(core_spec(), bounds=Bounds(request_s=0.2)) as here:
+        _, heard = here.ask("A", tokens=50)
+        here.host.step(0)
+        eventually(lambda: heard.end is not None)
+        assert heard.end and heard.end[:2] == ("failed", "request_timeout") and heard.tokens_
+
+
+def test_who_waits_for_an_engine_that_starts_is_told_at_its_deadline() -> None:
+    quick = (MeasuredStep(64, 0, 0.001), MeasuredStep(8, 4, 0.0002))
+    spec = core_spec(slo_s=0.2, measured=quick, resident=("A",), weight_bytes=40 * 1024)  # no room to wake B
+    with runtime(spec) as here:
+        _, heard = here.ask("B", slo_s=0.2)
+        eventually(lambda: heard.end is not None)
+        assert heard.end and heard.end[:2] == ("refused", "deadline")
+
+
+def test_the_clock_outlives_what_goes_wrong_at_a_tick() -> None:
+    rung, troubles = [], []
+
+    def ring() -> None:
+        rung.append(1)
+        if len(rung) == 1:
+            alarm.set(0.0)
+            raise OSError("disk full")
+
+    alarm = Alarm(ring, troubles.append)
+    alarm.set(0.0)
+    eventually(lambda: len(rung) == 2)
+    assert alarm.alive and [str(each) for each in troubles] == ["disk full"]
+    alarm.close()

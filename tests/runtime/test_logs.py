@@ -1,0 +1,101 @@
+"""A log costs lines when it cannot be written, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+from fineserve_runtime.decisions import LogError
+from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler, StreamTarget, log_parts
+from fineserve_runtime.replay_log import replay_file
+from runtimekit import core_spec, eventually, runtime
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_come_in_order_and_all_are_there_when_it_is_closed(tmp_path: Path) -> None:
+    log = LineLog(FileTarget(tmp_path / "sub" / "log"), "test")
+    for number in range(5000):
+        log({"number": number})
+    log.close()
+    assert [line["number"] for line in lines(tmp_path / "sub" / "log")] == list(range(5000))
+    assert log.lost == 0 and (tmp_path / "sub" / "log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_decision_log_costs_its_lines_alone() -> None:
+    log = LineLog(FileTarget(Path("/dev/full")), "decisions")
+    with runtime(core_spec(), log=log) as here:
+        _, heard = here.ask("A", tokens=5)
+        here.run()
+        assert heard.end and heard.end.kind == "finished"
+        eventually(lambda: log.lost > 3)
+        assert not here.incidents
+    log.close()
+
+
+def test_a_pipe_that_nobody_reads_blocks_nobody() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream:  # noqa: PTH123  # a descriptor
+        log = LineLog(StreamTarget(stream), "events", most_lines=100)
+        begun_s = time.monotonic()
+        for number in range(50_000):
+            log({"number": number, "text": "x" * 100})
+        assert time.monotonic() - begun_s < 5
+        assert log.lost > 40_000
+        with open(reading) as reader:  # noqa: PTH123
+            while '"lost"' not in (line := reader.readline()):
+                log({"number": -1})
+                assert line
+        log.close()
+
+
+def test_a_file_is_rotated_and_its_parts_replay_as_one_log(tmp_path: Path) -> None:
+    with runtime(core_spec()) as here:
+        for _ in range(10):
+            here.ask("A", tokens=4)
+            here.ask("B", tokens=4)
+            here.run()
+    path = tmp_path / "decisions"
+    target = FileTarget(path, file_bytes=6000)
+    for entry in here.log:
+        target.write(json.dumps(entry) + "\n")
+    target.close()
+    parts = log_parts(path)
+    assert len(parts) > 1 and [lines(part)[0].get("part") for part in parts] == [None, *range(1, len(parts))]
+    assert replay_file(path).difference is None
+    parts[0].unlink()
+    with pytest.raises(LogError, match="begins with its part 1"):
+        replay_file(path)
+
+
+def test_a_log_with_a_gap_is_not_replayed_in_silence(tmp_path: Path) -> None:
+    with runtime(core_spec()) as here:
+        here.ask("A")
+        here.run()
+    entries = json.loads(json.dumps([*here.log[:3], {"lost": 7}, *here.log[3:]]))
+    (tmp_path / "log").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    with pytest.raises(LogError, match="7 lines were lost"):
+        replay_file(tmp_path / "log")
+
+
+def test_what_libraries_log_are_events_too() -> None:
+    stream = io.StringIO()
+    log = EventLog(stream)
+    logger = logging.Logger("uvicorn.error")
+    logger.addHandler(LoggingHandler(log))
+    try:
+        raise KeyError("what")
+    except KeyError:
+        logger.exception("in %s", "the app")
+    logger.error("bad %d", "arguments")
+    log.close()
+    (line,) = [json.loads(each) for each in stream.getvalue().splitlines()]
+    assert (line["event"], line["message"], line["problem"]) == ("library", "in the app", "KeyError('what')")
