@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from groupkit import burst, cluster, lawful
 
-from fineserve_sim.cluster.counters import COUNTERS, throttlings
+from fineserve_sim.cluster.counters import throttlings
+from fineserve_sim.cluster.scenario import COUNTERS
 
 
 @pytest.mark.parametrize(

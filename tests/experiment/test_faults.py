@@ -44,8 +44,9 @@ def test_an_instance_is_away_from_its_fault_to_its_repair(tmp_path: Path) -> Non
         assert any(used[time_s][2] > 0 for time_s in used if time_s < at_s)
         assert any(used[time_s][2] > 0 for time_s in used if at_s + 6 < time_s < 20)
         assert (run.data.fate == 1).all()
-        told = [(entry["now_s"], entry["event"]) for entry in run.decisions() if "Instance" in entry.get("event", "")]
-        assert told == [(at_s, "InstanceFailed"), (at_s + 6, "InstanceRepaired"), (20, "InstanceFailed")]
+        of_faults = ("EngineFailed", "GpusRepaired")
+        told = [(entry["now_s"], entry["event"]) for entry in run.decisions() if entry.get("event") in of_faults]
+        assert told == [(at_s, "EngineFailed"), (at_s + 6, "GpusRepaired"), (20, "EngineFailed")]
 
 
 def test_what_the_file_says_is_what_fails(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_who_sends_nothing_or_half_a_request_is_closed() -> None:
                 connection.sendall(sent)
                 begun_s = time.monotonic()
                 answer = everything(connection) if b"Length" not in sent else connection.recv(65536)
-                assert answer.startswith(b"HTTP/1.1 408") and time.monotonic() - begun_s < 3
+                assert answer.startswith(b"HTTP/1.1 408") and time.monotonic() - begun_s < 20
                 assert "0.2 s" in error_of(answer)["message"]
         with httpx.Client() as kept:  # a connection that is kept alive may be silent between two requests
             assert [kept.post(here.url + "/v1/completions", json=ASK).status_code for _ in range(3)] == [200] * 3

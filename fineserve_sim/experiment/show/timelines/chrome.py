@@ -83,7 +83,6 @@ def _transferred(entry: Entry, process: int, number: int) -> Iterator[Event]:
 
 _SPANS: Mapping[str, Callable[[Entry, int, int], Iterator[Event]]] = {
     "EngineComputed": _computed,
-    "GroupStepped": _computed,
     "Transferred": _transferred,
 }
 

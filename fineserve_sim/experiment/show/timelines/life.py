@@ -3,7 +3,7 @@
 Between its arrival and its dispatch a request waits in its scheduler. Each time an engine of the scheduler's scope stands
 between two steps, the log shows the engine's state; that state says what kept the request until the next look: no slot, no KV
 memory for its prompt, prompts that were admitted before it, or the scheduler's order. In a cluster of one model a request is
-dispatched at once and waits in the queue of its group, whose state the log shows with every microbatch.
+dispatched at once and waits in the queue of its engine, whose state the log shows with every batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEMORY = "KV memory for its prompt"
 PREFILL = "prompts admitted before it"
 ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
-GROUP_COMMANDS = ("DropLayers", "RestoreLayers", "AddInstance")
+GROUP_COMMANDS = ("DropLayers", "RestoreLayers", "Migrate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +99,15 @@ class _Log:
     def take(self, entry: Mapping[str, Any]) -> None:
         now = float(entry["now_s"])
         event = entry.get("event")
-        if event == "RequestArrived" and entry["request"]["id"] == self._id:
+        if event in ("RequestArrived", "RequestReturned") and entry["request"]["id"] == self._id:
             self._arrives(now, entry["request"])
         elif entry.get("request_id") == self._id and "command" in entry:
             self._decided(now, entry)
         elif self.open and event == "EngineStepped":
             self._looked_at(now, entry["engines"])
-        elif entry.get("span") == "GroupStepped" and self._queue in entry.get("engines", ()):
-            self._group_stepped(now, entry)
-        elif entry.get("span") == "Transferred" and self._queue in entry["engines"]:
+        elif entry.get("span") == "EngineLaunched" and self._queue == entry["engine"]:
+            self._launched(now, entry)
+        elif entry.get("span") == "Transferred" and self._queue == entry["engine"]:
             self._note(now, f"{entry['what']} of engines {entry['engines']} ends after {entry['seconds']:.3g} s")
         elif entry.get("command") in ("Activate", "Evict"):
             self._moved(now, entry)
@@ -128,14 +128,14 @@ class _Log:
             self._close(now)
             self._reason = _reason(own, self._prompt_tokens)
 
-    def _group_stepped(self, now: float, entry: Mapping[str, Any]) -> None:
-        """The group in whose queue it is begins a microbatch: with its first chunk, or for a reason without it."""
+    def _launched(self, now: float, entry: Mapping[str, Any]) -> None:
+        """The engine in whose queue it is begins a batch: with its first chunk, or for a reason without it."""
         self._close(now)
         if self._id in entry["starts"]:
             self._reason = None
             again = "again, " if self._started else ""
             self._started = True
-            self._note(now, f"prefill begins {again}on engines {entry['engines']}")
+            self._note(now, f"prefill begins {again}on engine {entry['engine']}")
         elif self._reason is not None:
             self._reason = _reason([entry], self._prompt_tokens)
 
