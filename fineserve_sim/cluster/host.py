@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState
-from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine
+from fineserve_sim.cluster.engine.spans import NEVER
+from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Fate
@@ -93,8 +93,8 @@ class Cluster:
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
         self.logs = log is not None
-        self._watches = controller.needs_loads
-        self._attentive = self._watches or check or self.logs
+        self.loads = LoadWatch() if controller.needs_loads else None
+        self._attentive = controller.needs_loads or check or self.logs
         self.prefixes: Sequence[Prefix] = ()  # by request, where KV memory keeps prefixes
         self.actions: dict[type, Callable[[Any, float], None]] = {
             Dispatch: self._dispatch,
@@ -107,9 +107,6 @@ class Cluster:
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
         self._sequences: dict[int, SequenceState] = {}
-        self._touched: set[int] = set()  # engines whose load changed since the controller was told
-        self._due: list[tuple[float, int, int]] = []  # when the load of an engine changes inside its span
-        self._watched_s: dict[int, float] = {}  # the entry of each engine in it that counts
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
         """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
@@ -144,8 +141,7 @@ class Cluster:
         if self.prefixes:
             sequence.prefix = self.prefixes[request.id]
         self._sequences[request.id] = sequence
-        if self._watches:
-            self.report_loads(now)
+        self.report_loads(now)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
         if engine_id is not None:
@@ -159,8 +155,7 @@ class Cluster:
         """These wait for an engine again, with what they generated as part of their prompts."""
         for sequence in sequences:
             self._sequences[sequence.index] = sequence
-            if self._watches:
-                self.report_loads(now)
+            self.report_loads(now)
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
 
@@ -276,8 +271,7 @@ class Cluster:
 
     def _attend(self, engine: Engine, lane: Lane, domain: MemoryDomain, now: float) -> None:
         """Somebody watches, checks or writes down what is launched."""
-        if self._watches:
-            self.touch(engine)
+        self.touch(engine)
         if self._check:
             self._check_all(domain)
         if self.log is not None:
@@ -297,8 +291,7 @@ class Cluster:
 
     def memory_freed(self, engine: Engine, now: float) -> None:
         """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
-        if self._watches:
-            self.touch(engine)
+        self.touch(engine)
         for other in self._domain_of[engine.index].engines:
             if other is engine:
                 continue
@@ -340,37 +333,14 @@ class Cluster:
             self._domain_of[engine.index].settle(now, self.order)
             engine.cut()
 
-    # --- loads -----------------------------------------------------------------------------------------------------
-
     def touch(self, engine: Engine) -> None:
         """Its load changed, and what those that share its memory see as theirs."""
-        if self._watches:
-            for other in self._domain_of[engine.index].engines:
-                self._touched.add(other.index)
-                if isinstance(other, SpanEngine) and other.next_boundary_s < NEVER:
-                    self._watch(other)
-
-    def _watch(self, engine: SpanEngine) -> None:
-        """The load changes at the next boundary of the span; somebody else may settle it before the controller is told."""
-        at_s = engine.next_boundary_s
-        if self._watched_s.get(engine.index, NEVER) > at_s:
-            self._watched_s[engine.index] = at_s
-            heappush(self._due, (at_s, engine.order, engine.index))
+        if self.loads is not None:
+            self.loads.touch(self._domain_of[engine.index].engines)
 
     def report_loads(self, now: float) -> None:
-        """Tell the controller the loads that changed since it was told last: of engines to which something happened, or whose
-        span passed a boundary. Its cost grows with their number, not with that of all engines."""
-        while self._due and self._due[0][:2] < (now, self.order):
-            at_s, _, index = heappop(self._due)
-            if self._watched_s.get(index) == at_s:
-                del self._watched_s[index]
-                if engine := self.engines.get(index):
-                    self.settle_now(engine, now)
-                    self.touch(engine)
-        if self._touched:
-            engines = self.engines
-            loads = {index: engines[index].load() for index in sorted(self._touched) if index in engines}
-            self._touched.clear()
+        """Tell the controller, if it wants to know, the loads that changed since it was told last."""
+        if self.loads is not None and (loads := self.loads.changed(self, now)):
             self.tell(now, Loads(loads))
 
     # --- the controller --------------------------------------------------------------------------------------------
@@ -410,8 +380,7 @@ class Cluster:
             engine.post(now, self.order, sequence)
             return
         engine.accept(sequence)
-        if self._watches:
-            self.touch(engine)
+        self.touch(engine)
         if engine is not self._asking:
             engine.replan(now)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.policy.commands import Command

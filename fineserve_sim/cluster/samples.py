@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.scenario import Ints, Timeline

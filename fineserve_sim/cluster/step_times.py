@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.latency import Batch, StepModel
 from fineserve_sim.latency.accounting import time_shares

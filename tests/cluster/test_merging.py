@@ -31,7 +31,7 @@ from simkit import (
 )
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import EngineKV, NamedBlocks, PrefixBlocks
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.host import Cluster

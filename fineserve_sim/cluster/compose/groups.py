@@ -13,7 +13,7 @@ from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks, StageBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.lookahead import Lookahead
@@ -60,12 +60,8 @@ def compose_groups(scenario: Scenario) -> Parts:
     _check_system(scenario, execution)
     (served,) = scenario.models
     placement, _ = place(scenario)
-    spares = 0 if system.scaling is None else system.scaling.instances
+    spares = _spares(scenario, len(placement.instances), execution.stages)
     serving = len(placement.instances) - spares
-    if serving < execution.stages or serving % execution.stages:
-        raise ScenarioError(
-            f"system {system.name}: {serving} serving instances do not make pipelines of {execution.stages} stages"
-        )
     clock = Clock()
     instances = _instances(scenario, placement.instances, clock)
     sizes = instances[0].sizes
@@ -109,6 +105,18 @@ def compose_groups(scenario: Scenario) -> Parts:
         serving,
         lambda last_arrival_s: counters(fleet, sampler, last_arrival_s),
     )
+
+
+def _spares(scenario: Scenario, instances: int, stages: int) -> int:
+    """Instances that serve only when asked for. Raises ScenarioError when the others make no pipelines."""
+    system = scenario.system
+    spares = 0 if system.scaling is None else system.scaling.instances
+    serving = instances - spares
+    if serving < stages or serving % stages:
+        raise ScenarioError(
+            f"system {system.name}: {serving} serving instances do not make pipelines of {stages} stages"
+        )
+    return spares
 
 
 class _Builder:

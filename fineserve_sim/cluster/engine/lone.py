@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from fineserve_sim.cluster.engine.batcher import EngineHost
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.engine.protocols import EngineHost
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine, Waker
 from fineserve_sim.cluster.scenario import EngineSettings
@@ -38,7 +39,7 @@ class LoneEngine(SpanEngine):
         max_tokens: int,
         settings: EngineSettings,
         wakeups: Waker,
-        host: EngineHost,
+        host: EngineHost[Engine],
     ) -> None:
         super().__init__(index, model, step, kv, max_tokens, False, settings, wakeups, host)
         self.events = 0

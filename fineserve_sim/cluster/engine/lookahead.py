@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.batcher import Batcher
 from fineserve_sim.cluster.engine.queue import PromptChunk, Queue
 from fineserve_sim.policy.groups.microbatch import Chunk, ChunkCost, LookaheadMode, Microbatch, lookahead, tokens_of
 
@@ -24,7 +24,7 @@ class Lookahead:
         """A sequence that was planned with went away, or came."""
         self._plan.clear()
 
-    def form(self, queue: Queue, engine: Engine) -> list[PromptChunk] | None:
+    def form(self, queue: Queue, engine: Batcher) -> list[PromptChunk] | None:
         """The prompt chunks of the next batch, their memory taken. None: too little work to plan with."""
         if not self._plan:
             work = self._work(queue, engine)
@@ -33,7 +33,7 @@ class Lookahead:
             self._plan.extend(lookahead(work, self._min_tokens, self._cost, self._mode))
         return self._take(self._plan.popleft(), queue, engine)
 
-    def _work(self, queue: Queue, engine: Engine) -> list[Chunk]:
+    def _work(self, queue: Queue, engine: Batcher) -> list[Chunk]:
         """All prefills that go on or could start now, as far as memory goes."""
         work = []
         free_tokens = engine.kv.free_tokens()
@@ -46,7 +46,7 @@ class Lookahead:
                 work.append(Chunk(sequence.index, sequence.cached_tokens, remaining))
         return work
 
-    def _take(self, part: Microbatch, queue: Queue, engine: Engine) -> list[PromptChunk]:
+    def _take(self, part: Microbatch, queue: Queue, engine: Batcher) -> list[PromptChunk]:
         chunks: list[PromptChunk] = []
         prefilling = {sequence.index: sequence for sequence in queue.prefilling}
         for planned in part:

@@ -11,9 +11,11 @@ tightest instance bounds the engine.
 
 from __future__ import annotations
 
-from fineserve_sim.cluster.engine.batcher import BatchSums, Engine, EngineHost
+from fineserve_sim.cluster.engine.base import BatchSums, Engine
+from fineserve_sim.cluster.engine.batcher import Batcher
 from fineserve_sim.cluster.engine.kv import EngineKV
 from fineserve_sim.cluster.engine.lookahead import Lookahead
+from fineserve_sim.cluster.engine.protocols import EngineHost
 from fineserve_sim.cluster.engine.queue import Lane, PromptChunk
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
@@ -26,7 +28,7 @@ ACTIVATION, KV, WEIGHTS = 0, 1, 2
 """Priorities on links when transfers are coordinated."""
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(Batcher):
     """``stages`` in order with their ``layout`` of layers. ``busy_s`` and ``working_s`` (stage seconds computed and seconds
     passed, both while requests wait) tell the bubbles."""
 
@@ -52,7 +54,7 @@ class PipelineEngine(Engine):
         stages: tuple[TpGroup, ...],
         layout: tuple[range, ...],
         settings: EngineSettings,
-        host: EngineHost,
+        host: EngineHost[Engine],
         *,
         shared_queue: bool,
         lookahead: Lookahead | None,

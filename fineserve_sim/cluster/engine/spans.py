@@ -15,8 +15,10 @@ from itertools import accumulate
 from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.batcher import BatchSums, Engine, EngineHost, Relief
+from fineserve_sim.cluster.engine.base import BatchSums, Engine
+from fineserve_sim.cluster.engine.batcher import Batcher
 from fineserve_sim.cluster.engine.kv import EngineKV
+from fineserve_sim.cluster.engine.protocols import EngineHost, Relief
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.scenario import EngineSettings
@@ -45,7 +47,7 @@ class Waker(Protocol):
         ...
 
 
-class SpanEngine(Engine):
+class SpanEngine(Batcher):
     """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span, ``next_boundary_s`` the next
     boundary to settle inside it; ``promised_blocks`` is at least what those ahead in it will take."""
 
@@ -76,8 +78,8 @@ class SpanEngine(Engine):
         shares_gpu: bool,
         settings: EngineSettings,
         wakeups: Waker,
-        host: EngineHost,
-        relief: Relief | None = None,
+        host: EngineHost[Engine],
+        relief: Relief[Engine] | None = None,
     ) -> None:
         super().__init__(index, model, step, kv, max_tokens, settings, host, relief=relief)
         self.end_s = self.next_boundary_s = NEVER

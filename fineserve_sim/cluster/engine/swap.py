@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Done, Link
 from fineserve_sim.cluster.engine.queue import Lane

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from simpy.events import Event as ClockEvent
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine

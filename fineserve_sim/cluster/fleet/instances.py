@@ -10,7 +10,7 @@ from functools import partial
 from simpy.events import Event as ClockEvent
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.links import Transfer
 from fineserve_sim.cluster.engine.pipeline import WEIGHTS, PipelineEngine
 from fineserve_sim.cluster.engine.queue import Lane
@@ -127,8 +127,7 @@ class Instances:
 
     def hear(self, now: float, event: Event) -> None:
         """Tell the controller, after the loads."""
-        if self.cluster.controller.needs_loads:
-            self.cluster.report_loads(now)
+        self.cluster.report_loads(now)
         self.cluster.hear(now, event)
 
     # --- what the cluster tells ------------------------------------------------------------------------------------

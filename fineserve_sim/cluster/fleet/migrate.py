@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.pipeline import KV
 from fineserve_sim.cluster.engine.queue import Lane

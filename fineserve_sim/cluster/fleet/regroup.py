@@ -20,7 +20,7 @@ from typing import Protocol
 from simpy.events import Event as ClockEvent
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.links import Link, Transfer
 from fineserve_sim.cluster.engine.pipeline import WEIGHTS, PipelineEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup

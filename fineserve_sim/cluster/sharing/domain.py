@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Protocol
 
-from fineserve_sim.cluster.engine.batcher import Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState

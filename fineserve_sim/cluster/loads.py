@@ -1,0 +1,60 @@
+"""Whose load changed since the controller was told: engines to which something happened, or whose span passed a boundary.
+
+The cost of telling grows with their number, not with that of all engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from typing import Protocol
+
+from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine
+from fineserve_sim.policy.interfaces import EngineLoad
+
+
+class Host(Protocol):
+    """The cluster: its engines by id, and the order of the event under way."""
+
+    engines: dict[int, Engine]
+    order: int
+
+    def settle_now(self, engine: Engine, now: float) -> None: ...
+    def touch(self, engine: Engine) -> None: ...
+
+
+class LoadWatch:
+    """``touch`` notes engines, ``changed`` gives their loads as they are then."""
+
+    def __init__(self) -> None:
+        self._touched: set[int] = set()
+        self._due: list[tuple[float, int, int]] = []  # when a load changes inside a span: time, order, engine
+        self._watched_s: dict[int, float] = {}  # the entry of each engine in it that counts
+
+    def touch(self, engines: Iterable[Engine]) -> None:
+        for engine in engines:
+            self._touched.add(engine.index)
+            if isinstance(engine, SpanEngine) and engine.next_boundary_s < NEVER:
+                self._watch(engine)
+
+    def _watch(self, engine: SpanEngine) -> None:
+        """The load changes at the next boundary of the span; somebody else may settle it before the controller is told."""
+        at_s = engine.next_boundary_s
+        if self._watched_s.get(engine.index, NEVER) > at_s:
+            self._watched_s[engine.index] = at_s
+            heappush(self._due, (at_s, engine.order, engine.index))
+
+    def changed(self, host: Host, now: float) -> dict[int, EngineLoad]:
+        """By engine, what is new, up to the event under way."""
+        while self._due and self._due[0][:2] < (now, host.order):
+            at_s, _, index = heappop(self._due)
+            if self._watched_s.get(index) == at_s:
+                del self._watched_s[index]
+                if engine := host.engines.get(index):
+                    host.settle_now(engine, now)
+                    host.touch(engine)
+        engines = host.engines
+        loads = {index: engines[index].load() for index in sorted(self._touched) if index in engines}
+        self._touched.clear()
+        return loads
