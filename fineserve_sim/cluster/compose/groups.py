@@ -207,6 +207,7 @@ def _controller(scenario: Scenario, instances: Sequence[TpGroup], stages: int, s
 
     model = GroupModel(
         served.id,
+        sizes.layers,
         min(served.model.max_context_tokens, holds_tokens(stages)),
         settings.block_tokens,
         sizes.block_bytes,

@@ -48,7 +48,8 @@ class Batcher(Engine):
         else:
             while growing and not self.kv.grow_each(growing):
                 self.preempt(preemption_victim(lane.victims(self._computing())), lane, now)
-        self._host.memory_freed(self, now)
+        if not self._pipelined:
+            self._host.memory_freed(self, now)
 
     def _computing(self) -> Iterator[SequenceState]:
         """Sequences with a prompt chunk in flight."""

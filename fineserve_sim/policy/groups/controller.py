@@ -38,6 +38,7 @@ from fineserve_sim.policy.events import (
     Tick,
 )
 from fineserve_sim.policy.groups.dispatch import DispatchPolicy
+from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout
 from fineserve_sim.policy.groups.migration import LlumnixMigration
 from fineserve_sim.policy.groups.throttle import KunServeDrop, Merge, ScaleOut, Split
 from fineserve_sim.policy.groups.view import GroupView, Phase
@@ -68,6 +69,7 @@ class GroupModel:
     instances can hold; ``block_bytes`` of KV over all layers, ``base_bytes`` of KV memory on an instance with all weights."""
 
     id: str
+    layers: int
     max_tokens: int
     block_tokens: int
     block_bytes: int
@@ -315,12 +317,20 @@ class GroupController(Controller):
         sources = tuple(
             id for id, engine in self._engines.items() if engine.takes_requests and set(engine.instances) <= target
         )
-        merged = self._add(action.instances, Phase.CHANGING)
+        merged = self._add(self._in_order(sources), Phase.CHANGING)
         self._merging[merged] = sources
         for source in sources:
             self._end_split(source)
             self._enter(source, Phase.CHANGING)
         return DropLayers(merged, sources, action.freed_bytes, action.sufficient)
+
+    def _in_order(self, sources: Iterable[int]) -> tuple[int, ...]:
+        """The instances of these engines as the stages of one."""
+        held: dict[int, range] = {}
+        for source in sources:
+            instances = self._engines[source].instances
+            held |= zip(instances, even_split(self._model.layers, len(instances)), strict=True)
+        return tuple(pipeline_layout(held, self._model.layers))
 
     def _split(self, action: Split) -> Command:
         instances = self._engines[action.engine].instances
