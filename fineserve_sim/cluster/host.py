@@ -238,7 +238,8 @@ class Cluster:
 
     def settle_now(self, engine: Engine, now: float) -> None:
         """Within the event under way, bring the memory that this engine sees up to it."""
-        self._domain_of[engine.index].settle(now, self.order)
+        if domain := self._domain_of.get(engine.index):  # one that has just come has nothing to settle
+            domain.settle(now, self.order)
 
     def set_shares(self, engine: Engine, now: float, compute: float, bandwidth: float) -> None:
         """The engine's composition changed: so does the pace of its neighbours, and what schedulers may answer."""

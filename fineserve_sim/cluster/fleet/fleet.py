@@ -7,7 +7,7 @@ iteration: no part of an engine needs to know of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from simpy.events import Event as ClockEvent
@@ -69,6 +69,9 @@ class ModelFleet:
         self._bytes_of = bytes_of
         self._build = build
         self._residents: dict[int, _Resident] = {}
+        self._serving: dict[str, dict[int, Engine]] = {model: {} for model in bytes_of}
+        self._on_gpu: dict[int, set[int]] = {}  # loaded engines
+        self._touched: set[int] = set()  # GPUs whose engines or memory changed
         self._loaded: ClockEvent | None = None
         self._told: set[int] = set()  # engines whose limit the controller knows
         self._iterations_gone = 0
@@ -87,7 +90,7 @@ class ModelFleet:
 
     def engines_of(self, model: str) -> list[Engine]:
         """Those of this model that are loaded."""
-        return [engine for engine in self._cluster.engines.values() if engine.model == model]
+        return list(self._serving[model].values())
 
     def iterations(self) -> int:
         """Of all engines that ever were."""
@@ -133,7 +136,7 @@ class ModelFleet:
             self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
             self._build_on(engine)
             self.reform(now)
-            cluster.changed = True  # its queue may get those who waited for it, and no command says so
+            self._change(resident.gpus)  # its queue may get those who waited for it, and no command says so
             cluster.hear(now, EngineReady(engine))
         self._await_loading()
 
@@ -159,14 +162,15 @@ class ModelFleet:
     def _activate(self, command: Activate, now: float) -> None:
         cluster, bytes = self._cluster, self._bytes_of[command.model]
         self._residents[command.engine] = _Resident(command.model, command.gpus)
-        cluster.settle_all(now, cluster.order)  # memory that spans counted on may be gone
+        for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
+            cluster.settle_now(cluster.engines[engine], now)
         self._memory.take(command.gpus, bytes.fixed_bytes, now)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
-        cluster.changed = True
+        self._change(command.gpus)
 
     def _evict(self, command: Evict, now: float) -> None:
-        cluster = self._cluster
+        cluster, gpus = self._cluster, self._residents[command.engine].gpus
         engine = cluster.engines.get(command.engine)
         if engine is None:
             self._loader.cancel(now, command.engine)
@@ -181,7 +185,7 @@ class ModelFleet:
             cluster.returned(engine, lost, now)
             if command.drain:
                 cluster.hear(now, EngineDrained(command.engine))
-        cluster.changed = True
+        self._change(gpus)
 
     # --- the fleet -------------------------------------------------------------------------------------------------
 
@@ -189,8 +193,12 @@ class ModelFleet:
         """An engine whose memory knows it."""
         resident, cluster = self._residents[engine], self._cluster
         cluster.contention.join(engine, resident.gpus)
-        cluster.engines[engine] = self._build(engine, resident.model, resident.gpus)
-        cluster.changed = True
+        cluster.engines[engine] = self._serving[resident.model][engine] = self._build(
+            engine, resident.model, resident.gpus
+        )
+        for gpu in resident.gpus:
+            self._on_gpu.setdefault(gpu, set()).add(engine)
+        self._change(resident.gpus)
 
     def _leave(self, engine: Engine, now: float) -> None:
         """An empty engine leaves its GPUs."""
@@ -202,20 +210,32 @@ class ModelFleet:
             engine.leave()
         self._iterations_gone += engine.iterations
         cluster.disconnect(engine)
+        del self._serving[engine.model][engine.index]
+        for gpu in self._residents[engine.index].gpus:
+            self._on_gpu[gpu].remove(engine.index)
         self._memory.leave(engine.index, self._residents[engine.index].gpus, now)
         self._give_up(engine.index, now)
 
     def _give_up(self, engine: int, now: float) -> None:
         resident = self._residents.pop(engine)
         self._memory.give(resident.gpus, self._bytes_of[resident.model].fixed_bytes, now)
+        self._change(resident.gpus)
+
+    def _change(self, gpus: Iterable[int]) -> None:
+        """What is on these GPUs is to be formed anew."""
+        self._touched.update(gpus)
         self._cluster.changed = True
 
     def reform(self, now: float) -> None:
-        """Form domains and scopes anew; every engine plans again after its iteration in flight, idle ones at once."""
+        """Form domains and scopes anew where engines came or went; those engines plan again after their iteration in flight,
+        idle ones at once."""
         cluster = self._cluster
-        cluster.settle_all(now, cluster.order)
-        engines = [cluster.engines[id] for id in sorted(cluster.engines)]
-        gpus_of = [self._residents[engine.index].gpus for engine in engines]
+        ids = sorted(self._connected(self._touched))
+        self._touched.clear()
+        engines = [cluster.engines[id] for id in ids]
+        for engine in engines:
+            cluster.settle_now(engine, now)
+        gpus_of = [self._residents[id].gpus for id in ids]
         spans = [engine for engine in engines if isinstance(engine, SpanEngine)]
         scopes = {scope: Scope(scope) for scope in map(self._scope, engines)}
         cluster.connect(engines, domains_of(spans, gpus_of, self._memory.managers), list(scopes.values()))
@@ -226,6 +246,19 @@ class ModelFleet:
                 engine.cut()
             elif engine.has_work or self._controller.waiting(engine.index):
                 engine.start(now)
+
+    def _connected(self, gpus: Iterable[int]) -> set[int]:
+        """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
+        found: set[int] = set()
+        seen, left = set[int](), list(gpus)
+        while left:
+            gpu = left.pop()
+            if gpu not in seen:
+                seen.add(gpu)
+                here = self._on_gpu.get(gpu, set())
+                left += [other for engine in here - found for other in self._residents[engine].gpus]
+                found |= here
+        return found
 
     def _tell_limits(self, engines: Sequence[Engine], now: float) -> None:
         """What the longest sequence of each engine is, as its GPUs are now."""

@@ -24,19 +24,23 @@ class Contention:
         self.neighbours: dict[int, tuple[int, ...]] = {}
         for engine, gpus in enumerate(gpus_of):
             self._settle_on(engine, gpus)
-        self._meet_neighbours()
+        for engine in self._gpus_of:
+            self._meet_neighbours(engine)
 
     def join(self, engine: int, gpus: tuple[int, ...]) -> None:
-        """An idle engine comes to these GPUs. Ids only ever grow."""
+        """An idle engine comes to these GPUs. Ids only ever grow. Costs what is there, not all GPUs."""
         self._settle_on(engine, gpus)
-        self._meet_neighbours()
+        self._meet_neighbours(engine)
+        for other in self.neighbours[engine]:
+            self._meet_neighbours(other)
 
     def leave(self, engine: int) -> None:
         """An idle engine goes."""
         for gpu in self._gpus_of.pop(engine):
             self._engines_on[gpu].remove(engine)
-        del self._compute[engine], self._bandwidth[engine], self.slowdowns[engine], self.neighbours[engine]
-        self._meet_neighbours()
+        del self._compute[engine], self._bandwidth[engine], self.slowdowns[engine]
+        for other in self.neighbours.pop(engine):
+            self._meet_neighbours(other)
 
     def _settle_on(self, engine: int, gpus: tuple[int, ...]) -> None:
         self._gpus_of[engine] = gpus
@@ -46,9 +50,9 @@ class Contention:
             self._of_gpu.setdefault(gpu, 1.0)
         self.slowdowns[engine] = self._slowdown(engine)
 
-    def _meet_neighbours(self) -> None:
-        for engine, gpus in self._gpus_of.items():
-            self.neighbours[engine] = tuple(sorted({e for gpu in gpus for e in self._engines_on[gpu]} - {engine}))
+    def _meet_neighbours(self, engine: int) -> None:
+        here = {other for gpu in self._gpus_of[engine] for other in self._engines_on[gpu]}
+        self.neighbours[engine] = tuple(sorted(here - {engine}))
 
     def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
