@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestReturned, Tick
-from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.fleet.controller import FleetController
+from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Suggestion
 from fineserve_sim.policy.groups.throttle import ScaleOut
 from fineserve_sim.policy.groups.view import GroupView, Phase

@@ -21,7 +21,8 @@ from fineserve_sim.policy.events import (
     RequestArrived,
     Tick,
 )
-from fineserve_sim.policy.fleet.controller import EngineBinding, FleetController, FleetModel
+from fineserve_sim.policy.fleet.controller import FleetController
+from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.views import FleetView, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request

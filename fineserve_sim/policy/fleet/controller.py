@@ -11,9 +11,8 @@ scheduler needs to know of residency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
 from fineserve_sim.policy.controller import Controller, QueueLength, Route
@@ -29,33 +28,10 @@ from fineserve_sim.policy.events import (
     RequestReturned,
     Tick,
 )
+from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel, SchedulerMaker
 from fineserve_sim.policy.fleet.rates import MovingRate
 from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
-from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
-
-
-@dataclass(frozen=True, slots=True)
-class FleetModel:
-    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
-    KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
-
-    demand: ModelDemand
-    max_tokens: int
-
-
-class EngineBinding(NamedTuple):
-    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
-    engines that are on them now."""
-
-    engine: int
-    model: str
-    gpus: tuple[int, ...]
-    kv_tokens: int
-
-
-SchedulerMaker = Callable[[Sequence[EngineBinding]], Mapping[tuple[int, ...], LocalScheduler | None]]
-"""Local schedulers for engines whose first GPUs are the same; each key names the engines that one serves. None: nothing is
-held back (see ``Route``)."""
+from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, Request
 
 
 @dataclass(slots=True)
@@ -96,12 +72,15 @@ class FleetController(Controller):
         self._residency = residency
         self._make_schedulers = make_schedulers
         self._rates = {id: MovingRate(rate_window_s, model.demand.rate_per_s) for id, model in models.items()}
-        self._engines = {
-            engine: _Engine(instance.model, instance.gpus, Status.RESIDENT) for engine, instance in enumerate(instances)
-        }
+        self._largest_bytes = max(gpu.memory_bytes for gpu in gpus)
+        self._engines: dict[int, _Engine] = {}
+        self._of_model: dict[str, set[int]] = {id: set() for id in models}
+        self._on_gpu: dict[int, set[int]] = {gpu.id: set() for gpu in gpus}
+        for engine, instance in enumerate(instances):
+            self._enter(engine, _Engine(instance.model, instance.gpus, Status.RESIDENT))
         self._next_engine = len(instances)
         self._scopes: dict[int, tuple[int, ...]] = {}
-        self._requests: dict[int, Request] = {}  # those bound to an engine
+        self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
         self._held: dict[str, dict[int, Request]] = {id: {} for id in models}
         self._held_since_s: dict[str, float] = {}
         self._pressed: set[int] = set()
@@ -132,9 +111,7 @@ class FleetController(Controller):
             return self._ready(event.engine)
         if isinstance(event, EnginesResized):
             return self._resize(event.max_tokens)
-        if isinstance(event, EngineDrained):
-            return self._gone(event.engine)
-        if isinstance(event, EngineFailed):
+        if isinstance(event, EngineDrained | EngineFailed):
             return self._gone(event.engine)
         return super().handle(now, event)
 
@@ -167,12 +144,13 @@ class FleetController(Controller):
     def _deliver(self, request: Request, route: Route) -> list[Command]:
         self._engines[route.engine].busy_s = self._now
         if route.scheduler is not None:
-            self._requests[request.id] = request
+            self._requests.setdefault(route.engine, {})[request.id] = request
         return super()._deliver(request, route)
 
     def _unbind(self, request_id: int) -> int:
-        del self._requests[request_id]
-        return super()._unbind(request_id)
+        engine = super()._unbind(request_id)
+        del self._requests[engine][request_id]
+        return engine
 
     def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
         commands = super()._schedule(now, event)
@@ -208,11 +186,20 @@ class FleetController(Controller):
         waits = any(held and not self._coming(model) for model, held in self._held.items())
         return [*commands, Survey()] if waits else commands
 
+    def _enter(self, id: int, engine: _Engine) -> None:
+        self._engines[id] = engine
+        self._of_model[engine.model].add(id)
+        for gpu in engine.gpus:
+            self._on_gpu[gpu].add(id)
+
     def _remove(self, engine: int) -> list[Command]:
         gone = self._engines[engine]
         waiting = self._close(engine)
         del self._engines[engine]
         self._longest.pop(engine, None)
+        self._of_model[gone.model].remove(engine)
+        for gpu in gone.gpus:
+            self._on_gpu[gpu].remove(engine)
         self._remake_schedulers(gone.gpus)
         return self._distribute(gone.model, waiting)
 
@@ -250,8 +237,7 @@ class FleetController(Controller):
 
     def _release(self, engines: Iterable[int]) -> list[Request]:
         """Unbind what waits for these engines, in the order of arrival. Their schedulers are to be made anew, or not needed."""
-        members = set(engines)
-        waiting = [request for id, request in self._requests.items() if self._bound[id] in members]
+        waiting = [request for engine in engines for request in self._requests.get(engine, {}).values()]
         for request in waiting:
             self._unbind(request.id)
         return sorted(waiting, key=_arrival)
@@ -275,12 +261,11 @@ class FleetController(Controller):
 
     def _remake_schedulers(self, gpus: Iterable[int]) -> None:
         """Engines on these GPUs came or went: new schedulers for all queues that they touch, with what waits in them."""
-        touched = set(gpus)
-        serving = {id: engine for id, engine in self._engines.items() if engine.status is Status.RESIDENT}
-        queues = {engine.gpus[0] for engine in serving.values() if touched & set(engine.gpus)}
+        queues = {self._engines[id].gpus[0] for gpu in gpus for id in self._on_gpu[gpu] if self._serves(id)}
         for queue in sorted(queues):
-            members = [id for id, engine in serving.items() if engine.gpus[0] == queue]
-            homes = {request.id: self._bound[request.id] for request in self._bound_requests(members)}
+            here = sorted(self._on_gpu[queue])
+            members = [id for id in here if self._serves(id) and self._engines[id].gpus[0] == queue]
+            homes = {id: engine for engine in members for id in self._requests.get(engine, ())}
             waiting = self._release(members)
             made = self._make_schedulers([self._binding(id) for id in members])
             for scope, scheduler in made.items():
@@ -288,8 +273,8 @@ class FleetController(Controller):
             for request in waiting:
                 self._deliver(request, self._route_of(request.model, homes[request.id]))
 
-    def _bound_requests(self, engines: Sequence[int]) -> Iterator[Request]:
-        return (request for id, request in self._requests.items() if self._bound[id] in engines)
+    def _serves(self, engine: int) -> bool:
+        return self._engines[engine].status is Status.RESIDENT
 
     def _open(self, scope: tuple[int, ...], scheduler: LocalScheduler | None) -> None:
         queue = QueueLength()
@@ -316,13 +301,12 @@ class FleetController(Controller):
 
     def _taken_bytes(self, gpu: int) -> int:
         """What engines take there beside KV."""
-        here = (engine.model for engine in self._engines.values() if gpu in engine.gpus)
-        return sum(self._models[model].demand.weight_bytes for model in here)
+        return sum(self._models[self._engines[id].model].demand.weight_bytes for id in self._on_gpu[gpu])
 
     def _max_tokens(self, model: str) -> int:
         """The longest sequence of the model, alone on the largest GPU."""
         facts = self._models[model]
-        alone_bytes = max(gpu.memory_bytes for gpu in self._gpus.values()) - facts.demand.weight_bytes
+        alone_bytes = self._largest_bytes - facts.demand.weight_bytes
         return min(facts.max_tokens, alone_bytes // facts.demand.token_bytes)
 
     # --- residency -------------------------------------------------------------------------------------------------
@@ -368,7 +352,7 @@ class FleetController(Controller):
 
     def _coming(self, model: str) -> bool:
         """An engine of the model serves, or will."""
-        return any(engine.model == model and engine.status is not Status.DRAINING for engine in self._engines.values())
+        return any(self._engines[id].status is not Status.DRAINING for id in self._of_model[model])
 
     def _stop(self, stop: Stop, states: Mapping[int, EngineState], free_bytes: dict[int, int]) -> list[Command]:
         engine = self._engines.get(stop.engine)
@@ -386,9 +370,7 @@ class FleetController(Controller):
     def _start(self, start: Start, free_bytes: dict[int, int]) -> list[Command]:
         """Activate an engine if the books allow it."""
         demand = self._models[start.model].demand
-        loading = any(
-            engine.model == start.model and engine.status is Status.LOADING for engine in self._engines.values()
-        )
+        loading = any(self._engines[id].status is Status.LOADING for id in self._of_model[start.model])
         nodes = {self._gpus[gpu].node for gpu in start.gpus}
         if loading or len(set(start.gpus)) != len(start.gpus) or len(start.gpus) != demand.tp or len(nodes) != 1:
             return []
@@ -396,7 +378,7 @@ class FleetController(Controller):
             return []
         engine = self._next_engine
         self._next_engine += 1
-        self._engines[engine] = _Engine(start.model, start.gpus, Status.LOADING, start.replaces, self._now)
+        self._enter(engine, _Engine(start.model, start.gpus, Status.LOADING, start.replaces, self._now))
         for gpu in start.gpus:
             free_bytes[gpu] -= demand.weight_bytes
         self._remake_schedulers(start.gpus)
