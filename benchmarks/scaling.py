@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.cluster_costs import CLUSTER_COSTS
 from benchmarks.costs import COSTS, slope, table
 from benchmarks.costs import measure as measure_cost
 from benchmarks.engine import SETTINGS, fastest, machine, scenario_of, solo, stretch, workload
@@ -126,7 +127,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.costs:
-        costs = [measure_cost(cost, args.repeat) for cost in COSTS]
+        costs = [measure_cost(cost, args.repeat) for cost in (*COSTS, *CLUSTER_COSTS)]
         print(json.dumps([asdict(one) for one in costs], indent=1) if args.json else table(costs))
         return 0 if all(one.holds for one in costs) else 1
     measured = list(curves(args.repeat))

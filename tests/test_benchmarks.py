@@ -37,9 +37,15 @@ def bench() -> dict[str, ModuleType]:
     """The modules of the folder benchmarks, which is no installed package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import costs, engine, peers, scaling
+        from benchmarks import cluster_costs, costs, engine, peers, scaling
 
-        return {"engine": engine, "peers": peers, "scaling": scaling, "costs": costs}
+        return {
+            "engine": engine,
+            "peers": peers,
+            "scaling": scaling,
+            "costs": costs,
+            "cluster_costs": cluster_costs,
+        }
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +217,9 @@ def test_the_figure_is_drawn_alike_twice(bench: dict[str, ModuleType], tmp_path:
 
 def test_every_cost_is_measured_at_small_sizes(bench: dict[str, ModuleType]) -> None:
     """Each has a name of its own and does some work; the table has a line for each."""
-    costs = bench["costs"]
-    measured = [costs.measure(cost, 1, sizes=(24, 48)) for cost in costs.COSTS]
-    assert len({(one.name, one.unit) for one in measured}) == len(costs.COSTS)
+    costs, all_costs = bench["costs"], (*bench["costs"].COSTS, *bench["cluster_costs"].CLUSTER_COSTS)
+    measured = [costs.measure(cost, 1, sizes=(24, 48)) for cost in all_costs]
+    assert len({(one.name, one.unit) for one in measured}) == len(all_costs)
     assert all(min(one.cost_s) > 0 and np.isfinite(one.slope) for one in measured)
     lines = costs.table(measured).splitlines()[1:]
     assert [line.startswith(one.name) for line, one in zip(lines, measured, strict=True)] == [True] * len(measured)
