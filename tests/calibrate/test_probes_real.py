@@ -33,20 +33,23 @@ def device() -> Iterator[TorchBackend]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         probed = TorchBackend(None, {model.name: model for model in (TINY, ONE_LAYER)})
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would time its scheduler
     yield probed
     probed.close()
     torch.set_num_threads(threads)
 
 
 def seconds(device: TorchBackend, operator: str, **axes: Any) -> dict[tuple[Any, ...], float]:
-    """The shortest of some repeats by point, for the axes' combinations: other work on the machine only adds to it."""
-    found = {}
-    for point in grid(operator, **axes):
-        prepared = device.prepare(operator, point)
-        prepared.sample(2)
-        found[tuple(point.values())] = min(prepared.sample(8))
-        prepared.close()
-    return found
+    """The shortest of many repeats by point, for the axes' combinations.
+
+    Other work on the machine only adds to a repeat, for a while: the points take turns, so that none has all its
+    repeats in a busy moment.
+    """
+    prepared = {tuple(point.values()): device.prepare(operator, point) for point in grid(operator, **axes)}
+    rounds = [{point: min(each.sample(8)) for point, each in prepared.items()} for _ in range(6)]
+    for each in prepared.values():
+        each.close()
+    return {point: min(found[point] for found in rounds) for point in prepared}
 
 
 def test_the_identity_names_processor_and_versions(device: TorchBackend) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -142,23 +143,18 @@ def connected(here: Served) -> Iterator[socket.socket]:
         yield connection
 
 
-def everything(connection: socket.socket) -> bytes:
-    found = b""
-    while part := connection.recv(65536):
-        found += part
-    return found
-
-
-def error_of(answer: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-    return found
+def answer_on(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Status and error of one whole answer, however many segments it comes in and whether or not the server closes."""
+    with HTTPResponse(connection) as response:
+        response.begin()
+        return response.status, json.loads(response.read())["error"]
 
 
 def test_headers_are_bounded() -> None:
     with served() as here, connected(here) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000 + b"\r\n\r\n")
-        answer = everything(connection)
-        assert answer.startswith(b"HTTP/1.1 400") and "headers" in error_of(answer)["message"]
+        status, error = answer_on(connection)
+        assert status == 400 and "headers" in error["message"]
 
 
 def test_who_sends_nothing_or_half_a_request_is_closed() -> None:
@@ -169,9 +165,9 @@ def test_who_sends_nothing_or_half_a_request_is_closed() -> None:
             with connected(here) as connection:
                 connection.sendall(sent)
                 begun_s = time.monotonic()
-                answer = everything(connection) if b"Length" not in sent else connection.recv(65536)
-                assert answer.startswith(b"HTTP/1.1 408") and time.monotonic() - begun_s < 20
-                assert "0.2 s" in error_of(answer)["message"]
+                status, error = answer_on(connection)
+                assert status == 408 and time.monotonic() - begun_s < 20
+                assert "0.2 s" in error["message"]
         with httpx.Client() as kept:  # a connection that is kept alive may be silent between two requests
             assert [kept.post(here.url + "/v1/completions", json=ASK).status_code for _ in range(3)] == [200] * 3
 
@@ -203,8 +199,8 @@ def test_a_client_that_reads_nothing_is_cut_and_its_memory_is_back() -> None:
 def test_connections_are_bounded() -> None:
     with served(limits=HttpLimits(connections=3)) as here:
         with connected(here), connected(here), connected(here), connected(here) as fourth:
-            answer = everything(fourth)
-            assert answer.startswith(b"HTTP/1.1 503") and error_of(answer)["code"] == "connections"
+            status, error = answer_on(fourth)
+            assert status == 503 and error["code"] == "connections"
         eventually(lambda: not here.server.server_state.connections)
         assert httpx.get(here.url + "/health").status_code == 200
 
