@@ -80,14 +80,14 @@ def _awq_table(factor: float) -> Sequence[tuple[str, str]]:
 
 def _shares(factor: float) -> Sequence[tuple[str, str]]:
     from fineserve_sim.latency import StepModel
+    from fineserve_sim.latency.sharing import Demand
 
-    plain = StepModel.shares
+    plain = StepModel.demand
 
-    def scaled(step: StepModel, *batch: Any) -> tuple[float, float]:
-        compute, memory = plain(step, *batch)
-        return compute * factor, memory * factor
+    def scaled(step: StepModel, *batch: Any) -> Demand:
+        return Demand(*(factor * need for need in plain(step, *batch)[:3]))
 
-    mock.patch.object(StepModel, "shares", scaled).start()  # ends with the process
+    mock.patch.object(StepModel, "demand", scaled).start()  # ends with the process
     return ()
 
 

@@ -28,6 +28,7 @@ from fineserve_sim.catalog.load import (
     precision,
     precisions,
 )
+from fineserve_sim.catalog.mig import mig_slices
 from fineserve_sim.catalog.specs import (
     AttentionVariant,
     Deployment,
@@ -77,6 +78,7 @@ __all__ = [
     "linears",
     "mig_gpu",
     "mig_gpus",
+    "mig_slices",
     "model",
     "model_from_hf_config",
     "models",

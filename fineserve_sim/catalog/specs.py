@@ -29,10 +29,11 @@ class Quantity(Spec):
 
 
 class GpuSpec(Spec):
-    """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink)."""
+    """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink). ``whole``: the
+    GPU type of which it is a slice by MIG."""
 
     name: str
-    memory_gib: int = Field(gt=0)
+    memory_gib: float = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     bf16_flops_per_s: float = Field(gt=0)
     fp8_flops_per_s: float | None = None
@@ -41,11 +42,12 @@ class GpuSpec(Spec):
     pcie_bytes_per_s: float = Field(gt=0)
     efficiency: Literal["measured", "roofline-scaled"]
     source: str
+    whole: str | None = None
 
     @property
     def memory_bytes(self) -> int:
         """Nominal memory: a card sold as N GB counts as N GiB (systems.md 1.2)."""
-        return self.memory_gib * 2**30
+        return round(self.memory_gib * 2**30)
 
     @property
     def peer_bytes_per_s(self) -> float:

@@ -90,7 +90,7 @@ def _gpus() -> _Listing:
     shown = [
         {
             "GPU": gpu.name,
-            "Memory": f"{gpu.memory_gib} GiB",
+            "Memory": f"{gpu.memory_gib:g} GiB",
             "BF16": f"{gpu.bf16_flops_per_s / 1e12:.0f} TFLOP/s",
             "FP8": f"{gpu.fp8_flops_per_s / 1e12:.0f} TFLOP/s" if gpu.fp8_flops_per_s else "none",
             "Bandwidth": f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s",

@@ -24,6 +24,7 @@ from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Fate
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import MemoryDomain
+from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArrived, RequestReturned
@@ -168,8 +169,12 @@ class Cluster:
         self.outcomes.end(sequence.index, now, Fate.FINISHED)
 
     def preempted(self, engine: Engine, sequence: SequenceState) -> None:
+        """Its scheduler sees another state of it: those of the scope may get another answer at their next boundary."""
         self.outcomes.preemptions[sequence.index] += 1
-        self._scope_of[engine.index].stale = True
+        scope = self._scope_of[engine.index]
+        scope.stale = True
+        if self.controller.waiting(engine.index):
+            self._cut_others(scope, engine, self.clock.now)
 
     def progressed(self, engine: Engine) -> None:
         """Prompt tokens were computed: a scheduler that counts them may answer differently."""
@@ -198,9 +203,7 @@ class Cluster:
             scope.ask_again_s = self.controller.unchanged_until(now, engine.index, self._states(scope, now))
         scope.stale = changed  # what it just decided may be news to itself
         if changed or scope.ask_again_s < planned_s:
-            for other in scope.engines:
-                if other != engine.index:
-                    self._cut(self.engines[other], now)
+            self._cut_others(scope, engine, now)
 
     def must_ask(self, engine: Engine) -> bool:
         """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
@@ -241,9 +244,9 @@ class Cluster:
         if domain := self._domain_of.get(engine.index):  # one that has just come has nothing to settle
             domain.settle(now, self.order)
 
-    def set_shares(self, engine: Engine, now: float, compute: float, bandwidth: float) -> None:
+    def set_demand(self, engine: Engine, now: float, need: Demand) -> None:
         """The engine's composition changed: so does the pace of its neighbours, and what schedulers may answer."""
-        changed = self.contention.set_shares(engine.index, compute, bandwidth)
+        changed = self.contention.set_demand(engine.index, need)
         slowdown = self.contention.slowdowns[engine.index]
         if slowdown != engine.slowdown:
             engine.slowdown = slowdown
@@ -328,6 +331,11 @@ class Cluster:
     def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
         assert self.fleet is not None
         self.fleet.leaves(engine, lane, sequence, now)
+
+    def _cut_others(self, scope: Scope, engine: Engine, now: float) -> None:
+        for other in scope.engines:
+            if other != engine.index:
+                self._cut(self.engines[other], now)
 
     def _cut(self, engine: Engine, now: float) -> None:
         if engine.busy:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
 from fineserve_sim.latency.cost import Source
 from fineserve_sim.policy.interfaces import Placement
-from fineserve_sim.systems import SystemSpec
+from fineserve_sim.systems import Sharing, SystemSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -47,12 +47,13 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of the cluster: its place in a node matters for TP groups. ``network_bytes_per_s``: its link to other
-    nodes, in one direction (200 Gbit/s unless said otherwise)."""
+    nodes, in one direction (200 Gbit/s unless said otherwise). ``sharing``: of its SMs; by default as the system has it."""
 
     id: int
     node: int
     spec: GpuSpec
     network_bytes_per_s: float = 25e9
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)

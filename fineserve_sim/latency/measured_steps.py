@@ -23,6 +23,7 @@ from scipy.optimize import nnls
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, Quantity
 from fineserve_sim.latency.cost import EXTRAPOLATED, FITTED, Cost
 from fineserve_sim.latency.rates import Provenance
+from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.latency.step import StepModel
 from fineserve_sim.latency.table_operators import GEMM_DTYPE
 from fineserve_sim.latency.tables import PiecewiseLinear, TableError
@@ -188,7 +189,7 @@ class MeasuredStepModel(StepModel):
         operators = MeasuredOperators(fit, source)
         self._price_by(operators, operators.attention)
 
-    def shares(
+    def demand(
         self,
         decodes: int,
         decode_context: int,
@@ -197,9 +198,9 @@ class MeasuredStepModel(StepModel):
         prefill_context: int,
         sampled: int,
         step_s: float | None = None,
-    ) -> tuple[float, float]:
-        """What a step needs of its device: the measured engine does not say what bounds it, so both alike."""
-        return self.share, self.share
+    ) -> Demand:
+        """What a step needs of its device: the measured engine does not say what bounds it, so all alike."""
+        return Demand(self.share, self.share, self.share)
 
 
 def load_step_model(

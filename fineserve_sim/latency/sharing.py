@@ -7,18 +7,20 @@ the whole GPU. Nothing depends on time, so steps between two changes of composit
 ``time_slice``   contexts take turns while kernels of several are resident, however little those need; a switch costs
 ``mps``          kernels run side by side and take turns for the compute units, and for the bandwidth, that they need
 ``mps`` capped   an engine's own SMs first (``under_cap``); bandwidth is everybody's, compute as far as the caps overlap
-``mig``          the slice is the engine's own
+``mig``          the slice is the engine's own (a cluster has slices as GPUs: ``cluster.compose.sharing``)
 
 ``turns`` is behind two of them: whoever wants something waits for those who want it at that moment, and wants it longer for
 that. Alone nobody waits, engines that always want it take their number of times as long, and in between it is softer than
 ``fluid``.
 
 The numbers are fitted on part of the measurements that ``fineserve-calibrate sharing`` reads, and held against the rest there.
+``LAWS`` are the laws as a cluster asks them, over and over: of demands in hundredths, so that answers are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 SWITCH_SHARE = 0.2
@@ -41,6 +43,13 @@ class Demand(NamedTuple):
     bandwidth: float
     resident: float = 1.0
     sm_share: float = 1.0
+
+    @property
+    def works(self) -> bool:
+        return self.compute > 0.0 or self.bandwidth > 0.0
+
+
+IDLE = Demand(0.0, 0.0, 0.0)
 
 
 class Slice(NamedTuple):
@@ -105,7 +114,7 @@ def mps(demands: Sequence[Demand]) -> list[float]:
     Engines with a part of the SMs run at the pace of their cap, and compete for compute as far as the caps exceed the GPU.
     """
     alone = [under_cap(need) for need in demands]
-    overlap = min(1.0, max(0.0, sum(need.sm_share for need in demands) - 1.0))
+    overlap = min(1.0, max(0.0, sum(need.sm_share for need in demands if need.works) - 1.0))
     compute = turns([overlap * need.compute / pace for need, pace in zip(demands, alone, strict=True)])
     bandwidth = turns([need.bandwidth / pace for need, pace in zip(demands, alone, strict=True)])
     return [pace * max(waits) for pace, *waits in zip(alone, compute, bandwidth, strict=True)]
@@ -130,5 +139,34 @@ def mig(slices: Sequence[Slice]) -> Law:
     return law
 
 
-LAWS: dict[str, Law] = {"fluid": fluid, "time_slice": time_slice, "mps": mps}
+class SharingLaw(NamedTuple):
+    """``paces`` of the engines of one GPU, in any order but the same; ``seen``: of a demand and its part of the SMs.
+
+    Where a fixed point must be sought, a demand is seen in hundredths: slowdowns are right within a hundredth a neighbour, and
+    most have been asked before. A neighbour whose demand hardly changed then changes nobody's pace.
+    """
+
+    paces: Callable[[tuple[Demand, ...]], Sequence[float]]
+    seen: Callable[[Demand, float], Demand]
+
+
+def _all(need: Demand, sm_share: float) -> Demand:
+    return need
+
+
+def _resident_alone(need: Demand, sm_share: float) -> Demand:
+    return Demand(0.0, 0.0, int(100.0 * need.resident + 0.5) / 100.0)
+
+
+def _kernels_alone(need: Demand, sm_share: float) -> Demand:
+    hundredths = int(100.0 * need.compute + 0.5), int(100.0 * need.bandwidth + 0.5)
+    return Demand(hundredths[0] / 100.0, hundredths[1] / 100.0, 1.0, sm_share)
+
+
+_KEPT = 2**16
+LAWS: dict[str, SharingLaw] = {
+    "fluid": SharingLaw(fluid, _all),
+    "time_slice": SharingLaw(lru_cache(_KEPT)(time_slice), _resident_alone),
+    "mps": SharingLaw(lru_cache(_KEPT)(mps), _kernels_alone),
+}
 """By mode, of those that the demands alone decide."""

@@ -25,6 +25,7 @@ from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.legacy import LegacyAttention
 from fineserve_sim.latency.operators import BITS_8, FusedQuantisation, OperatorCosts, Operators
 from fineserve_sim.latency.rates import Provenance, resolve
+from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 
@@ -195,7 +196,7 @@ class StepModel:
         result: list[float] = times.cumsum()[1:].tolist()  # cumsum adds one by one, in order
         return result
 
-    def shares(
+    def demand(
         self,
         decodes: int,
         decode_context: int,
@@ -204,14 +205,15 @@ class StepModel:
         prefill_context: int,
         sampled: int,
         step_s: float | None = None,
-    ) -> tuple[float, float]:
-        """Fractions in [0, 1] of the solo step during which it needs the compute units and the memory bandwidth
-        (systems.md 1.3). Launches, host time and links count for neither; a kernel counts for both where they overlap.
-        ``step_s`` is the step's, where it is known.
+    ) -> Demand:
+        """What the step needs of the GPU, as fractions in [0, 1] of its time alone: when compute units and memory bandwidth are
+        busy (a kernel counts for both where they overlap; launches, host time and links for neither), and when a kernel is
+        on the device (the rest is the host's, or launches that the device waits for). ``step_s`` is the step's, where it is
+        known.
         """
-        if step_s is None:
-            step_s = self.step_s(decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context, sampled)
         chunks = (prefill_tokens, prefill_pairs, prefill_context)
+        if step_s is None:
+            step_s = self.step_s(decodes, decode_context, *chunks, sampled)
         decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
         tokens = decodes + prefill_tokens
         self._reserve(tokens, sampled)
@@ -220,29 +222,9 @@ class StepModel:
         memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[sampled]
         memory_s += min((decode_context + decodes) * self._kv_s, decode_s)
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
-        return compute_s / step_s, memory_s / step_s
-
-    def resident(
-        self,
-        decodes: int,
-        decode_context: int,
-        prefill_tokens: int,
-        prefill_pairs: float,
-        prefill_context: int,
-        sampled: int,
-        step_s: float | None = None,
-    ) -> float:
-        """Fraction in [0, 1] of the solo step in which a kernel is on the device: the rest is the host's, or launches that the
-        device waits for. ``step_s`` is the step's, where it is known."""
-        chunks = (prefill_tokens, prefill_pairs, prefill_context)
-        if step_s is None:
-            step_s = self.step_s(decodes, decode_context, *chunks, sampled)
-        decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
-        if prefill_tokens:
-            decode_s = max(decode_s, self._attention_floor_s)
-        self._reserve(decodes + prefill_tokens, sampled)
-        device_s = self._tokens_s[decodes + prefill_tokens] + self._sampled_s[sampled] + decode_s + prefill_s
-        return min(1.0, device_s / step_s)
+        device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + prefill_s
+        device_s += max(decode_s, self._attention_floor_s) if prefill_tokens else decode_s
+        return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s))
 
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
         """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.

@@ -6,9 +6,10 @@ from functools import cache
 from importlib.resources import files
 
 from fineserve_sim.packaged import read_yaml
+from fineserve_sim.systems.sharing import Sharing
 from fineserve_sim.systems.spec import SystemSpec
 
-__all__ = ["SystemSpec", "load_systems"]
+__all__ = ["Sharing", "SystemSpec", "load_systems"]
 
 
 @cache

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from fineserve_sim.systems.sharing import Sharing
 
 
 class Spec(BaseModel):
@@ -315,7 +317,8 @@ DispatchSpec = Annotated[
 class SystemSpec(Spec):
     """One system: where models go, which request starts next, and how KV memory is shared.
 
-    Without ``residency``, models stay where they were placed. A system with ``dispatch`` is a cluster of instances of one
+    ``sharing`` is how engines share the SMs of a GPU, unless the cluster says it. Without ``residency``, models stay where they
+    were placed. A system with ``dispatch`` is a cluster of instances of one
     model; the axes after it are for such systems alone.
     """
 
@@ -325,12 +328,22 @@ class SystemSpec(Spec):
     placement: PlacementSpec
     scheduler: SchedulerSpec
     memory: MemorySpec
+    sharing: Sharing = Sharing(mode="mps")
     residency: ResidencySpec | None = None
     dispatch: DispatchSpec | None = None
     execution: PipelineSpec | None = None
     drop: KunServeDropSpec | None = None
     migration: LlumnixMigrationSpec | None = None
     scaling: SpareInstancesSpec | None = None
+
+    @field_validator("sharing")
+    @classmethod
+    def _whole_gpus(cls, sharing: Sharing) -> Sharing:
+        if sharing.mode == "mig":
+            raise PydanticCustomError(
+                "mig_system", "MIG divides GPUs: it is for the cluster to say, in cluster.sharing"
+            )
+        return sharing
 
     @model_validator(mode="after")
     def _clusters_of_instances(self) -> SystemSpec:

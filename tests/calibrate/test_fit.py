@@ -214,7 +214,7 @@ def test_half_shares_set_processor_sharing_beside_the_profile() -> None:
         *(("prefill", b) for b in (4, 8, 16, 32)),
     ]
     step = StepModel(model("llama-3.1-8b"), precision("fp16"), 1, H100, deployed)
-    uc, um = step.shares(8, 8 * 639, 0, 0, 0, 8)
+    uc, um = step.demand(8, 8 * 639, 0, 0, 0, 8)[:2]
     eight = halves[3]
     assert (eight.compute, eight.bandwidth) == (uc, um)
     assert eight.processor_sharing == max(1.0, 2 * uc, 2 * um) > 1.1

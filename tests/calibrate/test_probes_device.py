@@ -387,7 +387,7 @@ def test_more_tokens_never_take_less(step: MeasuredStepModel, tokens: int) -> No
 def test_the_fit_says_where_it_comes_from(step: MeasuredStepModel) -> None:
     assert {line.kind for line in step.provenance() if line.quantity.startswith("step.")} == {"fitted"}
     assert "step.parquet: tiny-llama bfloat16 eager, fitted over 91 steps" in step.provenance()[0].source
-    assert step.shares(1, 10, 0, 0, 0, 1) == (1.0, 1.0)
+    assert step.demand(1, 10, 0, 0, 0, 1)[:2] == (1.0, 1.0)
     assert np.abs(step.fit.error).max() < 0.05
 
 

@@ -96,7 +96,7 @@ def static(random: Random) -> Scenario:
     settings = with_usable_bytes(fixed_bytes(fullest, settings) + pool_bytes, settings)
     rows = _rows(random, (15, 40), 0.4, [1, 15, 16, 17, 40, 90, 150], [1, 2, 16, 30, 61, 120], len(models))
     trace = _with_prefixes(trace_of(rows, [m.id for m in models]))
-    spec = _spec(placement=pinned(groups), scheduler=scheduler, memory=memory)
+    spec = _spec(placement=pinned(groups), scheduler=scheduler, memory=memory, sharing=_sharing(random, models))
     return Scenario(spec, tuple(models), _gpus(number), trace, settings, sample_s=0.05)
 
 
@@ -155,7 +155,8 @@ def still(random: Random) -> Scenario:
     tokens = random.choice([3000, 8000, 30000]) * max(geometry(m, settings).token_bytes for m in here)
     settings = with_usable_bytes(fixed_bytes(here, settings) + tokens, settings)
     rows = _rows(random, (10, 40), 2.0, [1, 16, 190, 900], [1, 2, 40, 400], models)
-    spec = _spec(placement={"policy": "kvpr"}, memory=_paged(random), residency=residency)
+    sharing = _sharing(random, here)
+    spec = _spec(placement={"policy": "kvpr"}, memory=_paged(random), residency=residency, sharing=sharing)
     trace = trace_of(rows, [m.id for m in here])
     return Scenario(spec, tuple(here), _gpus(cards), trace, settings, sample_s=0.5, drain_s=60.0)
 
@@ -182,7 +183,8 @@ def _fleet(random: Random, residency: Options, placement: Options, memory: Optio
     settings = with_usable_bytes(fixed_bytes([largest] * random.randint(1, 2), settings) + tokens, settings)
     rows = _rows(random, (5, 60), 15.0, [1, 16, 190, 900], [1, 2, 60, 400, 900], len(models))
     scheduler = random.choice(SCHEDULERS)
-    spec = _spec(placement=placement, scheduler=scheduler, memory=memory, residency=residency)
+    sharing = _sharing(random, models)
+    spec = _spec(placement=placement, scheduler=scheduler, memory=memory, residency=residency, sharing=sharing)
     trace = trace_of(rows, [m.id for m in models])
     return Scenario(spec, tuple(models), _gpus(cards), trace, settings, sample_s=0.5, drain_s=60.0)
 
@@ -308,12 +310,19 @@ def _settings(random: Random, sequences: Sequence[int] = (5, 20)) -> EngineSetti
     )
 
 
+def _sharing(random: Random, models: Sequence[ServedModel]) -> object:
+    capped = {"mps": {random.choice(models).id: random.choice([10, 50, 90])}}
+    return random.choice(["fluid", "time_slice", "mps", capped])
+
+
 def _gpus(number: int) -> tuple[Gpu, ...]:
     return tuple(Gpu(gpu, 0, H100) for gpu in range(number))
 
 
 def _spec(**axes: Any) -> SystemSpec:
+    sharing = axes.pop("sharing")
     chosen = {axis: {"policy": choice} if isinstance(choice, str) else choice for axis, choice in axes.items()}
+    chosen["sharing"] = sharing
     named = {"name": "random", "title": "Random", "summary": "For a test", "scheduler": {"policy": "fcfs"}}
     return SystemSpec.model_validate(named | chosen)
 

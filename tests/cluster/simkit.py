@@ -52,11 +52,14 @@ def trace_of(rows: Sequence[Row], models: Sequence[str] = ("m",)) -> Trace:
     )
 
 
-def system(placement: object, scheduler: str = "fcfs", memory: object = "private") -> SystemSpec:
+def system(
+    placement: object, scheduler: str = "fcfs", memory: object = "private", sharing: object = "mps"
+) -> SystemSpec:
     """A system that is in no file: each axis is the name of a policy, or its options, or (placement) pinned GPU groups."""
     axes = {"placement": placement, "scheduler": scheduler, "memory": memory}
     axes = {axis: {"policy": choice} if isinstance(choice, str) else choice for axis, choice in axes.items()}
-    return SystemSpec.model_validate({"name": "inline", "title": "Inline", "summary": "For a test", **axes})
+    named = {"name": "inline", "title": "Inline", "summary": "For a test", "sharing": sharing}
+    return SystemSpec.model_validate(named | axes)
 
 
 def pinned(groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, object]:

@@ -21,6 +21,7 @@ from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment import load_experiment, run_experiment
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.store import key_of
+from fineserve_sim.systems import Sharing
 
 SHARED_PREFIX = [
     (
@@ -86,7 +87,13 @@ def test_traces_share_a_key_when_they_are_the_same_requests(small: Scenario, one
 
 def changed(value: Any) -> Iterator[Any]:
     """``value`` with one thing in it changed, for each thing in it."""
-    if isinstance(value, BaseModel):
+    if isinstance(value, Sharing):
+        yield from (
+            Sharing(mode="fluid"),
+            Sharing(mode="mps", percent={"A": 40}),
+            Sharing(mode="mps", percent={"A": 50}),
+        )
+    elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from (value.model_copy(update={name: each}) for each in changed(getattr(value, name)))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

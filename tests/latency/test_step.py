@@ -196,21 +196,21 @@ def test_tables_grown_on_demand_equal_those_grown_at_once() -> None:
 
 @given(engines, batches())
 def test_shares_are_fractions(step: StepModel, batch: Batch) -> None:
-    assert all(0.0 <= share <= 1.0 for share in step.shares(*batch))
+    assert all(0.0 <= share <= 1.0 for share in step.demand(*batch)[:2])
 
 
 @given(engines, batches())
 def test_tables_lengthen_no_need_of_the_units(step: StepModel, batch: Batch) -> None:
     """An operator needs compute units and bandwidth for its roofline, and not longer than it takes."""
     roofline = StepModel(step.model, step.precision, step.tp, step.gpu, step.deployment)
-    for share, most in zip(step.shares(*batch), roofline.shares(*batch), strict=True):
+    for share, most in zip(step.demand(*batch)[:2], roofline.demand(*batch)[:2], strict=True):
         assert share * step.step_s(*batch) <= most * roofline.step_s(*batch) * (1 + 1e-9)
 
 
 def test_decode_needs_bandwidth_and_prefill_compute() -> None:
-    compute, memory = engine().shares(8, 8000, 0, 0, 0, 8)
+    compute, memory = engine().demand(8, 8000, 0, 0, 0, 8)[:2]
     assert compute < 0.1 and memory > 0.7
-    compute, memory = engine().shares(0, 0, 4096, 4096 * 4097 // 2, 0, 1)
+    compute, memory = engine().demand(0, 0, 4096, 4096 * 4097 // 2, 0, 1)[:2]
     assert compute > 0.7 and memory < 0.5
 
 
@@ -218,7 +218,9 @@ def test_host_time_needs_neither() -> None:
     batch = (1, 100, 0, 0, 0, 1)
     free, bound = engine(fmt="fp8"), engine(fmt="fp8", by="vllm-0.9.1-authors")
     assert bound.step_s(*batch) == pytest.approx(0.00177 + 0.00877)
-    assert bound.shares(*batch)[1] == pytest.approx(free.shares(*batch)[1] * free.step_s(*batch) / 0.01054, rel=1e-12)
+    assert bound.demand(*batch).bandwidth == pytest.approx(
+        free.demand(*batch).bandwidth * free.step_s(*batch) / 0.01054, rel=1e-12
+    )
 
 
 @given(engines, st.integers(0, 20_000), st.integers(0, 3000), st.integers(0, 300), st.sampled_from([256, 512, 2048]))

@@ -13,7 +13,7 @@ from fineserve_calibrate.campaign.items import Seat
 from fineserve_calibrate.probes.engines import Composition
 from fineserve_sim.catalog import CatalogError, GpuSpec, deployment, model, precision
 from fineserve_sim.latency import StepModel
-from fineserve_sim.latency.sharing import LAWS, Demand
+from fineserve_sim.latency.sharing import mps, time_slice
 from fineserve_sim.latency.tables import measured_on
 
 PRECISION = {"bfloat16": "W16A16", "fp8": "W8A8KV8", "int4_wo": "W4A16"}
@@ -55,9 +55,9 @@ class Predictor:
         """Step times beside each other over those alone on the whole device."""
         demands = []
         for seat, load in engines:
-            step, batch = self._step(seat.dtype, mode), work(load)
-            demands.append(Demand(*step.shares(*batch), step.resident(*batch), seat.percent / 100))
-        return LAWS[sharing](demands)
+            need = self._step(seat.dtype, mode).demand(*work(load))
+            demands.append(need._replace(sm_share=seat.percent / 100))
+        return {"mps": mps, "time_slice": time_slice}[sharing](demands)
 
 
 def predictor_of(gpu: GpuSpec | None, rows: Sequence[Mapping[str, Any]]) -> Predictor | None:

@@ -183,5 +183,7 @@ def _of_phase(rows: pd.DataFrame, phase: Phase) -> pd.DataFrame:
 def _shares(step: StepModel, phase: Phase, batch: int, tokens: int, context: float) -> tuple[float, float]:
     """The step model's (uc, um) of the batch: a decode step at its mean context, or all prompts prefilled in one step."""
     if phase == "decode":
-        return step.shares(batch, round(batch * context), 0, 0, 0, batch)
-    return step.shares(0, 0, batch * tokens, batch * tokens * (tokens + 1) / 2, 0, batch)
+        need = step.demand(batch, round(batch * context), 0, 0, 0, batch)
+    else:
+        need = step.demand(0, 0, batch * tokens, batch * tokens * (tokens + 1) / 2, 0, batch)
+    return need.compute, need.bandwidth

@@ -60,7 +60,7 @@ def read_caps(path: Path, make_step: StepFactory) -> pd.DataFrame:
                 alone_s = float(seconds[shares == 1.0].sum())
                 if alone_s <= 0:
                     continue
-                needs = np.minimum(step.shares(*load, alone_s), 1.0).tolist()
+                needs = np.minimum(step.demand(*load, alone_s)[:2], 1.0).tolist()
                 there = (seconds > 0) & (shares < 1)
                 under = zip(shares[there], seconds[there] / alone_s, strict=True)
                 rows += [(name, tp, phase, share, *needs, slowdown) for share, slowdown in under]
@@ -81,7 +81,7 @@ def read_authors_caps(path: Path, make_step: StepFactory) -> pd.DataFrame:
             columns = {"decode": "tpot"} | ({"prefill": "ttft"} if b * n >= LONG_PROMPTS else {})
             shares = times.mps_percentage.to_numpy(np.float64) / 100
             for phase, column in columns.items():
-                needs, seconds = step.shares(*loads[phase]), times[column].to_numpy(np.float64)
+                needs, seconds = step.demand(*loads[phase])[:2], times[column].to_numpy(np.float64)
                 alone_s = float(seconds[shares == 1.0].sum())
                 under = zip(shares[shares < 1], seconds[shares < 1] / alone_s, strict=True)
                 rows += [

@@ -129,7 +129,7 @@ def _fp8_pair(row: dict[Any, Any], make_step: StepFactory) -> Compared:
     }
     points = {name: profile(step, *tokens, FP8_PAIR["token_budget"], batch)[-1] for name, step in steps.items()}
     load = (batch, batch * (tokens[0] + tokens[1] // 2), 0, 0, 0, batch)
-    need = Demand(*steps["fp8"].shares(*load), steps["fp8"].resident(*load))
+    need = steps["fp8"].demand(*load)
     ratio = 2 / mps([need, need])[0] * points["fp8"].throughput_per_s / points["fp16"].throughput_per_s
     note = f"{batch} sequences an engine of {tokens[0]} tokens in and {tokens[1]} out, by the step model"
     return Compared(

@@ -8,9 +8,7 @@ see it yet, as with a real client.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from fineserve_traces import Trace
@@ -30,7 +28,7 @@ from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
-from fineserve_sim.latency.sharing import Demand, time_slice
+from fineserve_sim.latency.sharing import LAWS, SharingLaw
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.policy.memory.paged import PrivatePools
@@ -82,8 +80,8 @@ class Times:
 
 
 class EngineRun:
-    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes, ``time_slice`` makes
-    them take turns. With ``prefixes``, one a request, engines have pools of their own that cache them."""
+    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes; ``sharing`` is the
+    law of their pace. With ``prefixes``, one a request, engines have pools of their own that cache them."""
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class EngineRun:
         settings: EngineSettings,
         *,
         shared_kv: bool = False,
-        time_slice: bool = False,
+        sharing: str = "fluid",
         prefixes: Sequence[Prefix] = (),
     ) -> None:
         n = len(requests.prompt_tokens)
@@ -108,9 +106,8 @@ class EngineRun:
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
         self._clock, self._outcomes = Clock(), Outcomes(trace)
-        memory, shares = _shared if shared_kv else _private, Turns if time_slice else Contention
-        caches = bool(prefixes)
-        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, shares, caches=caches)
+        memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
+        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, law, caches=caches)
         self._cluster.prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
@@ -157,13 +154,13 @@ def _connect(
     clock: Clock,
     outcomes: Outcomes,
     memory: MakeMemory,
-    shares: type[Contention],
+    law: SharingLaw,
     *,
     caches: bool,
 ) -> Cluster:
-    contention = shares([(instance.gpu,) for instance in instances])
-    if shares is Turns:
-        instances = [replace(instance, step=_resident(instance.step)) for instance in instances]
+    contention = Contention({instance.gpu: law for instance in instances})
+    for index, instance in enumerate(instances):
+        contention.join(index, (instance.gpu,))
     managers = {
         gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
         for gpu in sorted({instance.gpu for instance in instances})
@@ -178,39 +175,22 @@ def _connect(
     scopes = [Scope((index,)) for index in range(len(instances))]
     cluster = Cluster(clock, Controller(routes), contention, outcomes, merging=True, check=False, log=None)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
-    shares_gpu = [bool(contention.neighbours[index]) for index in range(len(instances))]
     engines = [
         SpanEngine(
-            index, str(i.model), i.step, kvs[index], limits[index], shares_gpu[index], settings, wakeups[i.gpu], cluster
+            index,
+            str(i.model),
+            i.step,
+            kvs[index],
+            limits[index],
+            contention.contended(index),
+            settings,
+            wakeups[i.gpu],
+            cluster,
         )
         for index, i in enumerate(instances)
     ]
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster
-
-
-class Turns(Contention):
-    """Engines of a GPU take turns: ``set_shares`` is told the resident part of the step in place of its compute share."""
-
-    def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
-        """As ``Contention``: the other engines whose slowdown changed."""
-        self._compute[engine] = compute
-        here = sorted((engine, *self.neighbours[engine]))
-        paces = time_slice([Demand(0.0, 0.0, self._compute[one]) for one in here])
-        changed = [one for one, pace in zip(here, paces, strict=True) if pace != self.slowdowns[one] and one != engine]
-        self.slowdowns.update(zip(here, paces, strict=True))
-        return changed
-
-
-def _resident(step: StepModel) -> StepModel:
-    """The step model whose ``shares`` are the time in which a kernel is resident."""
-
-    def shares(*batch: Any) -> tuple[float, float]:
-        return step.resident(*batch), 0.0
-
-    turned = copy(step)
-    object.__setattr__(turned, "shares", shares)
-    return turned
 
 
 def _pools(here: Mapping[int, Instance]) -> dict[int, tuple[int, int]]:

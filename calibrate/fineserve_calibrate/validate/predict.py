@@ -184,8 +184,9 @@ def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats
     instances += [_instance(0, gpu, step, budget) for gpu in range(1, load.replicas)]
     requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
     settings = _settings(serving, serving.max_sequences)
-    sharing = {"shared_kv": load.shared_kv, "time_slice": load.sharing == "time_slice"}
-    run = EngineRun(instances, requests, settings, prefixes=_prefixes(load), **sharing)
+    run = EngineRun(
+        instances, requests, settings, shared_kv=load.shared_kv, sharing=load.sharing, prefixes=_prefixes(load)
+    )
     times = run.open_loop(load.arrival_s)
     return times.ttft_s, times.tpot_s(load.output_tokens)
 

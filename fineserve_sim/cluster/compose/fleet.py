@@ -25,6 +25,7 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import step_model
+from fineserve_sim.cluster.compose.sharing import SmShares, contention_of
 from fineserve_sim.cluster.compose.virtual_memory import (
     build_kvcached,
     caches_prefixes,
@@ -39,7 +40,6 @@ from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
@@ -60,7 +60,7 @@ def compose_fleet(scenario: Scenario) -> Parts:
     cluster = Cluster(
         parts.clock,
         controller,
-        Contention(()),
+        contention_of(scenario),
         outcomes,
         merging=not scenario.exact_steps and scenario.engine.contention == "composition",
         check=scenario.check,
@@ -114,6 +114,7 @@ class _Builder:
         }
         self._wakeups = {slot.id: Wakeups(self.clock) for slot in self.slots}
         self._gpus = {gpu.id: gpu.spec for gpu in scenario.gpus}
+        self._sm_shares = SmShares(scenario)
 
     def _build_memory(
         self, spec: KvCachedSpec | PrivatePoolsSpec, placed: Sequence[Instance], demands: dict[str, ModelDemand]
@@ -153,6 +154,7 @@ class _Builder:
         )
 
     def build_engine(self, cluster: Cluster, engine: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
+        cluster.contention.join(engine, gpus, self._sm_shares.of(model, gpus))
         settings = self._scenario.engine
         memories = [self.memory.managers[gpu] for gpu in gpus]
         caches = caches_prefixes(self._scenario.system.memory)

@@ -70,7 +70,7 @@ def compose_groups(scenario: Scenario) -> Parts:
     cluster = Cluster(
         clock,
         controller,
-        Contention(()),
+        Contention({}),
         outcomes,
         merging=not scenario.exact_steps and scenario.engine.contention == "composition",
         check=scenario.check,

@@ -18,6 +18,7 @@ from fineserve_sim.cluster.compose.memory import (
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.compose.profiling import demand_of, step_model
+from fineserve_sim.cluster.compose.sharing import SmShares, check_exclusive, contention_of
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
 from fineserve_sim.cluster.engine.lone import LoneEngine
@@ -26,7 +27,6 @@ from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
@@ -67,7 +67,11 @@ def compose(scenario: Scenario) -> Parts:
         scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
     )
     clock, outcomes = Clock(), Outcomes(scenario.trace)
-    contention = Contention([seat.instance.gpus for seat in seats])
+    check_exclusive(scenario, placement.instances)
+    contention, shares = contention_of(scenario), SmShares(scenario)
+    for seat in seats:
+        instance = seat.instance
+        contention.join(seat.engine, instance.gpus, shares.of(instance.model, instance.gpus))
     cluster = Cluster(
         clock,
         Controller(_routes(scenario, seats, schedulers)),
@@ -80,7 +84,7 @@ def compose(scenario: Scenario) -> Parts:
     asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
     wakeups = {gpu.id: Wakeups(clock) for gpu in scenario.gpus}
     engines = [
-        _engine(seat, scenario, wakeups, cluster, bool(contention.neighbours[seat.engine]), seat.engine in asked)
+        _engine(seat, scenario, wakeups, cluster, contention.contended(seat.engine), seat.engine in asked)
         for seat in seats
     ]
     scopes = [Scope(engines) for engines in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]

@@ -30,6 +30,7 @@ from fineserve_sim.cluster.sharing.domain import PrivateDomain
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel, measured_on, profile
+from fineserve_sim.latency.sharing import LAWS
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Instance, ModelDemand, OperatingPoint, Placement
@@ -78,7 +79,7 @@ def step_model(
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
     """The model as placement sees it. ``slope`` measures the marginal memory efficiency by a sweep; else it is left open."""
-    prompt, output = _mean_lengths(served)
+    prompt, output = mean_lengths(served)
     shape = (served.model, served.precision, served.tp, gpu, settings)
     return ModelDemand(
         id=served.id,
@@ -94,7 +95,8 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
     )
 
 
-def _mean_lengths(served: ServedModel) -> tuple[int, int]:
+def mean_lengths(served: ServedModel) -> tuple[int, int]:
+    """Prompt and output tokens of a mean request, rounded up."""
     return max(1, math.ceil(served.mean_prompt_tokens)), max(1, math.ceil(served.mean_output_tokens))
 
 
@@ -161,9 +163,11 @@ def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_byt
     kv = CountedBlocks([memory.pool(0) for memory in memories], settings.block_tokens)
     max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
     clock, outcomes = Clock(), Outcomes(trace)
+    contention = Contention(dict.fromkeys(gpus, LAWS["fluid"]))
+    contention.join(0, gpus)
     route = Route(0, 1.0, max_tokens, None)
     controller = Controller({served.id: [route] if max_tokens > 1 else []})
-    cluster = Cluster(clock, controller, Contention([gpus]), outcomes, merging=True, check=False, log=None)
+    cluster = Cluster(clock, controller, contention, outcomes, merging=True, check=False, log=None)
     step = step_model(served, gpu, settings)
     engine = LoneEngine(0, served.id, step, kv, max_tokens, settings, Wakeups(clock), cluster)
     cluster.connect([engine], [PrivateDomain(engine, memories)], [Scope((0,))])

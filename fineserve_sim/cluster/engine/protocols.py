@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
+from fineserve_sim.latency.sharing import Demand
 
 E_contra = TypeVar("E_contra", contravariant=True)
 
@@ -35,7 +36,7 @@ class EngineHost(Protocol[E_contra]):
         """As ``settle``, within the event under way."""
         ...
 
-    def set_shares(self, engine: E_contra, now: float, compute: float, bandwidth: float) -> None: ...
+    def set_demand(self, engine: E_contra, now: float, need: Demand) -> None: ...
     def steps_that_fit(self, engine: E_contra, decodes: Decodes, most: int) -> int: ...
     def launched(self, engine: E_contra, lane: Lane, now: float, *, sure: bool) -> None: ...
     def computed(self, engine: E_contra, lane: Lane, since_s: float, now: float, stage: int = 0) -> None:

@@ -23,6 +23,7 @@ from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.sharing import IDLE
 
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
@@ -262,7 +263,7 @@ class SpanEngine(Batcher):
             batch = self.batch_of(self._lane)
             alone_s = self.step.step_s(*batch)
             if new_pace:
-                self._host.set_shares(self, now, *self.step.shares(*batch, alone_s))
+                self._host.set_demand(self, now, self.step.demand(*batch, alone_s))
         self._settled = 0
         self.promised_blocks = 0
         if self.kv.timed:
@@ -311,7 +312,7 @@ class SpanEngine(Batcher):
         if self.composition_changed:
             self.composition_changed = False
             if self._shares_gpu:
-                self._host.set_shares(self, now, 0.0, 0.0)
+                self._host.set_demand(self, now, IDLE)
         if self.stalled or (self.relief and self.relief.held):
             return  # memory or KV is on its way
         if self._lane.has_work:

@@ -21,6 +21,7 @@ from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
+from fineserve_sim.latency.sharing import IDLE
 from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineReady, EnginesResized, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
@@ -51,7 +52,8 @@ class _Resident:
 
 
 class ModelFleet:
-    """``bytes_of`` by model; ``build`` makes the engine of a model on GPUs, whose memory knows it already."""
+    """``bytes_of`` by model; ``build`` makes the engine of a model on GPUs, whose memory knows it already, and brings it
+    to their contention."""
 
     def __init__(
         self,
@@ -192,7 +194,6 @@ class ModelFleet:
     def _build_on(self, engine: int) -> None:
         """An engine whose memory knows it."""
         resident, cluster = self._residents[engine], self._cluster
-        cluster.contention.join(engine, resident.gpus)
         cluster.engines[engine] = self._serving[resident.model][engine] = self._build(
             engine, resident.model, resident.gpus
         )
@@ -204,7 +205,7 @@ class ModelFleet:
         """An empty engine leaves its GPUs."""
         cluster = self._cluster
         cluster.settle(engine, now, cluster.order)
-        cluster.set_shares(engine, now, 0.0, 0.0)
+        cluster.set_demand(engine, now, IDLE)
         cluster.contention.leave(engine.index)
         if not engine.gone:
             engine.leave()

@@ -1,35 +1,38 @@
 """Engines that share a GPU slow one another down.
 
-Processor sharing (systems.md 1.3): with compute shares ``uc`` and bandwidth shares ``um`` of the busy engines' solo
-iterations, everybody on the GPU runs ``max(1, sum uc, sum um)`` times slower. A share belongs to a batch composition; it
-changes when a request joins, leaves or changes phase, or when the engine idles. An engine over several GPUs keeps the pace of
-its slowest one.
+Each GPU has a law (``fineserve_sim.latency.sharing``): from what the batches of its engines need, how many times longer each
+one's step lasts than alone. A demand belongs to a batch composition; it changes when a request joins, leaves or changes phase,
+or when the engine idles. An engine over several GPUs keeps the pace that it has on its slowest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+
+from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
 
 class Contention:
-    """Shares of every engine, and the slowdowns that follow. ``gpus_of[e]`` are the GPUs of engine ``e``."""
+    """Demands of every engine, and the slowdowns that follow. ``laws`` by GPU."""
 
-    def __init__(self, gpus_of: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, laws: Mapping[int, SharingLaw]) -> None:
+        self._laws = laws
         self._gpus_of: dict[int, tuple[int, ...]] = {}
-        self._engines_on: dict[int, list[int]] = {}
-        self._compute: dict[int, float] = {}
-        self._bandwidth: dict[int, float] = {}
-        self._of_gpu: dict[int, float] = {}
+        self._sm_share: dict[int, float] = {}
+        self._demands: dict[int, dict[int, Demand]] = {
+            gpu: {} for gpu in laws
+        }  # by GPU and engine, as its law sees them
+        self._paces: dict[int, dict[int, float]] = {gpu: {} for gpu in laws}
         self.slowdowns: dict[int, float] = {}
         self.neighbours: dict[int, tuple[int, ...]] = {}
-        for engine, gpus in enumerate(gpus_of):
-            self._settle_on(engine, gpus)
-        for engine in self._gpus_of:
-            self._meet_neighbours(engine)
 
-    def join(self, engine: int, gpus: tuple[int, ...]) -> None:
-        """An idle engine comes to these GPUs. Ids only ever grow. Costs what is there, not all GPUs."""
-        self._settle_on(engine, gpus)
+    def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
+        """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
+        not all GPUs."""
+        self._gpus_of[engine] = gpus
+        self._sm_share[engine] = sm_share
+        self._demand(engine, IDLE)
+        self.slowdowns[engine] = self._slowdown(engine)
         self._meet_neighbours(engine)
         for other in self.neighbours[engine]:
             self._meet_neighbours(other)
@@ -37,29 +40,22 @@ class Contention:
     def leave(self, engine: int) -> None:
         """An idle engine goes."""
         for gpu in self._gpus_of.pop(engine):
-            self._engines_on[gpu].remove(engine)
-        del self._compute[engine], self._bandwidth[engine], self.slowdowns[engine]
+            del self._demands[gpu][engine], self._paces[gpu][engine]
+        del self._sm_share[engine], self.slowdowns[engine]
         for other in self.neighbours.pop(engine):
             self._meet_neighbours(other)
 
-    def _settle_on(self, engine: int, gpus: tuple[int, ...]) -> None:
-        self._gpus_of[engine] = gpus
-        self._compute[engine] = self._bandwidth[engine] = 0.0
-        for gpu in gpus:
-            self._engines_on.setdefault(gpu, []).append(engine)
-            self._of_gpu.setdefault(gpu, 1.0)
-        self.slowdowns[engine] = self._slowdown(engine)
+    def contended(self, engine: int) -> bool:
+        """Whether its pace may ever differ from that alone on the whole GPU."""
+        return bool(self.neighbours[engine]) or self._sm_share[engine] < 1.0
 
     def _meet_neighbours(self, engine: int) -> None:
-        here = {other for gpu in self._gpus_of[engine] for other in self._engines_on[gpu]}
+        here = {other for gpu in self._gpus_of[engine] for other in self._demands[gpu]}
         self.neighbours[engine] = tuple(sorted(here - {engine}))
 
-    def set_shares(self, engine: int, compute: float, bandwidth: float) -> list[int]:
+    def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
-        self._compute[engine] = compute
-        self._bandwidth[engine] = bandwidth
-        for gpu in self._gpus_of[engine]:
-            self._of_gpu[gpu] = self._gpu_slowdown(gpu)
+        self._demand(engine, need)
         self.slowdowns[engine] = self._slowdown(engine)
         changed = []
         for other in self.neighbours[engine]:
@@ -69,14 +65,13 @@ class Contention:
                 changed.append(other)
         return changed
 
+    def _demand(self, engine: int, need: Demand) -> None:
+        sm_share = self._sm_share[engine]
+        for gpu in self._gpus_of[engine]:
+            law, here = self._laws[gpu], self._demands[gpu]
+            here[engine] = law.seen(need, sm_share)
+            self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values())), strict=True))
+
     def _slowdown(self, engine: int) -> float:
         gpus = self._gpus_of[engine]
-        return self._of_gpu[gpus[0]] if len(gpus) == 1 else max(self._of_gpu[gpu] for gpu in gpus)
-
-    def _gpu_slowdown(self, gpu: int) -> float:
-        # Summed anew in the order of ids: a running sum would drift, and depend on the order of its updates.
-        compute = bandwidth = 0.0
-        for engine in self._engines_on[gpu]:
-            compute += self._compute[engine]
-            bandwidth += self._bandwidth[engine]
-        return max(1.0, compute, bandwidth)
+        return self._paces[gpus[0]][engine] if len(gpus) == 1 else max(self._paces[gpu][engine] for gpu in gpus)

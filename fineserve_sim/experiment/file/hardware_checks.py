@@ -7,13 +7,14 @@ from fineserve_sim.cluster import Gpu
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
-from fineserve_sim.experiment.file.resolve import Setup, look_up
+from fineserve_sim.experiment.file.gpus import look_up
+from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
 
 def check_hardware(document: Document, setup: Setup) -> None:
     """A TP group lies inside one node; one GPU holds its share of the weights; the GPU computes in the precision."""
-    gpu = setup.gpus[0].spec
+    gpu = max((gpu.spec for gpu in setup.gpus), key=lambda spec: spec.memory_bytes)
     usable_bytes = int(gpu.memory_bytes * setup.engine.memory_utilization) - setup.engine.context_bytes
     node_gpus = sum(other.node == 0 for other in setup.gpus)
     deployment = look_up(document, ("engine", "deployment"), lambda: catalog.deployment(setup.engine.deployment))
@@ -22,6 +23,10 @@ def check_hardware(document: Document, setup: Setup) -> None:
         tp, precision = model.entry.tp, model.precision
         if tp > node_gpus:
             raise document.error((*path, "tp"), f"must be at most the {node_gpus} GPUs of a node, not {tp}")
+        if tp > 1 and any(other.spec.whole for other in setup.gpus):
+            raise document.error(
+                (*path, "tp"), f"must be 1 in a cluster with MIG, whose slices form no group; not {tp}"
+            )
         weights = catalog.weight_bytes(model.spec, precision, tp)
         if weights >= usable_bytes:
             raise document.error(

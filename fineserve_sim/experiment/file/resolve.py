@@ -6,21 +6,17 @@ Every failure names the line that asked for the thing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from fineserve_sim import catalog
-from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.catalog import ModelSpec, PrecisionSpec
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu
 from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
-from fineserve_sim.experiment.file.errors import ConfigError, nearest
-from fineserve_sim.experiment.file.messages import as_config_error
+from fineserve_sim.experiment.file.gpus import gpus_of, look_up
 from fineserve_sim.experiment.file.variants import systems_of
 from fineserve_sim.systems import SystemSpec
 
@@ -71,11 +67,8 @@ class Setup:
 def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Setup:
     """Look everything up. ``folder``: that of the file. Raises ConfigError for a name that means nothing."""
     folder = folder / (file.folder or "")
-    gpu = _gpu(document, file.cluster.gpu)
-    count, per_node = file.cluster.count, file.cluster.gpus_per_node
-    network_bytes_per_s = file.cluster.network_bytes_per_s
     return Setup(
-        gpus=tuple(Gpu(number, number // per_node, gpu, network_bytes_per_s) for number in range(count)),
+        gpus=gpus_of(document, file.cluster),
         engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=systems_of(document, file),
@@ -85,28 +78,6 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         faults=tuple(Fault(fault.time_s, fault.instance, fault.repair_s) for fault in file.faults),
         folder=folder,
     )
-
-
-def look_up(document: Document, path: KeyPath, find: Callable[[], T]) -> T:
-    try:
-        return find()
-    except ConfigError:
-        raise
-    except ValueError as problem:
-        raise document.error(path, str(problem)) from None
-
-
-def _gpu(document: Document, given: str | dict[str, Any]) -> GpuSpec:
-    path: KeyPath = ("cluster", "gpu")
-    if isinstance(given, str):
-        return look_up(document, path, lambda: catalog.gpu(given))
-    for key in given:
-        if key not in GpuSpec.model_fields:
-            raise document.error((*path, key), f"unknown key; {nearest(key, GpuSpec.model_fields)}")
-    try:
-        return GpuSpec.model_validate({"name": "inline", "efficiency": "roofline-scaled", "source": "inline"} | given)
-    except ValidationError as problem:
-        raise as_config_error(document, path, problem.errors()[0]) from None
 
 
 def _step_times(document: Document, engine: schema.Engine, folder: Path) -> MeasuredSteps | None:

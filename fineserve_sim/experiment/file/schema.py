@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fineserve_sim.experiment.file.errors import nearest
+from fineserve_sim.systems import Sharing
 
 MAX_TOKENS = 2**20
 """No served model takes a longer prompt: 1,048,576 tokens is the largest context window in use."""
@@ -91,12 +92,14 @@ class FixedLengths(Strict):
 
 class Cluster(Strict):
     """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
-    what each GPU sends to other nodes."""
+    what each GPU sends to other nodes. ``sharing``: of every GPU, or of each one, whatever the systems say; see
+    ``fineserve_sim.systems.sharing`` for its words."""
 
     gpu: str | dict[str, Any]
     count: Count
     gpus_per_node: Count = 8
     network_bytes_per_s: Positive = 25e9
+    sharing: Sharing | list[Sharing] | None = None
 
 
 class Engine(Strict):
@@ -251,6 +254,7 @@ class SystemVariant(Strict):
     placement: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
+    sharing: Sharing | None = None
     residency: dict[str, Any] | None = None
     dispatch: dict[str, Any] | None = None
     execution: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from fineserve_sim.systems import SystemSpec, load_systems
 _AXES = tuple(
     axis
     for axis in SystemSpec.model_fields
-    if axis in schema.SystemVariant.model_fields and axis not in ("name", "title")
+    if axis in schema.SystemVariant.model_fields and axis not in ("name", "title", "sharing")
 )
 
 
@@ -43,6 +43,8 @@ def _variant(document: Document, path: KeyPath, item: schema.SystemVariant) -> S
     """The base system with the given axes: options of the same policy are added, another policy replaces it."""
     base = _built_in(document, (*path, "base"), item.base)
     raw = base.model_dump() | {"name": item.name, "title": item.title or item.name}
+    if item.sharing is not None:
+        raw["sharing"] = item.sharing
     for axis in _AXES:
         given = getattr(item, axis)
         if given is None:

@@ -116,5 +116,5 @@ def shipped() -> TableSet:
 
 
 def measured_on(gpu: GpuSpec) -> TableSet | None:
-    """The tables that were measured on a GPU of this type; None where none ship."""
-    return shipped() if gpu.name == SHIPPED_GPU else None
+    """The tables that were measured on a GPU of this type, or of which it is a slice; None where none ship."""
+    return shipped() if (gpu.whole or gpu.name) == SHIPPED_GPU else None

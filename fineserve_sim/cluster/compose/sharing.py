@@ -1,0 +1,94 @@
+"""How the engines of a scenario share their GPUs: the law of each GPU, and the part of its SMs that an engine may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fineserve_sim.cluster.compose.profiling import demand_of, mean_lengths, step_model
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.latency.sharing import LAWS, Demand, SharingLaw, under_cap
+from fineserve_sim.policy.interfaces import Instance, OperatingPoint
+from fineserve_sim.systems.spec import PrismResidencySpec
+
+PERCENTS = range(30, 101, 10)
+"""Parts of the SMs that MuxServe profiles (hao-ai-lab/MuxServe @ 223148033454, examples/placement/llama.json)."""
+
+
+def contention_of(scenario: Scenario) -> Contention:
+    """No engine has joined it yet. Raises ScenarioError where models that come and go would have to keep apart."""
+    modes = {gpu.id: _on(gpu, scenario) for gpu in scenario.gpus}
+    if "exclusive" in modes.values() and isinstance(scenario.system.residency, PrismResidencySpec):
+        raise ScenarioError(
+            f"system {scenario.system.name} brings several models to a GPU: it cannot run with sharing exclusive"
+        )
+    return Contention({gpu: law_of(mode) for gpu, mode in modes.items()})
+
+
+def _on(gpu: Gpu, scenario: Scenario) -> str:
+    return (gpu.sharing or scenario.system.sharing).mode
+
+
+def law_of(mode: str) -> SharingLaw:
+    """Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine."""
+    return LAWS.get(mode, LAWS["time_slice"])
+
+
+def check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
+    """Raises ScenarioError when two engines are on a GPU that is for one."""
+    here: dict[int, str] = {}
+    alone = {gpu.id for gpu in scenario.gpus if _on(gpu, scenario) == "exclusive"}
+    for instance in instances:
+        for gpu in alone.intersection(instance.gpus):
+            if other := here.get(gpu):
+                raise ScenarioError(
+                    f"system {scenario.system.name} puts {other} and {instance.model} on GPU {gpu}, whose sharing is "
+                    f"exclusive; share it (mps, time_slice) or take another placement or more GPUs"
+                )
+            here[gpu] = instance.model
+
+
+class SmShares:
+    """The part of the SMs, in (0, 1], that the engines of a model may take on a GPU."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
+        self._served = {model.id: model for model in scenario.models}
+        self._by_rate: dict[str, float] = {}
+
+    def of(self, model: str, gpus: tuple[int, ...]) -> float:
+        """An engine over several GPUs has the same part of each: the least."""
+        return min(self._on(model, self._gpus[gpu]) for gpu in gpus)
+
+    def _on(self, model: str, gpu: Gpu) -> float:
+        percent = (gpu.sharing or self._scenario.system.sharing).percent
+        if percent == "by_rate":
+            if model not in self._by_rate:
+                self._by_rate[model] = least_share(self._served[model], gpu, self._scenario.engine)
+            return self._by_rate[model]
+        return 1.0 if percent is None else percent.get(model, 100) / 100
+
+
+def least_share(served: ServedModel, gpu: Gpu, settings: EngineSettings) -> float:
+    """The smallest part of the SMs with which one engine meets the model's rate, alone; all of them if none does."""
+    step = step_model(served, gpu.spec, settings)
+    prompt, output = mean_lengths(served)
+    chunk = min(prompt, settings.token_budget)
+    prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
+    points = demand_of(served, gpu.spec, settings, slope=False).profile
+    decodes = [step.demand(p.batch, p.batch * (prompt + output // 2), 0, 0, 0, p.batch) for p in points]
+
+    def meets(share: float) -> bool:
+        return any(
+            _served_per_s(point, prefill._replace(sm_share=share), decode._replace(sm_share=share)) >= served.rate_per_s
+            for point, decode in zip(points, decodes, strict=True)
+        )
+
+    return next((percent / 100 for percent in PERCENTS if meets(percent / 100)), 1.0)
+
+
+def _served_per_s(point: OperatingPoint, prefill: Demand, decode: Demand) -> float:
+    """Requests per second of a batch that is prefilled together and then decoded, under a cap."""
+    decode_s = max(0.0, point.batch / point.throughput_per_s - point.ttft_s)
+    return point.batch / (point.ttft_s * under_cap(prefill) + decode_s * under_cap(decode))
