@@ -119,6 +119,14 @@ def compare(
     models: ModelsOption,
     gpu: Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)] = "h100-sxm",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    sharing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD",
+            help="How engines share a GPU, for all systems: mps, time_slice, exclusive, fluid, or mig:PROFILE such as mig:3g.",
+            show_default=False,
+        ),
+    ] = None,
     ttft_slo: Annotated[
         float | None,
         typer.Option(help="TTFT limit in seconds; if not given, SLO scale x isolated P95.", show_default=False),
@@ -156,6 +164,7 @@ def compare(
                 rate_scale=rate_scale,
                 requests=requests,
                 anchors=anchors,
+                sharing=_sharing(sharing),
             )
         _run(experiment, out or Path("results") / f"compare-{experiment.name}", jobs, decisions, as_json)
 
@@ -180,6 +189,12 @@ def _key_and_value(text: str) -> tuple[str, str]:
     if not sign or not key:
         raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
     return key, value
+
+
+def _sharing(text: str | None) -> Any:
+    """``mig:PROFILE`` as a file has it; other words as they are."""
+    word, sign, profile = (text or "").partition(":")
+    return {word: profile} if sign else text
 
 
 def _model(text: str) -> dict[str, Any]:

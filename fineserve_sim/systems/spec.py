@@ -340,9 +340,7 @@ class SystemSpec(Spec):
     @classmethod
     def _whole_gpus(cls, sharing: Sharing) -> Sharing:
         if sharing.mode == "mig":
-            raise PydanticCustomError(
-                "mig_system", "MIG divides GPUs: it is for the cluster to say, in cluster.sharing"
-            )
+            raise PydanticCustomError("mig_system", "a system does not divide GPUs by MIG: say it in cluster.sharing")
         return sharing
 
     @model_validator(mode="after")

@@ -47,6 +47,47 @@ CASES = {
     ),
     "unknown precision": ("precision: fp8", "precision: fp9", "unknown precision 'fp9'; nearest: fp8"),
     "unknown GPU": ("gpu: h100-sxm", "gpu: h100-smx", "cluster.gpu: unknown GPU 'h100-smx'; nearest: h100-sxm"),
+    "unknown sharing": (
+        "count: 2",
+        "count: 2, sharing: msp",
+        ":3: cluster.sharing: must be exclusive, fluid, time_slice, mps, {mps: {MODEL: percent}}, {mps: by_rate} or {mig:",
+    ),
+    "sharing of too many GPUs": (
+        "count: 2",
+        "count: 2, sharing: [mps]",
+        "cluster.sharing: has 1 entries for 2 GPUs; give one for all, or one each",
+    ),
+    "sharing beyond a GPU": (
+        "count: 2",
+        "count: 2, sharing: {mps: {A: 120}}",
+        "cluster.sharing: must be less than or equal to 100, not 120",
+    ),
+    "unknown MIG profile": (
+        "count: 2",
+        "count: 2, sharing: {mig: 5g}",
+        "cluster.sharing: h100-sxm has no MIG profile 5g; known: 1g, 1g+, 2g, 3g, 4g, 7g",
+    ),
+    "no MIG": (
+        "gpu: h100-sxm, count: 2",
+        "gpu: l40s, count: 2, sharing: {mig: 3g}",
+        "cluster.sharing: unknown GPU with MIG",
+    ),
+    "a model too big for a slice": (
+        "count: 2",
+        "count: 2, sharing: {mig: 1g}",
+        "model A fits on no GPU: 15.0 GiB of weights",
+    ),
+    "tp over slices": (
+        "models:\n  - {id: A, model: llama-3.1-8b, precision: W16A16,",
+        "models:\n  - {id: A, model: llama-3.1-8b, precision: W16A16, tp: 2,",
+        "models.0.tp: must be 1 in a cluster with MIG, whose slices form no group; not 2",
+        ("count: 2", "count: 2, sharing: {mig: 3g}"),
+    ),
+    "MIG of a system": (
+        SYSTEMS,
+        "systems: [{base: fineserve, name: x, sharing: {mig: 3g}}]",
+        "systems.0.sharing: a system does not divide GPUs by MIG: say it in cluster.sharing",
+    ),
     "inline GPU": (
         "gpu: h100-sxm",
         "gpu: {memory_gb: 80}",
@@ -122,9 +163,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), CASES.values(), ids=CASES)
-def test_each_mistake_is_one_line_at_its_place(write_file, old: str, new: str, expected: str) -> None:
-    path = write_file((old, new))
+@pytest.mark.parametrize(("old", "new", "expected", "beside"), [(*case, ())[:4] for case in CASES.values()], ids=CASES)
+def test_each_mistake_is_one_line_at_its_place(
+    write_file, old: str, new: str, expected: str, beside: tuple[str, ...]
+) -> None:
+    path = write_file((old, new), *([beside] if beside else []))
     with pytest.raises(ConfigError) as raised:
         load_experiment(path)
     text = str(raised.value)

@@ -23,13 +23,15 @@ def experiment_for_trace(
     requests: int | None = None,
     warmup_requests: int = 0,
     anchors: bool = False,
+    sharing: Any = None,
 ) -> Experiment:
     """The comparison of ``systems`` on the requests of a trace file, one seed: a recorded trace has no randomness.
 
     ``models`` are mappings as under ``models`` in a file (id, model, precision, tp). Their ids are those of the trace,
     or they all have a ``share``, by which the requests are dealt out whatever the trace calls them. Without
     ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT. ``anchors``: beside
-    the systems stand the clairvoyant bound, and dedicated GPUs, as many as the models need. Raises ConfigError.
+    the systems stand the clairvoyant bound, and dedicated GPUs, as many as the models need. ``sharing``: of every GPU,
+    whatever the systems say, in the words of a file. Raises ConfigError.
     """
     isolated = {"system": "dedicated", "load": "isolated", "quantile": 0.95}
     by_share = any("share" in model for model in models)
@@ -41,7 +43,7 @@ def experiment_for_trace(
     data: dict[str, Any] = {
         "fineserve": 1,
         "title": f"Comparison on {trace.name}",
-        "cluster": {"gpu": gpu, "count": count},
+        "cluster": {"gpu": gpu, "count": count, "sharing": sharing},
         "models": [dict(model) for model in models],
         "workload": workload | ({"assign": "share"} if by_share else {}),
         "slo": {"ttft": {"reference": isolated, "scale": slo_scale}} if ttft_slo_s is None else {"ttft_s": ttft_slo_s},

@@ -90,6 +90,12 @@ class FixedLengths(Strict):
     output_tokens: Tokens
 
 
+SharingItem = Annotated[
+    Annotated[Sharing, Tag("one")] | Annotated[list[Sharing], Tag("each")],
+    Discriminator(lambda value: "each" if isinstance(value, list) else "one"),
+]
+
+
 class Cluster(Strict):
     """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
     what each GPU sends to other nodes. ``sharing``: of every GPU, or of each one, whatever the systems say; see
@@ -99,7 +105,7 @@ class Cluster(Strict):
     count: Count
     gpus_per_node: Count = 8
     network_bytes_per_s: Positive = 25e9
-    sharing: Sharing | list[Sharing] | None = None
+    sharing: SharingItem | None = None
 
 
 class Engine(Strict):
