@@ -28,7 +28,7 @@ class FineServePlacementSpec(Spec):
     score: Literal["mean", "exact"] = "mean"
     mme: Literal["slope", "token_bytes"] = "slope"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
-    replicas: Literal["literal", "yield", "one"] = "literal"
+    replicas: Literal["first_places", "literal", "yield", "one"] = "literal"
 
 
 class KvprPlacementSpec(Spec):
@@ -171,6 +171,7 @@ class KunServeDropSpec(Spec):
     """Instances out of KV memory drop layers that others hold, and run as one pipeline until demand has fallen.
 
     ``exchange``: KV of ongoing requests moves in chunks, activations first, or in bulk, first come first served.
+    ``restore_usage``: a pipeline is split again when the usage of the cluster, or its own, is under ``restore_below``.
     """
 
     policy: Literal["kunserve_drop"] = "kunserve_drop"
@@ -178,6 +179,7 @@ class KunServeDropSpec(Spec):
     restore: bool = True
     trigger: Annotated[float, Field(gt=0, le=1)] = 0.95
     restore_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    restore_usage: Literal["cluster", "group"] = "group"
     required: Literal["net", "gross"] = "net"
     max_group: PositiveInt | None = None
     falling_samples: Annotated[int, Field(ge=0)] = 0

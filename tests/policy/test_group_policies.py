@@ -183,6 +183,17 @@ def test_restore_under_half_of_the_base_memory() -> None:
     assert drop().tick([view(0, 10)]) == []  # an instance alone has nothing to restore
 
 
+def test_restore_under_half_of_what_the_cluster_has() -> None:
+    """A pipeline is split under pressure of its own while the others are idle, and kept when they are not."""
+    idle, busy = view(0, 10), view(0, 95)
+    cluster = drop(restore_usage="cluster")
+    assert cluster.tick([_pair(120), idle]) == [Split(4)]  # 130 of 300 blocks
+    assert cluster.tick([_pair(140), idle]) == []  # 150
+    assert cluster.tick([_pair(90), busy]) == []
+    assert drop().tick([_pair(90), busy]) == [Split(4)]
+    assert cluster.tick([_pair(10, queued=1), idle]) == []
+
+
 def test_restore_may_wait_until_usage_no_longer_rises() -> None:
     policy = drop(falling_samples=3)
     answers = [bool(policy.tick([_pair(used)])) for used in (50, 60, 70, 65, 60)]

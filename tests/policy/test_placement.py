@@ -262,6 +262,19 @@ def test_replicas_yield_to_a_model_without_a_place() -> None:
     assert literal.unplaced == ("late",)
     assert [(i.model, i.gpus) for i in yielding.instances] == [("busy", (0,)), ("late", (1,))]
     assert yielding.unplaced == () and yielding.infeasible == ("busy",)
+    first = FineServePlacement(replicas="first_places").place(models, gpus)
+    assert first.instances == yielding.instances and first.infeasible == yielding.infeasible
+
+
+def test_replicas_take_what_first_places_leave() -> None:
+    """A third GPU has room for the second replica of "busy", and for its third one beside "late"."""
+    point = (OperatingPoint(1, 1.0, 0.5, 0, 0),)
+    models = [ModelDemand("busy", 3.0, 1.0, 1, 6, 1, point), ModelDemand("late", 1.0, 1.0, 1, 4, 1, point)]
+    gpus = [GpuSlot(gpu, 0, 10) for gpu in range(3)]
+    placement = FineServePlacement(replicas="first_places").place(models, gpus)
+    assert [(i.model, i.replica) for i in placement.instances] == [("busy", 0), ("late", 0), ("busy", 1), ("busy", 2)]
+    assert placement.infeasible == placement.unplaced == ()
+    assert {i.gpus for i in placement.instances if i.model == "busy"} == {(0,), (1,), (2,)}
 
 
 def test_one_replica_each() -> None:

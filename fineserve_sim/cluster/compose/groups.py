@@ -313,6 +313,7 @@ def _drop(spec: KunServeDropSpec, sizes: ModelBytes, node_of: dict[int, int]) ->
         node_of=node_of,
         trigger=spec.trigger,
         restore_below=spec.restore_below,
+        restore_usage=spec.restore_usage,
         required=spec.required,
         max_group=spec.max_group,
         falling_samples=spec.falling_samples,

@@ -1,10 +1,10 @@
 """When KunServe drops layers, when it restores them, and when it asks for more instances (sections 4.1 and 4.4).
 
     NORMAL --throttled--> drop --> PIPELINED --throttled--> drop further
-    PIPELINED --usage under half of the base KV memory--> restore --> NORMAL
+    PIPELINED --usage of the cluster under half of the base KV memory--> restore --> NORMAL
 
-A group is throttled when its KV memory is nearly full and its queue asks for more than is left. The two thresholds, 95
-% of what a group has now and 50 % of what it has without drop, are the hysteresis.
+A group is throttled when its KV memory is nearly full and its queue asks for more than is left. The two thresholds, 95 % of
+what a group has now and 50 % of what all have without drop, are the hysteresis.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class KunServeDrop:
     """The global memory manager: looks at all groups now and then (``tick``) and decides what changes.
 
     ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model; ``required``:
-    whether free KV memory counts against the demand of the queue (net) or not (gross); ``falling_samples``: restore
-    only when the usage of the group has not risen over so many looks (0: do not ask); ``restore``: whether groups are
-    ever dissolved.
+    whether free KV memory counts against the demand of the queue (net) or not (gross); ``restore_usage``: whose usage must be
+    under ``restore_below`` of its base, that of the whole cluster or of the group itself; ``falling_samples``: restore only
+    when the usage of the group has not risen over so many looks (0: do not ask); ``restore``: whether groups are ever
+    dissolved.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class KunServeDrop:
         node_of: Mapping[int, int] | None = None,
         trigger: float = 0.95,
         restore_below: float = 0.5,
+        restore_usage: Literal["cluster", "group"] = "group",
         required: Literal["net", "gross"] = "net",
         max_group: int | None = None,
         falling_samples: int = 0,
@@ -60,6 +62,7 @@ class KunServeDrop:
         self._node_of = node_of
         self._trigger, self._restore_below = trigger, restore_below
         self._required, self._max_group, self._restore = required, max_group, restore
+        self._restore_usage = restore_usage
         self._usage: dict[int, deque[int]] = {}
         self._falling_samples = falling_samples
 
@@ -70,7 +73,14 @@ class KunServeDrop:
             return []
         if any(throttled(view.load, self._trigger) for view in groups if view.takes_requests):
             return self._drop(groups)
-        return [Split(view.engine) for view in groups if self._restore and self._may_restore(view)]
+        if not self._restore or (self._restore_usage == "cluster" and not self._is_low(groups)):
+            return []
+        return [Split(view.engine) for view in groups if self._may_restore(view)]
+
+    def _is_low(self, groups: Sequence[GroupView]) -> bool:
+        """Whether these hold less KV together than the threshold of what they have without drop."""
+        base_bytes = sum(view.base_bytes for view in groups)
+        return sum(view.used_bytes for view in groups) < self._restore_below * base_bytes
 
     def _drop(self, groups: Sequence[GroupView]) -> list[Merge]:
         serving = [view for view in groups if view.takes_requests]
@@ -87,7 +97,9 @@ class KunServeDrop:
 
     def _may_restore(self, view: GroupView) -> bool:
         pipelined = view.phase is Phase.SERVING and len(view.instances) > 1
-        if not pipelined or view.load.queued_blocks or view.used_bytes >= self._restore_below * view.base_bytes:
+        if not pipelined or view.load.queued_blocks:
+            return False
+        if self._restore_usage == "group" and not self._is_low([view]):
             return False
         if view.load.fullest_bytes * len(view.instances) > view.base_bytes:
             return False  # one of its instances could not hold all weights beside its KV

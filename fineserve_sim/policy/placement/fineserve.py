@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -68,12 +68,12 @@ class FineServePlacement:
     """Algorithm 1.
 
     ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
-    unless no other candidate has room, "forbid", or "allow". ``replicas``: "literal" places all replicas of a model
-    before the next model, even if that model then fits nowhere; "yield" gives up replicas until every model has a
-    place; "one" replicates nothing. Ties go to the larger weights, then the lower id
-    (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room,
-    they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place``
-    does for a model without profile.
+    unless no other candidate has room, "forbid", or "allow". ``replicas``: "first_places" gives every model its first place
+    before any gets a second one; "literal" places all replicas of a model before the next model, even if that model then fits
+    nowhere; "yield" gives up replicas until every model has a place; "one" replicates nothing. Ties go to the larger weights,
+    then the lower id (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find
+    room, they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place`` does
+    for a model without profile.
 
     Every replica is scored on every candidate of its size, a few float operations each; "yield" does all that again for
     each replica that is given up.
@@ -83,14 +83,14 @@ class FineServePlacement:
         self,
         score: Literal["mean", "exact"] = "mean",
         colocation: Literal["avoid", "forbid", "allow"] = "avoid",
-        replicas: Literal["literal", "yield", "one"] = "literal",
+        replicas: Literal["first_places", "literal", "yield", "one"] = "literal",
     ) -> None:
         if score not in ("mean", "exact"):
             raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
         if colocation not in ("avoid", "forbid", "allow"):
             raise ValueError(f"colocation is {colocation!r}: use 'avoid', 'forbid' or 'allow'")
-        if replicas not in ("literal", "yield", "one"):
-            raise ValueError(f"replicas is {replicas!r}: use 'literal', 'yield' or 'one'")
+        if replicas not in ("first_places", "literal", "yield", "one"):
+            raise ValueError(f"replicas is {replicas!r}: use 'first_places', 'literal', 'yield' or 'one'")
         self._replicas = replicas
         self._shares = score == "mean"
         self._colocation = colocation
@@ -124,7 +124,7 @@ class FineServePlacement:
         groups: Mapping[int, Sequence[tuple[int, ...]]],
         gpus: Sequence[GpuSlot],
     ) -> list[Instance]:
-        """Every replica of ``models``, in that order, on its best group; those that find no room are left out."""
+        """Every replica of ``models``, in their order, on its best group; those that find no room are left out."""
         left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         residents: dict[int, dict[tuple[str, int], float]] = {gpu: {} for gpu in left_bytes}
         candidates = {
@@ -135,21 +135,32 @@ class FineServePlacement:
             for gpu in candidate.gpus:
                 with_gpu[gpu].append(candidate)
         instances: list[Instance] = []
-        for model in models:
+        hosts: defaultdict[str, set[int]] = defaultdict(set)  # by model, the GPUs that have a replica already
+        full: set[str] = set()  # models whose last replica found no room: another one finds none
+        for model, replica in self._in_turn(models, replicas):
+            if model.id in full:
+                continue
             footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
-            hosts: set[int] = set()  # the GPUs that have a replica already
-            for replica in range(replicas[model.id]):
-                best = self._best(efficiency, footprint_bytes, candidates[model.tp], hosts)
-                if best is None:
-                    break
-                for gpu in best.gpus:
-                    left_bytes[gpu] -= footprint_bytes
-                    residents[gpu][model.id, replica] = efficiency
-                for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
-                    candidate.count(left_bytes, residents)
-                hosts.update(best.gpus)
-                instances.append(Instance(model.id, replica, best.gpus, 0.0, footprint_bytes))
+            best = self._best(efficiency, footprint_bytes, candidates[model.tp], hosts[model.id])
+            if best is None:
+                full.add(model.id)
+                continue
+            for gpu in best.gpus:
+                left_bytes[gpu] -= footprint_bytes
+                residents[gpu][model.id, replica] = efficiency
+            for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
+                candidate.count(left_bytes, residents)
+            hosts[model.id].update(best.gpus)
+            instances.append(Instance(model.id, replica, best.gpus, 0.0, footprint_bytes))
         return instances
+
+    def _in_turn(self, models: Sequence[ModelDemand], replicas: Mapping[str, int]) -> Iterator[tuple[ModelDemand, int]]:
+        """Models with the numbers of their replicas, in the order in which those get their places."""
+        firsts = self._replicas == "first_places"
+        if firsts:
+            yield from ((model, 0) for model in models)
+        for model in models:
+            yield from ((model, replica) for replica in range(firsts, replicas[model.id]))
 
     def _best(
         self, efficiency: float, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
