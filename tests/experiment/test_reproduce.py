@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -22,7 +23,7 @@ from fineserve_sim.experiment.reproduce import (
 from fineserve_sim.experiment.reproduce.crossing import crossing
 from fineserve_sim.experiment.reproduce.finished import MissingError, Results
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, judge
-from fineserve_sim.experiment.reproduce.ledger import Target
+from fineserve_sim.experiment.reproduce.ledger import Target, denominator
 from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers import DECIDERS
 from fineserve_sim.experiment.reproduce.text import (
@@ -33,6 +34,7 @@ from fineserve_sim.experiment.reproduce.text import (
     counted,
     expected,
     ours,
+    share,
     write_markdown,
 )
 from fineserve_sim.experiment.results.stats import Estimate
@@ -290,6 +292,15 @@ def test_json_counts_no_inputs(tmp_path: Path) -> None:
     json.dumps(data, allow_nan=False)
     assert data["counts"] == {"reproduced": 1, "direction only": 0, "not reproduced": 0, "not decidable here": 0}
     assert (data["inputs"], len(data["claims"])) == (1, 2)
+
+
+def test_the_denominator_is_a_fixed_list(tmp_path: Path) -> None:
+    """A claim of it that becomes an input, or can no longer be decided, counts as not reproduced."""
+    assert len(denominator()) == 116 and denominator() <= targets().keys()
+    rows = reproduce(chosen(targets(), None, ["KS-T1", "PR-9-70b"]), Experiments(), tmp_path)
+    assert share(rows) == (1, 1)
+    (row,) = (row for row in rows if row.target.id == "KS-T1")
+    assert share([dataclasses.replace(row, verdict="input")]) == (0, 1)
 
 
 def test_intervals_are_scaled_with_their_numbers(tmp_path: Path) -> None:

@@ -67,6 +67,13 @@ def targets() -> Mapping[str, Target]:
     return {name: _target(name, paper, entry) for paper, entries in ledger.items() for name, entry in entries.items()}
 
 
+@cache
+def denominator() -> frozenset[str]:
+    """Ids of the claims that the share of reproduced ones is of: a fixed list, so that no verdict leaves it."""
+    listed = read_yaml(files("fineserve_sim.experiment.reproduce").joinpath("denominator.yaml"))
+    return frozenset(name for names in listed.values() for name in names)
+
+
 def _target(name: str, paper: str, entry: Mapping[str, Any]) -> Target:
     neutral = entry.get("neutral", 1.0 if entry["kind"] == "ratio" else None)
     neutral = tuple(neutral) if isinstance(neutral, list) else neutral

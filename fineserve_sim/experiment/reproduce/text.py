@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fineserve_sim.experiment.reproduce.judge import VERDICTS, Quantity
-from fineserve_sim.experiment.reproduce.ledger import HOLDS, Expected, LedgerError, Target
+from fineserve_sim.experiment.reproduce.ledger import HOLDS, Expected, LedgerError, Target, denominator
 from fineserve_sim.experiment.reproduce.session import Row
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.labels import interval, number
@@ -61,12 +61,24 @@ def counted(rows: Sequence[Row]) -> str:
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
 
 
+def share(rows: Sequence[Row]) -> tuple[int, int]:
+    """Reproduced ones among the claims of the fixed list that are here, and how many of those are here."""
+    listed = [row for row in rows if row.target.id in denominator()]
+    return sum(row.verdict == "reproduced" for row in listed), len(listed)
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    reproduced, listed = share(rows)
+    ratio = f"; {reproduced} of the {listed} in the fixed list reproduced ({reproduced / listed:.0%})" if listed else ""
+    return f"{len(rows)} claims: {counted(rows)}{ratio}"
+
+
 def ledger(rows: Sequence[Row]) -> Group:
     """The terminal's view: a table a paper, then the inputs, then the counts."""
     parts: list[RenderableType] = []
     for title, members in _sections(rows):
         parts += [Text(title, style="bold"), _table(members)]
-    return Group(*parts, Text(f"{len(rows)} claims: {counted(rows)}", style="bold"))
+    return Group(*parts, Text(_summary(rows), style="bold"))
 
 
 def _sections(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -95,6 +107,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
         "counts": {
             verdict: sum(row.verdict == verdict for row in claims) for verdict in VERDICTS if verdict != "input"
         },
+        "fixed_list": dict(zip(("reproduced", "claims"), share(rows), strict=True)),
         "inputs": sum(row.target.role != "claim" for row in rows),
         "claims": [_entry(row) for row in rows],
     }
@@ -161,7 +174,7 @@ def _around(path: Path) -> tuple[str, str]:
 
 
 def _markdown(rows: Sequence[Row], pages: Mapping[str, str]) -> Iterator[str]:
-    yield f"{len(rows)} claims: {counted(rows)}."
+    yield f"{_summary(rows)}."
     for title, members in _sections(rows):
         yield f"\n### {title}\n"
         page = pages.get(title.partition("/")[0].lower())
