@@ -108,7 +108,7 @@ def _stage_times(scenario: Scenario, chunks: list[int], stages: int) -> list[lis
         pairs = chunk * prefix + chunk * (chunk + 1) // 2
         last = number == len(chunks) - 1
         whole_s = step.step_s(0, 0, chunk, pairs, prefix, int(last))
-        overhead_s = step.deployment.overhead_s.value
+        overhead_s = step.overhead_s
         rows.append([overhead_s + (whole_s - overhead_s) / stages] * stages)
         prefix += chunk
     return rows

@@ -125,11 +125,11 @@ class PipelineEngine(Batcher):
         return Batch(lane, self.batch_of(lane), self)
 
     def stage_s(self, sums: BatchSums) -> tuple[float, ...]:
-        """Seconds of a batch in each stage."""
+        """Seconds of a batch in each stage: every stage has the host time of a step, the rest is split by layers."""
         whole_s = self.step.step_s(*sums)
         if len(self.layout) == 1:
             return (whole_s,)  # the same bits as on one instance without stages
-        overhead_s = self.step.deployment.overhead_s.value
+        overhead_s = self.step.overhead_s
         layers = self.stages[0].sizes.layers
         return tuple(overhead_s + (whole_s - overhead_s) * len(own) / layers for own in self.layout)
 
