@@ -28,7 +28,7 @@ class FineServePlacementSpec(Spec):
     score: Literal["mean", "exact"] = "mean"
     mme: Literal["slope", "token_bytes"] = "slope"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
-    replicas: Literal["first_places", "literal", "yield", "one"] = "literal"
+    replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
 
 
 class KvprPlacementSpec(Spec):

@@ -183,8 +183,10 @@ class TestFineServePlacement:
         assert FineServePlacement().place(models[::-1], gpus[::-1]).instances == placement.instances
         for gpu in gpus:
             assert sum(i.footprint_bytes for i in placement.instances if gpu.id in i.gpus) <= gpu.memory_bytes
-        footprints = [i.footprint_bytes for i in placement.instances]
-        assert footprints == sorted(footprints, reverse=True)
+        for later in (False, True):  # first places come first, in the order of footprints, then all other replicas
+            footprints = [i.footprint_bytes for i in placement.instances if (i.replica > 0) == later]
+            assert footprints == sorted(footprints, reverse=True)
+        assert [i.replica > 0 for i in placement.instances] == sorted(i.replica > 0 for i in placement.instances)
         for demand in models:
             mine = [i for i in placement.instances if i.model == demand.id]
             assert bool(mine) != (demand.id in placement.unplaced)
@@ -256,7 +258,7 @@ def test_replicas_yield_to_a_model_without_a_place() -> None:
 
     models = [demand("busy", 2.0, 6), demand("late", 1.0, 5)]
     gpus = [GpuSlot(0, 0, 10), GpuSlot(1, 0, 10)]
-    literal = FineServePlacement().place(models, gpus)
+    literal = FineServePlacement(replicas="literal").place(models, gpus)
     yielding = FineServePlacement(replicas="yield").place(models, gpus)
     assert [(i.model, i.gpus) for i in literal.instances] == [("busy", (0,)), ("busy", (1,))]
     assert literal.unplaced == ("late",)
@@ -354,6 +356,6 @@ def test_kept_sums_score_as_the_lists_of_residents_do(
         for i, (rate, size, tp, mu) in enumerate(facts)
     ]
     gpus = cluster(*memory, node_size=node_size)
-    placement = FineServePlacement(score, colocation).place(models, gpus)
+    placement = FineServePlacement(score, colocation, "literal").place(models, gpus)
     found = [(i.model, i.replica, i.gpus) for i in placement.instances]
     assert found == literal_places(models, gpus, score, colocation)

@@ -83,7 +83,7 @@ class FineServePlacement:
         self,
         score: Literal["mean", "exact"] = "mean",
         colocation: Literal["avoid", "forbid", "allow"] = "avoid",
-        replicas: Literal["first_places", "literal", "yield", "one"] = "literal",
+        replicas: Literal["first_places", "literal", "yield", "one"] = "first_places",
     ) -> None:
         if score not in ("mean", "exact"):
             raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
