@@ -179,8 +179,8 @@ class KunServeDropSpec(Spec):
     restore: bool = True
     trigger: Annotated[float, Field(gt=0, le=1)] = 0.95
     restore_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    restore_usage: Literal["cluster", "group"] = "group"
-    required: Literal["net", "gross"] = "net"
+    restore_usage: Literal["cluster", "group"] = "cluster"
+    required: Literal["net", "gross"] = "gross"
     max_group: PositiveInt | None = None
     falling_samples: Annotated[int, Field(ge=0)] = 0
     remap_s: Annotated[float, Field(ge=0)] = 0.005

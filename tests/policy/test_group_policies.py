@@ -144,17 +144,17 @@ def drop(**options: Any) -> KunServeDrop:
     return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, **options)
 
 
-def test_the_plan_covers_the_queue_less_what_is_free() -> None:
+def test_the_plan_covers_the_queue() -> None:
     groups = [view(0, 96, 60), view(1, 96, 60), view(2, 96, 0), view(3, 96, 0)]
-    assert drop().tick(groups) == [Merge((0, 1, 2, 3), 150 * BLOCK, True)]  # 120 - 16 needs three merges of 50
+    assert drop().tick(groups) == [Merge((0, 1, 2, 3), 150 * BLOCK, True)]  # 120 blocks need three merges of 50
     groups[0] = view(0, 96, 20)
     assert drop().tick(groups) == [Merge(pair, 100 * BLOCK, True) for pair in ((0, 1), (2, 3))]
 
 
-def test_free_memory_elsewhere_counts_unless_gross_is_asked_for() -> None:
+def test_free_memory_elsewhere_counts_where_net_is_asked_for() -> None:
     groups = [view(0, 96, 10), view(1, 10), view(2, 10), view(3, 10)]
-    assert drop().tick(groups) == []
-    assert drop(required="gross").tick(groups) == [Merge((0, 1), 50 * BLOCK, True)]
+    assert drop().tick(groups) == [Merge((0, 1), 50 * BLOCK, True)]
+    assert drop(required="net").tick(groups) == []
 
 
 def test_nothing_happens_while_a_group_changes() -> None:
@@ -186,11 +186,11 @@ def test_restore_under_half_of_the_base_memory() -> None:
 def test_restore_under_half_of_what_the_cluster_has() -> None:
     """A pipeline is split under pressure of its own while the others are idle, and kept when they are not."""
     idle, busy = view(0, 10), view(0, 95)
-    cluster = drop(restore_usage="cluster")
+    cluster = drop()
     assert cluster.tick([_pair(120), idle]) == [Split(4)]  # 130 of 300 blocks
     assert cluster.tick([_pair(140), idle]) == []  # 150
     assert cluster.tick([_pair(90), busy]) == []
-    assert drop().tick([_pair(90), busy]) == [Split(4)]
+    assert drop(restore_usage="group").tick([_pair(90), busy]) == [Split(4)]
     assert cluster.tick([_pair(10, queued=1), idle]) == []
 
 
