@@ -77,7 +77,7 @@ class MooreHodgsonSpec(Spec):
 
     policy: Literal["moore_hodgson"] = "moore_hodgson"
     late: Literal["defer", "drop"] = "defer"
-    late_start: Literal["after_all", "beside_blocked"] = "after_all"
+    late_start: Literal["after_all", "beside_blocked"] = "beside_blocked"
     clock: Literal["dispatched", "now"] = "dispatched"
     reserve: Literal["fraction", "page"] = "fraction"
     reserve_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02

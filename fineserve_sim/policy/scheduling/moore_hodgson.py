@@ -110,7 +110,7 @@ class MooreHodgson:
         engines: Mapping[int, EngineFacts],
         *,
         late: Literal["defer", "drop"] = "defer",
-        late_start: Literal["after_all", "beside_blocked"] = "after_all",
+        late_start: Literal["after_all", "beside_blocked"] = "beside_blocked",
         clock: Literal["dispatched", "now"] = "dispatched",
         reserve: Literal["fraction", "page"] = "fraction",
         reserve_fraction: float = 0.02,
