@@ -67,7 +67,7 @@ def test_the_new_policy_runs_as_shown(folder: Path) -> None:
     assert Path(done.stdout.strip()) == Path("results/shortest/summary.json")
     reached = attainment(read_summary(folder / "results" / "shortest"))
     percent = {system: round(100 * share) for system, share in reached.items()}
-    assert percent == {"fineserve": 97, "shortest": 96, "static*": 54}
+    assert percent == {"fineserve": 96, "shortest": 95, "static*": 49}
     assert all(f"{number} %" in PAGE for number in percent.values())
 
 

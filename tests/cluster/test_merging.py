@@ -270,8 +270,9 @@ def test_a_span_in_flight_ends_when_a_neighbour_learns_of_an_earlier_moment_to_a
     rows = [(0.02, 40, 60, 1), (0.03, 90, 20, 1), (0.09, 15, 1, 1), (0.09, 150, 16, 0), (0.11, 150, 1, 0)]
     spec = system(
         pinned({"a": [[0, 1]], "b": [[0, 1]]}),
-        {"policy": "moore_hodgson", "late": "drop", "reserve": "page"},
+        {"policy": "moore_hodgson", "late": "drop", "late_start": "after_all", "reserve": "page"},
         {"policy": "private", "split": "equal"},
+        "fluid",
     )
     merged, plain = both_ways(Scenario(spec, (a, b), gpus(2), trace_of(rows, "ab"), engine, sample_s=0))
     assert "Drop" in {line["command"] for line in plain.commands}
