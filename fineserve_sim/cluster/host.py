@@ -341,8 +341,12 @@ class Cluster:
 
     def report_loads(self, now: float) -> None:
         """Tell the controller, if it wants to know, the loads that changed since it was told last."""
-        if self.loads is not None and (loads := self.loads.changed(self, now)):
+        if self.loads is None:
+            return
+        if loads := self.loads.changed(self, now):
             self.tell(now, Loads(loads))
+        if self._check:
+            self.loads.check(self, now)
 
     # --- the controller --------------------------------------------------------------------------------------------
 

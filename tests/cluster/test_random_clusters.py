@@ -17,7 +17,7 @@ CASES = {
     "qlm": (9, {"activations": 30, "evictions": 30}),
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),
-    "llumnix": (5, {"preemptions": 30, "faults": 5, "migrations": 10}),
+    "llumnix": (6, {"preemptions": 30, "faults": 5, "migrations": 10}),
     "pipelines": (5, {"preemptions": 50, "faults": 5}),
     "kunserve": (7, {"preemptions": 10, "faults": 3, "drops": 3, "restores": 3}),
 }

@@ -87,6 +87,7 @@ class Migrations:
         move.reserved_blocks = max(blocks, move.reserved_blocks)
         lane.decodes.remove(sequence)
         engine.stalled[sequence] = None
+        self._places.cluster.touch(engine)
         self._copy(move, max(0, sequence.cached_tokens - move.copied_tokens), self._handed_over)
 
     def _handed_over(self, move: _Move, now: float) -> None:
@@ -94,6 +95,7 @@ class Migrations:
         del self._moves[sequence]
         del source.stalled[sequence]
         source.kv.release(sequence)
+        self._places.cluster.touch(source)
         self._release(destination, move.reserved_blocks)
         held = destination.kv.hold(sequence)
         assert held, f"engine {destination.index} lost blocks that it had reserved"
