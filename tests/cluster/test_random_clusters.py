@@ -69,8 +69,10 @@ def test_a_log_falls_into_events_with_their_commands() -> None:
 
 def test_events_come_back_from_their_lines() -> None:
     state = {"running": 1, "decoding": 1, "prefill_tokens": 0, "free_slots": 3, "free_kv_tokens": 64, "slowdown": 1.0}
-    tick = event_of({"now_s": 0.0, "event": "Tick", "engines": {"2": state}, "free_bytes": {"0": 5}, "loads": {}})
-    assert tick.engines[2].free_kv_tokens == 64 and tick.free_bytes == {0: 5}
+    stepped = event_of({"now_s": 0.0, "event": "EngineStepped", "engine": 2, "engines": {"2": state}})
+    assert stepped.engines[2].free_kv_tokens == 64
+    tick = event_of({"now_s": 0.0, "event": "Tick", "running": {"2": 3}, "free_bytes": {"0": 5}, "loads": {}})
+    assert tick.running == {2: 3} and tick.free_bytes == {0: 5}
     fields = {"id": 4, "model": "m", "arrival_s": 0.5, "prompt_tokens": 10}
     assert event_of({"now_s": 0.5, "event": "RequestArrived", "request": fields}).request.prompt_tokens == 10
 
