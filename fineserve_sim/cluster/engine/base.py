@@ -233,6 +233,7 @@ class Engine(ABC):
             self._backlog_tokens += sequence.target_tokens - sequence.cached_tokens
             self._forget_plan()
         self.composition_changed = True
+        self._host.touch(self)
         self.replan(now)
 
     def freed(self, now: float) -> None:
