@@ -286,7 +286,7 @@ class FleetController(Controller):
         for id in scope:
             engine = self._engines[id]
             model = self._models[engine.model]
-            longest = self._longest.get(id) or self._max_tokens(engine.model)
+            longest = self._longest.get(id, self._max_tokens(engine.model))  # 0: its GPUs leave it no page
             route = Route(id, model.demand.rate_per_s, longest, scheduler)
             self._lead(engine.model, [*(o for o in self._routes[engine.model] if o.engine != id), route])
             self._bound_to.setdefault(id, 0)
