@@ -83,6 +83,7 @@ class Cluster:
         log: Log | None,
     ) -> None:
         self.engines: dict[int, Engine] = {}
+        self.active: set[int] = set()  # engines that got a request and did not rest since
         self.domains: list[MemoryDomain] = []
         self.merging = merging
         self.clock = clock
@@ -123,6 +124,7 @@ class Cluster:
         scope.engines = tuple(other for other in scope.engines if other != engine.index)
         domain = self._domain_of.pop(engine.index)
         del self.engines[engine.index]
+        self.active.discard(engine.index)
         left = [other for other in domain.engines if other is not engine]
         if not left:
             self.domains.remove(domain)
@@ -321,6 +323,7 @@ class Cluster:
 
     def rested(self, engine: Engine, now: float) -> None:
         """The engine has nothing more to do."""
+        self.active.discard(engine.index)
         if self.fleet is not None:
             self.fleet.rested(engine, now)
 
@@ -349,8 +352,12 @@ class Cluster:
 
     def report_loads(self, now: float) -> None:
         """Tell the controller, if it wants to know, the loads that changed since it was told last."""
-        if self.loads is not None and (loads := self.loads.changed(self, now)):
+        if self.loads is None:
+            return
+        if loads := self.loads.changed(self, now):
             self.tell(now, Loads(loads))
+        if self._check:
+            self.loads.check(self, now)
 
     # --- the controller --------------------------------------------------------------------------------------------
 
@@ -389,6 +396,7 @@ class Cluster:
             engine.post(now, self.order, sequence)
             return
         engine.accept(sequence)
+        self.active.add(engine.index)
         self.touch(engine)
         if engine is not self._asking:
             engine.replan(now)

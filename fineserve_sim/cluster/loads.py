@@ -31,6 +31,7 @@ class LoadWatch:
         self._touched: set[int] = set()
         self._due: list[tuple[float, int, int]] = []  # when a load changes inside a span: time, order, engine
         self._watched_s: dict[int, float] = {}  # the entry of each engine in it that counts
+        self._told: dict[int, EngineLoad] = {}
 
     def touch(self, engines: Iterable[Engine]) -> None:
         for engine in engines:
@@ -57,4 +58,12 @@ class LoadWatch:
         engines = host.engines
         loads = {index: engines[index].load() for index in sorted(self._touched) if index in engines}
         self._touched.clear()
+        self._told |= loads
         return loads
+
+    def check(self, host: Host, now: float) -> None:
+        """Raise AssertionError if the load of an engine is not what was told last."""
+        for index, engine in host.engines.items():
+            host.settle_now(engine, now)
+            load = engine.load()
+            assert load == self._told.get(index), f"engine {index}: told {self._told.get(index)}, is {load}"

@@ -28,7 +28,7 @@ class ScenarioError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model as users see it: geometry, precision, TP degree, expected load and SLO.
+    """One model as users see it: geometry, precision, TP degree, expected load and SLOs (of the time per token: if any).
 
     ``id`` names it in traces and results; ``mean_prompt_tokens`` and ``mean_output_tokens`` describe the expected load
     for profiling (what an operator would take from history), never a single request.
@@ -42,6 +42,7 @@ class ServedModel:
     ttft_slo_s: float
     mean_prompt_tokens: float
     mean_output_tokens: float
+    tpot_slo_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

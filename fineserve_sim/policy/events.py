@@ -37,12 +37,12 @@ class RequestAborted(NamedTuple):
 class Tick(NamedTuple):
     """The moment that the controller asked for, by ``next_tick_s`` or by the command ``Survey``: everything as it is now.
 
-    ``engines`` holds the state of every engine that is ready (draining ones too), ``free_bytes`` by GPU what another
-    model's weights could take: usable memory less weights and contexts of engines (loading ones too) and KV in use.
-    ``loads`` holds those of every engine, where the controller dispatches by them.
+    ``running`` holds, by engine that has any, the requests that were dispatched to it and have not ended; ``free_bytes`` by
+    GPU what another model's weights could take: usable memory less weights and contexts of engines (loading ones too) and KV
+    in use. ``loads`` holds those of every engine, where the controller dispatches by them.
     """
 
-    engines: dict[int, EngineState]
+    running: dict[int, int]
     free_bytes: dict[int, int]
     loads: dict[int, EngineLoad] = {}  # noqa: RUF012 - the default of a named tuple, never changed
 

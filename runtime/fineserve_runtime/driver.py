@@ -330,7 +330,8 @@ class Driver:
     def _tick(self) -> Tick:
         ready = [e for e in self._places.engines() if self._controller.status(e) in (Status.RESIDENT, Status.DRAINING)]
         free = {gpu: self._places.free_bytes(gpu, self._memory[gpu], self._weights) for gpu in self._memory}
-        return Tick(self._states(ready), free)
+        states = self._states(ready)
+        return Tick({engine: state.running for engine, state in states.items() if state.running}, free)
 
     def _expire(self) -> None:
         """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""

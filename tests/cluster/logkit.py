@@ -72,6 +72,7 @@ def replay(log: Iterable[Line], handle: Callable[[float, Any], Iterable[Any]]) -
 DECODE: Mapping[str, Callable[[Any], Any]] = {
     "request": lambda fields: Request(**fields),
     "engines": lambda states: {int(engine): EngineState(**state) for engine, state in states.items()},
+    "running": lambda running: {int(engine): requests for engine, requests in running.items()},
     "free_bytes": lambda free: {int(gpu): size for gpu, size in free.items()},
     "loads": lambda loads: {int(engine): EngineLoad(**load) for engine, load in loads.items()},
     "max_tokens": lambda limits: {int(engine): tokens for engine, tokens in limits.items()},

@@ -14,10 +14,11 @@ import pytest
 from fineserve_traces.prism import ARENA, processes
 from fineserve_traces.servegen import servegen_clients
 
-from fineserve_sim.cluster import simulate
+from fineserve_sim.cluster import RunResult, Scenario, simulate
 from fineserve_sim.cluster.compose.fleet import compose_fleet
 from fineserve_sim.cluster.compose.instances import compose
 from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
+from fineserve_sim.cluster.compose.profiling import demand_of
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.run.run import Run, scenario
@@ -134,6 +135,30 @@ def test_tpot_attainment_counts_by_the_limit_of_each_model(many: Callable[..., P
     path = many(("quantile: 0.95}}\n", "quantile: 0.95}, scale: 2}\n"))
     limits = [cell["tpot_slo_s"]["A"] for cell in summary(path, tmp_path / "fixed")["cells"]]
     assert len(set(limits)) == 1
+
+
+def test_placement_knows_the_limit_of_the_time_per_token(many: Callable[..., Path], tmp_path: Path) -> None:
+    """Every cell is simulated under the limits that it is judged by; where nothing limits the time per token, none is known."""
+    seen: list[Scenario] = []
+
+    def spy(scenario: Scenario) -> RunResult:
+        seen.append(scenario)
+        return simulate(scenario)
+
+    def known(cells: int) -> list[dict[str, float | None]]:
+        return [
+            {
+                served.id: demand_of(served, scenario.gpus[0].spec, scenario.engine, slope=False).tpot_slo_s
+                for served in scenario.models
+            }
+            for scenario in seen[-cells:]
+        ]
+
+    cells = summary(many(), tmp_path / "limited", simulate=spy)["cells"]
+    assert known(len(cells)) == [cell["tpot_slo_s"] for cell in cells]
+    free = many(("  tpot: {reference: {system: dedicated, load: alone, quantile: 0.95}}\n", ""))
+    cells = summary(free, tmp_path / "free", simulate=spy)["cells"]
+    assert all(set(limits.values()) == {None} for limits in known(len(cells)))
 
 
 def test_a_base_slo_is_not_below_the_least(many: Callable[..., Path], tmp_path: Path) -> None:

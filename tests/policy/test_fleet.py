@@ -144,7 +144,8 @@ class Driver:
         return EngineState(running, running, 0, 4 - running, max(0, free), 1.0)
 
     def tick(self) -> Tick:
-        return Tick({e: self.state(e) for e in self.engines if e not in self.loading}, self.free_bytes())
+        running = {engine: len(here) for engine, here in self.running.items() if engine in self.engines and here}
+        return Tick(running, self.free_bytes())
 
     def arrive(self, id: int, model: str, prompt_tokens: int = 5) -> list[Command]:
         self.waiting[id] = Request(id, model, self.now, prompt_tokens)

@@ -123,7 +123,7 @@ def test_events_survive_json() -> None:
     for event in (
         RequestArrived(Request(3, "A", 0.1 + 0.2, 7)),
         EngineStepped(2, {2: state, 3: state}),
-        Tick({0: state}, {0: 12345}),
+        Tick({0: 2}, {0: 12345}),
     ):
         entry = json.loads(json.dumps(event_entry(1.5, event)))
         assert decode_event(entry, EVENTS) == event
@@ -131,7 +131,7 @@ def test_events_survive_json() -> None:
 
 @pytest.mark.parametrize(
     ("entry", "problem"),
-    [({"event": "Tock", "now_s": 1}, "unknown event"), ({"event": "Tick", "now_s": 1}, "lacks 'engines'")],
+    [({"event": "Tock", "now_s": 1}, "unknown event"), ({"event": "Tick", "now_s": 1}, "lacks 'running'")],
 )
 def test_a_broken_entry_is_named(entry: Entry, problem: str) -> None:
     with pytest.raises(LogError, match=problem):

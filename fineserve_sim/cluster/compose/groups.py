@@ -88,6 +88,7 @@ def compose_groups(scenario: Scenario) -> Parts:
         ),
         spares=spares,
         start_s=0.0 if system.scaling is None else system.scaling.start_s,
+        migrates=system.migration is not None,
     )
     fleet.begin(execution.stages)
     sampler = InstanceSampler(served.id, instances, cluster)

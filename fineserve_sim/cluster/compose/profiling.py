@@ -91,6 +91,7 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         profile=_profile(*shape, prompt, output),
         mme_tokens_per_byte=_measured_mme(*shape, prompt, output) if slope else None,
         tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
+        tpot_slo_s=served.tpot_slo_s,
         activation_bytes=peak_activation_bytes(served, settings),
     )
 

@@ -127,12 +127,17 @@ class Engine(ABC):
         return inside + len(self.stalled) + (self.relief.held if self.relief else 0)
 
     @property
+    def requests(self) -> int:
+        """All that were dispatched here and have not ended."""
+        return self.running + self.waiting
+
+    @property
     def has_work(self) -> bool:
         return any(lane.has_work for lane in self.lanes) or bool(self.stalled or (self.relief and self.relief.held))
 
     def state(self) -> EngineState:
         """What a scheduler sees. Requests that were dispatched and have not started yet count as running."""
-        promised = self.running + self.waiting
+        promised = self.requests
         return EngineState(
             running=promised,
             decoding=sum(lane.size for lane in self.lanes),
@@ -228,6 +233,7 @@ class Engine(ABC):
             self._backlog_tokens += sequence.target_tokens - sequence.cached_tokens
             self._forget_plan()
         self.composition_changed = True
+        self._host.touch(self)
         self.replan(now)
 
     def freed(self, now: float) -> None:

@@ -116,6 +116,7 @@ class PipelineEngine(Batcher):
         if not lane.decodes.size and not lane.chunks:
             self._unblock(lane, now)
         if not lane.decodes.size and not lane.chunks:
+            self._host.touch(self)
             if not self.has_work:
                 self._host.rested(self, now)
             return None

@@ -309,6 +309,7 @@ class SpanEngine(Batcher):
 
     def _rest(self, now: float) -> None:
         """Nothing to run: idle, or stalled for memory."""
+        self._host.touch(self)
         if self.composition_changed:
             self.composition_changed = False
             if self._shares_gpu:

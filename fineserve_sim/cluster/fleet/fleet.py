@@ -105,6 +105,9 @@ class ModelFleet:
 
     def check(self) -> None:
         self._memory.check()
+        for id, engine in self._cluster.engines.items():
+            held_bytes = self._memory.held_bytes(id, self._residents[id].gpus[0])
+            assert id in self._cluster.active or not (engine.requests or held_bytes), f"engine {id} serves unseen"
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -147,13 +150,16 @@ class ModelFleet:
         self._loaded = self._cluster.clock.at(at_s, LOADED, self._on_loaded) if at_s < float("inf") else None
 
     def _look(self, now: float) -> None:
-        """Tell the controller how everything stands."""
+        """Tell the controller how everything stands: what only engines that serve change, and what each GPU leaves."""
         cluster = self._cluster
-        cluster.settle_all(now, cluster.order)
-        states = {engine.index: engine.state() for engine in cluster.engines.values()}
-        commands = cluster.tell(now, Tick(states, self._memory.free_bytes()))
-        for engine in cluster.engines.values():  # a look clears what schedulers noted about memory: ask them again
-            cluster.ask_again(engine, now)
+        serving = {id: cluster.engines[id] for id in sorted(cluster.active)}
+        for engine in serving.values():
+            cluster.settle_now(engine, now)
+        running = {id: requests for id, engine in serving.items() if (requests := engine.requests)}
+        free_bytes = self._memory.free_bytes({id: self._residents[id].gpus for id in serving})
+        commands = cluster.tell(now, Tick(running, free_bytes))
+        for id in self._controller.waited_for():  # a look clears what schedulers noted about memory: ask them again
+            cluster.ask_again(cluster.engines[id], now)
         cluster.carry_out(commands, now)
 
     # --- commands --------------------------------------------------------------------------------------------------

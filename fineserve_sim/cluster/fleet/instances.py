@@ -33,7 +33,8 @@ EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engi
 
 
 class Instances:
-    """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after they are asked for."""
+    """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after they are asked for; where requests move
+    (``migrates``), looks say which one of an engine would."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Instances:
         *,
         spares: int = 0,
         start_s: float = 0.0,
+        migrates: bool = False,
     ) -> None:
         self.cluster = cluster
         self.instances = tuple(instances)
@@ -51,7 +53,7 @@ class Instances:
         self.migrations = Migrations(self)
         self._make = make
         self._spares = set(self.instances[len(instances) - spares :])
-        self._start_s = start_s
+        self._start_s, self._migrates = start_s, migrates
         self._by_gpus = {instance.gpus: instance for instance in instances}
         self._stages: dict[int, tuple[TpGroup, ...]] = {}
         self._loading: dict[int, tuple[TpGroup, Transfer | None]] = {}  # by engine to be
@@ -166,8 +168,7 @@ class Instances:
         now: float = cluster.clock.now
         cluster.settle_all(now, TICK)
         self.regrouping.end_drained(now)
-        moves = Migrate in cluster.actions
-        loads = {id: engine.load(shortest=moves) for id, engine in cluster.engines.items()}
+        loads = {id: engine.load(shortest=self._migrates) for id, engine in cluster.engines.items()}
         cluster.hear(now, Tick({}, {}, loads))
         if cluster.outcomes.open:
             self._set_tick()

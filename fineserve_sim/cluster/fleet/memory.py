@@ -55,15 +55,22 @@ class FleetMemory:
             assert isinstance(manager, KvCachedManager | PrivatePools)
             manager.leave(engine)
 
-    def free_bytes(self) -> dict[int, int]:
-        """By GPU, what the weights of another engine could take now."""
-        return {gpu: self._free_bytes(gpu) for gpu in self._usable_bytes}
+    def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
+        """By GPU, what the weights of another engine could take now. ``serving`` are the GPUs of the engines with requests:
+        others hold no KV."""
+        free = {gpu: usable - self._fixed_bytes[gpu] for gpu, usable in self._usable_bytes.items()}
+        for engine, gpus in serving.items():
+            for gpu in gpus:
+                free[gpu] -= self.held_bytes(engine, gpu)
+        for gpu, manager in self.managers.items():
+            if isinstance(manager, PrivatePools):
+                free[gpu] -= manager.ledger().total_bytes
+        return free
 
-    def _free_bytes(self, gpu: int) -> int:
+    def held_bytes(self, engine: int, gpu: int) -> int:
+        """KV memory that only this engine can use, as long as it holds it. What is in private pools is not free anyway."""
         manager = self.managers[gpu]
-        ledger = manager.ledger()
-        private = isinstance(manager, PrivatePools)
-        return self._left_bytes(gpu) - (ledger.total_bytes if private else ledger.used_bytes + ledger.stranded_bytes)
+        return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
 
     def _left_bytes(self, gpu: int) -> int:
         return self._usable_bytes[gpu] - self._fixed_bytes[gpu]

@@ -55,7 +55,7 @@ class Migrations:
         (lane,) = source.lanes
         sequence = next(member for member in lane.decodes if member.index == command.request_id)
         blocks = source.blocks_of(lane, sequence)
-        if not self._reserve(destination, blocks):
+        if not self._reserve(destination, blocks, now):
             self._places.hear(now, MigrationEnded(command.request_id))
             return
         move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), blocks)
@@ -81,7 +81,7 @@ class Migrations:
             return
         blocks = engine.blocks_of(lane, sequence)
         more = blocks - move.reserved_blocks
-        if more > 0 and not self._reserve(move.destination, more):
+        if more > 0 and not self._reserve(move.destination, more, now):
             self._end(move, now)
             return
         move.reserved_blocks = max(blocks, move.reserved_blocks)
@@ -94,6 +94,7 @@ class Migrations:
         del self._moves[sequence]
         del source.stalled[sequence]
         source.kv.release(sequence)
+        self._places.cluster.touch(source)
         self._release(destination, move.reserved_blocks)
         held = destination.kv.hold(sequence)
         assert held, f"engine {destination.index} lost blocks that it had reserved"
@@ -120,10 +121,13 @@ class Migrations:
         move.destination.replan(now)
         self._places.hear(now, MigrationEnded(move.sequence.index))
 
-    def _reserve(self, engine: Engine, blocks: int) -> bool:
+    def _reserve(self, engine: Engine, blocks: int, now: float) -> bool:
+        """Hold so many blocks, which the span of the engine may have counted on."""
         assert isinstance(engine.kv, CountedBlocks)
+        self._places.cluster.settle_now(engine, now)
         taken = engine.kv.take(blocks)
         engine.reserved_blocks += blocks * taken
+        engine.cut()
         self._places.cluster.touch(engine)
         return taken
 

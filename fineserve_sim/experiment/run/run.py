@@ -19,8 +19,8 @@ SAMPLE_S = 1.0
 class Run:
     """A simulation of ``system`` in one variant of the file (``setup``, named by the overridden keys ``variant``).
 
-    ``slo_s`` are the TTFT limits of the models in their order. Reference runs have one model: ``isolated``, in which each
-    request is alone, or ``alone``, under its own arrivals on GPUs of its own.
+    ``slo_s`` are the TTFT limits of the models in their order, ``tpot_slo_s`` those of the time per token, if any. Reference
+    runs have one model: ``isolated``, in which each request is alone, or ``alone``, under its own arrivals on GPUs of its own.
     """
 
     setup: Setup = field(compare=False, repr=False)
@@ -32,6 +32,7 @@ class Run:
     slo_s: tuple[float, ...]
     isolated: str | None = None
     alone: str | None = None
+    tpot_slo_s: tuple[float, ...] | None = None
 
     @property
     def warmup(self) -> int:
@@ -78,7 +79,8 @@ def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
     blind = (
         run.setup.systems[run.system].dispatch is not None
     )  # no policy of such a system sees an SLO: one run for all
-    for model, slo_s in zip(run.setup.models, run.slo_s, strict=True):
+    tpot_slo_s = run.tpot_slo_s or (None,) * len(run.slo_s)
+    for model, slo_s, token_slo_s in zip(run.setup.models, run.slo_s, tpot_slo_s, strict=True):
         if model.id in rates:
             prompt, output = mean_lengths(run.setup, model.id)
             served.append(
@@ -91,6 +93,7 @@ def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
                     ttft_slo_s=math.inf if blind else slo_s,
                     mean_prompt_tokens=prompt,
                     mean_output_tokens=output,
+                    tpot_slo_s=None if blind else token_slo_s,
                 )
             )
     return tuple(served)

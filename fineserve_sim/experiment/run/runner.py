@@ -74,7 +74,7 @@ class Session:
         points = experiment.points
         slos = [base_slos(experiment, point, read) for point in points]
         tpots = [tpot_slos(experiment, point, read) for point in points]
-        cells = [_cells(experiment, point, slo) for point, slo in zip(points, slos, strict=True)]
+        cells = [_cells(experiment, *limits) for limits in zip(points, slos, tpots, strict=True)]
         keys = iter(self._ensure([run for runs in cells for run in runs], self.decisions))
         return [
             Outcome(point, slo, tpot, tuple(next(keys) for _ in runs))
@@ -97,8 +97,14 @@ class Session:
         return keys
 
 
-def _cells(experiment: Experiment, point: Point, slos: Mapping[str, BaseSlo]) -> list[Run]:
+def _cells(
+    experiment: Experiment, point: Point, slos: Mapping[str, BaseSlo], tpot_slos: Mapping[str, BaseSlo]
+) -> list[Run]:
     setup = experiment.setup_of(point)
-    limits = tuple(slos[model.id].at(point.slo_scale) for model in setup.models)
+
+    def limits_s(found: Mapping[str, BaseSlo]) -> tuple[float, ...]:
+        return tuple(found[model.id].at(point.slo_scale) for model in setup.models)
+
     where = (setup, point.overrides, point.system, point.load, point.rate_scale)
-    return [Run(*where, seed, limits) for seed in range(experiment.file.seeds)]
+    of_tokens = limits_s(tpot_slos) if tpot_slos else None
+    return [Run(*where, seed, limits_s(slos), tpot_slo_s=of_tokens) for seed in range(experiment.file.seeds)]

@@ -98,6 +98,10 @@ class FleetController(Controller):
         """The engines that the scheduler of a resident engine serves, for ``EngineStepped``. Empty for others."""
         return self._scopes.get(engine, ())
 
+    def waited_for(self) -> list[int]:
+        """The engines that requests in schedulers are bound to."""
+        return sorted(engine for engine, requests in self._requests.items() if requests)
+
     def status(self, engine: int) -> Status | None:
         """None for an engine that is not there (any more)."""
         found = self._engines.get(engine)
@@ -196,6 +200,7 @@ class FleetController(Controller):
         gone = self._engines[engine]
         waiting = self._close(engine)
         del self._engines[engine]
+        self._requests.pop(engine, None)
         self._longest.pop(engine, None)
         self._of_model[gone.model].remove(engine)
         for gpu in gone.gpus:
@@ -281,7 +286,7 @@ class FleetController(Controller):
         for id in scope:
             engine = self._engines[id]
             model = self._models[engine.model]
-            longest = self._longest.get(id) or self._max_tokens(engine.model)
+            longest = self._longest.get(id, self._max_tokens(engine.model))  # 0: its GPUs leave it no page
             route = Route(id, model.demand.rate_per_s, longest, scheduler)
             self._lead(engine.model, [*(o for o in self._routes[engine.model] if o.engine != id), route])
             self._bound_to.setdefault(id, 0)
@@ -322,21 +327,19 @@ class FleetController(Controller):
         commands: list[Command] = []
         for suggestion in self._residency.suggest(self._now, view):
             if isinstance(suggestion, Stop):
-                commands += self._stop(suggestion, event.engines, free_bytes)
+                commands += self._stop(suggestion, event.running, free_bytes)
             else:
                 commands += self._start(suggestion, free_bytes)
         return commands
 
     def _view(self, event: Tick) -> FleetView:
+        now, running, bound_to = self._now, event.running, self._bound_to
         engines = []
         for id, engine in self._engines.items():
-            state = event.engines.get(id)
-            requests = (state.running if state else 0) + self._bound_to.get(id, 0)
+            requests = running.get(id, 0) + bound_to.get(id, 0)
             if requests:
-                engine.busy_s = self._now
-            engines.append(
-                EngineView(id, engine.model, engine.gpus, engine.status, self._now - engine.busy_s, requests)
-            )
+                engine.busy_s = now
+            engines.append(EngineView(id, engine.model, engine.gpus, engine.status, now - engine.busy_s, requests))
         pending = [
             Pending(model, len(held), self._held_since_s[model], min(request.arrival_s for request in held.values()))
             for model, held in self._held.items()
@@ -345,8 +348,8 @@ class FleetController(Controller):
         return FleetView(
             tuple(engines),
             tuple(sorted(pending, key=lambda pending: (pending.since_s, pending.model))),
-            {model: rate.per_s(self._now) for model, rate in self._rates.items()},
-            dict(event.free_bytes),
+            {model: rate.per_s(now) for model, rate in self._rates.items()},
+            event.free_bytes,
             frozenset(self._pressed),
         )
 
@@ -354,18 +357,17 @@ class FleetController(Controller):
         """An engine of the model serves, or will."""
         return any(self._engines[id].status is not Status.DRAINING for id in self._of_model[model])
 
-    def _stop(self, stop: Stop, states: Mapping[int, EngineState], free_bytes: dict[int, int]) -> list[Command]:
+    def _stop(self, stop: Stop, running: Mapping[int, int], free_bytes: dict[int, int]) -> list[Command]:
         engine = self._engines.get(stop.engine)
         if engine is None or engine.status is Status.DRAINING:
             return []
-        state = states.get(stop.engine)
-        running = state.running if state else 0
-        if running and stop.drain:
+        serves = stop.engine in running
+        if serves and stop.drain:
             return self._evict(stop.engine, drain=True)
         for gpu in engine.gpus:
             free_bytes[gpu] += self._models[engine.model].demand.weight_bytes
         # The KV of what ran is free as well, but how much that is, only a new look tells.
-        return [*self._evict(stop.engine, drain=False), *([Survey()] if running else [])]
+        return [*self._evict(stop.engine, drain=False), *([Survey()] if serves else [])]
 
     def _start(self, start: Start, free_bytes: dict[int, int]) -> list[Command]:
         """Activate an engine if the books allow it."""

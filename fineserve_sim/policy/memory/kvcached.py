@@ -52,13 +52,14 @@ class _Engine:
     It may launch its next kernels from ``ready_s`` on; its thread is busy until ``thread_s``.
     """
 
-    __slots__ = ("kv", "limit_bytes", "mapped_at_s", "page_bytes", "pages", "ready_s", "thread_s")
+    __slots__ = ("kv", "limit_bytes", "mapped_at_s", "owner", "page_bytes", "pages", "ready_s", "thread_s")
 
     def __init__(self, owner: int, kv: VirtualKV, page_bytes: int, virtual_bytes: int) -> None:
         self.kv = kv
         self.page_bytes = kv.tensors * page_bytes
         self.limit_bytes = virtual_bytes
         plan = SlabPlan(page_bytes, (kv.block_bytes,))
+        self.owner = owner
         self.pages = KVSlabManager(virtual_bytes // self.page_bytes * page_bytes, {owner: kv.block_bytes}, plan=plan)
         self.mapped_at_s: deque[float] = deque()
         self.ready_s = self.thread_s = MAPPED_LONG_AGO
@@ -71,7 +72,7 @@ class _Engine:
     @property
     def room_blocks(self) -> int:
         """Free blocks in the pages it holds."""
-        return self.pages.stranded_by_key()[self.kv.block_bytes] // self.kv.block_bytes
+        return self.pages.formatted_blocks(self.owner)[1]
 
     @property
     def sure_blocks(self) -> int:
@@ -319,6 +320,11 @@ class KvCachedManager:
         """Physical memory of the GPU in use: held and buffered pages of all engines."""
         buffered = sum(len(engine.mapped_at_s) * engine.page_bytes for engine in self._engines.values())
         return self._held_bytes + buffered
+
+    def block_bytes_held(self, owner: int) -> int:
+        """Bytes of the blocks in the pages that ``owner`` holds, used or not, over its tensors."""
+        engine = self._engines[owner]
+        return engine.pages.formatted_blocks(owner)[0] * engine.kv.block_bytes * engine.kv.tensors
 
     def ledger(self) -> KVLedger:
         """The bytes under the limit; what is held beyond a lowered limit counts too. Buffered pages are free, for they are

@@ -330,9 +330,11 @@ class KVSlabManager:
                 slabs += -(-beyond // (pool.blocks_per_slab or self.plan.slab_bytes // key - 1))
         return slabs <= self._free_slabs
 
-    def stranded_by_key(self) -> dict[int, int]:
-        """Bytes of free blocks in PARTIAL slabs, by block size: only owners of that block size can take them."""
-        return {key: (pool.slab_blocks - pool.used_blocks) * key for key, pool in self._pools.items()}
+    def formatted_blocks(self, owner: int) -> tuple[int, int]:
+        """Blocks in the slabs of ``owner``'s block size: all, and those that nobody holds, which only owners of that size can
+        take."""
+        pool = self._owners[owner].pool
+        return pool.slab_blocks, pool.slab_blocks - pool.used_blocks
 
     def ledger(self) -> KVLedger:
         """All bytes of the tensor. Lost are the reserved slabs, the tail behind the last slab, and the remainders of
@@ -343,7 +345,7 @@ class KVSlabManager:
         return KVLedger(
             total_bytes=self._total_bytes,
             used_bytes=used,
-            stranded_bytes=sum(self.stranded_by_key().values()),
+            stranded_bytes=sum((pool.slab_blocks - pool.used_blocks) * key for key, pool in pools.items()),
             free_bytes=self._free_slabs * slab_bytes,
             lost_bytes=self._total_bytes % slab_bytes + self._reserved * slab_bytes + remainders,
         )
