@@ -10,6 +10,7 @@ import pytest
 
 from fineserve_sim.experiment import Experiment, load_experiment, run_experiment
 from fineserve_sim.experiment.results.resolved import write_resolved
+from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.show.figures import draw
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
@@ -78,3 +79,19 @@ def test_an_assumption_of_nothing_stays(write_file, tmp_path: Path) -> None:
     assumption = "assumptions:\n  - {what: host time, value: null, why: not given}\nquick: {"
     again = read_again(load_experiment(write_file(("quick: {", assumption))), tmp_path / "out")
     assert again.file.assumptions[0].value is None
+
+
+def test_an_open_tp_degree_follows_the_rate(write_file) -> None:
+    """A 70B model that no GPU holds starts at the least degree that does, and takes more where its rate or limit needs it."""
+    big = "model: llama-3.1-70b, precision: fp8, tp: auto"
+    found = load_experiment(write_file(("count: 2", "count: 8"), ("model: llama-3.1-8b, precision: fp8", big)))
+
+    def degrees(rate_scale: float, slo_s: float) -> dict[str, int]:
+        run = Run(found.setup, (), "fineserve", "A", rate_scale, 0, (slo_s, slo_s))
+        return {served.id: served.tp for served in scenario(run).models}
+
+    assert degrees(0.001, 10.0) == {"A": 1, "B": 1}
+    assert degrees(0.001, 0.06)["B"] > 1  # the limit
+    assert degrees(3.0, 10.0)["B"] > 1  # the rate
+    alone = Run(found.setup, (), "dedicated", "A", 1.0, 0, (1.0, 1.0), alone="B")
+    assert [served.tp for served in scenario(alone).models] == [1] and len(scenario(alone).gpus) == 1

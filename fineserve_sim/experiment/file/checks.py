@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fineserve_sim.cluster.scenario import wrong_fault
 from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.hardware_checks import check_hardware, check_pins
@@ -40,7 +41,7 @@ def _check_faults(document: Document, file: schema.ExperimentFile, setup: Setup)
         name = item if isinstance(item, str) else item.name
         if setup.systems[name].dispatch is None:
             raise document.error(("faults",), f"system {name} has no dispatch: only clusters of one model have faults")
-    if wrong := wrong_fault(setup.faults, len(setup.gpus) // setup.models[0].entry.tp):
+    if wrong := wrong_fault(setup.faults, len(setup.gpus) // least_degree(setup, setup.models[0])):
         raise document.error(("faults", wrong[0]), wrong[1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fineserve_sim import catalog
 from fineserve_sim.cluster import Gpu
 from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.gpus import look_up
@@ -20,7 +21,7 @@ def check_hardware(document: Document, setup: Setup) -> None:
     deployment = look_up(document, ("engine", "deployment"), lambda: catalog.deployment(setup.engine.deployment))
     for index, model in enumerate(setup.models):
         path: KeyPath = ("models", index)
-        tp, precision = model.entry.tp, model.precision
+        tp, precision = least_degree(setup, model), model.precision
         if tp > node_gpus:
             raise document.error((*path, "tp"), f"must be at most the {node_gpus} GPUs of a node, not {tp}")
         if tp > 1 and any(other.spec.whole for other in setup.gpus):
@@ -40,7 +41,7 @@ def check_hardware(document: Document, setup: Setup) -> None:
 
 def check_pins(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
     """A pinned placement gives every model of the file groups of existing GPUs, each as large as its TP degree."""
-    models = {model.id: model.entry.tp for model in setup.models}
+    models = {model.id: least_degree(setup, model) for model in setup.models}
     for index, item in enumerate(file.systems):
         placement = setup.systems[item if isinstance(item, str) else item.name].placement
         if not isinstance(placement, PinnedPlacementSpec):

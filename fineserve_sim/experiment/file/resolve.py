@@ -101,5 +101,6 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
 
     spec = look_up(document, (*path, "model"), geometry)
     precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
-    look_up(document, (*path, "tp"), lambda: catalog.check_tp(spec, entry.tp))
+    if isinstance(entry.tp, int):
+        look_up(document, (*path, "tp"), lambda tp=entry.tp: catalog.check_tp(spec, tp))  # type: ignore[misc]
     return ResolvedModel(entry, spec, precision)

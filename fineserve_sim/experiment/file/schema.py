@@ -130,8 +130,15 @@ class Phase(Strict):
     rate_per_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
+Degree = Annotated[
+    Annotated[Count, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
+]
+
+
 class Model(Strict):
-    """One served model and its load: a share of the load's total rate, a rate of its own, or phases."""
+    """One served model and its load: a share of the load's total rate, a rate of its own, or phases. ``tp: auto``: the
+    degree that carries its rate within its TTFT limit, of those that hold it."""
 
     id: Name
     model: Annotated[
@@ -139,7 +146,7 @@ class Model(Strict):
         Discriminator(_shape),
     ]
     precision: str
-    tp: Count = 1
+    tp: Degree = 1
     share: Positive | None = None
     rate_per_s: Positive | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fineserve_sim.cluster import Scenario, ServedModel
-from fineserve_sim.experiment.file.resolve import Overrides, Setup
+from fineserve_sim.cluster.compose.profiling import demand_of
+from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree, least_degree
+from fineserve_sim.experiment.file.resolve import Overrides, ResolvedModel, Setup
 from fineserve_sim.experiment.run.rates import expected_rates, mean_lengths
 from fineserve_sim.experiment.run.workload import ISOLATED_GAP_S, alone_trace, build_trace, isolated_trace
+from fineserve_sim.policy.placement.degree import tp_degree
 
 SAMPLE_S = 1.0
 """Seconds between the samples of a run's timeline."""
@@ -62,7 +65,7 @@ def scenario(run: Run) -> Scenario:
         trace = build_trace(setup, run.load, run.rate_scale, run.seed)
     gpus = setup.gpus
     if run.alone:
-        gpus = gpus[: next(model.entry.tp for model in setup.models if model.id == run.alone)]
+        gpus = gpus[: next(least_degree(setup, model) for model in setup.models if model.id == run.alone)]
     return Scenario(
         system=setup.systems[run.system],
         models=_served(run, rates),
@@ -75,25 +78,32 @@ def scenario(run: Run) -> Scenario:
 
 
 def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
-    served = []
-    blind = (
-        run.setup.systems[run.system].dispatch is not None
-    )  # no policy of such a system sees an SLO: one run for all
+    setup = run.setup
+    blind = setup.systems[run.system].dispatch is not None  # no policy of such a system sees an SLO: one run for all
     tpot_slo_s = run.tpot_slo_s or (None,) * len(run.slo_s)
-    for model, slo_s, token_slo_s in zip(run.setup.models, run.slo_s, tpot_slo_s, strict=True):
+    found = []
+    for model, slo_s, token_slo_s in zip(setup.models, run.slo_s, tpot_slo_s, strict=True):
         if model.id in rates:
-            prompt, output = mean_lengths(run.setup, model.id)
-            served.append(
-                ServedModel(
-                    id=model.id,
-                    model=model.spec,
-                    precision=model.precision,
-                    tp=model.entry.tp,
-                    rate_per_s=rates[model.id],
-                    ttft_slo_s=math.inf if blind else slo_s,
-                    mean_prompt_tokens=prompt,
-                    mean_output_tokens=output,
-                    tpot_slo_s=None if blind else token_slo_s,
-                )
+            prompt, output = mean_lengths(setup, model.id)
+            served = ServedModel(
+                id=model.id,
+                model=model.spec,
+                precision=model.precision,
+                tp=least_degree(setup, model),
+                rate_per_s=rates[model.id],
+                ttft_slo_s=math.inf if blind else slo_s,
+                mean_prompt_tokens=prompt,
+                mean_output_tokens=output,
+                tpot_slo_s=None if blind else token_slo_s,
             )
-    return tuple(served)
+            found.append(served if run.isolated or run.alone else _of_degree(setup, model, served))
+    return tuple(found)
+
+
+def _of_degree(setup: Setup, model: ResolvedModel, served: ServedModel) -> ServedModel:
+    """Where the file leaves the TP degree open, at the one that carries the model's rate within its limit."""
+    if model.entry.tp != AUTO:
+        return served
+    groups, spec = groups_by_degree(setup, model), setup.gpus[0].spec
+    demands = [demand_of(replace(served, tp=tp), spec, setup.engine, slope=False) for tp in groups]
+    return replace(served, tp=tp_degree(demands, groups))
