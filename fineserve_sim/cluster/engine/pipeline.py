@@ -97,7 +97,8 @@ class PipelineEngine(Batcher):
                 lane.asked = True
                 self.stages[0].request(Pass(self, lane))
 
-    replan = start
+    def replan(self, now: float) -> None:
+        self.start(now)
 
     def cut(self) -> None:
         """Iterations are planned one by one."""
