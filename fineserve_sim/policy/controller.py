@@ -43,13 +43,15 @@ class Controller:
     ``FleetController`` is the one whose engines come and go.
     """
 
-    needs_loads = False
+    needs_loads: bool
     """Whether it wants to be told what changed (``Loads``) before each request."""
 
-    next_tick_s = float("inf")
+    next_tick_s: float
     """When it wants to be told everything (``Tick``)."""
 
     def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
+        self.needs_loads = False
+        self.next_tick_s = float("inf")
         self._routes: dict[str, tuple[Route, ...]] = {}
         self._turns: dict[str, Turns] = {}
         self._shortest: dict[str, int] = {}  # what all of a model's instances can hold, in tokens
