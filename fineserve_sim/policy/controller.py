@@ -101,7 +101,7 @@ class Controller:
         instances = self._routes[request.model]
         if not instances:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
-        route = self._choose(request.model, request.prompt_tokens)
+        route = self.route(request.model, request.prompt_tokens)
         if route is None:
             limit = max(route.max_tokens for route in instances) - 1
             return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit}")]
@@ -113,7 +113,7 @@ class Controller:
         self._turns[model] = Turns([route.rate_per_s for route in routes])
         self._shortest[model] = min((route.max_tokens for route in routes), default=0)
 
-    def _choose(self, model: str, prompt_tokens: int) -> Route | None:
+    def route(self, model: str, prompt_tokens: int) -> Route | None:
         """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
         routes = self._routes[model]
         if prompt_tokens < self._shortest[model]:
