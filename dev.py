@@ -1,19 +1,23 @@
 """Run FineServe from a fresh clone: each command makes its own environment first, from the lock file.
 
     python3 dev.py sim run experiments/fig10.yaml      the simulator (any fineserve-sim command)
-    python3 dev.py test                                linters, type checks, import fences and tests
+    python3 dev.py compile                             the simulator's hot modules as C extensions, for sim
+    python3 dev.py test                                linters, type checks, import fences and tests, twice where compiled
     python3 dev.py test tests/policy -k slab           pytest with these arguments only
     python3 dev.py run demo                            the runtime on real vLLM engines (any fineserve-run command)
     python3 dev.py calibrate --gpu cpu --quick         the calibrator where vLLM is (any fineserve-calibrate command)
     python3 dev.py test-runtime                        the tests that need vLLM; pytest arguments as above
 
 Needs Python 3.11 or newer and a package index; nothing else. Environments live in .venv-sim, .venv-test and .venv-runtime
-(3 GB, vLLM on the CPU, Python 3.11) and are made anew when their lock file changes.
+(3 GB, vLLM on the CPU, Python 3.11) and are made anew when their lock file changes. ``compile`` needs a C compiler, takes a
+CPU minute and leaves its build in build/compiled; sim goes back to pure Python when the sources change.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -23,6 +27,10 @@ ROOT = Path(__file__).resolve().parent
 MINIMUM = (3, 11)
 REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign")]
 RUNTIME_TESTS = ["--durations=10", "tests/runtime", *REAL]
+COMPILED = ROOT / "build" / "compiled"
+COMPILED_TESTS = ["--durations=10", "tests/test_compiled.py", "tests/cluster", "tests/latency", "tests/policy"]
+SOURCES = ("fineserve_sim", "traces/fineserve_traces", "calibrate/fineserve_calibrate", "runtime/fineserve_runtime")
+"""What a build is made of, with pyproject.toml and hatch_build.py."""
 
 
 def environment(name: str, lock: str, *options: str) -> Path:
@@ -45,7 +53,45 @@ def environment(name: str, lock: str, *options: str) -> Path:
 
 def simulate(arguments: list[str]) -> int:
     bin_folder = environment("sim", "requirements.lock", "--require-hashes")
-    return subprocess.run([str(bin_folder / "fineserve-sim"), *arguments], check=False).returncode
+    command = [str(bin_folder / "fineserve-sim"), *arguments]
+    return subprocess.run(command, check=False, env=_with_compiled() if _is_compiled() else None).returncode
+
+
+def compile_modules(arguments: list[str]) -> int:
+    """The compiled build, made anew if the sources changed. It is installed beside the environments, not into one."""
+    if _is_compiled():
+        return 0
+    tools = environment("test", "requirements-dev.lock", "--require-hashes")
+    print("Compiling (a minute or two) ...", file=sys.stderr, flush=True)
+    state = _sources_state()
+    shutil.rmtree(COMPILED, ignore_errors=True)
+    pip = [str(tools / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-build-isolation", "--no-deps", "--target", str(COMPILED), str(ROOT)]
+    subprocess.run([*pip, *options], check=True, env={**os.environ, "FINESERVE_COMPILE": "1"})
+    (COMPILED / "state").write_text(state)
+    return 0
+
+
+def _is_compiled() -> bool:
+    marker = COMPILED / "state"
+    return marker.exists() and marker.read_text() == _sources_state()
+
+
+def _sources_state() -> str:
+    """Hash of the interpreter and of all that a build is made of."""
+    files = [
+        path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"
+    ]
+    state = hashlib.sha256(sys.version.encode())
+    for path in sorted([*files, ROOT / "pyproject.toml", ROOT / "hatch_build.py"]):
+        state.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return state.hexdigest()
+
+
+def _with_compiled() -> dict[str, str]:
+    """The environment variables with which Python finds the compiled build before the sources."""
+    paths = [str(COMPILED), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def serve(arguments: list[str]) -> int:
@@ -65,7 +111,8 @@ def test_runtime(arguments: list[str]) -> int:
 
 
 def test(arguments: list[str]) -> int:
-    """All checks, or pytest alone when there are arguments. Stops at the first that fails."""
+    """All checks, or pytest alone when there are arguments. Stops at the first that fails. The tests of the laws run on the
+    compiled build as well."""
     tools = environment("test", "requirements-dev.lock", "--require-hashes")
     if arguments:
         return _run(tools, "pytest", *arguments)
@@ -76,16 +123,29 @@ def test(arguments: list[str]) -> int:
         ("lint-imports",),
         ("pytest", "--durations=10"),
     ]
-    return next((code for check in checks if (code := _run(tools, *check))), 0)
+    if code := next((code for check in checks if (code := _run(tools, *check))), 0):
+        return code
+    if not any(map(shutil.which, ("cc", "gcc", "clang", "cl"))):
+        print("dev.py: no C compiler here: the compiled build is not tested", file=sys.stderr)
+        return 0
+    compile_modules([])
+    return _run(tools, "pytest", *COMPILED_TESTS, env=_with_compiled())
 
 
-def _run(tools: Path, *command: str) -> int:
+def _run(tools: Path, *command: str, env: dict[str, str] | None = None) -> int:
     print("$", *command, flush=True)
-    return subprocess.run([str(tools / command[0]), *command[1:]], cwd=ROOT, check=False).returncode
+    return subprocess.run([str(tools / command[0]), *command[1:]], cwd=ROOT, check=False, env=env).returncode
 
 
 def main() -> int:
-    commands = {"sim": simulate, "test": test, "run": serve, "calibrate": calibrate, "test-runtime": test_runtime}
+    commands = {
+        "sim": simulate,
+        "compile": compile_modules,
+        "test": test,
+        "run": serve,
+        "calibrate": calibrate,
+        "test-runtime": test_runtime,
+    }
     if sys.version_info < MINIMUM:
         needed, found = ".".join(map(str, MINIMUM)), sys.version.split()[0]
         print(f"dev.py: Python {needed} or newer is needed, this is {found}", file=sys.stderr)

@@ -17,6 +17,7 @@ run on one machine; seconds of different runs say little. ``--profile`` adds whe
 
 ``--against CHECKOUT`` runs all of these set-ups alternately with the simulator of this checkout and of another one, which
 need not have this file, ``--rounds`` times each, and prints the ratios of requests per CPU-second, this one over the other.
+A compiled build (``dev.py compile``) is such a checkout: ``--against build/compiled``.
 
 CPU seconds are those of this process. ``loop_s`` is the best of ``--repeat`` loops; ``startup_s`` (interpreter, imports,
 trace, set-up), ``process_s`` and ``peak_mb`` are those of the whole process up to the end of the first simulation.
@@ -47,6 +48,7 @@ from fineserve_traces import Lognormal, LognormalLengths, Trace, generate, poiss
 
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import EngineSettings, Gpu, RunResult, Scenario, ServedModel, simulate
+from fineserve_sim.policy import controller
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
@@ -281,6 +283,7 @@ def machine() -> dict[str, object]:
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "build": "pure Python" if str(controller.__file__).endswith(".py") else "compiled",
         "platform": f"{platform.system()} {platform.machine()}",
     }
 

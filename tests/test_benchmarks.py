@@ -145,7 +145,7 @@ def test_json_has_every_key(trace_csv: Path) -> None:
     assert rows["same_results"] is True
     assert rows["requests_per_cpu_s"] == pytest.approx(3 / rows["loop_s"])
     assert rows["startup_s"] + rows["loop_s"] <= rows["process_s"]
-    assert set(rows["machine"]) == {"cpu", "cores", "python", "platform"}
+    assert set(rows["machine"]) == {"cpu", "cores", "python", "build", "platform"}
     assert sum(row["own_share"] for row in rows["profile"] if "module" in row["code"]) <= 1
 
 

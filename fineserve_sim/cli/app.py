@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from fineserve_sim import __version__
+from fineserve_sim.build import build
 from fineserve_sim.cli import catalog, experiments, explain, reproduce, size, traces
 from fineserve_sim.cli.program import program
 
 app = program(
     "fineserve-sim",
-    __version__,
+    f"{__version__} ({build()})",
     help="Simulate and compare policies for serving many mixed-precision language models on shared GPUs.",
     epilog="Start with: fineserve-sim list systems, then fineserve-sim run experiments/fig10.yaml --quick",
 )

@@ -15,6 +15,7 @@ from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.scenario import Fault, RunResult
+from fineserve_sim.cluster.step_times import shares_of
 from fineserve_sim.policy.interfaces import Request
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
@@ -38,17 +39,17 @@ def prefixes_of(trace: Trace) -> list[Prefix]:
 
 
 class Run:
-    """A composed cluster that serves ``trace``, sampled every ``sample_s`` (0: never), until all requests have ended or
-    ``drain_s`` after the last arrival."""
+    """A composed cluster that serves ``trace``, sampled every ``sample_s`` (0: never), until all requests have ended, or to
+    ``horizon_s``."""
 
-    def __init__(self, trace: Trace, parts: Parts, *, sample_s: float, drain_s: float) -> None:
+    def __init__(self, trace: Trace, parts: Parts, *, sample_s: float, horizon_s: float) -> None:
         self.parts = parts
         self._arrival_s: list[float] = trace.arrival_s.tolist()
         self._model: list[int] = trace.model.tolist()
         self._prompt: list[int] = trace.prompt_tokens.tolist()
         self._output: list[int] = trace.output_tokens.tolist()
         self._models = trace.models
-        self._horizon_s = self._arrival_s[-1] + drain_s
+        self._horizon_s = horizon_s
         self._next = 0
         self._events = 0
         self._samples = 0
@@ -105,8 +106,8 @@ class Run:
             iterations=parts.iterations(),
             events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
             loop_cpu_s=loop_cpu_s,
-            step_times=parts.step_times.shares(),
-            step_samples=parts.step_times.samples,
+            step_times=shares_of(parts.step_times.notes, parts.step_times.steps),
+            step_samples=len(parts.step_times.notes),
             counters=parts.counters(self._arrival_s[-1]),
         )
 

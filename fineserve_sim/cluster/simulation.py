@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
+from fineserve_sim.cluster.components import Component, Placed, components, groups_of, why_whole
 from fineserve_sim.cluster.compose.fleet import compose_fleet
 from fineserve_sim.cluster.compose.groups import compose_groups
-from fineserve_sim.cluster.compose.instances import compose
+from fineserve_sim.cluster.compose.instances import compose, place, seats_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
+from fineserve_sim.cluster.merge import Piece, merged
 from fineserve_sim.cluster.run import Run, plan_faults, prefixes_of
 from fineserve_sim.cluster.scenario import RunResult, Scenario, ScenarioError, wrong_fault
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
+Spread = Callable[[Callable[[Component], Piece], Iterable[Component]], Iterable[Piece]]
+"""``map``, or one that simulates components side by side, in their order (``Executor.map``)."""
+
 
 def simulate(scenario: Scenario) -> RunResult:
-    """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival.
+    """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival; component by component where
+    nothing keeps it whole.
 
     Raises ScenarioError when system, models, cluster and faults do not fit together.
     """
     if isinstance(scenario.system.scheduler, ClairvoyantSpec) and scenario.system.dispatch is None:
         return simulate_clairvoyant(scenario)
-    run = prepare(scenario)
+    if why_whole(scenario) is not None:
+        return simulate_whole(scenario)
+    return simulate_in_components(scenario)
+
+
+def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResult:
+    """As ``simulate``, all engines together."""
+    run = prepare(scenario, placed)
+    cpu_s = _to_the_end(run)
+    return run.result(cpu_s)
+
+
+def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResult:
+    """As ``simulate``, one component after the other, or where ``spread`` simulates them; there must be nothing that keeps
+    the scenario whole. What comes out is the same, ``events`` apart: samples are taken in each component."""
+    placed = place(scenario)
+    if len(groups_of(placed[0].instances)) < 2:
+        return simulate_whole(scenario, placed)
+    seats = seats_of(scenario, placed)
+    found = components(scenario, placed, seats)
+    if len(found) < 2:
+        return simulate_whole(scenario, placed)
+    steps = {seat.engine: seat.step for seat in seats}
+    del seats
+    return merged(scenario, placed[0], steps, zip(found, spread(simulate_component, found), strict=True))
+
+
+def simulate_component(component: Component) -> Piece:
+    """One component to its end."""
+    run = _run_of(component.scenario, compose(component.scenario, component.placed), component.horizon_s)
+    cpu_s = _to_the_end(run)
+    run.parts.sampler.sample(math.inf)
+    notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
+    return Piece(run.result(cpu_s), notes)
+
+
+def _to_the_end(run: Run) -> float:
+    """CPU seconds that it took."""
     cpu_s = time.process_time()
     run.to_the_end()
-    return run.result(time.process_time() - cpu_s)
+    return time.process_time() - cpu_s
 
 
-def prepare(scenario: Scenario) -> Run:
+def prepare(scenario: Scenario, placed: Placed | None = None) -> Run:
     """A run before its first event. Raises ScenarioError as ``simulate``."""
-    parts = _composed(scenario)
+    parts = _composed(scenario, placed)
     if scenario.faults and parts.fleet is None:
         raise ScenarioError(
             f"system {scenario.system.name}: faults are for clusters of one model (systems with dispatch)"
@@ -39,16 +84,21 @@ def prepare(scenario: Scenario) -> Run:
     if wrong := wrong_fault(scenario.faults, parts.serving):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
+    return _run_of(scenario, parts, float(scenario.trace.arrival_s[-1]) + scenario.drain_s)
+
+
+def _run_of(scenario: Scenario, parts: Parts, horizon_s: float) -> Run:
+    """What is composed serves the requests until ``horizon_s`` at the latest."""
     if caches_prefixes(scenario.system.memory):
         parts.cluster.prefixes = prefixes_of(scenario.trace)
-    return Run(scenario.trace, parts, sample_s=scenario.sample_s, drain_s=scenario.drain_s)
+    return Run(scenario.trace, parts, sample_s=scenario.sample_s, horizon_s=horizon_s)
 
 
-def _composed(scenario: Scenario) -> Parts:
+def _composed(scenario: Scenario, placed: Placed | None) -> Parts:
     """A cluster of one model on many instances, of models that come and go, or of models that stay."""
     if scenario.system.dispatch is not None:
         return compose_groups(scenario)
-    return compose(scenario) if scenario.system.residency is None else compose_fleet(scenario)
+    return compose(scenario, placed) if scenario.system.residency is None else compose_fleet(scenario)
 
 
 def simulate_step_by_step(scenario: Scenario) -> RunResult:

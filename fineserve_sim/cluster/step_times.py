@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.spans import SpanEngine
@@ -11,31 +11,37 @@ from fineserve_sim.latency import Batch, StepModel
 from fineserve_sim.latency.accounting import time_shares
 from fineserve_sim.latency.cost import Source
 
+Note = tuple[int, int, Batch]
+"""A step in flight: the number of the sample, the engine and its batch."""
+
 
 class StepTimes:
-    """Batches in flight of the engines that are there, noted at each ``sample``."""
+    """``notes``: the steps in flight of the engines that are there, at each ``sample``; ``steps``: the engines' step times."""
 
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
-        self._batches: dict[StepModel, list[Batch]] = defaultdict(list)
-
-    @property
-    def samples(self) -> int:
-        """Steps noted."""
-        return sum(map(len, self._batches.values()))
+        self._samples = 0
+        self.notes: list[Note] = []
+        self.steps: dict[int, StepModel] = {}
 
     def sample(self) -> None:
         """Note the step that each engine is in. Engines must be settled up to this moment."""
         for engine in self._engines():
             if engine.busy and isinstance(engine, SpanEngine):
-                self._batches[engine.step].append(Batch(*engine.batch()))
+                self.notes.append((self._samples, engine.index, Batch(*engine.batch())))
+                self.steps[engine.index] = engine.step
+        self._samples += 1
 
-    def shares(self) -> dict[str, dict[Source, float]]:
-        """Fractions of the noted time by part of a step and source, summing to 1; empty before the first step."""
-        total: dict[str, dict[Source, float]] = defaultdict(lambda: defaultdict(float))
-        for step, batches in self._batches.items():
-            weight = len(batches) / self.samples
-            for part, shares in time_shares(step, batches).items():
-                for source, share in shares.items():
-                    total[part][source] += weight * share
-        return {part: dict(shares) for part, shares in total.items()}
+
+def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str, dict[Source, float]]:
+    """Fractions of the noted time by part of a step and source, summing to 1; empty where nothing is noted."""
+    batches_of: dict[StepModel, list[Batch]] = defaultdict(list)
+    for _, engine, batch in notes:
+        batches_of[steps[engine]].append(batch)
+    total: dict[str, dict[Source, float]] = defaultdict(lambda: defaultdict(float))
+    for step, batches in batches_of.items():
+        weight = len(batches) / len(notes)
+        for part, shares in time_shares(step, batches).items():
+            for source, share in shares.items():
+                total[part][source] += weight * share
+    return {part: dict(shares) for part, shares in total.items()}

@@ -43,13 +43,15 @@ class Controller:
     ``FleetController`` is the one whose engines come and go.
     """
 
-    needs_loads = False
+    needs_loads: bool
     """Whether it wants to be told what changed (``Loads``) before each request."""
 
-    next_tick_s = float("inf")
+    next_tick_s: float
     """When it wants to be told everything (``Tick``)."""
 
     def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
+        self.needs_loads = False
+        self.next_tick_s = float("inf")
         self._routes: dict[str, tuple[Route, ...]] = {}
         self._turns: dict[str, Turns] = {}
         self._shortest: dict[str, int] = {}  # what all of a model's instances can hold, in tokens
@@ -99,7 +101,7 @@ class Controller:
         instances = self._routes[request.model]
         if not instances:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
-        route = self._choose(request.model, request.prompt_tokens)
+        route = self.route(request.model, request.prompt_tokens)
         if route is None:
             limit = max(route.max_tokens for route in instances) - 1
             return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit}")]
@@ -111,7 +113,7 @@ class Controller:
         self._turns[model] = Turns([route.rate_per_s for route in routes])
         self._shortest[model] = min((route.max_tokens for route in routes), default=0)
 
-    def _choose(self, model: str, prompt_tokens: int) -> Route | None:
+    def route(self, model: str, prompt_tokens: int) -> Route | None:
         """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
         routes = self._routes[model]
         if prompt_tokens < self._shortest[model]:

@@ -49,7 +49,8 @@ class Turns:
         members = [member for member in members if rates[member]] or members
         if not rates[members[0]]:
             rates = (1.0,) * len(rates)
-        quota = (1 + sum(sent[member] for member in members)) / sum(rates[member] for member in members)
+        rate = sum([rates[member] for member in members])
+        quota = (1 + sum(sent[member] for member in members)) / rate
         behind = [member for member in members if sent[member] < quota * rates[member]]
         best = min(behind or members, key=lambda member: (sent[member] + 1) / rates[member])
         sent[best] += 1

@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fineserve_sim import __version__, catalog
+from fineserve_sim.build import build
 from fineserve_sim.cli.app import app
 from fineserve_sim.cli.catalog import complete_gpu, complete_kind, complete_system
 from fineserve_sim.systems import SystemSpec, load_systems
@@ -80,7 +81,7 @@ def test_trace_statistics_as_a_table_and_as_json(call: Any, trace: Path) -> None
 
 
 def test_version() -> None:
-    assert CliRunner().invoke(app, ["--version"]).output == f"fineserve-sim {__version__}\n"
+    assert CliRunner().invoke(app, ["--version"]).output == f"fineserve-sim {__version__} ({build()})\n"
 
 
 @pytest.mark.parametrize("command", [["run"], ["compare"], ["plot"], ["list"], ["describe"], ["traces", "stats"]])

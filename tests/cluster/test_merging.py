@@ -219,6 +219,7 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
     assert seen["merged away"] > 15_000
 
 
+@pytest.mark.pure_python
 def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
     exposed_s = NamedBlocks.exposed_s
 

@@ -42,6 +42,7 @@ def test_joint_prefill_packs_prompts_into_full_steps() -> None:
     assert batch_prefill_s(STEP, 3, 300, 512) == pytest.approx(first + second, rel=1e-12)
 
 
+@pytest.mark.pure_python
 def test_joint_prefill_does_all_the_attention_of_the_prompts() -> None:
     """However the prompts are cut, the query-key pairs are those of whole prompts."""
     seen: list[int] = []

@@ -111,6 +111,7 @@ def test_a_prompt_goes_to_the_replica_that_can_hold_it() -> None:
     assert isinstance(controller.handle(0.0, arrived(3, prompt_tokens=1000))[0], Reject)
 
 
+@pytest.mark.pure_python
 def test_dispatches_come_in_the_schedulers_order_after_its_drops() -> None:
     class Fixed(FcfsScheduler):
         def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:

@@ -146,6 +146,7 @@ class LiteralTree(RadixTree[str, int]):
 STEPS = st.tuples(st.sampled_from(["insert", "match", "hold", "offer", "evict"]), WORDS, st.integers(0, 6))
 
 
+@pytest.mark.pure_python
 @given(st.lists(STEPS, max_size=60))
 def test_the_heap_evicts_what_a_look_through_all_leaves_would(steps: list[tuple[str, tuple[str, ...], int]]) -> None:
     """Same order, with records held, used again, forked and offered in between."""

@@ -58,9 +58,10 @@ class Seat:
         return self.max_tokens > 1
 
 
-def compose(scenario: Scenario) -> Parts:
-    """Raises ScenarioError when a model fits on no GPU (group) of the empty cluster, or a pinned placement is impossible."""
-    placement, demands = place(scenario)
+def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]] | None = None) -> Parts:
+    """With what ``place`` gave, where known. Raises ScenarioError when a model fits on no GPU (group) of the empty cluster,
+    or a pinned placement is impossible."""
+    placement, demands = placed or place(scenario)
     managers = _managers(scenario, placement.instances, demands)
     seats = _seats(scenario, placement.instances, managers)
     schedulers = build_schedulers(
@@ -151,6 +152,12 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
             f"model {demand.id} fits on no GPU: it needs {demand.weight_bytes / 2**30:.1f} GiB for weights at tp={demand.tp}, "
             f"a GPU has {largest:.1f} GiB usable; raise its tp or choose a smaller precision"
         )
+
+
+def seats_of(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]) -> list[Seat]:
+    """The engines of a placement, before they exist."""
+    placement, demands = placed
+    return _seats(scenario, placement.instances, _managers(scenario, placement.instances, demands))
 
 
 def tenants_on(

@@ -150,7 +150,12 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
         models=(served.id,),
         source="profile sweep",
     )
-    run = Run(trace, _alone(served, gpu, settings, pool_bytes, trace), sample_s=0.1, drain_s=3600.0)
+    run = Run(
+        trace,
+        _alone(served, gpu, settings, pool_bytes, trace),
+        sample_s=0.1,
+        horizon_s=float(trace.arrival_s[-1]) + 3600.0,
+    )
     run.to_the_end()
     timeline = run.result(0.0).timeline
     used_bytes = timeline.kv_used_bytes[timeline.waiting[:, 0] > 0, 0].mean()

@@ -97,7 +97,8 @@ class PipelineEngine(Batcher):
                 lane.asked = True
                 self.stages[0].request(Pass(self, lane))
 
-    replan = start
+    def replan(self, now: float) -> None:
+        self.start(now)
 
     def cut(self) -> None:
         """Iterations are planned one by one."""
@@ -136,7 +137,7 @@ class PipelineEngine(Batcher):
 
     def _account(self, now: float) -> None:
         """Take up the time since the last batch began, if requests waited then."""
-        computed_s = sum(stage.busy_s for stage in self.stages)
+        computed_s = sum([stage.busy_s for stage in self.stages])
         if self._pending:
             self.busy_s += computed_s - self._computed_s
             self.working_s += now - self._since_s

@@ -251,7 +251,7 @@ class FleetController(Controller):
         """Lead requests to the engines of their model, or hold them while it has none."""
         commands: list[Command] = []
         for request in requests:
-            route = self._choose(model, request.prompt_tokens)
+            route = self.route(model, request.prompt_tokens)
             if route is None:
                 self._hold(request)
             else:

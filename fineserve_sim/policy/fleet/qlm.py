@@ -86,7 +86,7 @@ class QlmSwapping:
 
     def _is_late(self, now: float, worker: int, here: Sequence[EngineView], groups: Mapping[str, Pending]) -> bool:
         """A group in this queue would be served after its deadline."""
-        end_s = now + sum(engine.requests / self._throughput_per_s[engine.model] for engine in here)
+        end_s = now + sum([engine.requests / self._throughput_per_s[engine.model] for engine in here])
         if any(engine.status is Status.LOADING for engine in here):
             end_s += max(0.0, self._swapped_s[worker] + self._swap_s - now)
         for model in self._queues[worker]:

@@ -52,7 +52,7 @@ class ChunkCost(NamedTuple):
         """Seconds of one microbatch; 0 when it is empty."""
         if not batch:
             return 0.0
-        return sum(self.chunk(chunk.prefix, chunk.tokens) for chunk in batch) - (len(batch) - 1) * self.shared
+        return sum([self.chunk(chunk.prefix, chunk.tokens) for chunk in batch]) - (len(batch) - 1) * self.shared
 
 
 def token_count(work: Sequence[Chunk], budget_tokens: int) -> list[Microbatch]:

@@ -202,7 +202,8 @@ class MooreHodgson:
     def _plan(self, now: float, engines: Mapping[int, EngineState]) -> Plan:
         start_s = now
         if self._counts_dispatched:
-            start_s += sum(state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items())
+            backlogs_s = [state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items()]
+            start_s += sum(backlogs_s)
         return moore_hodgson(map(_deadline_and_duration, self._queue), start_s)
 
     def _hopeless(self, now: float) -> list[_Job]:
