@@ -8,14 +8,14 @@ them the same events come in the same order; what is kept is the memory of all b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.cluster.compose.instances import Seat
-from fineserve_sim.cluster.scenario import Ints, Scenario
+from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
 from fineserve_sim.policy.placement.fineserve import base_footprint
@@ -114,12 +114,14 @@ def _component(
     served = {model.id: model for model in scenario.models}
     instances = [placement.instances[engine] for engine in engines]
     ids = [f"{instance.model}#{engine}" for instance, engine in zip(instances, engines, strict=True)]
+    model_of = {id: instance.model for id, instance in zip(ids, instances, strict=True)}
     nowhere = replace(scenario.models[0], id="#")
     return Component(
         scenario=replace(
             scenario,
+            system=scenario.system.model_copy(update={"sharing": scenario.system.sharing.renamed(model_of)}),
             models=(*(replace(served[i.model], id=id) for i, id in zip(instances, ids, strict=True)), nowhere),
-            gpus=tuple(gpus[gpu] for gpu in sorted({gpu for instance in instances for gpu in instance.gpus})),
+            gpus=tuple(_renamed(gpus[id], model_of) for id in sorted({gpu for i in instances for gpu in i.gpus})),
             trace=replace(
                 scenario.trace.take(requests),
                 model=np.where(engine_of < 0, len(engines), np.searchsorted(engines, engine_of)).astype(np.int32),
@@ -139,6 +141,10 @@ def _component(
         requests=requests,
         horizon_s=float(scenario.trace.arrival_s[-1]) + scenario.drain_s,
     )
+
+
+def _renamed(gpu: Gpu, model_of: Mapping[str, str]) -> Gpu:
+    return replace(gpu, sharing=gpu.sharing and gpu.sharing.renamed(model_of))
 
 
 def _footprint_bytes(instance: Instance, demands: dict[str, ModelDemand], gpus: int) -> int:

@@ -15,6 +15,7 @@ What each costs is in ``fineserve_sim.latency.sharing``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
@@ -57,6 +58,13 @@ class Sharing(BaseModel):
         if self.mode == "mig":
             return {"mig": self.profile}
         return self.mode if self.percent is None else {self.mode: self.percent}
+
+    def renamed(self, models: Mapping[str, str]) -> Sharing:
+        """The same of models with other ids: new id to old."""
+        if not isinstance(self.percent, dict):
+            return self
+        percent = {new: self.percent[old] for new, old in models.items() if old in self.percent}
+        return self.model_copy(update={"percent": percent})
 
     def __str__(self) -> str:
         return self.mode if self.profile is None else f"mig {self.profile}"

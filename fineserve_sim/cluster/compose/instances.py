@@ -68,7 +68,6 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
         scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
     )
     clock, outcomes = Clock(), Outcomes(scenario.trace)
-    check_exclusive(scenario, placement.instances)
     contention, shares = contention_of(scenario), SmShares(scenario)
     for seat in seats:
         instance = seat.instance
@@ -123,7 +122,8 @@ def _engine(
 
 
 def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
-    """The system's placement, and the demand of each model that led to it. Raises as ``compose`` does."""
+    """The system's placement, and the demand of each model that led to it. Raises as ``compose`` does, and where two engines
+    are on an exclusive GPU."""
     slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
     spec = scenario.system.placement
     slope = getattr(spec, "mme", None) == "slope"
@@ -136,6 +136,7 @@ def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
         placement = build_placement(spec).place(list(demands.values()), slots)
     except ValueError as error:
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
+    check_exclusive(scenario, placement.instances)
     return placement, demands
 
 

@@ -16,13 +16,8 @@ PERCENTS = range(30, 101, 10)
 
 
 def contention_of(scenario: Scenario) -> Contention:
-    """No engine has joined it yet. Raises ScenarioError where models that come and go would have to keep apart."""
-    modes = {gpu.id: _on(gpu, scenario) for gpu in scenario.gpus}
-    if "exclusive" in modes.values() and isinstance(scenario.system.residency, PrismResidencySpec):
-        raise ScenarioError(
-            f"system {scenario.system.name} brings several models to a GPU: it cannot run with sharing exclusive"
-        )
-    return Contention({gpu: law_of(mode) for gpu, mode in modes.items()})
+    """The laws of the GPUs. No engine has joined them yet."""
+    return Contention({gpu.id: law_of(_on(gpu, scenario)) for gpu in scenario.gpus})
 
 
 def _on(gpu: Gpu, scenario: Scenario) -> str:
@@ -35,9 +30,13 @@ def law_of(mode: str) -> SharingLaw:
 
 
 def check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
-    """Raises ScenarioError when two engines are on a GPU that is for one."""
+    """Raises ScenarioError when two engines are on a GPU that is for one, or will be."""
     here: dict[int, str] = {}
     alone = {gpu.id for gpu in scenario.gpus if _on(gpu, scenario) == "exclusive"}
+    if alone and isinstance(scenario.system.residency, PrismResidencySpec):
+        raise ScenarioError(
+            f"system {scenario.system.name} brings several models to a GPU: it cannot run with sharing exclusive"
+        )
     for instance in instances:
         for gpu in alone.intersection(instance.gpus):
             if other := here.get(gpu):
