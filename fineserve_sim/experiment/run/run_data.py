@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fineserve_sim.cluster import GpuUse
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -17,7 +19,8 @@ Mask = NDArray[np.bool_]
 class RunData:
     """One finished run. Arrays have one entry a request in arrival order; ``model`` indexes ``models``.
 
-    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model.
+    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model;
+    ``gpu_free_bytes`` has a column a GPU with KV memory.
     """
 
     models: tuple[str, ...]
@@ -38,6 +41,8 @@ class RunData:
     kv_capacity_bytes: int
     gpus: int
     counters: Mapping[str, float] = field(default_factory=dict)
+    gpu_free_bytes: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    gpu_use: tuple[GpuUse, ...] = ()
 
     @property
     def measured(self) -> Mask:
