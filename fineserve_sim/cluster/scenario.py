@@ -185,8 +185,8 @@ class RunResult:
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
-    ``counters`` are what a driver counts besides, by name (``counters.py``). ``gpu_use`` is how busy each GPU was, and what kept
-    requests waiting there, until the last arrival; empty without samples.
+    ``counters`` are what a driver counts besides, by name (``counters.py``). ``gpu_use`` is how busy each GPU was, and what
+    kept requests waiting there, until the last arrival; empty without samples.
     ``loop_cpu_s`` is not deterministic and never enters result files.
     """
 

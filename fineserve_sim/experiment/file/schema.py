@@ -234,12 +234,14 @@ class TpotSlo(Strict):
 
 
 class Slo(Strict):
-    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived."""
+    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived; an absolute
+    limit from arrival to the last token."""
 
     ttft_s: Positive | None = None
     ttft: TtftSlo | None = None
     tpot_s: Positive | None = None
     tpot: TpotSlo | None = None
+    e2e_s: Positive | None = None
 
 
 class SystemVariant(Strict):

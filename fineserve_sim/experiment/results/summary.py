@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
@@ -14,6 +14,7 @@ from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.sources import describe
 from fineserve_sim.experiment.results.claims import evaluate_claims
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
+from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, warnings
 from fineserve_sim.experiment.run.rates import mean_lengths
@@ -26,8 +27,17 @@ ENOUGH_PRECISION = 0.02
 """A cell says so when it measured fewer requests a run, or when its attainment is less certain than two points."""
 
 
-def cell_entry(experiment: Experiment, outcome: Outcome, runs: Sequence[Measures]) -> dict[str, Any]:
+class Judged(NamedTuple):
+    """What one run of a cell came to, where its models were, and how its GPUs were used (nothing for a bound)."""
+
+    measures: Measures
+    places: Places
+    gpus: list[dict[str, Any]]
+
+
+def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged]) -> dict[str, Any]:
     """One entry of summary.json's cells, without its sweep."""
+    runs = [each.measures for each in judged]
     measured = sum(run.counts["arrived"] for run in runs)
     totals = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
     metrics = {metric: _metric(runs, metric) for metric in present(runs)}
@@ -38,12 +48,37 @@ def cell_entry(experiment: Experiment, outcome: Outcome, runs: Sequence[Measures
         "seeds": len(runs),
         "requests": measured,
         **totals,
+        "misses": _summed(run.misses[""] for run in runs),
         "ttft_slo_s": outcome.limits_s,
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
+        **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
         "runs": list(outcome.keys),
         "metrics": metrics,
+        "models": {name: _model(name, judged) for name in runs[0].models},
+        "gpus": mean_over_seeds([each.gpus for each in judged]),
+        "unplaced": judged[0].places.unplaced() if judged[0].gpus else [],
         "flags": list(_flags(runs, metrics)),
     }
+
+
+def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
+    """Requests, misses by cause and tokens of a model over all seeds; the GPUs of its instances in the first."""
+    runs = [each.measures for each in judged]
+    instances = [each for each in judged[0].places.instances if each["model"] == name] if judged[0].gpus else []
+    return {
+        "requests": sum(len(run.hits["slo_attainment"][name]) for run in runs),
+        "within": sum(int(run.hits["slo_attainment"][name].sum()) for run in runs),
+        "misses": _summed(run.misses[name] for run in runs),
+        "tokens": _summed(run.tokens[name] for run in runs),
+        "instances": [instance["gpus"] for instance in instances],
+    }
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in counts:
+        found = {name: found.get(name, 0) + count for name, count in each.items()}
+    return found
 
 
 def _metric(runs: Sequence[Measures], metric: str) -> dict[str, Any]:

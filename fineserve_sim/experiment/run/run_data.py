@@ -1,9 +1,10 @@
-"""One finished run as arrays."""
+"""One finished run as arrays, and the limits that it is judged by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,14 @@ from fineserve_sim.cluster import GpuUse
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+
+
+class Limits(NamedTuple):
+    """Seconds by model; None or nothing where a moment has no limit. A model that a limit does not name has none."""
+
+    ttft_s: Mapping[str, float] | None
+    tpot_s: Mapping[str, float] | None = None
+    e2e_s: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
