@@ -74,7 +74,7 @@ def test_gpus_tell_models_memory_and_time(summary: Any) -> None:
         found = cell(summary, "fineserve", gpus)
         assert [gpu["gpu"] for gpu in found["gpus"]] == list(range(gpus))
         for gpu in found["gpus"]:
-            assert all(gpu["gpu"] in sum(found["models"][name]["instances"], []) for name in gpu["models"])
+            assert all([gpu["gpu"]] in found["models"][name]["instances"] for name in gpu["models"])
             assert gpu["weights_bytes"] + gpu["kv_bytes"] <= gpu["usable_bytes"]
             assert 0 <= gpu["kv_least_bytes"] <= gpu["kv_left_bytes"] <= gpu["kv_bytes"]
             assert 0 < gpu["busy"] <= 1 and 0 < gpu["bandwidth"] <= 1

@@ -13,6 +13,7 @@ PER_MODEL = (
     "token_throughput_per_s",
     *(f"{moment}_p{percent}_s" for moment in ("ttft", "tpot", "e2e") for percent in PERCENTILES),
     *(f"{moment}_mean_s" for moment in ("ttft", "tpot", "e2e")),
+    "arrival_rate_per_s",
     "waiting_mean",
     "waiting_max",
     "kv_used_peak_bytes",

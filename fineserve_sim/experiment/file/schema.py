@@ -91,12 +91,13 @@ class FixedLengths(Strict):
 
 class Cluster(Strict):
     """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
-    what each GPU sends to other nodes."""
+    what each GPU sends to other nodes. ``usd_per_gpu_hour``: its price; the catalog's list price if not given."""
 
     gpu: str | dict[str, Any]
     count: Count
     gpus_per_node: Count = 8
     network_bytes_per_s: Positive = 25e9
+    usd_per_gpu_hour: Positive | None = None
 
 
 class Engine(Strict):

@@ -109,6 +109,7 @@ def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, floa
         "throughput_per_s": float(np.sum(ended)) / span_s,
         "decode_throughput_tokens_per_s": decoded / span_s,
         "token_throughput_per_s": (decoded + float(np.sum(first))) / span_s,
+        "arrival_rate_per_s": float(np.sum(group & run.measured)) / span_s,
     }
     own = group & run.measured
     due = {"ttft": own, "tpot": own & (run.output_tokens > 1), "e2e": own}

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.metrics import measure
 from fineserve_sim.experiment.results.places import Places
 from fineserve_sim.experiment.results.resolved import write_resolved
@@ -35,7 +36,9 @@ TABLES = ("cells", "models", "gpus", "placements")
 _PACKAGES = ("numpy", "scipy", "pandas", "pyarrow", "simpy", "pydantic", "pyyaml", "matplotlib")
 
 
-def write_results(experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path) -> Path:
+def write_results(
+    experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path, targets: Targets = DEFAULT_TARGETS
+) -> Path:
     """Write everything but figures and return the path of summary.json, which comes last."""
     write_resolved(experiment, out / "resolved.yaml")
     write_json(out / "environment.json", environment())
@@ -52,7 +55,7 @@ def write_results(experiment: Experiment, outcomes: Sequence[Outcome], store: St
             cells[outcome.point] = cell_entry(experiment, outcome, runs)
     for name, table in rows.items():
         _write_table(out / f"{name}.parquet", table)
-    write_json(out / "summary.json", summary_of(experiment, outcomes, cells, store))
+    write_json(out / "summary.json", summary_of(experiment, outcomes, cells, store, targets))
     return out / "summary.json"
 
 

@@ -31,6 +31,7 @@ _KNOWN = {
     "throughput_per_s": Quantity("Throughput", "requests/s"),
     "decode_throughput_tokens_per_s": Quantity("Decode throughput", "tokens/s"),
     "token_throughput_per_s": Quantity("Token throughput", "tokens/s"),
+    "arrival_rate_per_s": Quantity("Arrivals", "requests/s"),
     "kv_use_mean": Quantity("KV cache in use, mean", "%", 100),
     "kv_use_peak": Quantity("KV cache in use, peak", "%", 100),
     "gpu_hours_per_mtoken": Quantity("GPU hours per million tokens", "GPU h"),
