@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,7 @@ from fineserve_sim.cli.limits import (
     TargetsOption,
     TpotOption,
     TtftOption,
+    model_of,
     shares_of,
     slo_scale_of,
     tell_probe,
@@ -170,7 +171,7 @@ def compare(
     with interruptible():
         from fineserve_sim.experiment import experiment_for_trace
 
-        parsed = [_model(text) | ({"share": 1.0} if spread else {}) for text in models]
+        parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
         with _hint_spread(trace, [model["id"] for model in parsed], spread):
             experiment_at = partial(
                 experiment_for_trace,
@@ -214,16 +215,6 @@ def _key_and_value(text: str) -> tuple[str, str]:
     if not sign or not key:
         raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
     return key, value
-
-
-def _model(text: str) -> dict[str, Any]:
-    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog."""
-    name, sign, described = text.partition("=")
-    model, *rest = (described if sign else name).split(":")
-    precision, tp = (*rest, "", "")[:2]
-    if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
-        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
-    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
 
 
 @contextmanager

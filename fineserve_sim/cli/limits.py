@@ -1,9 +1,9 @@
-"""Options of several commands about limits, targets and prices, and what they mean together."""
+"""Options of several commands about models, limits, targets and prices, and what they mean together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,6 +50,16 @@ PriceOption = Annotated[
     float | None,
     typer.Option(min=_POSITIVE, help="Dollars a GPU-hour; the catalog's list price if not given.", show_default=False),
 ]
+
+
+def model_of(text: str) -> dict[str, Any]:
+    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog."""
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precision, tp = (*rest, "", "")[:2]
+    if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
+    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
 
 
 def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:

@@ -103,6 +103,11 @@ def percent(share: float | None, half_width: float | None = None) -> str:
     return f"{100 * share:.1f} %" if half_width is None else f"{100 * share:.1f} ± {100 * half_width:.1f} %"
 
 
+def dollars(value: float) -> str:
+    """With cents; three digits of what is less than a dollar."""
+    return f"{value:,.2f}" if value >= 1 else number(float(f"{value:.2g}"))
+
+
 def targets_text(targets: Mapping[str, float]) -> str:
     """``95 % of the requests within their limits``."""
     if len(targets) == 1 and "slo_attainment" in targets:
@@ -148,7 +153,7 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
         ("usd_per_1000_within", "a thousand requests within limits"),
     ):
         if cost[key] is not None:
-            parts.append(f"${cost[key]:,.2f} {text}")
+            parts.append(f"${dollars(cost[key])} {text}")
     each = cost["usd_per_hour"] / cell["cluster"]["count"]
     return f"Cost: {', '.join(parts)} (${each:,.2f} a GPU-hour, {whose})."
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fineserve_sim.experiment.results.misses import CAUSES
-from fineserve_sim.experiment.show.answer import percent, worst_models
+from fineserve_sim.experiment.show.answer import dollars, percent, worst_models
 from fineserve_sim.experiment.show.labels import number
 
 Cell = Mapping[str, Any]
@@ -131,7 +131,7 @@ def _worst(cell: Cell) -> str:
 
 def _usd(cell: Cell, key: str) -> str:
     value = cell["cost"][key]
-    return "–" if value is None or not cell["gpus"] else f"{value:,.2f}"
+    return "–" if value is None or not cell["gpus"] else dollars(value)
 
 
 def _share(count: int, requests: int) -> str:

@@ -86,6 +86,7 @@ class Attained:
     problem: str = ""
     half_widths: Mapping[str, float | None] | None = None
     usd_per_hour: float | None = None
+    usd_per_mtoken: float | None = None
     misses: Mapping[str, int] | None = None
     unplaced: tuple[str, ...] = ()
 
@@ -164,6 +165,7 @@ class Prober:
                 metric: one.half_width if math.isfinite(one.half_width) else None for metric, one in found.items()
             },
             usd_per_hour=None if usd is None else usd * len(experiment.setup.gpus),
+            usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
         )
@@ -183,6 +185,10 @@ class Prober:
             for key, placement in zip(outcome.keys, placements, strict=True)
         ]
         return runs, tuple(placements[0]["unplaced"])
+
+    def experiment(self, system: str, key: str, value: float) -> Experiment:
+        """One system at one value, with all seeds."""
+        return self._experiment(system, {**(self.at or {}), key: value}, None)
 
     def _experiment(self, system: str, place: Mapping[str, Any], seeds: int | None) -> Experiment:
         """One system at one place."""

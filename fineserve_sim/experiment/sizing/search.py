@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fineserve_sim.experiment.file.plan import default_axes
+from fineserve_sim.experiment.file.plan import Experiment, default_axes
+from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.results.places import Places
+from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError
+from fineserve_sim.systems.spec import ClairvoyantSpec
 
 STEP, LIMIT = 2.0, 64.0
 """A bracket is looked for in doublings, up to 64 times the start or a 64th of it."""
@@ -37,12 +41,15 @@ def axis_of(name: str) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found for one system: the probe at the answer (None: nowhere in reach), and all probes in order."""
+    """What was found for one system on one type of GPU: the probe at the answer (None: nowhere in reach), and all probes in
+    order. ``tp`` None: that of the file."""
 
     system: str
     title: str
     best: Attained | None
     probes: tuple[Attained, ...]
+    gpu: str = ""
+    tp: int | None = None
 
     @property
     def why(self) -> str:
@@ -50,7 +57,7 @@ class Answer:
         if self.best is not None or not self.probes:
             return ""
         closest = max(self.probes, key=lambda probe: min(probe.shares.values(), default=-1.0))
-        return f"at {closest.value:g}: {closest.why}"
+        return closest.problem or f"at {closest.value:g}: {closest.why}"
 
 
 def fewest_gpus(prober: Prober, system: str, title: str, least: int, most: int) -> Answer:
@@ -86,17 +93,53 @@ class Asked:
 
 
 def size(prober: Prober, axis: Axis, *, most_gpus: int | None = None, precision: float = 0.05) -> Iterator[Answer]:
-    """One answer a system of the file. GPUs are searched from 1 to ``most_gpus`` (by default twice the file's count), scales
-    from the file's own value.
+    """One answer a system of the file. GPUs are searched up to ``most_gpus`` (by default twice the file's count) from as many
+    as the models' weights need, scales from the file's own value.
 
-    Raises ConfigError and SizingError as ``Prober.file`` does.
+    Raises ConfigError and SizingError as ``Prober.file`` does, SizingError where ``at`` fixes the axis.
     """
     file = prober.file()
+    if axis.key in (prober.at or {}):
+        raise SizingError(f"--at {axis.key}: it is what is searched; leave it out")
     start = {**default_axes(file.file), **(prober.at or {})}
-    for item in file.file.systems:
-        system = item if isinstance(item, str) else item.name
+    slack = 1 - min(goal.share for goal in prober.goals)
+    for system in runnable(file):
         title = file.setup.systems[system].title
         if axis is GPUS:
-            yield fewest_gpus(prober, system, title, 1, most_gpus or 2 * file.file.cluster.count)
+            most = most_gpus or 2 * file.file.cluster.count
+            found = fewest_gpus(prober, system, title, min(most, least_gpus(file.setup, system, slack)), most)
         else:
-            yield turning_point(prober, system, title, axis, float(start[axis.key]), precision)
+            found = turning_point(prober, system, title, axis, float(start[axis.key]), precision)
+        yield replace(found, gpu=file.setup.gpus[0].spec.name)
+
+
+def runnable(experiment: Experiment) -> list[str]:
+    """The systems of the file but for bounds, which nobody can run."""
+    names = [item if isinstance(item, str) else item.name for item in experiment.file.systems]
+    systems = experiment.setup.systems
+    return [name for name in names if not isinstance(systems[name].scheduler, ClairvoyantSpec)]
+
+
+def least_gpus(setup: Setup, system: str, slack: float) -> int:
+    """GPUs below which the weights of the models cannot all be resident; 1 where models come and go. Models whose requests are
+    few enough to be missed (half as many again as ``slack`` of all) need not be."""
+    if setup.systems[system].residency is not None:
+        return 1
+    load = next(iter(setup.loads), None)
+    rates = base_rates(setup, load)
+    needed = [name for name, rate in rates.items() if rate > 1.5 * slack * sum(rates.values())]
+    places = Places(setup, {"instances": [], "unplaced": []})
+    weights_bytes = sum(places.fixed_bytes(name) * places.served[name].tp for name in needed)
+    return max(1, -(-weights_bytes // places.usable_bytes[0]))
+
+
+def cheapest(answers: Sequence[Answer]) -> Answer | None:
+    """The answer with the fewest dollars an hour; with the fewest GPUs where a price is missing."""
+    found = [answer for answer in answers if answer.best is not None]
+    priced = all(answer.best is not None and answer.best.usd_per_hour is not None for answer in found)
+
+    def cost(answer: Answer) -> float:
+        assert answer.best is not None
+        return (answer.best.usd_per_hour or 0.0) if priced else answer.best.value
+
+    return min(found, key=cost, default=None)
