@@ -40,6 +40,7 @@ def cell(system: str, slo_scale: float, load: str, attainment: float | None, fla
         "ttft_slo_s": {"A": 0.5, "B": 2.0},
         "cost": {"usd_per_hour": 3.5, "usd_per_mtoken": None, "usd_per_1000_within": 0.25},
         "models_move": False,
+        "derived": True,
         "models": {
             "A": {"requests": 60, "within": 50, "misses": misses | {"late": 10}, "instances": [[0]]},
             "B": {"requests": 40, "within": 0, "misses": misses | {"dropped": 40}, "instances": [[0]]},

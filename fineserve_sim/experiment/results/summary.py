@@ -48,6 +48,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
     models = {name: _model(name, judged) for name in runs[0].models}
     gpus = mean_over_seeds([each.gpus for each in judged])
     setup = experiment.setup_of(outcome.point)
+    unplaced = judged[0].places.unplaced() if judged[0].gpus else []
     return {
         "system": outcome.point.system,
         "title": setup.systems[outcome.point.system].title,
@@ -60,6 +61,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "ttft_slo_s": outcome.limits_s,
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
         **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
+        "derived": not all(slo.fixed or slo.reference == "absolute" for slo in outcome.slos.values()),
         "runs": list(outcome.keys),
         "metrics": metrics,
         "cost": costs(price_of(setup), len(setup.gpus), metrics),
@@ -67,8 +69,8 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "gpus": gpus,
         "models_move": setup.systems[outcome.point.system].residency is not None,
         "binds": binds(models, gpus) if gpus else [],
-        "unplaced": judged[0].places.unplaced() if judged[0].gpus else [],
-        "flags": list(_flags(runs, metrics)),
+        "unplaced": unplaced,
+        "flags": list(_flags(runs, metrics, [entry["model"] for entry in unplaced])),
     }
 
 
@@ -108,8 +110,10 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any]) -> Iterator[str]:
+def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any], unplaced: Sequence[str]) -> Iterator[str]:
     """What a reader should know before trusting the numbers of a cell."""
+    if unplaced:
+        yield f"no GPU for {', '.join(unplaced)}"
     fewest = min(run.counts["arrived"] for run in runs)
     if fewest < ENOUGH_REQUESTS:
         yield f"{fewest} measured requests a run < {ENOUGH_REQUESTS}"

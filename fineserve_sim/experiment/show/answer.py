@@ -78,17 +78,13 @@ def limits_text(cell: Cell) -> str:
 def place_text(cell: Cell) -> str:
     """Where the cell is, its cluster apart, with its load in requests a second."""
     rate = cell["metrics"]["arrival_rate_per_s"]["mean"]
-    axes = [lowered(axis_text(axis, value)) for axis, value in place_of(cell) if axis != "slo_scale" or _scaled(cell)]
+    axes = [lowered(axis_text(axis, value)) for axis, value in place_of(cell) if axis != "slo_scale" or cell["derived"]]
     return ", ".join([*axes, f"{number(rate)} requests/s"])
 
 
 def lowered(text: str) -> str:
     """Within a sentence: ``rate scale 2``, but ``SLO scale 5``."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
-
-
-def _scaled(cell: Cell) -> bool:
-    return bool(cell["axes"].get("slo_scale") != 1.0)
 
 
 def gpus_text(cell: Cell) -> str:

@@ -180,7 +180,7 @@ def flag_lines(cells: Sequence[Cell], *, shown: bool = False) -> Iterator[str]:
     for cell in cells:
         place = ", ".join([cell["title"], *(axis_text(axis, value) for axis, value in cell["axes"].items())])
         for flag in cell["flags"]:
-            if shown and any(word in flag for word in ("half-width", "rejected", "unfinished")):
+            if shown and any(word in flag for word in ("half-width", "rejected", "unfinished", "no GPU for")):
                 continue
             flagged.setdefault(flag, {})[place] = None
     for flag, places in list(flagged.items())[:_MOST_FLAGS]:
