@@ -68,7 +68,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "models": models,
         "gpus": gpus,
         "models_move": setup.systems[outcome.point.system].residency is not None,
-        "binds": binds(models, gpus) if gpus else [],
+        "binds": binds(models, gpus) if any(gpu["busy"] for gpu in gpus) else [],  # nobody looks at real GPUs
         "unplaced": unplaced,
         "flags": list(_flags(runs, metrics, [entry["model"] for entry in unplaced])),
     }
