@@ -15,6 +15,7 @@ import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.cluster.compose.instances import Seat
+from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
@@ -28,13 +29,15 @@ Placed = tuple[Placement, dict[str, ModelDemand]]
 @dataclass(frozen=True, slots=True, eq=False)
 class Component:
     """Some of a run's engines, which share GPUs with no others, as a scenario of its own in which each is a model: their
-    numbers in the whole run, in order, their requests (rows of its trace), and when the whole run ends at the latest."""
+    numbers in the whole run, in order, their requests (rows of its trace), when the whole run ends at the latest, and how it is
+    looked at."""
 
     scenario: Scenario
     placed: Placed
     engines: tuple[int, ...]
     requests: Ints
     horizon_s: float
+    looks: Looks
 
 
 def why_whole(scenario: Scenario) -> str | None:
@@ -77,11 +80,11 @@ def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> lis
     number_of = np.zeros(len(seats) + 1, dtype=np.int64)  # by engine; the last one, -1, is nowhere
     for number, members in enumerate(with_work):
         number_of[list(members)] = number
-    numbers = number_of[engine_of]
+    numbers, looks = number_of[engine_of], looks_at(scenario.trace)
     in_turn = np.argsort(numbers, kind="stable")
     ends = np.searchsorted(numbers[in_turn], np.arange(1, len(with_work)))
     return [
-        _component(scenario, placed, members, requests, engine_of[requests])
+        _component(scenario, placed, members, requests, engine_of[requests], looks)
         for members, requests in zip(with_work, np.split(in_turn, ends), strict=True)
     ]
 
@@ -106,7 +109,7 @@ def _engine_of_each(trace: Trace, seats: Sequence[Seat]) -> Ints:
 
 
 def _component(
-    scenario: Scenario, placed: Placed, engines: tuple[int, ...], requests: Ints, engine_of: Ints
+    scenario: Scenario, placed: Placed, engines: tuple[int, ...], requests: Ints, engine_of: Ints, looks: Looks
 ) -> Component:
     """``engine_of`` are those of its ``requests``. A model's engines become models of their own, for turns are taken already;
     the last model stands for all that are placed nowhere."""
@@ -114,6 +117,7 @@ def _component(
     served = {model.id: model for model in scenario.models}
     instances = [placement.instances[engine] for engine in engines]
     ids = [f"{instance.model}#{engine}" for instance, engine in zip(instances, engines, strict=True)]
+    prompts = looks.prompt_tokens
     model_of = {id: instance.model for id, instance in zip(ids, instances, strict=True)}
     nowhere = replace(scenario.models[0], id="#")
     return Component(
@@ -139,7 +143,8 @@ def _component(
         ),
         engines=engines,
         requests=requests,
-        horizon_s=float(scenario.trace.arrival_s[-1]) + scenario.drain_s,
+        horizon_s=looks.until_s + scenario.drain_s,
+        looks=looks._replace(prompt_tokens={id: prompts[model] for id, model in model_of.items() if model in prompts}),
     )
 
 

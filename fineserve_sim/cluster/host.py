@@ -170,9 +170,12 @@ class Cluster:
             self.outcomes.engine[sequence.index] = engine.column
         self.outcomes.end(sequence.index, now, Fate.FINISHED)
 
-    def preempted(self, engine: Engine, sequence: SequenceState) -> None:
-        """Its scheduler sees another state of it: those of the scope may get another answer at their next boundary."""
+    def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
+        """It lost its KV; at ``now``, unless its engine is lost with it. Its scheduler sees another state of the engine: those
+        of the scope may get another answer at their next boundary."""
         self.outcomes.preemptions[sequence.index] += 1
+        if self.log is not None and now is not None:
+            self.log.preempted(engine, sequence.index, now)
         scope = self._scope_of[engine.index]
         scope.stale = True
         if self.controller.waiting(engine.index):

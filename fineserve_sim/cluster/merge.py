@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.components import Component
+from fineserve_sim.cluster.gpu_use import fractions, looks_at
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
-from fineserve_sim.cluster.scenario import Ints, RunResult, Scenario, Timeline
+from fineserve_sim.cluster.scenario import GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.step_times import Note, shares_of
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import Placement
@@ -20,10 +21,12 @@ PER_REQUEST = (*MOMENTS, "fate", "preemptions", "engine")
 
 
 class Piece(NamedTuple):
-    """What became of one component. The last row of its timeline, beyond its samples, is how it stays when it has ended."""
+    """What became of one component. The last row of its timeline, beyond its samples, is how it stays when it has ended.
+    ``uses``: sums over the looks at its GPUs."""
 
     result: RunResult
     notes: Sequence[Note]
+    uses: Mapping[int, GpuUse]
 
 
 def merged(
@@ -37,18 +40,21 @@ def merged(
     parts: list[tuple[Component, Timeline]] = []
     end_s = loop_cpu_s = 0.0
     iterations = events = 0
-    for component, (result, own_notes) in pieces:
+    uses: dict[int, GpuUse] = {}
+    for component, (result, own_notes, own_uses) in pieces:
         for name in PER_REQUEST:
             whole[name][component.requests] = getattr(result, name)
         engines = np.array([*component.engines, -1])  # -1 stays -1
         whole["engine"][component.requests] = engines[result.engine]
         notes += [(sample, component.engines[engine], batch) for sample, engine, batch in own_notes]
         capacity_of |= dict(zip(_gpus(component), result.kv_capacity_bytes, strict=True))
+        uses |= own_uses
         parts.append((component, result.timeline))
         end_s = max(end_s, result.end_s)
         iterations, events = iterations + result.iterations, events + result.events
         loop_cpu_s += result.loop_cpu_s
     notes.sort(key=lambda note: note[:2])
+    timeline = _timeline(parts, placement, sorted(capacity_of))
     return RunResult(
         first_token_s=whole["first_token_s"],
         finish_s=whole["finish_s"],
@@ -57,13 +63,14 @@ def merged(
         engine=whole["engine"].astype(np.int32),
         placement=placement,
         kv_capacity_bytes=tuple(capacity_of[gpu] for gpu in sorted(capacity_of)),
-        timeline=_timeline(parts, placement, sorted(capacity_of)),
+        timeline=timeline,
         end_s=end_s,
         iterations=iterations,
         events=events,
         loop_cpu_s=loop_cpu_s,
         step_times=shares_of(notes, steps),
         step_samples=len(notes),
+        gpu_use=fractions(uses, timeline.time_s, looks_at(scenario.trace)),
     )
 
 

@@ -14,6 +14,7 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Prefix
+from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
 from fineserve_sim.cluster.scenario import Fault, RunResult
 from fineserve_sim.cluster.step_times import shares_of
 from fineserve_sim.policy.interfaces import Request
@@ -40,10 +41,11 @@ def prefixes_of(trace: Trace) -> list[Prefix]:
 
 class Run:
     """A composed cluster that serves ``trace``, sampled every ``sample_s`` (0: never), until all requests have ended, or to
-    ``horizon_s``."""
+    ``horizon_s``. ``looks`` say until when samples look at GPUs."""
 
-    def __init__(self, trace: Trace, parts: Parts, *, sample_s: float, horizon_s: float) -> None:
+    def __init__(self, trace: Trace, parts: Parts, *, sample_s: float, horizon_s: float, looks: Looks) -> None:
         self.parts = parts
+        self._looks = looks
         self._arrival_s: list[float] = trace.arrival_s.tolist()
         self._model: list[int] = trace.model.tolist()
         self._prompt: list[int] = trace.prompt_tokens.tolist()
@@ -54,6 +56,7 @@ class Run:
         self._events = 0
         self._samples = 0
         self._sample_s = sample_s
+        self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
 
     def to_the_end(self) -> None:
         clock = self.parts.clock
@@ -87,12 +90,13 @@ class Run:
         if self.parts.outcomes.open:
             self.parts.sampler.sample(now)
             self.parts.step_times.sample()
+            self.gpu_uses.sample(now)
             self._samples += 1
             clock.at(self._samples * self._sample_s, TIMER, self._on_sample)
 
     def result(self, loop_cpu_s: float) -> RunResult:
         parts = self.parts
-        outcomes = parts.outcomes
+        outcomes, timeline = parts.outcomes, parts.sampler.timeline()
         return RunResult(
             first_token_s=np.array(outcomes.first_token_s, dtype=np.float64),
             finish_s=np.array(outcomes.finish_s, dtype=np.float64),
@@ -101,7 +105,7 @@ class Run:
             engine=np.array(outcomes.engine, dtype=np.int32),
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
-            timeline=parts.sampler.timeline(),
+            timeline=timeline,
             end_s=self._horizon_s if outcomes.open else outcomes.last_end_s,
             iterations=parts.iterations(),
             events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
@@ -109,6 +113,7 @@ class Run:
             step_times=shares_of(parts.step_times.notes, parts.step_times.steps),
             step_samples=len(parts.step_times.notes),
             counters=parts.counters(self._arrival_s[-1]),
+            gpu_use=fractions(self.gpu_uses.sums, timeline.time_s, self._looks),
         )
 
 

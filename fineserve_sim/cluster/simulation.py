@@ -14,6 +14,7 @@ from fineserve_sim.cluster.compose.groups import compose_groups
 from fineserve_sim.cluster.compose.instances import compose, place, seats_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
+from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
 from fineserve_sim.cluster.run import Run, plan_faults, prefixes_of
 from fineserve_sim.cluster.scenario import RunResult, Scenario, ScenarioError, wrong_fault
@@ -60,11 +61,13 @@ def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResul
 
 def simulate_component(component: Component) -> Piece:
     """One component to its end."""
-    run = _run_of(component.scenario, compose(component.scenario, component.placed), component.horizon_s)
+    run = _run_of(
+        component.scenario, compose(component.scenario, component.placed), component.horizon_s, component.looks
+    )
     cpu_s = _to_the_end(run)
     run.parts.sampler.sample(math.inf)
     notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
-    return Piece(run.result(cpu_s), notes)
+    return Piece(run.result(cpu_s), notes, run.gpu_uses.sums)
 
 
 def _to_the_end(run: Run) -> float:
@@ -84,14 +87,15 @@ def prepare(scenario: Scenario, placed: Placed | None = None) -> Run:
     if wrong := wrong_fault(scenario.faults, parts.serving):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
-    return _run_of(scenario, parts, float(scenario.trace.arrival_s[-1]) + scenario.drain_s)
+    looks = looks_at(scenario.trace)
+    return _run_of(scenario, parts, looks.until_s + scenario.drain_s, looks)
 
 
-def _run_of(scenario: Scenario, parts: Parts, horizon_s: float) -> Run:
+def _run_of(scenario: Scenario, parts: Parts, horizon_s: float, looks: Looks) -> Run:
     """What is composed serves the requests until ``horizon_s`` at the latest."""
     if caches_prefixes(scenario.system.memory):
         parts.cluster.prefixes = prefixes_of(scenario.trace)
-    return Run(scenario.trace, parts, sample_s=scenario.sample_s, horizon_s=horizon_s)
+    return Run(scenario.trace, parts, sample_s=scenario.sample_s, horizon_s=horizon_s, looks=looks)
 
 
 def _composed(scenario: Scenario, placed: Placed | None) -> Parts:

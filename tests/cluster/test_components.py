@@ -31,7 +31,16 @@ def assert_same(one: RunResult, other: RunResult) -> None:
     for name in ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes"):
         first, second = getattr(one.timeline, name), getattr(other.timeline, name)
         assert first.shape == second.shape and first.tobytes() == second.tobytes(), name
-    for name in ("placement", "kv_capacity_bytes", "end_s", "iterations", "step_times", "step_samples", "counters"):
+    for name in (
+        "placement",
+        "kv_capacity_bytes",
+        "end_s",
+        "iterations",
+        "step_times",
+        "step_samples",
+        "counters",
+        "gpu_use",
+    ):
         assert getattr(one, name) == getattr(other, name), name
     assert one.timeline.engine_models == other.timeline.engine_models
 

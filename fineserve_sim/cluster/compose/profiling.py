@@ -20,6 +20,7 @@ from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.gpu_use import looks_at
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.run import Run
@@ -155,6 +156,7 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
         _alone(served, gpu, settings, pool_bytes, trace),
         sample_s=0.1,
         horizon_s=float(trace.arrival_s[-1]) + 3600.0,
+        looks=looks_at(trace),
     )
     run.to_the_end()
     timeline = run.result(0.0).timeline

@@ -26,6 +26,10 @@ class Contention:
         self.slowdowns: dict[int, float] = {}
         self.neighbours: dict[int, tuple[int, ...]] = {}
 
+    def gpus_of(self, engine: int) -> tuple[int, ...]:
+        """The GPUs of an engine that is here; none of another."""
+        return self._gpus_of.get(engine, ())
+
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
         """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
         not all GPUs."""
