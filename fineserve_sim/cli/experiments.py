@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -142,8 +142,9 @@ def compare(
     """
     with interruptible():
         from fineserve_sim.experiment import experiment_for_trace
+        from fineserve_sim.experiment.file.comparison import model_entry
 
-        parsed = [_model(text) | ({"share": 1.0} if spread else {}) for text in models]
+        parsed = [model_entry(text) | ({"share": 1.0} if spread else {}) for text in models]
         with _hint_spread(trace, [model["id"] for model in parsed], spread):
             experiment = experiment_for_trace(
                 trace,
@@ -180,16 +181,6 @@ def _key_and_value(text: str) -> tuple[str, str]:
     if not sign or not key:
         raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
     return key, value
-
-
-def _model(text: str) -> dict[str, Any]:
-    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog."""
-    name, sign, described = text.partition("=")
-    model, *rest = (described if sign else name).split(":")
-    precision, tp = (*rest, "", "")[:2]
-    if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
-        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
-    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
 
 
 @contextmanager

@@ -52,6 +52,17 @@ def experiment_for_trace(
     return build(Document(data, {(): "compare"}), trace.name.split(".")[0], Path.cwd())
 
 
+def model_entry(text: str) -> dict[str, Any]:
+    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog. Raises
+    ValueError for another text."""
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precision, tp = (*rest, "", "")[:2]
+    if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
+    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
+
+
 def _with_anchors(sweep: dict[str, Any], count: int, needed: int) -> list[dict[str, Any]]:
     """The clairvoyant bound joins the sweep; dedicated does, too, or has one of its own with the GPUs that it needs."""
     dedicated = ["dedicated"] if needed <= count else []
