@@ -74,6 +74,12 @@ class Result:
 
         return {name: figure_of(spec) for name, spec in sweep_figures(self.folder, self.summary).items()}
 
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the page that holds everything, ``report.html`` in the folder if no path is given; the path written."""
+        from fineserve_sim.experiment.show.page.build import write_page
+
+        return write_page([self.folder], self.folder / "report.html" if path is None else Path(path))
+
     def _repr_html_(self) -> str:
         """How a notebook shows it: the title and a row a cell."""
         from fineserve_sim.experiment.show.page.html import tag

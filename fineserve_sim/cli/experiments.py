@@ -209,12 +209,14 @@ def _run(
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.show.figures import draw
+    from fineserve_sim.experiment.show.page.build import write_page
 
     _say_what_is_run(experiment, jobs)
     how = simulate_step_by_step if exact_steps else simulate
     with progress_bar() as advance:
         run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how)
     figures = draw(out)
+    write_page([out], out / "report.html")
     summary = read_summary(out)
     for warning in summary["warnings"]:
         typer.echo(f"fineserve-sim: warning: {warning}", err=True)
@@ -225,7 +227,7 @@ def _run(
 
     console().print(report(summary))
     typer.echo(
-        f"Results in {out}: summary.json, cells.parquet, requests.parquet, {len(figures)} figure files in figures/"
+        f"Results in {out}: report.html, summary.json, cells.parquet, requests.parquet, {len(figures)} figure files in figures/"
     )
 
 

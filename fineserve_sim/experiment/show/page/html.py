@@ -15,10 +15,12 @@ class Html(str):
     __slots__ = ()
 
 
-def tag(name: str, *children: str, **attributes: object) -> Html:
+def tag(name: str, /, *children: str, **attributes: object) -> Html:
     """An element. Attributes whose name Python has taken end in an underscore, an underscore inside is a hyphen; None and False
     leave one out, True gives it no value."""
-    given = "".join(_attribute(key, value) for key, value in attributes.items() if value not in (None, False))
+    given = "".join(
+        _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
+    )
     inner = "" if name in _VOID else f"{joined(children)}</{name}>"
     return Html(f"<{name}{given}>{inner}")
 

@@ -28,17 +28,25 @@ def overview(cells: Sequence[Cell]) -> Html:
     axes = varying_axes(cells)
     metrics = [metric for metric in _METRICS if any(metric in cell["metrics"] for cell in cells)]
     headers = ["System", *(quantity(axis).label for axis in axes), *(quantity(metric).text for metric in metrics)]
-    headers += ["Late", *(end.capitalize() for end in _ENDS)]
+    causes = list(dict.fromkeys(cause for cell in cells for cause in misses(cell)))
+    headers += [cause.capitalize() for cause in causes]
     rows = []
     for cell in cells:
-        ends = [late(cell), *(cell.get(end, 0) for end in _ENDS)]
+        missed = misses(cell)
         texts = [number(cell["axes"].get(axis)) for axis in axes] + [estimate(cell, metric) for metric in metrics]
-        rows.append(Row([cell["title"], *texts, *(number(count) for count in ends)], {"system": cell["system"]}))
+        rows.append(
+            Row([cell["title"], *texts, *(number(missed[cause]) for cause in causes)], {"system": cell["system"]})
+        )
     return table(headers, rows, numeric=range(1 + len(axes), len(headers)))
 
 
-def late(cell: Cell) -> int:
-    """Requests that finished, but past their TTFT limit."""
+def misses(cell: Cell) -> Mapping[str, int]:
+    """Requests that missed by cause: as the cell tells it, else those past their TTFT limit and the other ends."""
+    found: Mapping[str, int] | None = cell.get("misses")
+    return found if found is not None else {"late": _late(cell), **{end: cell.get(end, 0) for end in _ENDS}}
+
+
+def _late(cell: Cell) -> int:
     reached: float = cell["metrics"]["ttft_attainment"]["mean"] or 0.0
     within = round(reached * int(cell.get("requests", 0)))
     return max(0, int(cell.get("finished", 0)) - within)

@@ -7,7 +7,7 @@ Okabe and Ito's, in tones that hold on white and on near black; page.js exchange
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Spec = dict[str, Any]
@@ -61,7 +61,7 @@ def frame(title: str) -> Spec:
     return {
         "title": {"text": title, "font": {"size": 14}, "x": 0, "xref": "paper", "xanchor": "left"},
         "font": {"family": "system-ui, sans-serif", "size": 12},
-        "margin": {"l": 56, "r": 12, "t": 40, "b": 48},
+        "margin": {"l": 56, "r": 12, "t": 36, "b": 48},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "closest",
@@ -69,11 +69,19 @@ def frame(title: str) -> Spec:
     }
 
 
+def log_ticks(least: float, most: float, firsts: Sequence[int] = (1, 3)) -> Spec:
+    """A logarithmic axis with ticks at these first digits of every decade, in plain numbers."""
+    decades = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    values = [float(f"{first}e{decade}") for decade in decades for first in firsts]
+    return {"type": "log", "tickvals": values, "ticktext": [f"{value:g}" for value in values]}
+
+
 def axis(**more: Any) -> Spec:
     """An axis with a light grid; a ``title`` may be a text."""
     if isinstance(more.get("title"), str):
         more["title"] = {"text": more["title"]}
-    return {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True} | more
+    look = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True, "tickangle": 0}
+    return look | more
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:

@@ -42,6 +42,16 @@ class Sweep:
     def facet_of(self, cell: Cell) -> int:
         return self.facets.index(_facet(cell, self.others))
 
+    @property
+    def widest(self) -> int:
+        """The facet at which the systems lie furthest apart somewhere."""
+        reached: list[dict[Any, list[float]]] = [{} for _ in self.facets]
+        for cell in self.cells:
+            value = cell["metrics"]["ttft_attainment"]["mean"] or 0.0
+            reached[self.facet_of(cell)].setdefault(_x(cell, self.x), []).append(value)
+        spreads = [max(max(values) - min(values) for values in at.values()) for at in reached]
+        return spreads.index(max(spreads))
+
 
 def sweep_of(name: str, cells: Sequence[Cell]) -> Sweep:
     """The sweep of these cells: its first varying axis goes across."""
@@ -69,13 +79,14 @@ def _known(cells: Sequence[Cell], metric: str) -> bool:
 
 def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
     shown = quantity(metric)
-    xs = distinct(cell["axes"][sweep.x] for cell in sweep.cells) if sweep.x else []
+    xs: list[Any] = distinct(cell["axes"][sweep.x] for cell in sweep.cells) if sweep.x else []
     numeric = len(xs) > 1 and all(isinstance(value, int | float) for value in xs)
     label = quantity(sweep.x).label if sweep.x else ""
     across: Spec = {"title": label} if numeric else {"title": label, "type": "category"}
     if numeric and len(xs) <= 8:
         across |= {"tickvals": xs, "ticktext": [number(value) for value in xs]}
-    upward: Spec = {"title": shown.unit, "rangemode": "tozero"}
+        across |= {"type": "log"} if min(xs) > 0 and max(xs) >= 10 * min(xs) else {}
+    upward: Spec = {"title": shown.unit, "rangemode": "nonnegative"}
     if shown.unit == "%":
         upward |= {"range": [0, 104]}
     return {

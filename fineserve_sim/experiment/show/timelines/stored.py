@@ -59,7 +59,11 @@ def stored_run(out: Path, system: str | None = None, seed: int = 0, at: Mapping[
         systems = ", ".join(dict.fromkeys(cell["system"] for cell in cells))
         axes = {axis: list(dict.fromkeys(cell["axes"].get(axis) for cell in cells)) for axis in cells[0]["axes"]}
         raise RunError(f"{out}: no cell fits; systems: {systems}; axes: {axes}")
-    cell = fitting[0]
+    return run_of(out, fitting[0], seed)
+
+
+def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
+    """The run of a cell of summary.json. Raises RunError for a seed that it has not."""
     if not 0 <= seed < len(cell["runs"]):
         raise RunError(f"{out}: no seed {seed}; there are {len(cell['runs'])}, from 0 on")
     store, key = Store(out), cell["runs"][seed]
