@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,13 @@ def test_a_folder_without_results_is_one_line(call: Any, tmp_path: Path) -> None
     done = call("report", str(tmp_path))
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "no summary.json here" in done.err
+
+
+def test_diff_tells_what_changed_as_text_and_as_json(call: Any, experiment: Path, results: Path) -> None:
+    other = ("run", str(experiment), "--quick", "--jobs", "1", "--out", "other", "--set", "slo.ttft_s=0.25")
+    assert call(*other).code == 0
+    told = call("diff", "out", "other")
+    assert told.code == 0 and "slo.ttft_s: 0.5 -> 0.25" in told.out
+    found = json.loads(call("diff", "out", "other", "--json").out)
+    assert found["inputs"] == [{"key": "slo.ttft_s", "a": 0.5, "b": 0.25}]
+    assert "The same in all 4 cells" in call("diff", "out", "out").out
