@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from fineserve_sim.cli.console import (
     JobsOption,
     JsonOption,
     OutOption,
+    axis_and_value,
     console,
     escaped,
     examples,
@@ -84,7 +85,16 @@ def run(
     trace_out: Annotated[
         Path | None,
         typer.Option(
-            "--trace-out", metavar="FILE", help="Write the first cell of each system for Perfetto.", show_default=False
+            "--trace-out", metavar="FILE", help="Write a cell of each system for Perfetto.", show_default=False
+        ),
+    ] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cell",
+            metavar="AXIS=VALUE",
+            help="The cell of --trace-out; may be repeated. The first if not given.",
+            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -100,14 +110,36 @@ def run(
 
         pairs = [_key_and_value(text) for text in overrides or ()]
         experiment = load_experiment(file, pairs, quick, seeds)
+        at = dict(axis_and_value(text, "--cell") for text in cell or ())
+        traced = _traced(experiment, trace_out, at)
         folder = out or Path("results") / file.stem
         _run(experiment, folder, jobs, decisions or trace_out is not None, as_json, exact_steps)
         if trace_out:
             from fineserve_sim.experiment.show.timelines.chrome import write_trace
             from fineserve_sim.experiment.show.timelines.stored import stored_run
 
-            systems = dict.fromkeys(point.system for point in experiment.points)
-            write_trace((stored_run(folder, system) for system in systems), trace_out)
+            write_trace((stored_run(folder, system, at=at) for system in traced), trace_out)
+
+
+def _traced(experiment: Experiment, trace_out: Path | None, at: Mapping[str, str]) -> list[str]:
+    """The systems that have a cell at this place; whether a trace can be written is said before anything is simulated."""
+    from fineserve_sim.experiment.show.timelines.stored import is_at
+
+    if trace_out is None:
+        if at:
+            raise ValueError("--cell says which cell --trace-out writes: give --trace-out FILE, too")
+        return []
+    if not trace_out.resolve().parent.is_dir():
+        raise ValueError(f"--trace-out {trace_out}: there is no folder {trace_out.parent}")
+    found = list(dict.fromkeys(point.system for point in experiment.points if is_at(point.axes, at)))
+    if not found:
+        values: dict[str, dict[str, None]] = {}
+        for point in experiment.points:
+            for axis, value in point.axes.items():
+                values.setdefault(axis, {})[str(value)] = None
+        there = "; ".join(f"{axis}: {', '.join(of)}" for axis, of in values.items())
+        raise ValueError(f"--cell {' '.join(f'{axis}={value}' for axis, value in at.items())}: no such cell; {there}")
+    return found
 
 
 def compare(

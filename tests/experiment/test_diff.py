@@ -60,7 +60,7 @@ def test_more_load_moves_what_it_must_and_says_by_how_much(run: Run) -> None:
     assert throughput.change is not None and throughput.half_width is not None
     assert throughput.b == pytest.approx(2 * throughput.a, rel=0.1)
     assert throughput.change == pytest.approx(throughput.b - throughput.a) and throughput.change > throughput.half_width
-    assert "Results beyond their 95 % intervals" in text(found)
+    assert "Results that changed, beyond their 95 % intervals" in text(found)
 
 
 def test_a_change_within_its_interval_is_none(run: Run) -> None:

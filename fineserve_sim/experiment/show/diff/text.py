@@ -40,7 +40,10 @@ def _parts(found: Diff) -> Iterator[RenderableType]:
     yield from _lines("Cells", list(found.only))
     shown = [each for each in found.moved if each.metric in _HEADLINES]
     if shown:
-        yield Text(f"Results beyond their 95 % intervals ({found.steady} other numbers are within)", style="bold")
+        yield Text(
+            f"Results that changed, beyond their 95 % intervals where there are any ({found.steady} numbers did not)",
+            style="bold",
+        )
         yield _table(shown[:_MOST_LINES])
     hidden = len(found.moved) - min(len(shown), _MOST_LINES)
     if hidden:
