@@ -15,6 +15,7 @@ from fineserve_sim.catalog.specs import (
     DriverCosts,
     GpuSpec,
     KernelRates,
+    ListPrices,
     MigGpu,
     ModelSpec,
     PrecisionSpec,
@@ -49,6 +50,12 @@ def gpus() -> Mapping[str, GpuSpec]:
 def mig_gpus() -> Mapping[str, MigGpu]:
     """Every GPU type that MIG divides, by name."""
     return _entries("mig.yaml", MigGpu)
+
+
+@cache
+def list_prices() -> ListPrices:
+    """What an hour of each GPU type costs where nobody says otherwise."""
+    return ListPrices.model_validate(_read("prices.yaml"))
 
 
 @cache

@@ -63,6 +63,15 @@ class GpuSpec(Spec):
         return peak
 
 
+class ListPrices(Spec):
+    """Dollars of a GPU-hour by GPU type: a provider's list, on demand, as it stood on a day. A default, not a quotation."""
+
+    provider: str
+    read_on: str
+    source: str
+    usd_per_gpu_hour: dict[str, float]
+
+
 class MigProfile(Spec):
     """A slice of a GPU: SMs, memory, eighths of its bandwidth, and how many of them fit."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +23,26 @@ from fineserve_sim.cli.console import (
     print_json,
     progress_bar,
 )
+from fineserve_sim.cli.limits import (
+    E2eOption,
+    PriceOption,
+    RequestsOption,
+    SloScaleOption,
+    SpreadOption,
+    TargetsOption,
+    TpotOption,
+    TtftOption,
+    model_of,
+    shares_of,
+    slo_scale_of,
+    tell_probe,
+)
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
+
+PARTED, MOST_RATE_SCALE = 0.05, 64.0
+"""Systems part where the best and the worst are so far apart, or none is so close to all; the fastest replay that is tried."""
 
 ModelsOption = Annotated[
     list[str],
@@ -97,6 +115,8 @@ def run(
             show_default=False,
         ),
     ] = None,
+    targets: TargetsOption = None,
+    price: PriceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run an experiment: tables here, figures and data in the results folder.
@@ -109,11 +129,14 @@ def run(
         from fineserve_sim.experiment import load_experiment
 
         pairs = [_key_and_value(text) for text in overrides or ()]
+        pairs += [] if price is None else [("cluster.usd_per_gpu_hour", str(price))]
         experiment = load_experiment(file, pairs, quick, seeds)
         at = dict(axis_and_value(text, "--cell") for text in cell or ())
         traced = _traced(experiment, trace_out, at)
         folder = out or Path("results") / file.stem
-        _run(experiment, folder, jobs, decisions or trace_out is not None, as_json, exact_steps)
+        logged, slo = decisions or trace_out is not None, experiment.setup.slo
+        wanted = shares_of(targets, slo.tpot_s or slo.tpot, slo.e2e_s)
+        _run(experiment, folder, jobs, logged, as_json, exact_steps, targets=wanted)
         if trace_out:
             from fineserve_sim.experiment.show.timelines.chrome import write_trace
             from fineserve_sim.experiment.show.timelines.stored import stored_run
@@ -151,16 +174,21 @@ def compare(
     models: ModelsOption,
     gpu: Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)] = "h100-sxm",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    ttft_slo: Annotated[
+    ttft_slo: TtftOption = None,
+    tpot_slo: TpotOption = None,
+    e2e_slo: E2eOption = None,
+    slo_scale: SloScaleOption = None,
+    rate_scale: Annotated[
         float | None,
-        typer.Option(help="TTFT limit in seconds; if not given, SLO scale x isolated P95.", show_default=False),
+        typer.Option(help="Replay this many times as fast; if not given, where systems part.", show_default=False),
     ] = None,
-    slo_scale: Annotated[float, typer.Option(help="SLO scale where no limit is given.")] = 20.0,
-    rate_scale: Annotated[float, typer.Option(help="Replay this many times as fast.")] = 1.0,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)
-    ] = None,
-    spread: Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")] = False,
+    requests: RequestsOption = None,
+    spread: SpreadOption = False,
+    targets: TargetsOption = None,
+    price: PriceOption = None,
+    search: Annotated[
+        bool, typer.Option("--search/--no-search", help="Find where the answer breaks and how many GPUs it needs.")
+    ] = True,
     anchors: AnchorsOption = True,
     out: OutOption = None,
     jobs: JobsOption = None,
@@ -174,23 +202,29 @@ def compare(
     """
     with interruptible():
         from fineserve_sim.experiment import experiment_for_trace
-        from fineserve_sim.experiment.file.comparison import model_entry
 
-        parsed = [model_entry(text) | ({"share": 1.0} if spread else {}) for text in models]
+        parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
         with _hint_spread(trace, [model["id"] for model in parsed], spread):
-            experiment = experiment_for_trace(
+            experiment_at = partial(
+                experiment_for_trace,
                 trace,
                 systems,
                 parsed,
                 gpu=gpu,
                 count=gpus,
                 ttft_slo_s=ttft_slo,
-                slo_scale=slo_scale,
-                rate_scale=rate_scale,
+                tpot_slo_s=tpot_slo,
+                e2e_slo_s=e2e_slo,
+                slo_scale=slo_scale_of(slo_scale, ttft_slo),
                 requests=requests,
                 anchors=anchors,
+                usd_per_gpu_hour=price,
             )
-        _run(experiment, out or Path("results") / f"compare-{experiment.name}", jobs, decisions, as_json)
+            first = experiment_at(rate_scale=rate_scale or 1.0)
+        folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
+        if rate_scale is None:
+            first = _parting(experiment_at, first, folder, jobs, wanted)
+        _run(first, folder, jobs, decisions, as_json, targets=wanted, search=search)
 
 
 def plot(
@@ -233,10 +267,45 @@ def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
         raise
 
 
+def _parting(
+    experiment_at: Callable[..., Experiment],
+    first: Experiment,
+    out: Path,
+    jobs: int | None,
+    targets: Mapping[str, float],
+) -> Experiment:
+    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do."""
+    from fineserve_sim.experiment import run_loaded
+    from fineserve_sim.experiment.results.answer import spread_of
+    from fineserve_sim.experiment.results.summary import read_summary
+
+    experiment, rate_scale = first, 1.0
+    while rate_scale <= MOST_RATE_SCALE:
+        with progress_bar() as advance:
+            run_loaded(experiment, out, jobs=jobs, on_progress=advance, targets=targets)
+        least, most = spread_of(read_summary(out))
+        if most - least >= PARTED or most < 1 - PARTED:
+            return experiment
+        console(stderr=True).print(
+            f"At rate scale {rate_scale:g} the systems keep {100 * least:.1f} to {100 * most:.1f} % within limits; faster."
+        )
+        rate_scale *= 2
+        experiment = experiment_at(rate_scale=rate_scale)
+    return first
+
+
 def _run(
-    experiment: Experiment, out: Path, jobs: int | None, decisions: bool, as_json: bool, exact_steps: bool = False
+    experiment: Experiment,
+    out: Path,
+    jobs: int | None,
+    decisions: bool,
+    as_json: bool,
+    exact_steps: bool = False,
+    *,
+    targets: Mapping[str, float],
+    search: bool = False,
 ) -> None:
-    """Simulate, draw and report."""
+    """Simulate, draw and report; ``search``: around the answer, too."""
     from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
@@ -246,21 +315,26 @@ def _run(
     _say_what_is_run(experiment, jobs)
     how = simulate_step_by_step if exact_steps else simulate
     with progress_bar() as advance:
-        run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how)
+        run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how, targets=targets)
     figures = draw(out)
     write_page([out], out / "report.html")
     summary = read_summary(out)
-    for warning in summary["warnings"]:
-        typer.echo(f"fineserve-sim: warning: {warning}", err=True)
+    if search:
+        from fineserve_sim.experiment.sizing.around import search_around
+
+        with progress_bar() as advance:
+            summary = search_around(
+                out, jobs=jobs, on_progress=advance, told=tell_probe if not console(stderr=True).is_terminal else None
+            )
     if as_json:
+        for warning in summary["warnings"]:
+            typer.echo(f"fineserve-sim: warning: {warning}", err=True)
         print_json(summary)
         return
     from fineserve_sim.experiment.show.report import report
 
     console().print(report(summary))
-    typer.echo(
-        f"Results in {out}: report.html, summary.json, cells.parquet, requests.parquet, {len(figures)} figure files in figures/"
-    )
+    typer.echo(f"Results in {out}: report.html, summary.json, tables (*.parquet), {len(figures)} figure files in figures/")
 
 
 def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:

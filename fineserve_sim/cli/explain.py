@@ -1,4 +1,4 @@
-"""The command that tells why a request was late: explain."""
+"""The command that tells why a request was late, or its decode slow: explain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explain(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The life of one request: what it waited for, how long, on which decision.
+    """The life of one request: what it waited for, how long, on which decision, and what its decode was spent for.
 
     The experiment must have been run with --decisions.
     """
@@ -67,3 +67,9 @@ def _print(life: Life, title: str) -> None:
         typer.echo("")
         waits = [[f"{seconds:.3f}", what] for what, seconds in life.waited_s.items()]
         print_rows(("waited, s", "for"), waits, right=("waited, s",))
+    if life.decoded_s:
+        typer.echo("")
+        total_s = sum(life.decoded_s.values())
+        spent = [[f"{seconds:.3f}", f"{100 * seconds / total_s:.0f}", what] for what, seconds in life.decoded_s.items()]
+        heading = f"for, in a batch of {life.batch:.1f} on average"
+        print_rows(("decoded, s", "%", heading), spent, right=("decoded, s", "%"))

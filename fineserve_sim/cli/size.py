@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fineserve_sim.cli.catalog import complete_gpu, complete_system
 from fineserve_sim.cli.console import (
     JobsOption,
     JsonOption,
@@ -18,12 +20,40 @@ from fineserve_sim.cli.console import (
     print_json,
     progress_bar,
 )
+from fineserve_sim.cli.limits import (
+    E2eOption,
+    RequestsOption,
+    SloScaleOption,
+    SpreadOption,
+    TpotOption,
+    TtftOption,
+    model_of,
+    shares_of,
+    slo_scale_of,
+    tell_probe,
+)
+
+if TYPE_CHECKING:
+    from fineserve_sim.experiment.sizing import Answer
+    from fineserve_sim.experiment.sizing.probe import Prober
+
+SYSTEMS = ("fineserve", "prism*", "prism", "muxserve++", "dedicated")
+"""Tried on a trace where no system is named."""
+
+SEEDS = 3
+"""Deals of a trace's requests to models that share them; a trace that names its models has no randomness."""
+
+Pairs = list[tuple[str, str]]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
     app.command(
         epilog=examples(
+            "fineserve-sim size trace.csv --model A=llama-3.1-8b:fp8 --model B=qwen3-32b --ttft-slo 1 --tpot-slo 0.05 "
+            "--target ttft:0.95,tpot:0.95",
+            "fineserve-sim size trace.csv --model A=llama-3.1-8b --model B=qwen3-32b --gpu h100-sxm --gpu a100-80gb "
+            "--tp 1 --tp 2 --target ttft:0.95",
             "fineserve-sim size experiments/fig10.yaml --target ttft:0.99 --over gpus --at rate_scale=8 --quick",
             "fineserve-sim size experiments/fig13.yaml --target ttft:0.95 --over rate",
         )
@@ -31,21 +61,63 @@ def register(app: typer.Typer) -> None:
 
 
 def size(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Experiment in YAML.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE|FILE|DIR", help="Trace, experiment in YAML, or results folder.", show_default=False
+        ),
+    ],
     *,
     targets: Annotated[
         list[str],
-        typer.Option("--target", metavar="METRIC:SHARE", help="ttft:0.99 or tpot:0.99; may be repeated."),
+        typer.Option(
+            "--target", metavar="MOMENT:SHARE", help="ttft:0.95, tpot:0.95, e2e:0.9 or all:0.95, with commas."
+        ),
     ],
-    over: Annotated[str, typer.Option(metavar="AXIS", help="gpus, rate or slo_scale.")],
+    over: Annotated[str, typer.Option(metavar="AXIS", help="gpus, rate or slo_scale.")] = "gpus",
     at: Annotated[
         list[str] | None,
         typer.Option("--at", metavar="AXIS=VALUE", help="Value of another axis; may be repeated.", show_default=False),
     ] = None,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gpu", help="GPU type to try; repeat for each.", show_default=False, autocompletion=complete_gpu
+        ),
+    ] = None,
+    degrees: Annotated[
+        list[int] | None,
+        typer.Option("--tp", min=1, help="TP degree to try for every model; repeat for each.", show_default=False),
+    ] = None,
     most_gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs to try at most; twice the file's if not given.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="GPUs to try at most; 16, or twice the file's.", show_default=False),
     ] = None,
     precision: Annotated[float, typer.Option(min=0.001, max=1.0, help="Relative, of a rate or SLO scale.")] = 0.05,
+    prices: Annotated[
+        list[str] | None,
+        typer.Option("--price", metavar="[GPU=]USD", help="Dollars a GPU-hour; repeat for each.", show_default=False),
+    ] = None,
+    ttft_slo: TtftOption = None,
+    tpot_slo: TpotOption = None,
+    e2e_slo: E2eOption = None,
+    slo_scale: SloScaleOption = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", "-m", metavar="NAME=MODEL:PRECISION:TP", help="Of a trace: as for compare.", show_default=False
+        ),
+    ] = None,
+    systems: Annotated[
+        list[str] | None,
+        typer.Option("--system", "-s", help="Repeat for each.", show_default=False, autocompletion=complete_system),
+    ] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option(min=1e-6, help="Of a trace: replay so many times as fast.", show_default=False)
+    ] = None,
+    requests: RequestsOption = None,
+    spread: SpreadOption = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds a probe.", show_default=False)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
@@ -53,31 +125,154 @@ def size(
 ) -> None:
     """The fewest GPUs, highest rate or tightest SLO at which each system meets the targets.
 
+    Of a trace, an experiment or a results folder; over GPU types and TP degrees, too, and the cheapest is told.
     Bisection over the same requests; a cell ends once the seeds that are left cannot change its answer.
-    Results of NAME.yaml go to results/size-NAME unless --out names a folder.
+    Results of NAME go to results/size-NAME unless --out names a folder.
     """
     with interruptible():
-        from fineserve_sim.experiment.run.files import write_json
-        from fineserve_sim.experiment.sizing import axis_of, goal
-        from fineserve_sim.experiment.sizing import size as search
+        from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.probe import Prober
-        from fineserve_sim.experiment.sizing.report import as_json as data_of
-        from fineserve_sim.experiment.sizing.report import draw, table
+        from fineserve_sim.experiment.sizing.variants import size_all, variants
 
-        axis, goals = axis_of(over), [goal(text) for text in targets]
-        folder = out or Path("results") / f"size-{file.stem}"
+        axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
+        folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
-        with progress_bar() as advance:
-            prober = Prober(file, folder, goals, at=place, quick=quick, jobs=jobs, on_progress=advance)
-            answers = list(search(prober, axis, most_gpus=most_gpus, precision=precision))
-        data = data_of(answers, axis, goals)
-        write_json(folder / "size.json", data)
-        draw(answers, axis, goals, prober.file().file.title, folder)
-        if as_json:
-            print_json(data)
+        limits = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
+        of_trace = {"--model": models, "--requests": requests, "--spread": spread, "--rate-scale": rate_scale}
+        overrides: Pairs = []
+        path = _file(source)
+        if path is None:
+            scale = slo_scale_of(slo_scale, ttft_slo)
+            shares_of(targets, tpot_slo, e2e_slo)  # a target has its limit
+            told = {"count": most_gpus or 16, "requests": requests, "slo_scale": scale, **limits}
+            deals = seeds or (SEEDS if spread else 1)
+            path = _question(source, folder, models or [], systems or SYSTEMS, spread, deals, told)
+            place |= {} if rate_scale is None else {"rate_scale": rate_scale}
+            most_gpus = most_gpus or 16
         else:
-            console().print(table(answers, axis, goals))
-            typer.echo(f"Results in {folder}: size.json, figures/size.svg")
+            _refuse(of_trace, path)
+            overrides = _overrides(limits, slo_scale, systems, seeds)
+        with progress_bar() as advance:
+            prober = Prober(
+                path, folder, wanted, overrides, at=place, quick=quick, jobs=jobs, on_progress=advance, told=tell_probe
+            )
+            found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
+        _report(found, axis, prober, folder, jobs, as_json)
+
+
+def _report(
+    found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, jobs: int | None, as_json: bool
+) -> None:
+    """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
+    from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.run.files import write_json
+    from fineserve_sim.experiment.show.report import report
+    from fineserve_sim.experiment.sizing import cheapest
+    from fineserve_sim.experiment.sizing.report import as_json as data_of
+    from fineserve_sim.experiment.sizing.report import draw, headline, reasons, table
+
+    answers = [answer for answer, _ in found]
+    chosen = cheapest(answers)
+    summary = None
+    if chosen is not None and chosen.best is not None:
+        own = next(each for answer, each in found if answer is chosen)
+        summary = _chosen_results(own, chosen, axis.key, folder, jobs)
+    data = data_of(answers, axis, prober.goals)
+    write_json(folder / "size.json", data)
+    draw(answers, axis, prober.goals, prober.file().file.title, folder)
+    if as_json:
+        print_json(data)
+        return
+    console().print(headline(answers, axis, prober.goals), soft_wrap=True, markup=False)
+    console().print(table(answers, axis, prober.goals))
+    for line in reasons(answers):
+        console().print(line, markup=False)
+    if summary is not None:
+        console().print(report(read_summary(folder)))
+    typer.echo(f"Results in {folder}: size.json, figures/size.svg" + (", summary.json, tables" if summary else ""))
+
+
+def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path, jobs: int | None) -> Path:
+    """The whole results of the chosen answer: a results folder like any other."""
+    from fineserve_sim.experiment import run_loaded
+
+    assert chosen.best is not None
+    experiment = prober.experiment(chosen.system, key, chosen.best.value)
+    targets = {goal.metric: goal.share for goal in prober.goals}
+    return run_loaded(experiment, folder, jobs=jobs, targets=targets)
+
+
+def _file(source: Path) -> Path | None:
+    """The experiment file that ``source`` is, or has as a results folder; None for a trace. Raises ValueError for a folder
+    without one."""
+    if source.is_dir():
+        resolved = source / "resolved.yaml"
+        if not resolved.is_file():
+            raise ValueError(f"{source}: no resolved.yaml here; give a trace, an experiment file, or a results folder")
+        return resolved
+    return source if source.suffix in (".yaml", ".yml") else None
+
+
+def _question(
+    trace: Path,
+    folder: Path,
+    models: Sequence[str],
+    systems: Sequence[str],
+    spread: bool,
+    seeds: int,
+    told: Mapping[str, Any],
+) -> Path:
+    """The experiment file of a trace, written into the folder, so that the search can be repeated."""
+    from fineserve_sim.experiment import experiment_for_trace
+    from fineserve_sim.experiment.results.resolved import write_resolved
+    from fineserve_sim.experiment.run.files import prepare
+
+    if not models:
+        raise ValueError(f"{trace}: a trace needs --model, once for each of its models, such as A=llama-3.1-8b:fp8")
+    parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
+    experiment = experiment_for_trace(trace, systems, parsed, seeds=seeds, **told)
+    prepare(folder)
+    write_resolved(experiment, folder / "question.yaml")
+    return folder / "question.yaml"
+
+
+def _refuse(options: Mapping[str, object], path: Path) -> None:
+    """Raises ValueError for an option that means something for traces alone."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}: for a trace alone; {path} has models and load of its own")
+
+
+def _overrides(
+    limits: Mapping[str, float | None], slo_scale: float | None, systems: Sequence[str] | None, seeds: int | None
+) -> Pairs:
+    """What the options replace in an experiment file."""
+    import json
+
+    if slo_scale is not None:
+        raise ValueError("--slo-scale: for a trace alone; give --at slo_scale=VALUE")
+    pairs: Pairs = []
+    for name, key in (("ttft_slo_s", "ttft"), ("tpot_slo_s", "tpot")):
+        if limits[name] is not None:
+            pairs += [(f"slo.{key}_s", str(limits[name])), (f"slo.{key}", "null")]
+    if limits["e2e_slo_s"] is not None:
+        pairs.append(("slo.e2e_s", str(limits["e2e_slo_s"])))
+    pairs += [("systems", json.dumps(list(systems)))] if systems else []
+    return [*pairs, *([("seeds", str(seeds))] if seeds else [])]
+
+
+def _prices(texts: Sequence[str]) -> dict[str, float]:
+    """``2.5`` or ``h100-sxm=2.5``, by GPU. Raises ValueError for anything else."""
+    found: dict[str, float] = {}
+    for text in texts:
+        gpu, _, usd = text.rpartition("=")
+        try:
+            found[gpu] = float(usd)
+        except ValueError:
+            found[gpu] = 0.0
+        if not 0 < found[gpu] < float("inf"):
+            raise ValueError(f"--price {text}: expected dollars a GPU-hour, such as 2.5 or h100-sxm=2.5")
+    return found
 
 
 def _value(text: str) -> float | str:

@@ -167,8 +167,11 @@ class Cluster:
             self.outcomes.engine[sequence.index] = engine.column
         self.outcomes.end(sequence.index, now, Fate.FINISHED)
 
-    def preempted(self, engine: Engine, sequence: SequenceState) -> None:
+    def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
+        """It lost its KV; at ``now``, unless its engine is lost with it."""
         self.outcomes.preemptions[sequence.index] += 1
+        if self.log is not None and now is not None:
+            self.log.preempted(engine, sequence.index, now)
         self._scope_of[engine.index].stale = True
 
     def progressed(self, engine: Engine) -> None:

@@ -43,7 +43,8 @@ class DecisionLog:
         )
 
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, column: int) -> None:
-        """A batch was computed, or a span of alike ones; ``engine`` is the column of the timeline."""
+        """A batch was computed, or a span of alike ones; ``engine`` is the column of the timeline, ``slowdown`` what neighbours
+        on the GPU made of its pace, at the end."""
         self._log(
             {
                 "now_s": since_s,
@@ -51,10 +52,15 @@ class DecisionLog:
                 "engine": column,
                 "seconds": now - since_s,
                 "iterations": engine.span_iterations if isinstance(engine, SpanEngine) else 1,
+                "slowdown": engine.slowdown,
                 "decodes": lane.decodes.size,
                 "prefill_tokens": sum(size for _, _, size in lane.chunks),
             }
         )
+
+    def preempted(self, engine: Engine, request: int, now: float) -> None:
+        """A request lost its KV memory and waits in the engine's queue again."""
+        self._log({"now_s": now, "span": "Preempted", "engine": engine.column, "request": request})
 
     def transferred(self, what: str, engine: int, columns: list[int], began_s: float, now: float) -> None:
         """KV or weights of an engine over several instances have arrived."""

@@ -14,6 +14,7 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Prefix
+from fineserve_sim.cluster.gpu_use import GpuUses
 from fineserve_sim.cluster.scenario import Fault, RunResult
 from fineserve_sim.policy.interfaces import Request
 
@@ -53,6 +54,7 @@ class Run:
         self._events = 0
         self._samples = 0
         self._sample_s = sample_s
+        self._gpu_uses = GpuUses(parts.cluster, parts.placement, trace)
 
     def to_the_end(self) -> None:
         clock = self.parts.clock
@@ -86,6 +88,8 @@ class Run:
         if self.parts.outcomes.open:
             self.parts.sampler.sample(now)
             self.parts.step_times.sample()
+            if now <= self._arrival_s[-1]:
+                self._gpu_uses.sample()
             self._samples += 1
             clock.at(self._samples * self._sample_s, TIMER, self._on_sample)
 
@@ -108,6 +112,7 @@ class Run:
             step_times=parts.step_times.shares(),
             step_samples=parts.step_times.samples,
             counters=parts.counters(self._arrival_s[-1]),
+            gpu_use=self._gpu_uses.fractions(),
         )
 
 

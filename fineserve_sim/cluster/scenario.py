@@ -166,13 +166,27 @@ COUNTERS = (
 """What is counted of a single-model cluster beside the requests (``counters.py``)."""
 
 
+@dataclass(slots=True)
+class GpuUse:
+    """Of one GPU, fractions of all looks at it (``gpu_use.py``); sums of them while it is counted."""
+
+    gpu: int
+    busy: float = 0.0
+    compute: float = 0.0
+    bandwidth: float = 0.0
+    waiting: float = 0.0
+    kv_short: float = 0.0
+    slots_short: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came) and counters of the run.
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
-    ``counters`` are what a driver counts besides, by name (``counters.py``).
+    ``counters`` are what a driver counts besides, by name (``counters.py``). ``gpu_use`` is how busy each GPU was, and what
+    kept requests waiting there, until the last arrival; empty without samples.
     ``loop_cpu_s`` is not deterministic and never enters result files.
     """
 
@@ -191,3 +205,4 @@ class RunResult:
     step_times: Mapping[str, Mapping[Source, float]] = field(default_factory=dict)
     step_samples: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
+    gpu_use: tuple[GpuUse, ...] = ()

@@ -11,6 +11,7 @@ import pytest
 
 from fineserve_sim.experiment import run_experiment
 from fineserve_sim.experiment.show.timelines.chrome import write_trace
+from fineserve_sim.experiment.show.timelines.decode import DECODES, NEIGHBOURS, PREEMPTED, PROMPTS
 from fineserve_sim.experiment.show.timelines.life import life_of
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun, stored_run
 
@@ -221,3 +222,63 @@ def test_spans_of_the_trace_file_open_and_close_in_order(run: StoredRun, tmp_pat
     assert len(drops) == 2 * int((run.data.fate == 2).sum())
     counters = [event for event in events if event["ph"] == "C"]
     assert len(counters) == 2 * 2 * len(run.data.sample_s)
+
+
+SHARED = """\
+fineserve: 1
+title: Two models that share a GPU, and one alone with little memory
+cluster: {gpu: h100-sxm, count: 1}
+engine: {memory_utilization: 0.62}
+models:
+  - {id: A, model: llama-3.1-8b, precision: W16A16, rate_per_s: 6}
+  - {id: B, model: llama-3.1-8b, precision: W16A16, rate_per_s: 6}
+workload: {lengths: {prompt_tokens: 3000, output_tokens: 300}, requests: 80}
+slo: {ttft_s: 1.0, tpot_s: 0.02, e2e_s: 5.0}
+systems: ["prism*", "static*"]
+seeds: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "shared.yaml").write_text(SHARED, encoding="utf-8")
+    run_experiment(folder / "shared.yaml", folder / "out", jobs=1, decisions=True)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("system", ["prism*", "static*"])
+def test_what_a_decode_was_spent_for_adds_up_to_it(shared: Path, system: str) -> None:
+    run = stored_run(shared, system)
+    spent = set()
+    for request in range(0, 80, 5):
+        life = life_of(run, request)
+        decoded_s = run.data.finish_s[request] - run.data.first_token_s[request]
+        assert sum(life.decoded_s.values()) == pytest.approx(decoded_s, rel=1e-6)
+        assert list(life.decoded_s.values()) == sorted(life.decoded_s.values(), reverse=True)
+        assert 1.0 <= life.batch <= 80
+        spent |= set(life.decoded_s)
+    assert {NEIGHBOURS, PROMPTS, DECODES} <= spent
+
+
+def test_a_preempted_decode_tells_what_it_waited_for_again(shared: Path) -> None:
+    run = stored_run(shared, "static*")
+    preempted = [request for request, times in enumerate(run.data.preemptions) if times]
+    assert preempted
+    lives = [life_of(run, request) for request in preempted]
+    assert any(life.decoded_s.get(PREEMPTED, 0.0) > 0 for life in lives)
+    assert all(any(moment.what.startswith("preempted on engine") for moment in life.moments) for life in lives)
+
+
+def test_the_verdict_has_every_latency_beside_its_limit(shared: Path) -> None:
+    run = stored_run(shared, "static*")
+    life = life_of(run, 70)
+    assert f"TPOT {run.data.tpot_s[70]:.3g} s, limit 0.02 s: met" in life.verdict
+    assert "end to end" in life.verdict and "limit 5 s" in life.verdict and "% of the decode went to" in life.verdict
+
+
+def test_in_a_group_the_decode_adds_up_too(spike: StoredRun) -> None:
+    for request in range(0, len(spike.data.arrival_s), 40):
+        life = life_of(spike, request)
+        decoded_s = spike.data.finish_s[request] - spike.data.first_token_s[request]
+        assert sum(life.decoded_s.values()) == pytest.approx(decoded_s, rel=1e-6)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.cluster import Fate
+from fineserve_sim.experiment.file.metric_names import PERCENTILES
 from fineserve_sim.experiment.results.metrics import counts, estimate, measure
+from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.results.stats import Estimate, difference, of_share, over_runs, ratio
 from fineserve_sim.experiment.run.run_data import RunData
 
@@ -84,7 +86,9 @@ def test_the_example_by_hand() -> None:
     assert values["decode_throughput_tokens_per_s"] == pytest.approx((5 + 10) / 4)
     assert values["token_throughput_per_s"] == pytest.approx((5 + 10 + 3) / 4)
     assert values["ttft_p50_s"] == pytest.approx(0.5)
-    assert values["e2e_p50_s"] == pytest.approx(0.7)
+    assert values["e2e_p50_s"] == pytest.approx(4.0)  # of five, two of which never end
+    assert values["ttft_p90_s"] == values["e2e_p90_s"] == math.inf
+    assert values["gpu_hours_per_1000_within"] == pytest.approx(2 * 4 / 3600 / 2 * 1000)
     run = example()
     ttft_s = run.ttft_s[run.measured & np.isfinite(run.ttft_s)]
     assert values["ttft_mean_s"] == pytest.approx(sum(ttft_s) / len(ttft_s))
@@ -94,6 +98,27 @@ def test_the_example_by_hand() -> None:
     assert values["kv_use_mean"] == pytest.approx(0.4)
     assert values["kv_use_peak"] == pytest.approx(0.5)
     assert values["gpu_hours_per_mtoken"] == pytest.approx(2 * 1e6 / (4.5 * 3600))
+
+
+def test_every_miss_has_one_cause() -> None:
+    """2 is late and 5 alone in its model; with a tight TPOT limit 5 is slow, with a tight end to end overdue."""
+    limits = {"A": 1.0, "B": 1.0}
+    found = measure(example(), limits)
+    assert found.misses[""] == dict.fromkeys(CAUSES, 0) | {"late": 1, "dropped": 1, "unfinished": 1}
+    assert found.misses["B"] == dict.fromkeys(CAUSES, 0)
+    assert found.tokens == {
+        "": {"prompt": 5, "output": 28},
+        "A": {"prompt": 4, "output": 22},
+        "B": {"prompt": 1, "output": 6},
+    }
+    assert measure(example(), limits, {"A": 1.0, "B": 0.01}).misses["B"]["slow"] == 1
+    overdue = measure(example(), limits, None, {"B": 0.6})
+    assert overdue.misses["B"]["overdue"] == 1
+    assert estimate([overdue], "e2e_attainment", "B").mean == 0.0
+    run = example()
+    run.fate[3] = Fate.REJECTED
+    assert measure(run, limits).misses["A"]["rejected"] == 1
+    assert measure(run, limits, unplaced=["A"]).misses["A"]["unplaced"] == 1
 
 
 def test_a_lost_request_is_an_error() -> None:
@@ -130,6 +155,11 @@ def test_laws(rows: list[tuple[float, float, float, int, Fate, int]], limit_s: f
     tight, loose = (measure(run, {"A": scale * limit_s, "B": scale * limit_s}, None) for scale in (1, 2))
     assert tight.counts["arrived"] == sum(tight.counts[fate.name.lower()] for fate in Fate) == len(rows)
     assert tight.hits["ttft_attainment"][""].sum() <= loose.hits["ttft_attainment"][""].sum()
+    for name in ("", "A", "B"):
+        hits = tight.hits["slo_attainment"][name]
+        assert sum(tight.misses[name].values()) == len(hits) - hits.sum()
+    percentiles = [tight.values[f"ttft_p{percent}_s"][""] for percent in PERCENTILES]
+    assert percentiles == sorted(percentiles)
     assert tight.values["goodput_per_s"][""] <= tight.values["throughput_per_s"][""]
     for metric in ("throughput_per_s", "goodput_per_s", "decode_throughput_tokens_per_s", "token_throughput_per_s"):
         parts = tight.values[metric]

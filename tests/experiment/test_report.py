@@ -6,20 +6,52 @@ from typing import Any
 
 from rich.console import Console
 
+from fineserve_sim.experiment.results.answer import answer_of
+from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.show.report import report
 
 
 def cell(system: str, slo_scale: float, load: str, attainment: float | None, flags: list[str]) -> dict[str, Any]:
     half_width = None if attainment is None else 0.0123
+    both = {"mean": attainment, "half_width": half_width}
+    number = {"mean": 1.5, "half_width": None}
+    latencies = [f"{moment}_p{percent}_s" for moment in ("ttft", "tpot", "e2e") for percent in (50, 99)]
+    more = ("token_throughput_per_s", "arrival_rate_per_s")
+    gpu = {"gpu": 0, "node": 0, "models": ["A", "B"], "weights_bytes": 2**31, "kv_bytes": 2**33, "kv_left_bytes": 2**32}
+    gpu |= {
+        "kv_least_bytes": 0,
+        "busy": 0.9,
+        "compute": 0.8,
+        "bandwidth": 0.1,
+        "waiting": 0.7,
+        "kv_short": 0,
+        "slots_short": 0,
+    }
+    misses = dict.fromkeys(CAUSES, 0)
     return {
         "sweep": "slo",
         "system": system,
         "title": system.title(),
         "axes": {"slo_scale": slo_scale, "load": load, "rate_scale": 8.0},
+        "cluster": {"gpu": "h100-sxm", "count": 1},
         "seeds": 3,
+        "requests": 100,
+        "misses": misses | {"late": 10, "dropped": 40},
+        "ttft_slo_s": {"A": 0.5, "B": 2.0},
+        "cost": {"usd_per_hour": 3.5, "usd_per_mtoken": None, "usd_per_1000_within": 0.25},
+        "models_move": False,
+        "models": {
+            "A": {"requests": 60, "within": 50, "misses": misses | {"late": 10}, "instances": [[0]]},
+            "B": {"requests": 40, "within": 0, "misses": misses | {"dropped": 40}, "instances": [[0]]},
+        },
+        "gpus": [gpu],
+        "unplaced": [],
+        "binds": [{"what": "compute", "misses": 50, "models": {"A": 10, "B": 40}, "gpus": [0], "waiting": 0.7}],
         "metrics": {
-            "ttft_attainment": {"mean": attainment, "half_width": half_width},
+            "ttft_attainment": both,
+            "slo_attainment": both,
             "decode_throughput_tokens_per_s": {"mean": 2345.6, "half_width": 12.3},
+            **{name: number | {"by_model": {"A": number, "B": {"mean": None}}} for name in (*latencies, *more)},
             "goodput_per_s": {"mean": 3.14159, "half_width": None},
         },
         "flags": flags,
@@ -40,9 +72,10 @@ def claim(verdict: str, paper: Any = 2.2, ours: Any = 2.0) -> dict[str, Any]:
 
 
 def shown(cells: list[dict[str, Any]], claims: list[dict[str, Any]] | None = None, **more: Any) -> str:
-    console = Console(width=160, force_terminal=False, color_system=None)
+    console = Console(width=240, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        summary = {"cells": cells, "claims": claims or [], "step_times": {}, "warnings": []} | more
+        price = {"usd_per_gpu_hour": 3.5, "default": True, "source": "list price of X", "read_on": "2026-01-02"}
+        summary = {"cells": cells, "claims": claims or [], "step_times": {}, "warnings": [], "price": price} | more
         console.print(report(summary))
     return capture.get()
 
@@ -70,11 +103,43 @@ def test_a_sweep_is_a_table_a_metric_with_systems_down_and_the_axis_across() -> 
     assert row(throughput, "A", "Mine") == ["A", "Mine", "2,346", "±", "12", "2,346", "±", "12"]
 
 
-def test_a_sweep_of_one_point_is_one_table_of_metrics() -> None:
+def test_one_place_is_a_table_of_systems_with_their_misses_in_percent() -> None:
     text = shown([cell("mine", 5.0, "A", 0.5, []), cell("static", 5.0, "A", None, [])])
-    assert "TTFT SLO attainment (%)" in text
-    assert row(text, "Mine")[:8] == ["Mine", "50.0", "±", "1.2", "2,346", "±", "12", "3.14"]
-    assert row(text, "Static")[:2] == ["Static", "–"]
+    assert row(text, "System")[:9] == ["System", "GPUs", "Within", "limits", "%", "late", "%", "dropped", "%"]
+    assert row(text, "Mine", "50.0")[:7] == ["Mine", "1", "50.0", "±", "1.2", "10.0", "40.0"]
+    assert row(text, "Static", "10.0")[:3] == ["Static", "1", "–"]
+    assert "rejected" not in text  # a cause without a miss has no column
+
+
+def test_the_answer_its_models_and_its_gpus() -> None:
+    cells = [cell("mine", 5.0, "A", 0.5, []), cell("static", 5.0, "A", 0.4, [])]
+    cells[1]["unplaced"] = [{"model": "B", "why": "it needs 9 GiB"}]
+    text = shown(cells, answer=answer_of(cells, 1))
+    assert "None of 2 systems keeps 95 % of the requests within their limits on 1 h100-sxm." in text
+    assert "Closest: Mine on 1 h100-sxm: 50.0 ± 1.2 %, 45.0 points below the target." in text
+    assert (
+        "Cost: $3.50 an hour, $0.25 a thousand requests within limits ($3.50 a GPU-hour, list price of X of 2026-01-02"
+        in text
+    )
+    assert "Misses: 40.0 % dropped by the scheduler, 10.0 % late (first token after its limit)." in text
+    assert "Worst models: B 0 % within" in text
+    assert "Binds: compute (100 % of the misses of B, A; a queue 70 % of the time)." in text
+    assert "Limits: TTFT 0.5 s (A) to 2 s (B). Load: load A, rate scale 8, SLO scale 5, 1.5 requests/s" in " ".join(
+        text.split()
+    )
+    assert "UNPLACED under Static on 1 h100-sxm, 40.0 % of the requests: B: it needs 9 GiB." in text
+    assert row(text, "B", "100.0")[:4] == ["B", "0", "40", "0.0"] and "never" in row(text, "B", "100.0")
+    assert row(text, "A,", "B")[3:] == ["2.0", "8.0", "4.0", "0.0", "90", "80", "10", "70"]
+
+
+def test_a_system_that_keeps_the_targets_is_taken_the_cheapest_first() -> None:
+    cells = [cell("dear", 5.0, "A", 0.99, []), cell("cheap", 5.0, "A", 0.96, [])]
+    cells[0]["cost"] = cells[0]["cost"] | {"usd_per_hour": 7.0}
+    assert "Take Cheap on 1 h100-sxm, which keeps 95 %" in shown(cells, answer=answer_of(cells, 1))
+    unsure = answer_of([cell("mine", 5.0, "A", 0.955, [])], 1)
+    assert "above the target, which its interval does not settle" in shown(
+        [cell("mine", 5.0, "A", 0.955, [])], answer=unsure
+    )
 
 
 def test_claims_show_the_papers_value_ours_and_the_verdict_and_are_counted() -> None:

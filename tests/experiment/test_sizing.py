@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, goal, size
+from fineserve_sim.experiment import ConfigError
+from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, cheapest, goal, size
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Prober, _sure
+from fineserve_sim.experiment.sizing.report import reasons
+from fineserve_sim.experiment.sizing.search import least_gpus
+from fineserve_sim.experiment.sizing.variants import size_all, variants
 
 ONE = """\
 fineserve: 1
@@ -65,7 +69,7 @@ def test_an_early_answer_is_the_late_one(hits: list[bool], share: float) -> None
     assert all(answer in (None, truth) for answer in answers)
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft:2", "ttft:0", "e2e:0.9", "ttft:x"])
+@pytest.mark.parametrize("text", ["ttft", "ttft:2", "ttft:0", "itl:0.9", "ttft:x", "ttft:nan"])
 def test_targets_that_are_none(text: str) -> None:
     with pytest.raises(SizingError, match="expected ttft:SHARE"):
         goal(text)
@@ -105,7 +109,7 @@ def test_gpus_that_do_not_hold_the_models_do_not_hold(file: Path, tmp_path: Path
 
 def test_a_tpot_target_needs_a_limit(file: Path, tmp_path: Path) -> None:
     prober = Prober(file, tmp_path / "out", [goal("tpot:0.9")], jobs=1)
-    with pytest.raises(SizingError, match=r"needs slo\.tpot_s"):
+    with pytest.raises(SizingError, match=r"TPOT needs slo\.tpot_s or slo\.tpot$"):
         next(size(prober, axis_of("rate")))
 
 
@@ -117,3 +121,51 @@ def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     data = json.loads(capsys.readouterr().out)
     assert data["systems"][0]["answer"]["value"] in (1, 2)
     assert (tmp_path / "out" / "figures" / "size.svg").exists() and (tmp_path / "out" / "size.json").exists()
+
+
+def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path) -> None:
+    text = ONE.replace('["static*"]', '["static*", clairvoyant]').replace("ttft_s: 0.3", "ttft_s: 0.001")
+    file.write_text(text, encoding="utf-8")
+    (answer,) = size(Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1), axis_of("gpus"), most_gpus=2)
+    assert answer.best is None and answer.why == "at 2: 0.0 % within, of the misses 100 % late"
+    assert reasons([answer]) == [f"None for Static*: {answer.why}."]
+
+
+def test_fewer_gpus_than_the_weights_need_are_not_asked(file: Path, tmp_path: Path) -> None:
+    large = ONE.replace("llama-3.1-8b", "qwen3-32b").replace("rate_per_s: 30", "rate_per_s: 1").replace("0.3}", "5.0}")
+    file.write_text(large, encoding="utf-8")
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1)
+    assert least_gpus(prober.file().setup, "static*", 0.1) == 2
+    assert least_gpus(prober.file().setup, "static*", 0.5) == 1  # each model's requests may be missed
+    assert least_gpus(prober.file().setup, "prism", 0.1) == 1  # models come and go
+    (answer,) = size(prober, axis_of("gpus"), most_gpus=4)
+    assert all(probe.value >= 2 for probe in answer.probes)
+
+
+def test_every_gpu_type_and_degree_is_tried_and_the_cheapest_is_told(file: Path, tmp_path: Path) -> None:
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.5")], jobs=1)
+    tried = variants(["h100-sxm", "h200-sxm"], [1, 2], {"h100-sxm": 100.0, "": 2.0})
+    found = [answer for answer, _ in size_all(prober, tried, axis_of("gpus"), most_gpus=4, precision=0.1)]
+    assert [(answer.gpu, answer.tp) for answer in found] == [
+        ("h100-sxm", 1),
+        ("h100-sxm", 2),
+        ("h200-sxm", 1),
+        ("h200-sxm", 2),
+    ]
+    best = cheapest(found)
+    assert best is not None and best.best is not None and best.gpu == "h200-sxm"
+    assert best.best.usd_per_hour == 2.0 * best.best.value
+    assert found[0].best is not None and found[0].best.usd_per_hour == 100.0 * found[0].best.value
+    with pytest.raises(SizingError, match="no --gpu l40s is searched"):
+        variants(["h100-sxm"], [], {"l40s": 1.0})
+
+
+def test_a_gpu_that_cannot_be_is_an_answer_of_none_among_others(file: Path, tmp_path: Path) -> None:
+    file.write_text(ONE.replace("W16A16", "fp8"), encoding="utf-8")
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.5")], jobs=1)
+    tried = variants(["a100-80gb", "h100-sxm"], [], {})
+    first, second = (answer for answer, _ in size_all(prober, tried, axis_of("gpus"), most_gpus=2, precision=0.1))
+    assert first.best is None and "a100-80gb has no fp8 tensor cores" in first.why
+    assert second.best is not None
+    with pytest.raises(ConfigError, match="no fp8 tensor cores"):
+        list(size_all(prober, tried[:1], axis_of("gpus"), most_gpus=2, precision=0.1))

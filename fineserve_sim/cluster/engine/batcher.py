@@ -198,7 +198,7 @@ class Batcher(Engine):
         sequence.lose_kv()
         self.composition_changed = True
         self._preempted = True
-        self._host.preempted(self, sequence)
+        self._host.preempted(self, sequence, now)
         if sequence.generated_tokens and sequence.target_tokens >= self.kv.capacity_tokens():
             self._backlog_tokens -= sequence.target_tokens
             self._host.finished(self, sequence, now)  # it has outgrown the memory: cut, as at vLLM's max_model_len

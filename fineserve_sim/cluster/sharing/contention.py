@@ -27,6 +27,10 @@ class Contention:
         for engine in self._gpus_of:
             self._meet_neighbours(engine)
 
+    def gpus_of(self, engine: int) -> tuple[int, ...]:
+        """The GPUs of an engine that is here; none of another."""
+        return self._gpus_of.get(engine, ())
+
     def join(self, engine: int, gpus: tuple[int, ...]) -> None:
         """An idle engine comes to these GPUs. Ids only ever grow. Costs what is there, not all GPUs."""
         self._settle_on(engine, gpus)

@@ -18,20 +18,25 @@ def experiment_for_trace(
     gpu: str = "h100-sxm",
     count: int = 1,
     ttft_slo_s: float | None = None,
+    tpot_slo_s: float | None = None,
+    e2e_slo_s: float | None = None,
     slo_scale: float = 20.0,
     rate_scale: float = 1.0,
     requests: int | None = None,
     warmup_requests: int = 0,
     anchors: bool = False,
+    seeds: int = 1,
+    usd_per_gpu_hour: float | None = None,
 ) -> Experiment:
-    """The comparison of ``systems`` on the requests of a trace file, one seed: a recorded trace has no randomness.
+    """The comparison of ``systems`` on the requests of a trace file, one seed: a recorded trace has no randomness (but a deal
+    of its requests to the models has).
 
     ``models`` are mappings as under ``models`` in a file (id, model, precision, tp). Their ids are those of the trace,
     or they all have a ``share``, by which the requests are dealt out whatever the trace calls them. Without
-    ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT. ``anchors``: beside
+    ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT; limits of TPOT and from arrival to
+    the last token are in seconds, and there where they are given. ``anchors``: beside
     the systems stand the clairvoyant bound, and dedicated GPUs, as many as the models need. Raises ConfigError.
     """
-    isolated = {"system": "dedicated", "load": "isolated", "quantile": 0.95}
     by_share = any("share" in model for model in models)
     workload = {"trace": str(trace.resolve()), "requests": requests, "warmup_requests": warmup_requests}
     at = {"rate_scale": rate_scale}
@@ -41,13 +46,14 @@ def experiment_for_trace(
     data: dict[str, Any] = {
         "fineserve": 1,
         "title": f"Comparison on {trace.name}",
-        "cluster": {"gpu": gpu, "count": count},
+        "cluster": {"gpu": gpu, "count": count}
+        | ({} if usd_per_gpu_hour is None else {"usd_per_gpu_hour": usd_per_gpu_hour}),
         "models": [dict(model) for model in models],
         "workload": workload | ({"assign": "share"} if by_share else {}),
-        "slo": {"ttft": {"reference": isolated, "scale": slo_scale}} if ttft_slo_s is None else {"ttft_s": ttft_slo_s},
+        "slo": _slo(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale),
         "systems": list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"])),
         "sweeps": sweeps,
-        "seeds": 1,
+        "seeds": seeds,
     }
     return build(Document(data, {(): "compare"}), trace.name.split(".")[0], Path.cwd())
 
@@ -61,6 +67,13 @@ def model_entry(text: str) -> dict[str, Any]:
     if not name or not model or len(rest) > 2 or not (tp or "1").isdecimal():
         raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2")
     return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": int(tp or "1")}
+
+
+def _slo(ttft_s: float | None, tpot_s: float | None, e2e_s: float | None, slo_scale: float) -> dict[str, Any]:
+    isolated = {"system": "dedicated", "load": "isolated", "quantile": 0.95}
+    ttft = {"ttft": {"reference": isolated, "scale": slo_scale}} if ttft_s is None else {"ttft_s": ttft_s}
+    others = {"tpot_s": tpot_s, "e2e_s": e2e_s}
+    return ttft | {key: limit_s for key, limit_s in others.items() if limit_s is not None}
 
 
 def _with_anchors(sweep: dict[str, Any], count: int, needed: int) -> list[dict[str, Any]]:

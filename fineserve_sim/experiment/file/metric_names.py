@@ -5,7 +5,7 @@ from __future__ import annotations
 from fineserve_sim.cluster.scenario import COUNTERS
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
-ATTAINMENTS = ("ttft_attainment", "tpot_attainment")
+ATTAINMENTS = ("ttft_attainment", "tpot_attainment", "e2e_attainment", "slo_attainment")
 PER_MODEL = (
     "goodput_per_s",
     "throughput_per_s",
@@ -13,9 +13,10 @@ PER_MODEL = (
     "token_throughput_per_s",
     *(f"{moment}_p{percent}_s" for moment in ("ttft", "tpot", "e2e") for percent in PERCENTILES),
     *(f"{moment}_mean_s" for moment in ("ttft", "tpot", "e2e")),
+    "arrival_rate_per_s",
     "waiting_mean",
     "waiting_max",
     "kv_used_peak_bytes",
 )
-CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken", *COUNTERS)
+CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken", "gpu_hours_per_1000_within", *COUNTERS)
 METRICS = (*ATTAINMENTS, *PER_MODEL, *CLUSTER_WIDE)

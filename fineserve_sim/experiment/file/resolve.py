@@ -59,6 +59,7 @@ class Setup:
     slo: schema.Slo
     faults: tuple[Fault, ...]
     folder: Path
+    usd_per_gpu_hour: float | None = None
 
     @property
     def names_files(self) -> bool:
@@ -84,6 +85,7 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         slo=file.slo,
         faults=tuple(Fault(fault.time_s, fault.instance, fault.repair_s) for fault in file.faults),
         folder=folder,
+        usd_per_gpu_hour=file.cluster.usd_per_gpu_hour,
     )
 
 

@@ -91,12 +91,13 @@ class FixedLengths(Strict):
 
 class Cluster(Strict):
     """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
-    what each GPU sends to other nodes."""
+    what each GPU sends to other nodes. ``usd_per_gpu_hour``: its price; the catalog's list price if not given."""
 
     gpu: str | dict[str, Any]
     count: Count
     gpus_per_node: Count = 8
     network_bytes_per_s: Positive = 25e9
+    usd_per_gpu_hour: Positive | None = None
 
 
 class Engine(Strict):
@@ -234,12 +235,14 @@ class TpotSlo(Strict):
 
 
 class Slo(Strict):
-    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived."""
+    """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived; an absolute
+    limit from arrival to the last token."""
 
     ttft_s: Positive | None = None
     ttft: TtftSlo | None = None
     tpot_s: Positive | None = None
     tpot: TpotSlo | None = None
+    e2e_s: Positive | None = None
 
 
 class SystemVariant(Strict):

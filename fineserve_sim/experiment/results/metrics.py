@@ -5,13 +5,14 @@ happens inside it, whoever it belongs to, so that a queue carried over from the 
 the same. Latencies and attainment are those of the measured requests, however late they finish.
 
 * TTFT: first token - arrival. TPOT: (finish - first token) / (output tokens - 1), for two tokens and more.
-* attainment: share of measured arrivals that finished and met the limit; all others (dropped, rejected, unfinished,
-  late) are misses.
+* attainment: share of measured arrivals that finished and met the limit (slo: every limit); all others (dropped, rejected,
+  unfinished, late) are misses. ``misses`` tells their causes.
 * throughput: completions in the window a second; goodput: those that met their TTFT limit.
 * decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those
   inside the window a second; token throughput: with the first tokens.
-* percentiles and means of TTFT are over requests that got a first token, those of TPOT and E2E over requests that finished: a
-  system that drops is judged by its attainment, not by these.
+* percentiles are over all measured requests (TPOT: of two tokens and more); one that never got so far is infinitely late, so
+  that a system that drops has no better percentiles than one that serves. Means are over those that did.
+* GPU hours: of all GPUs of the cluster in the window, a million output tokens and a thousand requests within all limits.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
 * counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/counters.py``.
 """
@@ -19,7 +20,7 @@ the same. Latencies and attainment are those of the measured requests, however l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,21 +28,25 @@ import numpy as np
 from fineserve_sim.cluster import Fate
 from fineserve_sim.cluster.scenario import COUNTERS
 from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, METRICS, PER_MODEL, PERCENTILES
+from fineserve_sim.experiment.results import misses
 from fineserve_sim.experiment.results.stats import Sample, of_share, over_runs
-from fineserve_sim.experiment.run.run_data import Floats, Mask, RunData
+from fineserve_sim.experiment.run.run_data import Floats, Limits, Mask, RunData
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
     """All metrics of one run: hits of measured requests for the attainments, one number each for the rest.
 
-    Keys of the inner mappings are model ids; ``""`` stands for all models together.
+    Keys of the inner mappings are model ids; ``""`` stands for all models together. ``misses`` counts requests by cause,
+    ``tokens`` are prompt and output tokens of measured requests (output: of those that finished).
     """
 
     counts: dict[str, int]
     hits: dict[str, dict[str, Mask]]
     values: dict[str, dict[str, float]]
     models: tuple[str, ...] = field(default=())
+    misses: dict[str, dict[str, int]] = field(default_factory=dict)
+    tokens: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def counts(run: RunData) -> dict[str, int]:
@@ -56,14 +61,17 @@ def counts(run: RunData) -> dict[str, int]:
     return {"arrived": arrived, **found, "preemptions": int(run.preemptions[measured].sum())}
 
 
-def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[str, float] | None) -> Measures:
-    """Evaluate one run under the TTFT limits of all models and, if given, TPOT limits. AssertionError as in ``counts``."""
-    limit_s = np.array([ttft_slo_s[name] for name in run.models])[run.model]
-    finished = run.fate == Fate.FINISHED
-    met = {"ttft_attainment": finished & (run.ttft_s <= limit_s)}
-    if tpot_slo_s:
-        tpot_limit_s = np.array([tpot_slo_s[name] for name in run.models])[run.model]
-        met["tpot_attainment"] = finished & ~(run.tpot_s > tpot_limit_s)
+def measure(
+    run: RunData,
+    ttft_slo_s: Mapping[str, float],
+    tpot_slo_s: Mapping[str, float] | None = None,
+    e2e_slo_s: Mapping[str, float] | None = None,
+    unplaced: Collection[str] = (),
+) -> Measures:
+    """Evaluate one run under the TTFT limits of all models and, if given, TPOT and end-to-end limits. ``unplaced`` models had
+    no instance. AssertionError as in ``counts``."""
+    met = misses.met(run, Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s))
+    codes = misses.causes(run, met, unplaced)
     groups = {"": np.ones(len(run.model), dtype=np.bool_)}
     places = {name: index for index, name in enumerate(run.models)}
     groups |= {name: run.model == places.get(name, -1) for name in ttft_slo_s}  # a seed may have no request of a model
@@ -73,8 +81,21 @@ def measure(run: RunData, ttft_slo_s: Mapping[str, float], tpot_slo_s: Mapping[s
         for name, group in groups.items()
     }
     values = {metric: {name: found[metric] for name, found in by_group.items()} for metric in PER_MODEL}
-    values |= {metric: {"": value} for metric, value in _cluster_values(run, values).items()}
-    return Measures(counts(run), hits, values, tuple(ttft_slo_s))
+    within = int(hits["slo_attainment"][""].sum())
+    values |= {metric: {"": value} for metric, value in _cluster_values(run, values, within).items()}
+    return Measures(
+        counts(run),
+        hits,
+        values,
+        tuple(ttft_slo_s),
+        {name: misses.counted(codes[group & run.measured]) for name, group in groups.items()},
+        {name: _tokens(run, group & run.measured) for name, group in groups.items()},
+    )
+
+
+def _tokens(run: RunData, group: Mask) -> dict[str, int]:
+    finished = group & (run.fate == Fate.FINISHED)
+    return {"prompt": int(run.prompt_tokens[group].sum()), "output": int(run.output_tokens[finished].sum())}
 
 
 def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, float]:
@@ -88,14 +109,33 @@ def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, floa
         "throughput_per_s": float(np.sum(ended)) / span_s,
         "decode_throughput_tokens_per_s": decoded / span_s,
         "token_throughput_per_s": (decoded + float(np.sum(first))) / span_s,
+        "arrival_rate_per_s": float(np.sum(group & run.measured)) / span_s,
     }
+    own = group & run.measured
+    due = {"ttft": own, "tpot": own & (run.output_tokens > 1), "e2e": own}
     latencies = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.finish_s - run.arrival_s}
     for moment, latency_s in latencies.items():
-        known = latency_s[group & run.measured & np.isfinite(latency_s)]
+        all_s = np.nan_to_num(latency_s[due[moment]], nan=np.inf)
         for percent in PERCENTILES:
-            values[f"{moment}_p{percent}_s"] = float(np.percentile(known, percent)) if len(known) else math.nan
+            values[f"{moment}_p{percent}_s"] = _percentile(all_s, percent)
+        known = all_s[np.isfinite(all_s)]
         values[f"{moment}_mean_s"] = float(known.mean()) if len(known) else math.nan
     return values
+
+
+def _percentile(latency_s: Floats, percent: float) -> float:
+    """Infinite where it falls on or beside a request that never got so far; NaN without requests."""
+    if not len(latency_s):
+        return math.nan
+    known = latency_s[np.isfinite(latency_s)]
+    if len(known) == len(latency_s):
+        return float(np.percentile(known, percent))
+    rank = (len(latency_s) - 1) * percent / 100
+    low, high = math.floor(rank), math.ceil(rank)
+    if high >= len(known):
+        return math.inf
+    known.sort()
+    return float(known[low] + (known[high] - known[low]) * (rank - low))
 
 
 def _decoded_tokens(run: RunData, start_s: float, end_s: float) -> Floats:
@@ -127,14 +167,16 @@ def _samples(run: RunData) -> Mask:
     return (run.sample_s >= start_s) & (run.sample_s <= end_s)
 
 
-def _cluster_values(run: RunData, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def _cluster_values(run: RunData, values: Mapping[str, Mapping[str, float]], within: int) -> dict[str, float]:
     used = run.kv_used_bytes[_samples(run)].sum(axis=1)
     known = len(used) > 0 and run.kv_capacity_bytes > 0
     tokens_per_s = values["token_throughput_per_s"][""]
+    start_s, end_s = run.window_s
     return {
         "kv_use_mean": float(used.mean()) / run.kv_capacity_bytes if known else math.nan,
         "kv_use_peak": float(used.max()) / run.kv_capacity_bytes if known else math.nan,
         "gpu_hours_per_mtoken": run.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
+        "gpu_hours_per_1000_within": run.gpus * (end_s - start_s) / 3600 / within * 1000 if within else math.nan,
     } | ({name: run.counters.get(name, math.nan) for name in COUNTERS} if run.counters else {})
 
 

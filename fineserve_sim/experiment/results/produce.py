@@ -10,6 +10,7 @@ from fineserve_sim.cluster import simulate as simulate_cluster
 from fineserve_sim.experiment.file.errors import Interrupted
 from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.plan import Experiment
+from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.writer import write_results
 from fineserve_sim.experiment.run.files import prepare, unwritable
 from fineserve_sim.experiment.run.pool import Simulate, Workers
@@ -43,11 +44,13 @@ def run_loaded(
     decisions: bool = False,
     on_progress: OnProgress | None = None,
     simulate: Simulate = simulate_cluster,
+    targets: Targets = DEFAULT_TARGETS,
 ) -> Path:
     """Simulate what ``out`` does not hold yet, write all results there and return the path of summary.json.
 
-    ``jobs`` processes (default: one a core) give the same bytes as one. Raises ConfigError (unusable output folder
-    included), ScenarioError for a cell that cannot run, Interrupted after Ctrl-C; finished simulations are kept then.
+    ``jobs`` processes (default: one a core) give the same bytes as one. ``targets`` are those of the answer. Raises
+    ConfigError (unusable output folder included), ScenarioError for a cell that cannot run, Interrupted after Ctrl-C;
+    finished simulations are kept then.
     """
     prepare(out)
     progress = Progress(len(reference_runs(experiment)) + len(experiment.points) * experiment.file.seeds, on_progress)
@@ -55,7 +58,7 @@ def run_loaded(
         try:
             session = Session(Store(out), out, workers, decisions, simulate, progress)
             outcomes = session.simulate_all(experiment)
-            return write_results(experiment, outcomes, Store(out), out)
+            return write_results(experiment, outcomes, Store(out), out, targets)
         except KeyboardInterrupt:
             raise Interrupted(progress.done, progress.total) from None
 

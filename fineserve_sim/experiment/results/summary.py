@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.sources import describe
+from fineserve_sim.experiment.results.answer import Targets, answer_of
+from fineserve_sim.experiment.results.binding import binds
 from fineserve_sim.experiment.results.claims import evaluate_claims
+from fineserve_sim.experiment.results.cost import costs, price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
+from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, warnings
 from fineserve_sim.experiment.run.rates import mean_lengths
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.systems.spec import ClairvoyantSpec
 
 SCHEMA = 1
 ENOUGH_REQUESTS = 2000
@@ -26,24 +31,65 @@ ENOUGH_PRECISION = 0.02
 """A cell says so when it measured fewer requests a run, or when its attainment is less certain than two points."""
 
 
-def cell_entry(experiment: Experiment, outcome: Outcome, runs: Sequence[Measures]) -> dict[str, Any]:
+class Judged(NamedTuple):
+    """What one run of a cell came to, where its models were, and how its GPUs were used (nothing for a bound)."""
+
+    measures: Measures
+    places: Places
+    gpus: list[dict[str, Any]]
+
+
+def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged]) -> dict[str, Any]:
     """One entry of summary.json's cells, without its sweep."""
+    runs = [each.measures for each in judged]
     measured = sum(run.counts["arrived"] for run in runs)
     totals = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
     metrics = {metric: _metric(runs, metric) for metric in present(runs)}
+    models = {name: _model(name, judged) for name in runs[0].models}
+    gpus = mean_over_seeds([each.gpus for each in judged])
+    setup = experiment.setup_of(outcome.point)
     return {
         "system": outcome.point.system,
-        "title": experiment.setup_of(outcome.point).systems[outcome.point.system].title,
+        "title": setup.systems[outcome.point.system].title,
         "axes": outcome.point.axes,
+        "cluster": {"gpu": setup.gpus[0].spec.name, "count": len(setup.gpus)},
         "seeds": len(runs),
         "requests": measured,
         **totals,
+        "misses": _summed(run.misses[""] for run in runs),
         "ttft_slo_s": outcome.limits_s,
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
+        **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
         "runs": list(outcome.keys),
         "metrics": metrics,
+        "cost": costs(price_of(setup), len(setup.gpus), metrics),
+        "models": models,
+        "gpus": gpus,
+        "models_move": setup.systems[outcome.point.system].residency is not None,
+        "binds": binds(models, gpus) if gpus else [],
+        "unplaced": judged[0].places.unplaced() if judged[0].gpus else [],
         "flags": list(_flags(runs, metrics)),
     }
+
+
+def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
+    """Requests, misses by cause and tokens of a model over all seeds; the GPUs of its instances in the first."""
+    runs = [each.measures for each in judged]
+    instances = [each for each in judged[0].places.instances if each["model"] == name] if judged[0].gpus else []
+    return {
+        "requests": sum(len(run.hits["slo_attainment"][name]) for run in runs),
+        "within": sum(int(run.hits["slo_attainment"][name].sum()) for run in runs),
+        "misses": _summed(run.misses[name] for run in runs),
+        "tokens": _summed(run.tokens[name] for run in runs),
+        "instances": [instance["gpus"] for instance in instances],
+    }
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in counts:
+        found = {name: found.get(name, 0) + count for name, count in each.items()}
+    return found
 
 
 def _metric(runs: Sequence[Measures], metric: str) -> dict[str, Any]:
@@ -79,7 +125,11 @@ def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any]) -> Iterator[str
 
 
 def summary_of(
-    experiment: Experiment, outcomes: Sequence[Outcome], cells: Mapping[Point, dict[str, Any]], store: Store
+    experiment: Experiment,
+    outcomes: Sequence[Outcome],
+    cells: Mapping[Point, dict[str, Any]],
+    store: Store,
+    targets: Targets,
 ) -> dict[str, Any]:
     listed = [
         {"sweep": sweep, **cells[point], "axes": experiment.ordered_axes(sweep, point)}
@@ -96,6 +146,8 @@ def summary_of(
         "experiment": experiment.name,
         "workload": _workload(experiment),
         "slo": _slo(outcomes),
+        "price": price_of(setup)._asdict(),
+        "answer": answer_of(listed, len(setup.gpus), _bounds(experiment), targets),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
         "step_times": step_times,
@@ -103,6 +155,12 @@ def summary_of(
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }
+
+
+def _bounds(experiment: Experiment) -> list[str]:
+    """Systems that nobody can run."""
+    systems = experiment.setup.systems.items()
+    return [name for name, system in systems if isinstance(system.scheduler, ClairvoyantSpec)]
 
 
 def _workload(experiment: Experiment) -> dict[str, Any]:

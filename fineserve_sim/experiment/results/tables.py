@@ -1,9 +1,9 @@
-"""The Parquet tables: one row a request, one row a run."""
+"""The Parquet tables: one row a request, a run, a model of a run, a GPU of a run, an instance on a GPU."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import pyarrow.parquet as pq
 
 from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment.file.axes import LOAD_AXES
+from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment
+from fineserve_sim.experiment.results import misses
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
-from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import PARQUET
 
+_MOMENTS = ("ttft", "tpot", "e2e")
 _FATES = [fate.name.lower() for fate in sorted(Fate)]
 
 
@@ -42,13 +45,14 @@ class RequestWriter:
         if self._writer is not None:
             self._writer.close()
 
-    def write(self, outcome: Outcome, seed: int, run: RunData) -> None:
-        table = self._table(outcome, seed, run)
+    def write(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str] = ()) -> None:
+        """``unplaced``: models that had no instance in the run."""
+        table = self._table(outcome, seed, run, unplaced)
         if self._writer is None:
             self._writer = pq.ParquetWriter(self._path, table.schema, **PARQUET)
         self._writer.write_table(table)
 
-    def _table(self, outcome: Outcome, seed: int, run: RunData) -> Any:
+    def _table(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str]) -> Any:
         count = len(run.arrival_s)
         axes = outcome.point.axes
         columns = {"system": _constant(outcome.point.system, count)}
@@ -63,6 +67,7 @@ class RequestWriter:
             "first_token_s": pa.array(run.first_token_s),
             "finish_s": pa.array(run.finish_s),
             "fate": _words(_FATES, run.fate.astype(np.int32)),
+            "miss": _words(["", *misses.CAUSES], misses.causes(run, misses.met(run, outcome.limits), unplaced)),
             "preemptions": pa.array(run.preemptions),
             "engine": pa.array(run.engine),
             "measured": pa.array(run.measured),
@@ -85,12 +90,33 @@ def _column_value(axis: str, value: Any) -> Any:
     return value if axis in LOAD_AXES else "" if value is None else json.dumps(value)
 
 
+def place_row(experiment: Experiment, outcome: Outcome, seed: int) -> dict[str, Any]:
+    """System, axes and seed: how every row of a run's tables begins."""
+    axes = outcome.point.axes
+    values = {axis: _column_value(axis, axes.get(axis)) for axis in axis_names(experiment)}
+    return {"system": outcome.point.system, **values, "seed": seed}
+
+
+def model_rows(run: Measures, limits: Limits, instances: Mapping[str, int]) -> list[dict[str, Any]]:
+    """One row a model: its requests, how many were within all limits, misses by cause, limits in seconds, tokens, instances,
+    and every metric that models have."""
+    rows = []
+    for name in run.models:
+        hits = run.hits["slo_attainment"][name]
+        row: dict[str, Any] = {"model": name, "instances": instances.get(name, 0)}
+        row |= {"requests": len(hits), "within": int(hits.sum())}
+        row |= {f"missed_{cause}": count for cause, count in run.misses[name].items()}
+        row |= {f"{moment}_slo_s": (limit_s or {}).get(name) for moment, limit_s in zip(_MOMENTS, limits, strict=True)}
+        row |= {f"{side}_tokens": tokens for side, tokens in run.tokens[name].items()}
+        row |= {metric: estimate([run], metric, name).mean for metric in present([run]) if metric not in CLUSTER_WIDE}
+        rows.append(row)
+    return rows
+
+
 def run_row(experiment: Experiment, outcome: Outcome, seed: int, run: Measures) -> dict[str, Any]:
     """One row of cells.parquet: a run with all its numbers."""
-    axes = outcome.point.axes
-    row: dict[str, Any] = {"system": outcome.point.system}
-    row |= {axis: _column_value(axis, axes.get(axis)) for axis in axis_names(experiment)}
-    row |= {"seed": seed, "run": outcome.keys[seed], **run.counts}
+    row = place_row(experiment, outcome, seed)
+    row |= {"run": outcome.keys[seed], **run.counts, **{f"missed_{cause}": n for cause, n in run.misses[""].items()}}
     row |= {f"ttft_slo_s.{name}": limit_s for name, limit_s in outcome.limits_s.items()}
     for metric in present([run]):
         row[metric] = estimate([run], metric).mean

@@ -1,4 +1,5 @@
-"""The results folder: one row a request, one row a cell, and the summary that figures, reports and claims are made of.
+"""The results folder: tables of requests, runs, models, GPUs and placements, and the summary that figures, reports and claims
+are made of.
 
 Nothing here is a time, a path or a host name, and everything is written in the order of the file, so equal inputs give
 equal bytes. Requests are streamed cell by cell; no more than one cell is in memory.
@@ -7,7 +8,8 @@ equal bytes. Requests are streamed cell by cell; no more than one cell is in mem
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,36 +19,67 @@ import pyarrow.parquet as pq
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.metrics import measure
+from fineserve_sim.experiment.results.places import Places
 from fineserve_sim.experiment.results.resolved import write_resolved
-from fineserve_sim.experiment.results.summary import cell_entry, summary_of
-from fineserve_sim.experiment.results.tables import RequestWriter, run_row
+from fineserve_sim.experiment.results.summary import Judged, cell_entry, summary_of
+from fineserve_sim.experiment.results.tables import RequestWriter, model_rows, place_row, run_row
 from fineserve_sim.experiment.run.files import atomic, write_json
+from fineserve_sim.experiment.run.run_data import RunData
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import PARQUET, Store, code_digest
+
+TABLES = ("cells", "models", "gpus", "placements")
+"""Tables of a row a run, a model of a run, a GPU of a run, and an instance on a GPU of a run (docs/answers.md)."""
 
 _PACKAGES = ("numpy", "scipy", "pandas", "pyarrow", "simpy", "pydantic", "pyyaml", "matplotlib")
 
 
-def write_results(experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path) -> Path:
+def write_results(
+    experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path, targets: Targets = DEFAULT_TARGETS
+) -> Path:
     """Write everything but figures and return the path of summary.json, which comes last."""
     write_resolved(experiment, out / "resolved.yaml")
     write_json(out / "environment.json", environment())
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     cells: dict[Point, dict[str, Any]] = {}
     with atomic(out / "requests.parquet") as temporary, RequestWriter(temporary, experiment) as requests:
         for outcome in outcomes:
-            measures = []
+            runs = []
             for seed, key in enumerate(outcome.keys):
-                run = store.read(key)
-                requests.write(outcome, seed, run)
-                measures.append(measure(run, outcome.limits_s, outcome.tpot_limits_s))
-                rows.append(run_row(experiment, outcome, seed, measures[-1]))
-            cells[outcome.point] = cell_entry(experiment, outcome, measures)
-    with atomic(out / "cells.parquet") as temporary:
-        pq.write_table(pa.Table.from_pylist(rows), temporary, **PARQUET)
-    write_json(out / "summary.json", summary_of(experiment, outcomes, cells, store))
+                run, placement = store.read(key), store.meta(key)["placement"]
+                requests.write(outcome, seed, run, placement["unplaced"])
+                runs.append(_judged(experiment, outcome, run, placement))
+                _add_rows(rows, experiment, outcome, seed, runs[-1])
+            cells[outcome.point] = cell_entry(experiment, outcome, runs)
+    for name, table in rows.items():
+        _write_table(out / f"{name}.parquet", table)
+    write_json(out / "summary.json", summary_of(experiment, outcomes, cells, store, targets))
     return out / "summary.json"
+
+
+def _judged(experiment: Experiment, outcome: Outcome, run: RunData, placement: Mapping[str, Any]) -> Judged:
+    places = Places(experiment.setup_of(outcome.point), placement)
+    measures = measure(run, outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
+    return Judged(measures, places, places.gpus(run) if run.engine_models else [])
+
+
+def _add_rows(
+    rows: Mapping[str, list[dict[str, Any]]], experiment: Experiment, outcome: Outcome, seed: int, run: Judged
+) -> None:
+    """The rows of one run in every table."""
+    place = place_row(experiment, outcome, seed)
+    instances = Counter(instance["model"] for instance in run.places.instances)
+    rows["cells"].append(run_row(experiment, outcome, seed, run.measures))
+    rows["models"] += [place | row for row in model_rows(run.measures, outcome.limits, instances)]
+    rows["gpus"] += [place | entry for entry in run.gpus]
+    rows["placements"] += [place | row for row in run.places.rows()] if run.gpus else []
+
+
+def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    with atomic(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows), temporary, **PARQUET)
 
 
 def environment() -> dict[str, Any]:

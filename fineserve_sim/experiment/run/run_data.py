@@ -1,23 +1,35 @@
-"""One finished run as arrays."""
+"""One finished run as arrays, and the limits that it is judged by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fineserve_sim.cluster import GpuUse
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
+class Limits(NamedTuple):
+    """Seconds by model; None or nothing where a moment has no limit. A model that a limit does not name has none."""
+
+    ttft_s: Mapping[str, float] | None
+    tpot_s: Mapping[str, float] | None = None
+    e2e_s: Mapping[str, float] | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunData:
     """One finished run. Arrays have one entry a request in arrival order; ``model`` indexes ``models``.
 
-    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model.
+    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model;
+    ``gpu_free_bytes`` has a column a GPU with KV memory.
     """
 
     models: tuple[str, ...]
@@ -38,6 +50,8 @@ class RunData:
     kv_capacity_bytes: int
     gpus: int
     counters: Mapping[str, float] = field(default_factory=dict)
+    gpu_free_bytes: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    gpu_use: tuple[GpuUse, ...] = ()
 
     @property
     def measured(self) -> Mask:

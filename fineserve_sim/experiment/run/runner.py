@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.run.pool import Simulate, Task, Workers, keyed
 from fineserve_sim.experiment.run.run import Run
-from fineserve_sim.experiment.run.run_data import RunData
-from fineserve_sim.experiment.run.slo import BaseSlo, base_slos, reference_runs, tpot_slos
+from fineserve_sim.experiment.run.run_data import Limits, RunData
+from fineserve_sim.experiment.run.slo import BaseSlo, base_slos, e2e_limits, reference_runs, tpot_slos
 from fineserve_sim.experiment.run.store import Store
 
 OnProgress = Callable[[int, int, str], None]
@@ -20,13 +20,14 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished point: the base SLOs of each model (TPOT: of none where there is no limit), and the key of its run for each
-    seed."""
+    """A finished point: the base SLOs of each model (TPOT and end to end: of none where there is no limit), and the key of its
+    run for each seed."""
 
     point: Point
     slos: Mapping[str, BaseSlo]
     tpot_slos: Mapping[str, BaseSlo]
     keys: tuple[str, ...]
+    e2e_limits_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -35,6 +36,10 @@ class Outcome:
     @property
     def tpot_limits_s(self) -> dict[str, float]:
         return {name: slo.at(self.point.slo_scale) for name, slo in self.tpot_slos.items()}
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s)
 
 
 class Progress:
@@ -77,7 +82,7 @@ class Session:
         cells = [_cells(experiment, point, slo) for point, slo in zip(points, slos, strict=True)]
         keys = iter(self._ensure([run for runs in cells for run in runs], self.decisions))
         return [
-            Outcome(point, slo, tpot, tuple(next(keys) for _ in runs))
+            Outcome(point, slo, tpot, tuple(next(keys) for _ in runs), e2e_limits(experiment, point))
             for point, slo, tpot, runs in zip(points, slos, tpots, cells, strict=True)
         ]
 

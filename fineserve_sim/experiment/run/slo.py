@@ -104,6 +104,12 @@ def tpot_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, Bas
     return found
 
 
+def e2e_limits(experiment: Experiment, point: Point) -> dict[str, float]:
+    """Seconds from arrival to the last token by model; empty without a limit."""
+    setup = experiment.setup_of(point)
+    return {} if setup.slo.e2e_s is None else {model.id: setup.slo.e2e_s for model in setup.models}
+
+
 def _derived(
     experiment: Experiment, point: Point, reference: Reference | TpotReference, model: str, read: Read
 ) -> BaseSlo:

@@ -25,12 +25,12 @@ from fineserve_traces import Trace
 from pydantic import BaseModel
 
 from fineserve_sim import __version__
-from fineserve_sim.cluster import RunResult, Scenario
+from fineserve_sim.cluster import GpuUse, RunResult, Scenario
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
-FORMAT = 3
+FORMAT = 4
 """Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
 
 _REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
@@ -113,6 +113,7 @@ class Store:
             "step_times": result.step_times,
             "step_samples": result.step_samples,
             "counters": dict(result.counters),
+            "gpu_use": [plain(use) for use in result.gpu_use],
         }
         write_json(self._cells / f"{key}.json", meta)
 
@@ -143,6 +144,8 @@ class Store:
             kv_capacity_bytes=sum(meta["kv_capacity_bytes"]),
             counters=meta["counters"],
             gpus=meta["gpus"],
+            gpu_free_bytes=_columns(samples, "gpu_free_bytes"),
+            gpu_use=tuple(GpuUse(**use) for use in meta["gpu_use"]),
         )
 
 
@@ -172,6 +175,12 @@ def _by_engine(samples: Any, name: str, engines: int) -> Any:
     if samples is None or engines == 0:
         return np.empty((0 if samples is None else len(samples), engines), dtype=np.int64)
     return np.stack([samples.column(f"{name}.{engine}").to_numpy() for engine in range(engines)], axis=1)
+
+
+def _columns(samples: Any, name: str) -> Any:
+    """Shape (samples, GPUs with KV memory)."""
+    names = [] if samples is None else [column for column in samples.column_names if column.startswith(f"{name}.")]
+    return np.stack([samples.column(each).to_numpy() for each in names], axis=1) if names else np.empty((0, 0))
 
 
 def plain(value: Any) -> Any:

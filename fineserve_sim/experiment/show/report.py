@@ -11,8 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fineserve_sim.experiment.results.answer import chosen_cell, place_of
 from fineserve_sim.experiment.results.step_times import sentence
+from fineserve_sim.experiment.show.answer import answer_lines, unplaced_lines
 from fineserve_sim.experiment.show.labels import axis_text, distinct, interval, number, quantity, varying_axes
+from fineserve_sim.experiment.show.where import gpus_table, models_table, systems_table
 
 Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
@@ -25,17 +28,49 @@ _MOST_FLAGS = 12
 
 def report(summary: Mapping[str, Any]) -> Group:
     """Everything that the terminal shows of summary.json, in reading order."""
-    parts: list[RenderableType] = []
-    for sweep in dict.fromkeys(cell["sweep"] for cell in summary["cells"]):
-        parts += sweep_tables(sweep, [cell for cell in summary["cells"] if cell["sweep"] == sweep])
+    cells = summary["cells"]
+    parts: list[RenderableType] = [*answer_block(summary)]
+    one_place = len({place_of(cell) for cell in cells}) == 1
+    if one_place:
+        parts.append(systems_table(cells))
+    else:
+        for sweep in dict.fromkeys(cell["sweep"] for cell in cells):
+            parts += sweep_tables(sweep, [cell for cell in cells if cell["sweep"] == sweep])
+    parts += chosen_tables(summary)
     if summary["claims"]:
         parts += claims_table(summary["claims"])
-    if summary["step_times"]:
-        parts.append(Text(sentence(summary["step_times"]["shares"])))
-    flagged = [*summary["warnings"], *flag_lines(summary["cells"])]
-    if flagged:
-        parts.append(Text("\n".join(["Handle with care:", *(f"  {line}" for line in flagged), ""])))
+    parts += _footing(summary, shown=one_place)
     return Group(*parts)
+
+
+def _footing(summary: Mapping[str, Any], *, shown: bool) -> Iterator[Text]:
+    """What step times rest on, and what to handle with care: one line where one is enough."""
+    words = [sentence(summary["step_times"]["shares"])] if summary["step_times"] else []
+    flagged = [*summary["warnings"], *flag_lines(summary["cells"], shown=shown)]
+    if len(flagged) == 1:
+        yield Text(". ".join([*words, f"Handle with care: {flagged[0]}"]))
+        return
+    if words:
+        yield Text(words[0])
+    if flagged:
+        yield Text("\n".join(["Handle with care:", *(f"  {line}" for line in flagged), ""]))
+
+
+def answer_block(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What to take and why, and which models have no GPU."""
+    if lines := answer_lines(summary):
+        yield Text("\n".join(lines))
+    there = place_of(chosen_cell(summary) or summary["cells"][0])
+    for line in unplaced_lines([cell for cell in summary["cells"] if place_of(cell) == there]):
+        yield Text(line, style="bold red")
+
+
+def chosen_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The models and the GPUs of the chosen cell."""
+    cell = chosen_cell(summary)
+    if cell is not None and cell["gpus"]:
+        yield models_table(cell)
+        yield gpus_table(cell)
 
 
 def sweep_tables(sweep: str, cells: Sequence[Cell]) -> Iterator[RenderableType]:
@@ -138,12 +173,15 @@ def _claim_value(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else number(value)
 
 
-def flag_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    """One line a flag with the cells that carry it; at most a dozen, then how many more there are."""
+def flag_lines(cells: Sequence[Cell], *, shown: bool = False) -> Iterator[str]:
+    """One line a flag with the cells that carry it; at most a dozen, then how many more there are. ``shown``: a table tells
+    intervals and misses already, so that their flags are left out."""
     flagged: dict[str, dict[str, None]] = {}
     for cell in cells:
         place = ", ".join([cell["title"], *(axis_text(axis, value) for axis, value in cell["axes"].items())])
         for flag in cell["flags"]:
+            if shown and any(word in flag for word in ("half-width", "rejected", "unfinished")):
+                continue
             flagged.setdefault(flag, {})[place] = None
     for flag, places in list(flagged.items())[:_MOST_FLAGS]:
         others = len(places) - 1

@@ -1,25 +1,35 @@
 """One question of a search: does this system meet all targets at this value?
 
-Seeds are run one after the other, and a cell is given up, or accepted, as soon as the seeds that are left cannot change the
-answer: a target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly that of all seeds,
-because every seed has as many requests.
+The first seed is run by itself, the others together, and a cell is given up, or accepted, as soon as the seeds that are left
+cannot change the answer: a target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly
+that of all seeds, because every seed has as many requests. Simulations are kept in the folder, so that a search goes on
+where it stopped.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.cluster import simulate
 from fineserve_sim.experiment.file.errors import ConfigError, ScenarioError
 from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.plan import Experiment
-from fineserve_sim.experiment.results.produce import run_loaded
-from fineserve_sim.experiment.run.runner import OnProgress
+from fineserve_sim.experiment.results.cost import price_of
+from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
+from fineserve_sim.experiment.results.misses import CAUSES
+from fineserve_sim.experiment.run.files import prepare
+from fineserve_sim.experiment.run.pool import Workers
+from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
+from fineserve_sim.experiment.run.store import Store
 
-METRICS = {"ttft": "ttft_attainment", "tpot": "tpot_attainment"}
+METRICS = {"ttft": "ttft_attainment", "tpot": "tpot_attainment", "e2e": "e2e_attainment", "all": "slo_attainment"}
+_KEYS = {"tpot_attainment": ("tpot_s", "tpot"), "e2e_attainment": ("e2e_s",)}
+"""Keys of ``slo`` of which one must be given for a target."""
 
 
 class SizingError(ValueError):
@@ -45,13 +55,24 @@ def goal(text: str) -> Goal:
     except ValueError:
         value = 0.0
     if name not in METRICS or not 0 < value <= 1:
-        raise SizingError(f"--target {text}: expected ttft:SHARE or tpot:SHARE with a share up to 1, such as ttft:0.99")
+        known = ", ".join(f"{each}:SHARE" for each in METRICS)
+        raise SizingError(f"--target {text}: expected {known}, with a share above 0 and up to 1, such as ttft:0.99")
     return Goal(METRICS[name], value)
+
+
+def goals(texts: Sequence[str]) -> list[Goal]:
+    """``["ttft:0.95,tpot:0.9"]``; a moment twice is an error."""
+    found = [goal(part.strip()) for text in texts for part in text.split(",")]
+    for at, each in enumerate(found):
+        if each.metric in (other.metric for other in found[:at]):
+            raise SizingError(f"--target: {each.metric.removesuffix('_attainment')} is given twice")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Attained:
-    """What a probe found: the share of requests within each limit, over the seeds that were run; GPU hours a million tokens.
+    """What a probe found: the share of requests within each limit with its half-width, over the seeds that were run; GPU
+    hours a million tokens, dollars an hour, and what its misses come from.
 
     ``early``: fewer than all seeds decided it. ``problem``: why it could not run (a model that fits on no GPU, say).
     """
@@ -63,11 +84,32 @@ class Attained:
     seeds: int
     early: bool
     problem: str = ""
+    half_widths: Mapping[str, float | None] | None = None
+    usd_per_hour: float | None = None
+    usd_per_mtoken: float | None = None
+    misses: Mapping[str, int] | None = None
+    unplaced: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Why it does not hold, in a few words."""
+        if self.problem or self.misses is None:
+            return self.problem
+        total = sum(self.misses.values())
+        counts = sorted(self.misses.items(), key=lambda item: -item[1])
+        told = ", ".join(f"{100 * count / total:.0f} % {cause}" for cause, count in counts[:3] if count)
+        shares = ", ".join(f"{100 * share:.1f} %" for share in self.shares.values())
+        homeless = f"; no GPU for {', '.join(self.unplaced)}" if self.unplaced else ""
+        return f"{shares} within, of the misses {told}{homeless}"
+
+
+Told = Callable[[str, "Attained"], None]
+"""Called with what was asked and what was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prober:
-    """Asks questions about the systems of one experiment file. ``at`` fixes other axes; results are kept in ``out``."""
+    """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``."""
 
     path: Path
     out: Path
@@ -77,49 +119,96 @@ class Prober:
     quick: bool = False
     jobs: int | None = None
     on_progress: OnProgress | None = None
+    told: Told | None = None
 
     def file(self) -> Experiment:
         """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit."""
-        found = load_experiment(self.path, [*self.overrides, ("claims", "[]")], self.quick)
-        limited = found.setup.slo.tpot_s is not None or found.setup.slo.tpot is not None
-        if any(goal.metric == METRICS["tpot"] for goal in self.goals) and not limited:
-            raise SizingError(f"{self.path}: a target for TPOT needs slo.tpot_s or slo.tpot in the file")
+        found = load_experiment(self.path, [*self.overrides, *_BARE], self.quick)
+        for goal in self.goals:
+            keys = _KEYS.get(goal.metric, ())
+            if keys and all(getattr(found.setup.slo, key) is None for key in keys):
+                needed = " or ".join(f"slo.{key}" for key in keys)
+                moment = goal.metric.removesuffix("_attainment").upper()
+                raise SizingError(f"{self.path}: a target for {moment} needs {needed}")
         return found
 
-    def ask(self, system: str, key: str, value: float) -> Attained:
-        """Run seed after seed until the answer is sure. A scenario that cannot run does not hold."""
+    def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
+        """Run seed after seed until the answer is sure, or all (``fully``). A scenario that cannot run does not hold."""
         try:
-            return self._ask(system, key, value)
+            found = self._ask(system, key, value, fully)
         except (ScenarioError, ConfigError) as problem:
-            return Attained(value, False, {}, None, 0, True, str(problem))
+            found = Attained(value, False, {}, None, 0, True, str(problem))
+        if self.told is not None:
+            self.told(f"{system}, {key.removeprefix('cluster.')} {value:g}", found)
+        return found
 
-    def _ask(self, system: str, key: str, value: float) -> Attained:
+    def _ask(self, system: str, key: str, value: float, fully: bool) -> Attained:
         place = {**(self.at or {}), key: value}
         seeds = self._experiment(system, place, None).file.seeds
-        for count in range(1, seeds + 1):
-            run_loaded(self._experiment(system, place, count), self.out, jobs=self.jobs, on_progress=self.on_progress)
-            (cell,) = _summary(self.out)["cells"]
-            metrics, requests = cell["metrics"], cell["requests"]
-            shares = {goal.metric: metrics[goal.metric]["mean"] for goal in self.goals}
-            total = requests // count * seeds
-            sure = [_sure(round(shares[goal.metric] * requests), requests, total, goal.share) for goal in self.goals]
-            if False in sure or all(sure):
+        for count in (1, seeds):
+            experiment = self._experiment(system, place, count)
+            runs, unplaced = self._run(experiment)
+            sure = [_sure_of(runs, seeds, goal) for goal in self.goals]
+            if not fully and (False in sure or all(sure)):
                 break
-        hours = metrics["gpu_hours_per_mtoken"]["mean"]
-        return Attained(value, all(sure), shares, hours, seeds=count, early=count < seeds)
+        found = {goal.metric: estimate(runs, goal.metric) for goal in self.goals}
+        hours = estimate(runs, "gpu_hours_per_mtoken").mean
+        usd = price_of(experiment.setup).usd_per_gpu_hour
+        return Attained(
+            value,
+            all(sure),
+            {metric: one.mean for metric, one in found.items()},
+            hours if math.isfinite(hours) else None,
+            seeds=len(runs),
+            early=len(runs) < seeds,
+            half_widths={
+                metric: one.half_width if math.isfinite(one.half_width) else None for metric, one in found.items()
+            },
+            usd_per_hour=None if usd is None else usd * len(experiment.setup.gpus),
+            usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
+            misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
+            unplaced=unplaced,
+        )
+
+    def _run(self, experiment: Experiment) -> tuple[list[Measures], tuple[str, ...]]:
+        """The runs of the one cell of an experiment, and the models that had no instance in the first."""
+        store = Store(self.out)
+        prepare(self.out)
+        with Workers(self.jobs) as workers:
+            session = Session(
+                store, self.out, workers, False, simulate, Progress(experiment.file.seeds, self.on_progress)
+            )
+            (outcome,) = session.simulate_all(experiment)
+        placements = [store.meta(key)["placement"] for key in outcome.keys]
+        runs = [
+            measure(store.read(key), outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
+            for key, placement in zip(outcome.keys, placements, strict=True)
+        ]
+        return runs, tuple(placements[0]["unplaced"])
+
+    def experiment(self, system: str, key: str, value: float) -> Experiment:
+        """One system at one value, with all seeds."""
+        return self._experiment(system, {**(self.at or {}), key: value}, None)
 
     def _experiment(self, system: str, place: Mapping[str, Any], seeds: int | None) -> Experiment:
         """One system at one place."""
         axes = {axis: given for axis, given in place.items() if axis != "cluster.count"}
-        overrides = [
-            *self.overrides,
-            ("sweeps", json.dumps([{"name": "size", "at": axes, "systems": [system]}])),
-            ("claims", "[]"),
-            ("figures", "[]"),
-        ]
+        sweep = [{"name": "size", "at": axes, "systems": [system]}]
+        overrides = [*self.overrides, *_BARE, ("sweeps", json.dumps(sweep))]
         if "cluster.count" in place:
             overrides.append(("cluster.count", str(int(place["cluster.count"]))))
         return load_experiment(self.path, overrides, self.quick, seeds)
+
+
+_BARE = (("claims", "[]"), ("figures", "[]"))
+"""A search looks at neither."""
+
+
+def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal) -> bool | None:
+    """Whether the goal will hold over all seeds, of which these are the first."""
+    requests = sum(run.counts["arrived"] for run in runs)
+    hits = sum(int(run.hits[goal.metric][""].sum()) for run in runs)
+    return _sure(hits, requests, requests // len(runs) * seeds, goal.share)
 
 
 def _sure(hits: int, requests: int, total: int, share: float) -> bool | None:
@@ -127,8 +216,3 @@ def _sure(hits: int, requests: int, total: int, share: float) -> bool | None:
     if hits >= share * total:
         return True
     return False if hits + (total - requests) < share * total else None
-
-
-def _summary(out: Path) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    return found

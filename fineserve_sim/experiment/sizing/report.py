@@ -8,32 +8,67 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
+from fineserve_sim.experiment.show.answer import dollars, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
 from fineserve_sim.experiment.show.plot_style import Handle, SystemStyles, house_style, panel_grid, save, set_heading
+from fineserve_sim.experiment.show.where import plain_table
 from fineserve_sim.experiment.sizing.probe import Goal
-from fineserve_sim.experiment.sizing.search import Answer, Axis
+from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
 
 
 def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Table:
-    """A row a system: the answer, what it attains there, its GPU hours a million tokens, and what the search took."""
-    found = Table(box=box.SIMPLE_HEAD)
-    found.add_column("System")
-    for header in (
-        f"{axis.title}, {axis.best}",
-        *(quantity(goal.metric).text for goal in goals),
-        "GPU h/Mtoken",
-        "Probes",
-    ):
-        found.add_column(header, justify="right")
+    """A row a system and type of GPU: the answer with its attainment and cost, and what the search took."""
+    several = len({answer.gpu for answer in answers}) > 1
+    degrees = any(answer.tp for answer in answers)
+    headers = ["System", *(["GPU"] * several), *(["TP"] * degrees), f"{axis.title}, {axis.best}"]
+    headers += [quantity(goal.metric).text for goal in goals]
+    headers += ["$/h", "$/Mtok", "Probes"]
+    left = [at for at, header in enumerate(headers) if header in ("System", "GPU")]
+    found = plain_table(*headers, left=left)
     for answer in answers:
-        best = answer.best
-        shares = [f"{100 * best.shares[goal.metric]:.1f}" if best else "–" for goal in goals]
-        hours = number(best.gpu_hours_per_mtoken) if best and best.gpu_hours_per_mtoken else "–"
-        found.add_row(answer.title, number(best.value) if best else "none", *shares, hours, _probes(answer))
+        place = [*([answer.gpu] * several), *([str(answer.tp or "own")] * degrees)]
+        found.add_row(answer.title, *place, *_numbers(answer, goals), _probes(answer))
     return found
+
+
+def reasons(answers: Sequence[Answer]) -> list[str]:
+    """A line for each reason of a none, with all systems and clusters that share it."""
+    told: dict[str, list[str]] = {}
+    several = len({answer.gpu for answer in answers}) > 1
+    for answer in answers:
+        if answer.best is None:
+            tp = f" at TP {answer.tp}" if answer.tp else ""
+            told.setdefault(answer.why, []).append(f"{answer.title}{f' on {answer.gpu}' * several}{tp}")
+    return [f"None for {', '.join(who)}: {why}." for why, who in told.items()]
+
+
+def _numbers(answer: Answer, goals: Sequence[Goal]) -> list[str]:
+    """The answer, what it attains, dollars an hour and a million tokens."""
+    best = answer.best
+    if best is None:
+        return ["none", *["–"] * (len(goals) + 2)]
+    widths = best.half_widths or {}
+    shares = [percent(best.shares[goal.metric], widths.get(goal.metric)).removesuffix(" %") for goal in goals]
+    return [number(best.value), *shares, _usd(best.usd_per_hour), _usd(best.usd_per_mtoken)]
+
+
+def _usd(value: float | None) -> str:
+    return "–" if value is None else dollars(value)
+
+
+def headline(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> str:
+    """The cheapest cluster that keeps the targets, in a sentence; of a rate or an SLO scale, what was asked."""
+    targets = targets_text({goal.metric: goal.share for goal in goals})
+    if not any(answer.best for answer in answers):
+        return f"No system keeps {targets}; the reasons are below."
+    chosen = cheapest(answers) if axis is GPUS else None
+    if chosen is None or chosen.best is None:
+        return f"The {axis.best} {axis.title.lower()} that keeps {targets}:"
+    tp = f" at TP {chosen.tp}" if chosen.tp else ""
+    cost = "" if chosen.best.usd_per_hour is None else f", ${chosen.best.usd_per_hour:,.2f} an hour"
+    return f"The cheapest that keeps {targets}: {chosen.title} on {chosen.best.value:g} {chosen.gpu}{tp}{cost}."
 
 
 def _probes(answer: Answer) -> str:
@@ -42,8 +77,10 @@ def _probes(answer: Answer) -> str:
 
 
 def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Mapping[str, Any]:
-    """Everything that was found, probes included."""
+    """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take."""
+    chosen = cheapest(answers) if axis is GPUS else None
     return {
+        "cheapest": None if chosen is None else list(answers).index(chosen),
         "over": axis.key,
         "best": axis.best,
         "targets": {goal.metric: goal.share for goal in goals},
@@ -51,6 +88,9 @@ def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Map
             {
                 "system": answer.system,
                 "title": answer.title,
+                "gpu": answer.gpu,
+                "tp": answer.tp,
+                "why": answer.why,
                 "answer": asdict(answer.best) if answer.best else None,
                 "probes": [asdict(probe) for probe in answer.probes],
             }
@@ -67,8 +107,13 @@ def draw(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: st
         return save(_figure(answers, axis, goals, title), folder / "size")
 
 
+def _name(answer: Answer) -> str:
+    """Of a line: the system, with its GPU and TP degree where these are searched, too."""
+    return answer.title if answer.tp is None else f"{answer.title}, {answer.gpu}, TP {answer.tp}"
+
+
 def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str) -> Figure:
-    styles = SystemStyles(answer.system for answer in answers)
+    styles = SystemStyles(_name(answer) for answer in answers)
     figure, grid = panel_grid(len(goals), 1)
     legend: dict[str, Handle] = {}
     for goal, (axes,) in zip(goals, grid, strict=True):
@@ -77,13 +122,13 @@ def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title:
             (line,) = axes.plot(
                 [value for value, _ in ran],
                 [share for _, share in ran],
-                color=styles.colour(answer.system),
-                marker=styles.marker(answer.system),
-                linestyle=styles.dashes(answer.system),
+                color=styles.colour(_name(answer)),
+                marker=styles.marker(_name(answer)),
+                linestyle=styles.dashes(_name(answer)),
             )
-            legend[answer.title] = line
+            legend[_name(answer)] = line
             if answer.best:
-                axes.axvline(answer.best.value, color=styles.colour(answer.system), linewidth=0.8, linestyle=":")
+                axes.axvline(answer.best.value, color=styles.colour(_name(answer)), linewidth=0.8, linestyle=":")
         axes.axhline(100 * goal.share, color="#333333", linewidth=0.8, linestyle="--")
         axes.set_ylabel(quantity(goal.metric).text)
         axes.set_ylim(0, 104)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fineserve_sim.experiment.file.plan import default_axes
+from fineserve_sim.experiment.file.plan import Experiment, default_axes
+from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.results.places import Places
+from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError
+from fineserve_sim.systems.spec import ClairvoyantSpec
 
 STEP, LIMIT = 2.0, 64.0
 """A bracket is looked for in doublings, up to 64 times the start or a 64th of it."""
@@ -23,11 +27,9 @@ class Axis:
     best: Literal["fewest", "highest", "tightest"]
 
 
-AXES = {
-    "gpus": Axis("cluster.count", "GPUs", "fewest"),
-    "rate": Axis("rate_scale", "Rate scale", "highest"),
-    "slo_scale": Axis("slo_scale", "SLO scale", "tightest"),
-}
+GPUS = Axis("cluster.count", "GPUs", "fewest")
+RATE = Axis("rate_scale", "Rate scale", "highest")
+AXES = {"gpus": GPUS, "rate": RATE, "slo_scale": Axis("slo_scale", "SLO scale", "tightest")}
 
 
 def axis_of(name: str) -> Axis:
@@ -39,35 +41,105 @@ def axis_of(name: str) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found for one system: the probe at the answer (None: nowhere in reach), and all probes in order."""
+    """What was found for one system on one type of GPU: the probe at the answer (None: nowhere in reach), and all probes in
+    order. ``tp`` None: that of the file."""
 
     system: str
     title: str
     best: Attained | None
     probes: tuple[Attained, ...]
+    gpu: str = ""
+    tp: int | None = None
+
+    @property
+    def why(self) -> str:
+        """Why there is no answer: what the probe came to that came closest."""
+        if self.best is not None or not self.probes:
+            return ""
+        closest = max(self.probes, key=lambda probe: min(probe.shares.values(), default=-1.0))
+        return closest.problem or f"at {closest.value:g}: {closest.why}"
+
+
+def fewest_gpus(prober: Prober, system: str, title: str, least: int, most: int) -> Answer:
+    """The fewest GPUs from ``least`` to ``most``, with all seeds run at the answer."""
+    asked = Asked(prober, system, GPUS)
+    return asked.answer(title, first_integer(least, most, asked.holds))
+
+
+def turning_point(prober: Prober, system: str, title: str, axis: Axis, start: float, precision: float) -> Answer:
+    """The highest rate or the tightest SLO, to within a factor of 1 + ``precision``, with all seeds run at the answer."""
+    asked = Asked(prober, system, axis)
+    easier = 1 / STEP if axis.best == "highest" else STEP
+    return asked.answer(title, easiest_turn(start, easier, LIMIT, precision, asked.holds))
+
+
+class Asked:
+    """The questions of one search, each asked once."""
+
+    def __init__(self, prober: Prober, system: str, axis: Axis) -> None:
+        self._prober, self._system, self._axis = prober, system, axis
+        self._found: dict[float, Attained] = {}
+
+    def holds(self, value: float) -> bool:
+        if value not in self._found:
+            self._found[value] = self._prober.ask(self._system, self._axis.key, value)
+        return self._found[value].holds
+
+    def answer(self, title: str, value: float | None) -> Answer:
+        """The probe at ``value``, over all seeds, so that its interval is as narrow as the seeds allow."""
+        if value is not None and self._found[value].early:
+            self._found[value] = self._prober.ask(self._system, self._axis.key, value, fully=True)
+        return Answer(self._system, title, None if value is None else self._found[value], tuple(self._found.values()))
 
 
 def size(prober: Prober, axis: Axis, *, most_gpus: int | None = None, precision: float = 0.05) -> Iterator[Answer]:
-    """One answer a system of the file. GPUs are searched from 1 to ``most_gpus`` (by default twice the file's count), scales
-    from the file's own value.
+    """One answer a system of the file. GPUs are searched up to ``most_gpus`` (by default twice the file's count) from as many
+    as the models' weights need, scales from the file's own value.
 
-    Raises ConfigError and SizingError as ``Prober.file`` does.
+    Raises ConfigError and SizingError as ``Prober.file`` does, SizingError where ``at`` fixes the axis.
     """
     file = prober.file()
+    if axis.key in (prober.at or {}):
+        raise SizingError(f"--at {axis.key}: it is what is searched; leave it out")
     start = {**default_axes(file.file), **(prober.at or {})}
-    for item in file.file.systems:
-        system = item if isinstance(item, str) else item.name
-        asked: dict[float, Attained] = {}
-
-        def holds(value: float, system: str = system, asked: dict[float, Attained] = asked) -> bool:
-            if value not in asked:
-                asked[value] = prober.ask(system, axis.key, value)
-            return asked[value].holds
-
-        if axis.key == "cluster.count":
-            found: float | None = first_integer(1, most_gpus or 2 * file.file.cluster.count, holds)
-        else:
-            easier = 1 / STEP if axis.best == "highest" else STEP
-            found = easiest_turn(float(start[axis.key]), easier, LIMIT, precision, holds)
+    slack = 1 - min(goal.share for goal in prober.goals)
+    for system in runnable(file):
         title = file.setup.systems[system].title
-        yield Answer(system, title, None if found is None else asked[found], tuple(asked.values()))
+        if axis is GPUS:
+            most = most_gpus or 2 * file.file.cluster.count
+            found = fewest_gpus(prober, system, title, min(most, least_gpus(file.setup, system, slack)), most)
+        else:
+            found = turning_point(prober, system, title, axis, float(start[axis.key]), precision)
+        yield replace(found, gpu=file.setup.gpus[0].spec.name)
+
+
+def runnable(experiment: Experiment) -> list[str]:
+    """The systems of the file but for bounds, which nobody can run."""
+    names = [item if isinstance(item, str) else item.name for item in experiment.file.systems]
+    systems = experiment.setup.systems
+    return [name for name in names if not isinstance(systems[name].scheduler, ClairvoyantSpec)]
+
+
+def least_gpus(setup: Setup, system: str, slack: float) -> int:
+    """GPUs below which the weights of the models cannot all be resident; 1 where models come and go. Models whose requests are
+    few enough to be missed (half as many again as ``slack`` of all) need not be."""
+    if setup.systems[system].residency is not None:
+        return 1
+    load = next(iter(setup.loads), None)
+    rates = base_rates(setup, load)
+    needed = [name for name, rate in rates.items() if rate > 1.5 * slack * sum(rates.values())]
+    places = Places(setup, {"instances": [], "unplaced": []})
+    weights_bytes = sum(places.fixed_bytes(name) * places.served[name].tp for name in needed)
+    return max(1, -(-weights_bytes // places.usable_bytes[0]))
+
+
+def cheapest(answers: Sequence[Answer]) -> Answer | None:
+    """The answer with the fewest dollars an hour; with the fewest GPUs where a price is missing."""
+    found = [answer for answer in answers if answer.best is not None]
+    priced = all(answer.best is not None and answer.best.usd_per_hour is not None for answer in found)
+
+    def cost(answer: Answer) -> float:
+        assert answer.best is not None
+        return (answer.best.usd_per_hour or 0.0) if priced else answer.best.value
+
+    return min(found, key=cost, default=None)

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.experiment.results.answer import chosen_cell, place_of
 from fineserve_sim.experiment.results.step_times import sentence
+from fineserve_sim.experiment.show.answer import answer_lines, unplaced_lines
 from fineserve_sim.experiment.show.labels import interval, number
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
-from fineserve_sim.experiment.show.page.records import plain_text, shown
+from fineserve_sim.experiment.show.page.records import plain_text
 from fineserve_sim.experiment.show.report import flag_lines
 
 Summary = Mapping[str, Any]
@@ -33,9 +35,14 @@ def setting(summary: Summary, resolved: Mapping[str, Any]) -> Html:
 
 
 def answer(summary: Summary) -> Html | None:
-    """The answer as summary.json has it; None where there is none."""
-    found = summary.get("answer")
-    return tag("div", shown(found), class_="answer") if found else None
+    """The answer in sentences, and the models that have no GPU; None where there was nothing to choose."""
+    cell = chosen_cell(summary)
+    if cell is None:
+        return None
+    here = [each for each in summary["cells"] if place_of(each) == place_of(cell)]
+    lines = [tag("p", line) for line in answer_lines(summary)]
+    lost = [tag("p", tag("strong", line, class_="bad")) for line in unplaced_lines(here)]
+    return tag("div", *lines, *lost, class_="answer")
 
 
 def models(summary: Summary, resolved: Mapping[str, Any]) -> Html:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fineserve_sim.cluster import Fate
+from fineserve_sim.experiment.show.timelines.decode import Decode
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
 SLOT = "a free slot"
@@ -23,6 +24,9 @@ MEMORY = "KV memory for its prompt"
 PREFILL = "prompts admitted before it"
 ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
+LAG_S = 2.0
+"""Engines that nobody disturbs tell what they computed when somebody looks, a second later at most."""
+
 GROUP_COMMANDS = ("DropLayers", "RestoreLayers", "Migrate")
 
 
@@ -37,7 +41,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A request's own story. ``waited_s``: seconds in the scheduler by what it waited for, the longest first."""
+    """A request's own story. ``waited_s``: seconds in the scheduler by what it waited for, the longest first; ``decoded_s``:
+    seconds from the first token to the last by what they were spent for; ``batch``: sequences that decoded with it."""
 
     request: int
     model: str
@@ -46,6 +51,8 @@ class Life:
     moments: tuple[Moment, ...]
     waited_s: Mapping[str, float]
     verdict: str
+    decoded_s: Mapping[str, float]
+    batch: float
 
 
 def life_of(run: StoredRun, request: int) -> Life:
@@ -58,16 +65,17 @@ def life_of(run: StoredRun, request: int) -> Life:
 
 def lives_of(run: StoredRun, requests: Sequence[int], decisions: Iterable[Mapping[str, Any]]) -> list[Life]:
     """The lives of several requests in one look through the decisions; without any, what the run itself tells of them."""
-    logs = {request: _log_of(run, request) for request in requests}
-    following = dict(logs)
+    readers = {request: (_log_of(run, request), _decode_of(run, request)) for request in requests}
+    following = dict(readers)
     for entry in decisions:
-        for request, log in list(following.items()):
+        for request, (log, decode) in list(following.items()):
             log.take(entry)
-            if not log.open and entry["now_s"] > _end_s(run, request):
+            decode.take(entry)
+            if not log.open and entry["now_s"] > _end_s(run, request) + LAG_S:
                 del following[request]
         if not following:
             break
-    return [_life(run, request, log) for request, log in logs.items()]
+    return [_life(run, request, *readers[request]) for request in requests]
 
 
 def _log_of(run: StoredRun, request: int) -> _Log:
@@ -77,7 +85,13 @@ def _log_of(run: StoredRun, request: int) -> _Log:
     return _Log(request, float(data.arrival_s[request]), model, own, run.of_groups)
 
 
-def _life(run: StoredRun, request: int, log: _Log) -> Life:
+def _decode_of(run: StoredRun, request: int) -> Decode:
+    data = run.data
+    times_s = (float(data.first_token_s[request]), float(data.finish_s[request]))
+    return Decode(request, int(data.engine[request]), *times_s, follows=not run.of_groups)
+
+
+def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
     data = run.data
     arrival_s = float(data.arrival_s[request])
     moments = [Moment(arrival_s, 0.0, _surroundings(run, arrival_s)), *log.moments, *_outcomes(run, request)]
@@ -88,7 +102,9 @@ def _life(run: StoredRun, request: int, log: _Log) -> Life:
         output_tokens=int(data.output_tokens[request]),
         moments=tuple(sorted(moments, key=lambda moment: moment.at_s)),
         waited_s=dict(sorted(log.waited_s.items(), key=lambda item: -item[1])),
-        verdict=_verdict(run, request),
+        verdict=_verdict(run, request, decode),
+        decoded_s=decode.spent_s,
+        batch=decode.batch,
     )
 
 
@@ -122,6 +138,8 @@ class _Log:
             self._arrives(now, entry["request"])
         elif entry.get("request_id") == self._id and "command" in entry:
             self._decided(now, entry)
+        elif entry.get("span") == "Preempted" and entry["request"] == self._id:
+            self._note(now, f"preempted on engine {entry['engine']}: its KV memory went to others")
         elif self.open and event == "EngineStepped":
             self._looked_at(now, entry["engines"])
         elif entry.get("span") == "EngineLaunched" and self._queue == entry["engine"]:
@@ -228,11 +246,26 @@ def _outcomes(run: StoredRun, request: int) -> Iterator[Moment]:
         yield Moment(finish_s, finish_s - arrival_s, f"last token{note}")
 
 
-def _verdict(run: StoredRun, request: int) -> str:
+def _verdict(run: StoredRun, request: int, decode: Decode) -> str:
+    """Each latency beside its limit, and what most of a decode above its limit was spent for."""
     data = run.data
-    fate = Fate(int(data.fate[request]))
-    limit_s = run.ttft_slo_s[data.models[data.model[request]]]
+    model, fate = data.models[data.model[request]], Fate(int(data.fate[request]))
+    limit_s = run.ttft_slo_s[model]
     if fate is not Fate.FINISHED:
         return f"{fate.name.lower()}: a miss (TTFT limit {limit_s:.3g} s)"
-    ttft_s = float(data.ttft_s[request])
-    return f"TTFT {ttft_s:.3g} s, limit {limit_s:.3g} s: {'met' if ttft_s <= limit_s else 'missed'}"
+    parts = [_held("TTFT", float(data.ttft_s[request]), limit_s)]
+    tpot_s = float(data.tpot_s[request])
+    if math.isfinite(tpot_s):
+        parts.append(_held("TPOT", tpot_s, (run.limits.tpot_s or {}).get(model)))
+    e2e_s = float(data.finish_s[request] - data.arrival_s[request])
+    parts.append(_held("end to end", e2e_s, (run.limits.e2e_s or {}).get(model)))
+    if decode.spent_s:
+        what, seconds = next(iter(decode.spent_s.items()))
+        parts.append(f"{100 * seconds / decode.seconds:.0f} % of the decode went to {what}")
+    return "; ".join(parts)
+
+
+def _held(name: str, seconds: float, limit_s: float | None) -> str:
+    if not limit_s:
+        return f"{name} {seconds:.3g} s"
+    return f"{name} {seconds:.3g} s, limit {limit_s:.3g} s: {'met' if seconds <= limit_s else 'missed'}"

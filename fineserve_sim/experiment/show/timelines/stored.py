@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.results.summary import read_summary
-from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.store import Store
 
 
@@ -19,17 +19,21 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run of a cell. ``engine_gpus`` and ``engine_instance_models``: GPUs and model of each engine of the first placement;
-    ``ttft_slo_s`` by model."""
+    """A run of a cell. ``engine_gpus`` and ``engine_instance_models``: GPUs and model of each engine of the first placement."""
 
     title: str
     seed: int
     key: str
     data: RunData
-    ttft_slo_s: Mapping[str, float]
+    limits: Limits
     engine_gpus: tuple[tuple[int, ...], ...]
     engine_instance_models: tuple[str, ...]
     decisions_path: Path
+
+    @property
+    def ttft_slo_s(self) -> Mapping[str, float]:
+        """TTFT limits by model."""
+        return self.limits.ttft_s or {}
 
     @property
     def of_groups(self) -> bool:
@@ -71,7 +75,7 @@ def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
         seed=seed,
         key=key,
         data=store.read(key),
-        ttft_slo_s=cell["ttft_slo_s"],
+        limits=Limits(cell["ttft_slo_s"], cell.get("tpot_slo_s"), cell.get("e2e_slo_s")),
         engine_gpus=tuple(tuple(instance["gpus"]) for instance in instances),
         engine_instance_models=tuple(instance["model"] for instance in instances),
         decisions_path=store.decisions_path(key),

@@ -1,0 +1,94 @@
+"""Options of several commands about models, limits, targets and prices, and what they mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fineserve_sim.cli.console import escaped
+
+if TYPE_CHECKING:
+    from fineserve_sim.experiment.sizing.probe import Attained
+
+SLO_SCALE = 20.0
+"""Of derived limits where no scale is given."""
+
+_POSITIVE = 1e-6
+
+TtftOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ttft-slo", min=_POSITIVE, help="TTFT limit in seconds; else SLO scale x isolated P95.", show_default=False
+    ),
+]
+TpotOption = Annotated[
+    float | None,
+    typer.Option("--tpot-slo", min=_POSITIVE, help="Limit in seconds of each later token.", show_default=False),
+]
+E2eOption = Annotated[
+    float | None,
+    typer.Option("--e2e-slo", min=_POSITIVE, help="Limit in seconds to the last token.", show_default=False),
+]
+SloScaleOption = Annotated[
+    float | None,
+    typer.Option(min=_POSITIVE, help="SLO scale where no TTFT limit is given: 20.", show_default=False),
+]
+RequestsOption = Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)]
+SpreadOption = Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")]
+TargetsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target",
+        metavar="MOMENT:SHARE",
+        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; may be repeated. If not given, all:0.95.",
+        show_default=False,
+    ),
+]
+PriceOption = Annotated[
+    float | None,
+    typer.Option(min=_POSITIVE, help="Dollars a GPU-hour; the catalog's list price if not given.", show_default=False),
+]
+
+
+def model_of(text: str) -> dict[str, Any]:
+    """What ``--model`` says as an entry of ``models``. Raises ValueError for another text."""
+    from fineserve_sim.experiment.file.comparison import model_entry
+
+    return model_entry(text)
+
+
+def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:
+    """The SLO scale of derived limits. Raises ValueError where a TTFT limit in seconds leaves nothing to scale."""
+    if slo_scale is not None and ttft_slo_s is not None:
+        raise ValueError("--slo-scale with --ttft-slo: a limit in seconds is not scaled; give one of them")
+    return SLO_SCALE if slo_scale is None else slo_scale
+
+
+def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mapping[str, float]:
+    """Targets by metric. Raises ValueError for one whose moment has no limit."""
+    from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS
+    from fineserve_sim.experiment.sizing.probe import goals
+
+    if not targets:
+        return DEFAULT_TARGETS
+    found = {goal.metric: goal.share for goal in goals(targets)}
+    for moment, limit in (("tpot", tpot), ("e2e", e2e)):
+        if f"{moment}_attainment" in found and limit is None:
+            raise ValueError(
+                f"--target {moment}: there is no such limit; give one, as --{moment}-slo or slo.{moment}_s"
+            )
+    return found
+
+
+def tell_probe(asked: str, found: Attained) -> None:
+    """One line on stderr for each probe of a search, on a terminal or not."""
+    if found.problem:
+        typer.echo(f"  {asked}: {escaped(found.problem)}", err=True)
+        return
+    shares = ", ".join(
+        f"{metric.removesuffix('_attainment')} {100 * share:.1f} %" for metric, share in found.shares.items()
+    )
+    seeds = f", after {found.seeds} seed{'s' * (found.seeds > 1)}" if found.early else ""
+    typer.echo(f"  {asked}: {shares}, {'holds' if found.holds else 'does not hold'}{seeds}", err=True)

@@ -1,0 +1,149 @@
+"""The answer: which system on how many GPUs keeps the targets, at what cost, with what margin, and at which load it breaks.
+
+Cells are compared at one place, their axes but those of the cluster, so that the number of GPUs is part of the answer. Of all
+places it is the one at which the systems part: where the best and the worst are furthest from each other. There the cheapest
+cell that keeps all targets is chosen; where none does, the one that comes closest on the GPUs of the file. A bound
+(clairvoyant) is no choice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fineserve_sim.experiment.results.claims import estimate_of
+from fineserve_sim.experiment.results.stats import difference
+
+Cell = Mapping[str, Any]
+Targets = Mapping[str, float]
+"""Shares by attainment metric."""
+
+DEFAULT_TARGETS: Targets = {"slo_attainment": 0.95}
+
+
+def answer_of(
+    cells: Sequence[Cell], gpus: int, bounds: Collection[str] = (), targets: Targets = DEFAULT_TARGETS
+) -> dict[str, Any] | None:
+    """The answer of cells as summary.json lists them, or None where there is nothing to choose. ``gpus``: those of the file;
+    ``bounds``: systems that nobody can run."""
+    targets = {metric: share for metric, share in targets.items() if any(metric in cell["metrics"] for cell in cells)}
+    places = _places([cell for cell in cells if cell["system"] not in bounds])
+    if not places or not targets:
+        return None
+    candidates = max(places.values(), key=lambda there: _parted(there, targets))
+    holding = [cell for cell in candidates if holds(cell, targets)]
+    chosen = min(holding, key=_price) if holding else _closest(candidates, gpus, targets)
+    return {
+        "targets": dict(targets),
+        "sweep": chosen["sweep"],
+        "axes": chosen["axes"],
+        "requests_per_s": chosen["metrics"]["arrival_rate_per_s"]["mean"],
+        "systems": len({cell["system"] for cell in candidates}),
+        "most_gpus": max(len_gpus(cell) for cell in candidates),
+        "choice": {
+            "system": chosen["system"],
+            "title": chosen["title"],
+            "gpus": len_gpus(chosen),
+            "holds": bool(holding),
+            "margins": {metric: _margin(chosen, metric, share) for metric, share in targets.items()},
+        },
+        "as_good": [cell["title"] for cell in holding or candidates if _as_good(cell, chosen, targets)],
+        "breaks": {cell["system"]: _breaks(cell, cells, targets) for cell in [*reversed(candidates), chosen]},
+    }
+
+
+def len_gpus(cell: Cell) -> int:
+    """GPUs of a cell's cluster."""
+    return int(cell["cluster"]["count"])
+
+
+def chosen_cell(summary: Mapping[str, Any]) -> Cell | None:
+    """The cell that the answer of a summary chose."""
+    answer, cells = summary.get("answer"), summary["cells"]
+    if not answer:
+        return None
+    place = (answer["sweep"], answer["choice"]["system"], answer["axes"])
+    found: list[Cell] = [cell for cell in cells if (cell["sweep"], cell["system"], cell["axes"]) == place]
+    return found[0]
+
+
+def holds(cell: Cell, targets: Targets) -> bool:
+    """Whether all targets are kept."""
+    return all((cell["metrics"].get(metric, {}).get("mean") or 0.0) >= share for metric, share in targets.items())
+
+
+def place_of(cell: Cell) -> tuple[tuple[str, Any], ...]:
+    """Where cells can be compared: their axes but those of the cluster."""
+    return tuple(sorted((axis, value) for axis, value in cell["axes"].items() if not axis.startswith("cluster.")))
+
+
+def spread_of(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and the most attainment of all limits among the cells of systems that can be run, at one place."""
+    found = [cell["metrics"]["slo_attainment"]["mean"] or 0.0 for cell in summary["cells"] if cell["gpus"]]
+    return min(found, default=0.0), max(found, default=0.0)
+
+
+def _places(cells: Sequence[Cell]) -> dict[object, list[Cell]]:
+    found: dict[object, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        there = found[str(place_of(cell))]
+        if not any((other["system"], other["axes"]) == (cell["system"], cell["axes"]) for other in there):
+            there.append(cell)
+    return found
+
+
+def _worst(cell: Cell, targets: Targets) -> float:
+    """The attainment that is furthest below its target, as a distance."""
+    return min((cell["metrics"].get(metric, {}).get("mean") or 0.0) - share for metric, share in targets.items())
+
+
+def _parted(candidates: Sequence[Cell], targets: Targets) -> float:
+    found = [_worst(cell, targets) for cell in candidates]
+    return max(found) - min(found)
+
+
+def _price(cell: Cell) -> tuple[float, float]:
+    """Dearer cells later; of equal ones the one with the best attainment first."""
+    return cell["cost"]["usd_per_hour"] or len_gpus(cell), -cell["metrics"]["slo_attainment"]["mean"]
+
+
+def _closest(candidates: Sequence[Cell], gpus: int, targets: Targets) -> Cell:
+    own = [cell for cell in candidates if len_gpus(cell) == gpus] or candidates
+    return max(own, key=lambda cell: _worst(cell, targets))
+
+
+def _margin(cell: Cell, metric: str, share: float) -> dict[str, Any]:
+    """Attainment less target; ``sure`` when this is beyond the interval."""
+    found = cell["metrics"].get(metric, {"mean": None, "half_width": None})
+    mean, half_width = found["mean"] or 0.0, found["half_width"]
+    sure = half_width is not None and abs(mean - share) > half_width
+    return {"mean": mean, "half_width": half_width, "margin": mean - share, "sure": sure}
+
+
+def _as_good(cell: Cell, chosen: Cell, targets: Targets) -> bool:
+    """No worse than the chosen one beyond the interval of the difference, on no more GPUs."""
+    if cell is chosen or len_gpus(cell) > len_gpus(chosen):
+        return False
+    pairs = [(chosen["metrics"].get(metric), cell["metrics"].get(metric)) for metric in targets]
+    gaps = [difference(estimate_of(of), estimate_of(over)) for of, over in pairs if of and over]
+    return len(gaps) == len(targets) and all(
+        gap.mean <= (gap.half_width if gap.half_width > 0 else 0.0) for gap in gaps
+    )
+
+
+def _but_rate(cell: Cell) -> dict[str, Any]:
+    return {axis: value for axis, value in cell["axes"].items() if axis != "rate_scale"}
+
+
+def _breaks(cell: Cell, cells: Sequence[Cell], targets: Targets) -> dict[str, float | None]:
+    """Along the rate scales that there are at the cell's other axes: the highest up to which all hold, and the next."""
+    along = {
+        other["axes"]["rate_scale"]: holds(other, targets)
+        for other in cells
+        if other["system"] == cell["system"] and _but_rate(other) == _but_rate(cell)
+    }
+    rates = sorted(along)
+    failing = next((rate for rate in rates if not along[rate]), None)
+    held = [rate for rate in rates if failing is None or rate < failing]
+    return {"holds_to": held[-1] if held else None, "fails_at": failing}

@@ -1,0 +1,167 @@
+"""Where everything is: which GPU holds which models, what their weights take, what is left for KV, and who has no place.
+
+The bytes are those of the cluster itself (``cluster/compose/memory.py``): usable memory, less weights, activations and the
+context of each engine, is KV memory. Of a system whose models come and go it is the placement at the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fineserve_sim.catalog import weight_bytes
+from fineserve_sim.cluster import GpuUse, ServedModel
+from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
+from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.run.run_data import RunData
+
+_GIB = 2**30
+
+
+class Places:
+    """One placement of one setup, as a run's stored JSON has it: ``instances`` with model, replica and GPUs, ``unplaced``."""
+
+    def __init__(self, setup: Setup, placement: Mapping[str, Any]) -> None:
+        self._setup = setup
+        self._placement = placement
+        self.served = {
+            model.id: ServedModel(model.id, model.spec, model.precision, model.entry.tp, 0.0, math.inf, 0.0, 0.0)
+            for model in setup.models
+        }
+        self.usable_bytes = [usable_bytes(gpu, setup.engine) for gpu in setup.gpus]
+
+    @property
+    def instances(self) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = self._placement["instances"]
+        return found
+
+    def weight_bytes(self, model: str) -> int:
+        """Weights of the model on each of its GPUs."""
+        served = self.served[model]
+        return weight_bytes(served.model, served.precision, served.tp)
+
+    def fixed_bytes(self, model: str) -> int:
+        """All that an engine of the model needs of each of its GPUs before any KV."""
+        served, settings = self.served[model], self._setup.engine
+        return resident_bytes(served, settings) + peak_activation_bytes(served, settings)
+
+    @cached_property
+    def left_bytes(self) -> list[int]:
+        """By GPU, what its engines leave for KV."""
+        left = list(self.usable_bytes)
+        for instance in self.instances:
+            for gpu in instance["gpus"]:
+                left[gpu] -= self.fixed_bytes(instance["model"])
+        return [max(0, bytes) for bytes in left]
+
+    def models_on(self, gpu: int) -> list[str]:
+        return [instance["model"] for instance in self.instances if gpu in instance["gpus"]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row an instance and GPU, then one a model without a place, whose GPU is null."""
+        placed = [
+            {
+                "model": instance["model"],
+                "replica": instance["replica"],
+                "gpu": gpu,
+                "tp": len(instance["gpus"]),
+                "weights_bytes": self.weight_bytes(instance["model"]),
+                "fixed_bytes": self.fixed_bytes(instance["model"]),
+                "why": "",
+            }
+            for instance in self.instances
+            for gpu in instance["gpus"]
+        ]
+        return placed + [
+            {
+                "model": entry["model"],
+                "replica": None,
+                "gpu": None,
+                "tp": self.served[entry["model"]].tp,
+                "weights_bytes": self.weight_bytes(entry["model"]),
+                "fixed_bytes": self.fixed_bytes(entry["model"]),
+                "why": entry["why"],
+            }
+            for entry in self.unplaced()
+        ]
+
+    def unplaced(self) -> list[dict[str, str]]:
+        """Models without an instance, each with the reason."""
+        return [{"model": model, "why": self._why(model)} for model in self._placement["unplaced"]]
+
+    def _why(self, model: str) -> str:
+        need, gpus = self.fixed_bytes(model), len(self.usable_bytes)
+        everything = sum(self.fixed_bytes(name) * served.tp for name, served in self.served.items())
+        if everything > sum(self.usable_bytes):
+            return (
+                f"one instance of each of the {len(self.served)} models needs {_gib(everything)}, "
+                f"{gpus} GPU{'s have' if gpus > 1 else ' has'} {_gib(sum(self.usable_bytes))}"
+            )
+        most = max(self.left_bytes)
+        needs = f"it needs {_gib(need)}" + (f" on each of {self.served[model].tp} GPUs" * (self.served[model].tp > 1))
+        copies = Counter(instance["model"] for instance in self.instances)
+        several = ", ".join(f"{count} of {name}" for name, count in copies.items() if count > 1)
+        after = f" after the placement's {several}" if several else ""
+        if need > most:
+            return f"{needs}, the most left on a GPU is {_gib(most)}{after}"
+        return f"{needs}, up to {_gib(most)} are left on a GPU{after}, too little with the KV memory that the placement wants"
+
+    def gpus(self, run: RunData) -> list[dict[str, Any]]:
+        """One entry a GPU: what is there, and how its time and memory were used until the last arrival."""
+        uses = {use.gpu: use for use in run.gpu_use}
+        left = _kv_left(run, self)
+        return [
+            {
+                "gpu": gpu.id,
+                "node": gpu.node,
+                "models": self.models_on(gpu.id),
+                "weights_bytes": sum(map(self.weight_bytes, self.models_on(gpu.id))),
+                "usable_bytes": self.usable_bytes[gpu.id],
+                "kv_bytes": self.left_bytes[gpu.id],
+                **left.get(gpu.id, {"kv_left_bytes": None, "kv_least_bytes": None}),
+                **{name: value for name, value in asdict(uses.get(gpu.id, GpuUse(gpu.id))).items() if name != "gpu"},
+            }
+            for gpu in self._setup.gpus
+        ]
+
+
+def _kv_left(run: RunData, places: Places) -> dict[int, dict[str, int]]:
+    """By GPU, free KV bytes over the samples in the window, their mean and their least."""
+    free_bytes = run.gpu_free_bytes
+    if free_bytes.shape[1] == len(places.usable_bytes):
+        gpus = list(range(free_bytes.shape[1]))
+    else:
+        gpus = sorted({gpu for instance in places.instances for gpu in instance["gpus"]})
+    start_s, end_s = run.window_s
+    rows = (run.sample_s >= start_s) & (run.sample_s <= end_s)
+    if not rows.any() or free_bytes.shape[1] != len(gpus):
+        return {}
+    seen = free_bytes[rows]
+    return {
+        gpu: {"kv_left_bytes": int(np.mean(seen[:, at])), "kv_least_bytes": int(np.min(seen[:, at]))}
+        for at, gpu in enumerate(gpus)
+    }
+
+
+def mean_over_seeds(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of the GPUs of several runs as one: the models of the first, means of all measured numbers."""
+    merged = []
+    for entries in zip(*runs, strict=True):
+        first = dict(entries[0])
+        for name, value in first.items():
+            if name in ("gpu", "node", "models") or value is None:
+                continue
+            mean = sum(entry[name] for entry in entries) / len(entries)
+            first[name] = int(mean) if name.endswith("_bytes") else mean
+        merged.append(first)
+    return merged
+
+
+def _gib(bytes: int) -> str:
+    return f"{bytes / _GIB:.1f} GiB"

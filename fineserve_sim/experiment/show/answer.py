@@ -1,0 +1,258 @@
+"""The answer in sentences: what to take, what it costs, where its misses come from, what binds it and where it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fineserve_sim.experiment.results.answer import chosen_cell, place_of
+from fineserve_sim.experiment.show.labels import axis_text, number
+
+Cell = Mapping[str, Any]
+
+MEANINGS = {
+    "late": "late (first token after its limit)",
+    "slow": "slow (time a token above its limit)",
+    "overdue": "overdue (last token after its limit)",
+    "dropped": "dropped by the scheduler",
+    "rejected": "rejected (no engine can hold the prompt)",
+    "unplaced": "unplaced (their model has no GPU)",
+    "unfinished": "unfinished",
+}
+_MOMENTS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "slo": "all limits"}
+_WHATS = {
+    "placement": "the placement",
+    "policy": "the policy's own rule, which drops what it expects to be late",
+    "bursts": "bursts, too short for a queue to be seen",
+    "weights": "weights that are not on a GPU when requests come",
+    "slots": "slots (engine.max_sequences)",
+}
+
+
+def answer_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The answer block of a summary, a sentence or two a line; none where there was nothing to choose."""
+    answer, cell = summary.get("answer"), chosen_cell(summary)
+    if not answer or cell is None:
+        return []
+    lines = [_choice(answer, cell), *_gpus(answer, cell), _cost(cell, summary["price"]), _misses(cell)]
+    lines += [" ".join(sentences)] if (sentences := list(_binding(cell))) else []
+    load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell))}"
+    return [*lines, load]
+
+
+def unplaced_lines(cells: Sequence[Cell]) -> Iterator[str]:
+    """One line for each set of models that have no GPU, with the systems and the reasons."""
+    told: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell["unplaced"]:
+            told.setdefault(_unplaced(cell), []).append(cell["title"])
+    for text, titles in told.items():
+        yield f"UNPLACED under {', '.join(dict.fromkeys(titles))} on {text}."
+
+
+def _unplaced(cell: Cell) -> str:
+    """Which models, what part of the requests, and why."""
+    share = sum(cell["models"][entry["model"]]["requests"] for entry in cell["unplaced"]) / max(1, cell["requests"])
+    by_reason: dict[str, list[str]] = {}
+    for entry in cell["unplaced"]:
+        by_reason.setdefault(entry["why"], []).append(entry["model"])
+    why = "; ".join(f"{', '.join(models)}: {reason}" for reason, models in by_reason.items())
+    start = " at the start (models come and go)" if cell["models_move"] else ""
+    return f"{gpus_text(cell)}{start}, {percent(share)} of the requests: {why}"
+
+
+def limits_text(cell: Cell) -> str:
+    """The limits of a cell in seconds: one number where all models have the same, else from the least to the most."""
+    parts = []
+    for moment, name in _MOMENTS.items():
+        limit_s = cell.get(f"{moment}_slo_s")
+        if limit_s:
+            least, most = (pick(limit_s, key=lambda model: limit_s[model]) for pick in (min, max))
+            span = f"{number(float(limit_s[least]))} s"
+            if limit_s[least] != limit_s[most]:
+                span += f" ({least}) to {number(float(limit_s[most]))} s ({most})"
+            parts.append(f"{name} {span}")
+    return ", ".join(parts)
+
+
+def place_text(cell: Cell) -> str:
+    """Where the cell is, its cluster apart, with its load in requests a second."""
+    rate = cell["metrics"]["arrival_rate_per_s"]["mean"]
+    axes = [lowered(axis_text(axis, value)) for axis, value in place_of(cell) if axis != "slo_scale" or _scaled(cell)]
+    return ", ".join([*axes, f"{number(rate)} requests/s"])
+
+
+def lowered(text: str) -> str:
+    """Within a sentence: ``rate scale 2``, but ``SLO scale 5``."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def _scaled(cell: Cell) -> bool:
+    return bool(cell["axes"].get("slo_scale") != 1.0)
+
+
+def gpus_text(cell: Cell) -> str:
+    """``8 h100-sxm``."""
+    return f"{cell['cluster']['count']} {cell['cluster']['gpu']}"
+
+
+def percent(share: float | None, half_width: float | None = None) -> str:
+    """``90.8 %``, with its interval where there is one."""
+    if share is None:
+        return "–"
+    return f"{100 * share:.1f} %" if half_width is None else f"{100 * share:.1f} ± {100 * half_width:.1f} %"
+
+
+def dollars(value: float) -> str:
+    """With cents; three digits of what is less than a dollar."""
+    return f"{value:,.2f}" if value >= 1 else number(float(f"{value:.2g}"))
+
+
+def targets_text(targets: Mapping[str, float]) -> str:
+    """``95 % of the requests within their limits``."""
+    if len(targets) == 1 and "slo_attainment" in targets:
+        return f"{100 * targets['slo_attainment']:g} % of the requests within their limits"
+    moments = {_MOMENTS[metric.removesuffix("_attainment")]: share for metric, share in targets.items()}
+    return ", ".join(f"{100 * share:g} % within the limit of {moment}" for moment, share in moments.items())
+
+
+def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
+    choice, targets = answer["choice"], targets_text(answer["targets"])
+    found = "; ".join(_margin(metric, margin, len(choice["margins"])) for metric, margin in choice["margins"].items())
+    rivals = answer["as_good"]
+    as_good = f" No worse within the interval: {', '.join(rivals)}." if rivals else ""
+    own = f"{choice['title']} on {gpus_text(cell)}"
+    if choice["holds"]:
+        return f"Take {own}, which keeps {targets}: {found}.{as_good}"
+    systems, most = answer["systems"], answer["most_gpus"]
+    up_to = f"up to {most}" if most > choice["gpus"] else str(choice["gpus"])
+    who = f"None of {systems} systems keeps" if systems > 1 else f"{choice['title']} does not keep"
+    return f"{who} {targets} on {up_to} {cell['cluster']['gpu']}. Closest: {own}: {found}.{as_good}"
+
+
+def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
+    points = 100 * margin["margin"]
+    sure = "" if margin["sure"] else ", which its interval does not settle"
+    side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} the target{sure}"
+    name = "" if targets == 1 else f"{_MOMENTS[metric.removesuffix('_attainment')]} "
+    return f"{name}{percent(margin['mean'], margin['half_width'])}, {side}"
+
+
+def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
+    cost = cell["cost"]
+    if cost["usd_per_hour"] is None:
+        return (
+            f"Cost: no price is known for {cell['cluster']['gpu']}; give one with cluster.usd_per_gpu_hour or --price."
+        )
+    whose = "as given"
+    if price["default"]:
+        whose = f"{price['source']} of {price['read_on']}, a default: --price"
+    parts = [f"${cost['usd_per_hour']:,.2f} an hour"]
+    for key, text in (
+        ("usd_per_mtoken", "a million output tokens"),
+        ("usd_per_1000_within", "a thousand requests within limits"),
+    ):
+        if cost[key] is not None:
+            parts.append(f"${dollars(cost[key])} {text}")
+    each = cost["usd_per_hour"] / cell["cluster"]["count"]
+    return f"Cost: {', '.join(parts)} (${each:,.2f} a GPU-hour, {whose})."
+
+
+def _misses(cell: Cell) -> str:
+    total = sum(cell["misses"].values())
+    if not total:
+        return "Misses: none."
+    parts = [
+        f"{percent(count / cell['requests'])} {MEANINGS[cause]}"
+        for cause, count in sorted(cell["misses"].items(), key=lambda item: -item[1])
+        if count
+    ]
+    worst = worst_models(cell)
+    models = f" Worst models: {', '.join(worst)}." if len(cell["models"]) > 1 and worst else ""
+    return f"Misses: {', '.join(parts)}.{models}"
+
+
+def worst_models(cell: Cell, most: int = 3) -> list[str]:
+    """The models with the lowest share within their limits, below the cell's own, with their shares."""
+    shares = {name: model["within"] / model["requests"] for name, model in cell["models"].items() if model["requests"]}
+    own = cell["metrics"]["slo_attainment"]["mean"] or 0.0
+    low = sorted((name for name in shares if shares[name] < own), key=lambda name: shares[name])
+    return [f"{name} {100 * shares[name]:.0f} % within" for name in low[:most]]
+
+
+def _binding(cell: Cell) -> Iterator[str]:
+    total = sum(entry["misses"] for entry in cell["binds"])
+    if not total:
+        return
+    parts = [_bind(entry, total, cell) for entry in cell["binds"] if entry["misses"] >= 0.1 * total]
+    yield f"Binds: {'; '.join(parts)}."
+    first = cell["binds"][0]
+    others = [gpu["waiting"] for gpu in cell["gpus"] if gpu["gpu"] not in first["gpus"]]
+    mean = sum(others) / len(others) if others else 1.0
+    if first["waiting"] >= 0.5 and mean < first["waiting"] / 4:
+        yield f"The other {len(others)} GPUs: {100 * mean:.0f} %; another placement has room."
+
+
+def _bind(entry: Mapping[str, Any], total: int, cell: Cell) -> str:
+    what = _WHATS.get(entry["what"], entry["what"])
+    models = sorted(entry["models"], key=lambda name: -entry["models"][name])
+    named = ", ".join(models[:4]) + (f" and {len(models) - 4} more" if len(models) > 4 else "")
+    who = f" of {named}" if len(cell["models"]) > 1 else ""
+    where = ""
+    if entry["gpus"] and len(entry["gpus"]) < len(cell["gpus"]):
+        where = f" on GPU {', '.join(map(str, entry['gpus'][:8]))}{'…' * (len(entry['gpus']) > 8)}"
+    queue = f"; a queue {100 * entry['waiting']:.0f} % of the time" if entry["waiting"] >= 0.01 else ""
+    return f"{what}{where} ({100 * entry['misses'] / total:.0f} % of the misses{who}{queue})"
+
+
+def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+    """Where it breaks: found by a search, or read off the rates of the sweep."""
+    if "search" in answer:
+        yield from _searched(answer, cell)
+        return
+    breaks = answer["breaks"][cell["system"]]
+    base, keeps = _base_per_s(answer, cell), f"{cell['title']} keeps the targets"
+    held, failing = breaks["holds_to"], breaks["fails_at"]
+    if failing is not None and held is not None:
+        yield f"of the rates that were run, {keeps} up to {_rate(held, base)}, no longer at {_rate(failing, base)}."
+    elif held is not None:
+        yield f"{keeps} at every rate that was run, up to {_rate(held, base)}."
+    else:
+        yield f"{keeps} at no rate that was run, from {_rate(failing, base)} on."
+
+
+def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+    """What the search along the rate found for the chosen system."""
+    rate, base = answer["search"]["rate"], _base_per_s(answer, cell)
+    keeps = f"{cell['title']} on {gpus_text(cell)} keeps the targets"
+    if rate["value"] is None:
+        yield f"{keeps} at no rate down to {_rate(rate['least'], base)}."
+    elif rate["fails_at"] is None:
+        yield f"{keeps} up to {_rate(rate['value'], base)}, the highest that was tried."
+    else:
+        yield f"{keeps} up to {_rate(rate['value'], base)}, and breaks at {_rate(rate['fails_at'], base)}."
+
+
+def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+    """What the search along the number of GPUs found: fewer for the chosen system, or enough for any."""
+    if "search" not in answer:
+        return
+    found = answer["search"]["gpus"]
+    if found["value"] is None:
+        yield f"GPUs: at this load no system keeps the targets on up to {found['most']} ({found['title']} {found['why']})."
+    elif found["value"] == cell["cluster"]["count"]:
+        yield f"GPUs: at this load {found['value']} are the fewest on which {found['title']} keeps the targets."
+    else:
+        dollars = "" if found["usd_per_hour"] is None else f", ${found['usd_per_hour']:,.2f} an hour"
+        attained = percent(found["mean"], found["half_width"])
+        yield f"GPUs: at this load {found['title']} keeps the targets on {found['value']} ({attained}{dollars})."
+
+
+def _base_per_s(answer: Mapping[str, Any], cell: Cell) -> float | None:
+    """Requests a second at rate scale 1."""
+    return answer["requests_per_s"] / cell["axes"]["rate_scale"] if answer["requests_per_s"] else None
+
+
+def _rate(scale: float, base_per_s: float | None) -> str:
+    per_s = "" if base_per_s is None else f" ({number(scale * base_per_s)} requests/s)"
+    return f"rate scale {number(scale)}{per_s}"

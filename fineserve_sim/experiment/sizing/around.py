@@ -1,0 +1,84 @@
+"""What lies around an answer: the rate at which the chosen system breaks on its GPUs, and the fewest GPUs at its rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.run.files import write_json
+from fineserve_sim.experiment.run.runner import OnProgress
+from fineserve_sim.experiment.sizing.probe import Goal, Prober, Told
+from fineserve_sim.experiment.sizing.search import LIMIT, RATE, Answer, fewest_gpus, turning_point
+
+MOST_GPUS = 16
+"""Looked at for a system that keeps the targets, or twice the GPUs of the answer where these are more."""
+
+PRECISION = 0.1
+"""Of the rate that is told: the next one that was tried is at most a tenth higher."""
+
+
+def search_around(
+    folder: Path, *, jobs: int | None = None, on_progress: OnProgress | None = None, told: Told | None = None
+) -> dict[str, Any]:
+    """Search around the answer of a results folder, write what is found into its summary.json, and return that."""
+    summary = read_summary(folder)
+    answer = summary["answer"]
+    if answer is not None:
+        goals = [Goal(metric, share) for metric, share in answer["targets"].items()]
+        prober = Prober(folder / "resolved.yaml", folder, goals, jobs=jobs, on_progress=on_progress, told=told)
+        answer["search"] = {"rate": _rate(prober, answer), "gpus": _gpus(prober, answer, _order(summary))}
+        write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _order(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Systems that can be run, with their titles, the one with the best attainment first."""
+    cells = [cell for cell in summary["cells"] if cell["gpus"]]
+    cells.sort(key=lambda cell: -(cell["metrics"]["slo_attainment"]["mean"] or 0.0))
+    return list(dict.fromkeys((cell["system"], cell["title"]) for cell in cells))
+
+
+def _rate(prober: Prober, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The highest rate scale at which the targets are kept (None: none down to ``least``), and the next that was tried."""
+    choice, place = answer["choice"], dict(answer["axes"])
+    start = float(place.pop("rate_scale"))
+    place["cluster.count"] = choice["gpus"]
+    found = turning_point(replace(prober, at=place), choice["system"], choice["title"], RATE, start, PRECISION)
+    value = found.best.value if found.best else None
+    failing = [probe.value for probe in found.probes if not probe.holds and (value is None or probe.value > value)]
+    return {"value": value, "fails_at": min(failing, default=None), "least": start / LIMIT}
+
+
+def _gpus(prober: Prober, answer: Mapping[str, Any], order: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The fewest GPUs that keep the targets: for the chosen system where it keeps them, up to its own; else for any system,
+    the one that comes closest first, up to ``MOST_GPUS`` or twice those of the chosen cell."""
+    choice = answer["choice"]
+    own = (choice["system"], choice["title"])
+    least, most = (1, choice["gpus"]) if choice["holds"] else (choice["gpus"] + 1, max(2 * choice["gpus"], MOST_GPUS))
+    place = {axis: value for axis, value in answer["axes"].items() if axis != "cluster.count"}
+    found: list[Answer] = []
+    for system, title in [own] if choice["holds"] else order:
+        best = next((each.best for each in reversed(found) if each.best), None)
+        limit = most if best is None else int(best.value) - 1
+        if limit >= least:
+            found.append(fewest_gpus(replace(prober, at=place), system, title, least, limit))
+    chosen = next((each for each in reversed(found) if each.best), max(found, key=_best_share))
+    return _told(chosen, list(answer["targets"])) | {"most": most, "why": chosen.why}
+
+
+def _best_share(found: Answer) -> float:
+    return max((min(probe.shares.values(), default=-1.0) for probe in found.probes), default=-1.0)
+
+
+def _told(found: Answer, metrics: Sequence[str]) -> dict[str, Any]:
+    told: dict[str, Any] = {"system": found.system, "title": found.title, "value": None}
+    best = found.best
+    if best is None:
+        return told
+    worst = min(metrics, key=lambda metric: best.shares[metric])
+    half_width = (best.half_widths or {}).get(worst)
+    numbers = {"mean": best.shares[worst], "half_width": half_width, "usd_per_hour": best.usd_per_hour}
+    return told | numbers | {"value": int(best.value)}

@@ -1,0 +1,98 @@
+"""compare, size and run as somebody meets them who has a trace and a question: the answer on the screen, and one line for what
+is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODELS = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b")
+
+
+def test_compare_answers_on_the_screen_and_in_the_summary(call: Any, trace: Path, tmp_path: Path) -> None:
+    limits = ("--ttft-slo", "0.5", "--tpot-slo", "0.05", "--e2e-slo", "5", "--price", "2.5")
+    systems = ("-s", "fineserve", "-s", "static*", "--no-anchors")
+    done = call("compare", str(trace), *systems, *MODELS, *limits, "--rate-scale", "1", "-j", "1")
+    assert done.code == 0
+    assert "Take " in done.out and "which keeps 95 % of the requests within their limits: 100.0" in done.out
+    assert "$2.50 an hour" in done.out and "($2.50 a GPU-hour, as given)" in done.out
+    assert "Limits: TTFT 0.5 s, TPOT 0.05 s, end to end 5 s." in done.out
+    assert "keeps the targets up to rate scale" in done.out and "1 are the fewest" in done.out
+    assert done.out.count("\n") < 40
+    summary = json.loads((tmp_path / "results" / "compare-recorded" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["answer"]["choice"]["holds"] and summary["price"]["usd_per_gpu_hour"] == 2.5
+    assert summary["answer"]["search"]["gpus"]["value"] == 1
+    assert "static*, " not in done.err  # the search is around the chosen system alone
+    assert "fineserve, rate_scale 2:" in done.err
+
+
+def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: Any, trace: Path) -> None:
+    systems = ("-s", "fineserve", "-s", "static*", "--no-anchors", "--no-search")
+    done = call("compare", str(trace), *systems, *MODELS, "--ttft-slo", "0.04", "-j", "1", "--json")
+    assert done.code == 0
+    assert "At rate scale 1 the systems keep 100.0 to 100.0 % within limits; faster." in done.err
+    answer = json.loads(done.out)["answer"]
+    assert answer["axes"]["rate_scale"] >= 2 and "search" not in answer
+
+
+def test_from_a_trace_to_a_size_in_one_command(call: Any, trace: Path, tmp_path: Path) -> None:
+    limits = ("--ttft-slo", "0.3", "--tpot-slo", "0.1", "--target", "ttft:0.9,tpot:0.9")
+    done = call(
+        "size", str(trace), *MODELS, *limits, "-s", "fineserve", "-s", "dedicated", "--most-gpus", "4", "-j", "1"
+    )
+    assert done.code == 0, done.err
+    assert (
+        "The cheapest that keeps 90 % within the limit of TTFT, 90 % within the limit of TPOT: FineServe on 1"
+        in done.out
+    )
+    assert "fineserve, count 4: ttft 100.0 %, tpot 100.0 %, holds" in done.err
+    folder = tmp_path / "results" / "size-recorded"
+    data = json.loads((folder / "size.json").read_text(encoding="utf-8"))
+    assert data["cheapest"] == 0 and data["systems"][1]["answer"]["value"] == 2
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["answer"]["choice"]["holds"]
+    again = call("size", str(folder), "--target", "ttft:0.9", "--over", "rate", "--precision", "1", "-j", "1", "--json")
+    assert again.code == 0 and json.loads(again.out)["systems"][0]["answer"]["value"] >= 1
+
+
+WRONG = [
+    ("size {trace} --target ttft:0.9", "a trace needs --model"),
+    ("size {trace} {models} --target tpot:0.9", "--target tpot: there is no such limit"),
+    ("size {trace} {models} --target ttft:1.5", "expected ttft:SHARE"),
+    ("size {trace} {models} --target ttft:0.9,ttft:0.8", "ttft is given twice"),
+    ("size {trace} {models} --target ttft:0.9 --gpu h101", "unknown GPU 'h101'"),
+    ("size {trace} {models} --target ttft:0.9 --gpu l40s --gpu l40s", "--gpu l40s: given twice"),
+    ("size {trace} {models} --target ttft:0.9 --tp 3", "cannot run at TP 3"),
+    ("size {trace} {models} --target ttft:0.9 --price free", "--price free: expected dollars"),
+    ("size {trace} {models} --target ttft:0.9 --price b200=3", "no --gpu b200 is searched"),
+    (
+        "size {trace} {models} --target ttft:0.9 --over rate --at rate_scale=2",
+        "--at rate_scale: it is what is searched",
+    ),
+    ("size {trace} {models} --target ttft:0.9 --ttft-slo 1 --slo-scale 5", "--slo-scale with --ttft-slo"),
+    ("size {file} {models} --target ttft:0.9", "--model: for a trace alone"),
+    ("size {file} --target tpot:0.9", "a target for TPOT needs slo.tpot_s or slo.tpot"),
+    ("size . --target ttft:0.9", "no resolved.yaml here"),
+    ("size nothing.csv {models} --target ttft:0.9", "no such file"),
+    ("compare {trace} {models} -s fineserve --target e2e:0.9", "--target e2e: there is no such limit"),
+    ("compare {trace} {models} -s fineserve --ttft-slo 1 --slo-scale 5", "--slo-scale with --ttft-slo"),
+    ("run {file} --target tpot:0.9", "--target tpot: there is no such limit"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), WRONG)
+def test_what_is_wrong_is_one_line_and_leaves_nothing(
+    call: Any, trace: Path, experiment: Path, tmp_path: Path, line: str, said: str
+) -> None:
+    words = line.format(trace=trace, file=experiment, models=" ".join(MODELS)).split()
+    done = call(*words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+    assert said in done.err
+    written = (
+        {path for path in (tmp_path / "results").rglob("*") if path.is_file()}
+        if (tmp_path / "results").exists()
+        else set()
+    )
+    assert not {path for path in written if path.name != "question.yaml"}

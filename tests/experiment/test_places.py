@@ -1,0 +1,121 @@
+"""Where everything is: bytes add up, models without a place say why, tables and summary agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from fineserve_sim.experiment import load_experiment, run_experiment
+from fineserve_sim.experiment.results.misses import CAUSES
+from fineserve_sim.experiment.results.places import Places, mean_over_seeds
+
+CROWD = """\
+fineserve: 1
+title: Four models on one or two GPUs
+cluster: {gpu: h100-sxm, count: 1}
+models:
+  - {id: big, model: qwen3-32b, precision: fp16, rate_per_s: 1}
+  - {id: mid, model: qwen2.5-14b, precision: fp16, rate_per_s: 1}
+  - {id: small, model: llama-3.2-1b, precision: fp16, rate_per_s: 4}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 8}, requests: 60}
+slo: {ttft_s: 0.5, tpot_s: 0.05, e2e_s: 5.0}
+systems: [fineserve, clairvoyant]
+sweeps: [{name: gpus, axes: {cluster.count: [1, 2]}}]
+seeds: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("crowd")
+    (folder / "crowd.yaml").write_text(CROWD, encoding="utf-8")
+    run_experiment(folder / "crowd.yaml", folder / "out", jobs=1)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def summary(out: Path) -> Any:
+    return json.loads((out / "summary.json").read_text(encoding="utf-8"))
+
+
+def cell(summary: Any, system: str, gpus: int) -> Any:
+    return next(c for c in summary["cells"] if c["system"] == system and c["axes"]["cluster.count"] == gpus)
+
+
+def test_misses_of_the_models_add_up_to_those_of_the_cell(summary: Any) -> None:
+    for found in summary["cells"]:
+        assert list(found["misses"]) == list(CAUSES)
+        for cause, count in found["misses"].items():
+            assert sum(model["misses"][cause] for model in found["models"].values()) == count
+        within = found["metrics"]["slo_attainment"]["mean"] * found["requests"]
+        assert sum(found["misses"].values()) == pytest.approx(found["requests"] - within)
+        assert sum(model["requests"] for model in found["models"].values()) == found["requests"]
+
+
+def test_a_model_without_a_gpu_is_named_with_the_reason_and_its_requests_are_its_misses(summary: Any) -> None:
+    crowded = cell(summary, "fineserve", 1)
+    assert crowded["unplaced"]
+    for entry in crowded["unplaced"]:
+        model = crowded["models"][entry["model"]]
+        assert model["misses"]["unplaced"] == model["requests"] and model["instances"] == []
+        assert "of the 3 models needs" in entry["why"] and "1 GPU has 72.0 GiB" in entry["why"]
+    assert crowded["misses"]["rejected"] == 0
+    roomy = cell(summary, "fineserve", 2)
+    placed = [name for name, model in roomy["models"].items() if model["instances"]]
+    assert {*placed, *(entry["model"] for entry in roomy["unplaced"])} == {"big", "mid", "small"}
+
+
+def test_gpus_tell_models_memory_and_time(summary: Any) -> None:
+    for gpus in (1, 2):
+        found = cell(summary, "fineserve", gpus)
+        assert [gpu["gpu"] for gpu in found["gpus"]] == list(range(gpus))
+        for gpu in found["gpus"]:
+            assert all([gpu["gpu"]] in found["models"][name]["instances"] for name in gpu["models"])
+            assert gpu["weights_bytes"] + gpu["kv_bytes"] <= gpu["usable_bytes"]
+            assert 0 <= gpu["kv_least_bytes"] <= gpu["kv_left_bytes"] <= gpu["kv_bytes"]
+            assert 0 < gpu["busy"] <= 1 and 0 < gpu["bandwidth"] <= 1
+    assert cell(summary, "clairvoyant", 1)["gpus"] == []  # a bound has no places
+
+
+def test_tables_hold_what_the_summary_sums_up(out: Path, summary: Any) -> None:
+    models = pq.read_table(out / "models.parquet").to_pylist()
+    crowded = cell(summary, "fineserve", 1)
+    own = [row for row in models if row["system"] == "fineserve" and row["cluster.count"] == "1"]
+    assert {row["seed"] for row in own} == {0, 1} and len(own) == 6
+    for name, model in crowded["models"].items():
+        rows = [row for row in own if row["model"] == name]
+        assert sum(row["requests"] for row in rows) == model["requests"]
+        assert sum(row["missed_unplaced"] for row in rows) == model["misses"]["unplaced"]
+        assert {row["ttft_slo_s"] for row in rows} == {0.5} and {row["e2e_slo_s"] for row in rows} == {5.0}
+    requests = pq.read_table(out / "requests.parquet")
+    missed = requests.filter(requests.column("measured")).column("miss").to_pylist()
+    assert sum(map(bool, missed)) == sum(sum(found["misses"].values()) for found in summary["cells"])
+    gpus = pq.read_table(out / "gpus.parquet").to_pylist()
+    assert len(gpus) == 2 * (1 + 2) and {row["system"] for row in gpus} == {"fineserve"}
+    placements = pq.read_table(out / "placements.parquet").to_pylist()
+    homeless = {row["model"] for row in placements if row["gpu"] is None and row["cluster.count"] == "1"}
+    assert homeless == {entry["model"] for entry in crowded["unplaced"]}
+
+
+def test_why_a_model_has_no_place(tmp_path: Path) -> None:
+    (tmp_path / "crowd.yaml").write_text(CROWD.replace("count: 1", "count: 3"), encoding="utf-8")
+    setup = load_experiment(tmp_path / "crowd.yaml").setup
+
+    def why(*instances: tuple[str, int]) -> str:
+        placed = [{"model": model, "replica": at, "gpus": [gpu]} for at, (model, gpu) in enumerate(instances)]
+        (entry,) = Places(setup, {"instances": placed, "unplaced": ["mid"]}).unplaced()
+        return entry["why"]
+
+    replicas = why(("big", 0), ("big", 1), ("big", 2))
+    assert replicas.startswith("it needs 2") and replicas.endswith("after the placement's 3 of big")
+    assert why(("big", 0)).endswith("too little with the KV memory that the placement wants")
+
+
+def test_means_over_seeds_keep_what_is_no_number() -> None:
+    one = {"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": 10, "busy": 0.5, "kv_least_bytes": None}
+    (merged,) = mean_over_seeds([[one], [one | {"models": ["B"], "kv_left_bytes": 21, "busy": 1.0}]])
+    assert merged == one | {"kv_left_bytes": 15, "busy": 0.75}
