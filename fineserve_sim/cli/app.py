@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fineserve_sim import __version__
 from fineserve_sim.build import build
-from fineserve_sim.cli import catalog, experiments, explain, reproduce, size, traces
+from fineserve_sim.cli import catalog, experiments, explain, report, reproduce, size, traces
 from fineserve_sim.cli.program import program
 
 app = program(
@@ -14,5 +14,12 @@ app = program(
     epilog="Start with: fineserve-sim list systems, then fineserve-sim run experiments/fig10.yaml --quick",
 )
 app.add_typer(traces.app, name="traces")
-for register in (experiments.register, explain.register, reproduce.register, size.register, catalog.register):
+for register in (
+    experiments.register,
+    explain.register,
+    report.register,
+    reproduce.register,
+    size.register,
+    catalog.register,
+):
     register(app)

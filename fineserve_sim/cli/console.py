@@ -99,9 +99,9 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         yield advance
 
 
-def axis_and_value(text: str) -> tuple[str, str]:
-    """``AXIS=VALUE`` of an option ``--at``. Raises ValueError for another text."""
+def axis_and_value(text: str, option: str = "--at") -> tuple[str, str]:
+    """``AXIS=VALUE`` of an option. Raises ValueError for another text."""
     axis, sign, value = text.partition("=")
     if not sign or not axis:
-        raise ValueError(f"--at {text}: expected AXIS=VALUE, such as rate_scale=2")
+        raise ValueError(f"{option} {text}: expected AXIS=VALUE, such as rate_scale=2")
     return axis, value

@@ -15,6 +15,7 @@ from fineserve_sim.cli.console import (
     JobsOption,
     JsonOption,
     OutOption,
+    axis_and_value,
     console,
     escaped,
     examples,
@@ -102,7 +103,16 @@ def run(
     trace_out: Annotated[
         Path | None,
         typer.Option(
-            "--trace-out", metavar="FILE", help="Write the first cell of each system for Perfetto.", show_default=False
+            "--trace-out", metavar="FILE", help="Write a cell of each system for Perfetto.", show_default=False
+        ),
+    ] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cell",
+            metavar="AXIS=VALUE",
+            help="The cell of --trace-out; may be repeated. The first if not given.",
+            show_default=False,
         ),
     ] = None,
     targets: TargetsOption = None,
@@ -121,6 +131,8 @@ def run(
         pairs = [_key_and_value(text) for text in overrides or ()]
         pairs += [] if price is None else [("cluster.usd_per_gpu_hour", str(price))]
         experiment = load_experiment(file, pairs, quick, seeds)
+        at = dict(axis_and_value(text, "--cell") for text in cell or ())
+        traced = _traced(experiment, trace_out, at)
         folder = out or Path("results") / file.stem
         logged, slo = decisions or trace_out is not None, experiment.setup.slo
         wanted = shares_of(targets, slo.tpot_s or slo.tpot, slo.e2e_s)
@@ -129,8 +141,28 @@ def run(
             from fineserve_sim.experiment.show.timelines.chrome import write_trace
             from fineserve_sim.experiment.show.timelines.stored import stored_run
 
-            systems = dict.fromkeys(point.system for point in experiment.points)
-            write_trace((stored_run(folder, system) for system in systems), trace_out)
+            write_trace((stored_run(folder, system, at=at) for system in traced), trace_out)
+
+
+def _traced(experiment: Experiment, trace_out: Path | None, at: Mapping[str, str]) -> list[str]:
+    """The systems that have a cell at this place; whether a trace can be written is said before anything is simulated."""
+    from fineserve_sim.experiment.show.timelines.stored import is_at
+
+    if trace_out is None:
+        if at:
+            raise ValueError("--cell says which cell --trace-out writes: give --trace-out FILE, too")
+        return []
+    if not trace_out.resolve().parent.is_dir():
+        raise ValueError(f"--trace-out {trace_out}: there is no folder {trace_out.parent}")
+    found = list(dict.fromkeys(point.system for point in experiment.points if is_at(point.axes, at)))
+    if not found:
+        values: dict[str, dict[str, None]] = {}
+        for point in experiment.points:
+            for axis, value in point.axes.items():
+                values.setdefault(axis, {})[str(value)] = None
+        there = "; ".join(f"{axis}: {', '.join(of)}" for axis, of in values.items())
+        raise ValueError(f"--cell {' '.join(f'{axis}={value}' for axis, value in at.items())}: no such cell; {there}")
+    return found
 
 
 def compare(
@@ -293,12 +325,14 @@ def _run(
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.show.figures import draw
+    from fineserve_sim.experiment.show.page.build import write_page
 
     _say_what_is_run(experiment, jobs)
     how = simulate_step_by_step if exact_steps else simulate
     with progress_bar() as advance:
         run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how, targets=targets)
     figures = draw(out)
+    write_page([out], out / "report.html")
     summary = read_summary(out)
     if search:
         from fineserve_sim.experiment.sizing.around import search_around
@@ -315,7 +349,7 @@ def _run(
     from fineserve_sim.experiment.show.report import report
 
     console().print(report(summary))
-    typer.echo(f"Results in {out}: summary.json, tables (*.parquet), {len(figures)} figure files in figures/")
+    typer.echo(f"Results in {out}: report.html, summary.json, tables (*.parquet), {len(figures)} figure files in figures/")
 
 
 def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:

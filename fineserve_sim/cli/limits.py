@@ -53,14 +53,10 @@ PriceOption = Annotated[
 
 
 def model_of(text: str) -> dict[str, Any]:
-    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog."""
-    name, sign, described = text.partition("=")
-    model, *rest = (described if sign else name).split(":")
-    precision, tp = (*rest, "", "")[:2]
-    if not name or not model or len(rest) > 2 or not (tp in ("", "auto") or tp.isdecimal()):
-        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2 (or auto)")
-    degree: int | str = tp if tp == "auto" else int(tp or "1")
-    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": degree}
+    """What ``--model`` says as an entry of ``models``. Raises ValueError for another text."""
+    from fineserve_sim.experiment.file.comparison import model_entry
+
+    return model_entry(text)
 
 
 def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:

@@ -2,7 +2,7 @@
 
 from fineserve_sim.experiment.file.comparison import experiment_for_trace
 from fineserve_sim.experiment.file.errors import ConfigError, Interrupted, ScenarioError
-from fineserve_sim.experiment.file.load import load_experiment
+from fineserve_sim.experiment.file.load import experiment_from, load_experiment
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.results.produce import run_experiment, run_loaded
 
@@ -13,6 +13,7 @@ __all__ = [
     "Point",
     "ScenarioError",
     "experiment_for_trace",
+    "experiment_from",
     "load_experiment",
     "run_experiment",
     "run_loaded",

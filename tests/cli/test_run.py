@@ -121,3 +121,29 @@ def test_ctrl_c_ends_a_process_with_one_line(spawn: Callable[..., subprocess.Pop
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"fineserve-sim: interrupted.*run the same command again to go on\n", err)
+
+
+def test_the_trace_file_is_of_the_cell_that_one_names(call: Any, experiment: Path, tmp_path: Path) -> None:
+    common = ("run", str(experiment), "--quick", "--jobs", "1", "--out", "out", "--trace-out")
+    assert call(*common, "trace.json", "--cell", "rate_scale=2").code == 0
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    runs = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert len(runs) == 4 and all("rate_scale 2.0" in name for name in runs)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--trace-out", "nodir/trace.json"), "--trace-out nodir/trace.json: there is no folder nodir"),
+        (("--trace-out", "t.json", "--cell", "rate_scale=3"), "--cell rate_scale=3: no such cell; "),
+        (("--trace-out", "t.json", "--cell", "rate"), "--cell rate: expected AXIS=VALUE"),
+        (("--cell", "rate_scale=2"), "give --trace-out FILE, too"),
+    ],
+)
+def test_a_trace_file_that_cannot_be_is_refused_before_anything_is_run(
+    call: Any, experiment: Path, tmp_path: Path, options: tuple[str, ...], problem: str
+) -> None:
+    refused = call("run", str(experiment), "--quick", "--out", "out", *options)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert problem in refused.err
+    assert not (tmp_path / "out").exists()

@@ -1,14 +1,17 @@
-"""A small experiment file and the stand-in cluster."""
+"""A small experiment file and the stand-in cluster; the test modules of this folder share ``browserkit``."""
 
 from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 TEXT = """\
 fineserve: 1

@@ -115,6 +115,51 @@ def test_the_trace_file_shows_what_instances_compute_and_send(spike: StoredRun, 
     assert {"KV exchange", "restore"} <= names
 
 
+def test_each_gpu_is_a_process_with_a_track_for_each_engine_on_it(tmp_path: Path) -> None:
+    """An engine over two GPUs is on both, and those that share a GPU are in one process."""
+    text = CROWDED.replace("count: 1}", "count: 3}").replace('systems: ["static*", fineserve]', 'systems: ["static*"]')
+    text = text.replace(
+        "workload:", "  - {id: B, model: llama-3.1-8b, tp: 2, rate_per_s: 4, precision: fp8}\nworkload:"
+    )
+    (tmp_path / "two.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "two.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out")
+    write_trace([run], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    tracks: dict[int, set[int]] = defaultdict(set)
+    for event in events:
+        if event["ph"] == "X":
+            assert processes[event["pid"]].startswith("GPU ")
+            tracks[event["tid"]].add(event["pid"])
+    gpus = {
+        engine: {int(processes[pid].split(",")[0].removeprefix("GPU ")) for pid in pids}
+        for engine, pids in tracks.items()
+    }
+    assert gpus == {engine: set(placed) for engine, placed in enumerate(run.engine_gpus)}
+    assert any(len(placed) == 2 for placed in run.engine_gpus)
+    memory = {event["pid"] for event in events if event["ph"] == "C" and event["name"] == "KV used, GiB"}
+    assert memory == set().union(*tracks.values())
+
+
+def test_where_models_come_and_go_their_stays_are_tracks_of_their_gpus(tmp_path: Path) -> None:
+    text = CROWDED.replace('systems: ["static*", fineserve]', "systems: [qlm]").replace(
+        "max_sequences: 4", "max_sequences: 64"
+    )
+    text = text.replace("workload:", "  - {id: B, model: qwen3-32b, precision: W16A16, rate_per_s: 2}\nworkload:")
+    (tmp_path / "swap.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "swap.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out")
+    write_trace([run], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    named = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    activations = [entry for entry in run.decisions() if entry.get("command") == "Activate"]
+    assert activations
+    for entry in activations:
+        assert named[1 + entry["gpus"][0], entry["engine"]] == f"engine {entry['engine']}: {entry['model']}"
+    assert {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"} <= set(named)
+
+
 def test_what_it_waited_for_adds_up_to_its_wait_in_the_scheduler(run: StoredRun) -> None:
     for request in range(0, 60, 7):
         life = life_of(run, request)

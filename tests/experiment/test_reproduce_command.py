@@ -125,7 +125,8 @@ def test_run_with_a_trace_file_then_explain(folder: Path, capsys: pytest.Capture
     call("run", "experiments/small.yaml", "--quick", "--jobs", 1, "--out", "out", "--trace-out", "trace.json")
     events = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert [name.partition(",")[0] for name in names] == ["FineServe", "Static*"]
+    shown = ["FineServe", "GPU 0, FineServe", "Static*", "GPU 0, Static*"]
+    assert [name.partition(", slo_scale")[0] for name in names] == shown
     capsys.readouterr()
     call("explain", "out", 7, "--system", "static*")
     out = capsys.readouterr().out

@@ -60,6 +60,18 @@ def experiment_for_trace(
     return build(Document(data, {(): "compare"}), trace.name.split(".")[0], Path.cwd())
 
 
+def model_entry(text: str) -> dict[str, Any]:
+    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog. Raises
+    ValueError for another text."""
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precision, tp = (*rest, "", "")[:2]
+    if not name or not model or len(rest) > 2 or not (tp in ("", "auto") or tp.isdecimal()):
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2 (or auto)")
+    degree: int | str = tp if tp == "auto" else int(tp or "1")
+    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": degree}
+
+
 def _slo(ttft_s: float | None, tpot_s: float | None, e2e_s: float | None, slo_scale: float) -> dict[str, Any]:
     isolated = {"system": "dedicated", "load": "isolated", "quantile": 0.95}
     ttft = {"ttft": {"reference": isolated, "scale": slo_scale}} if ttft_s is None else {"ttft_s": ttft_s}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from fineserve_sim.experiment.file.document import Document, parse_value, read_yaml
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -17,7 +20,35 @@ def load_experiment(
 ) -> Experiment:
     """The validated experiment of a file. ``overrides`` are dotted keys with YAML values, as ``--set`` takes them, and
     win over ``quick``. Raises ConfigError for every mistake, at the line or option that made it."""
-    document = read_yaml(path)
+    return _loaded(read_yaml(path), path.stem, path.resolve().parent, overrides, quick, seeds)
+
+
+def experiment_from(
+    data: Mapping[str, Any],
+    name: str = "experiment",
+    overrides: Sequence[tuple[str, str]] = (),
+    quick: bool = False,
+    seeds: int | None = None,
+) -> Experiment:
+    """The validated experiment of a mapping as a file would hold it; the rest is that of ``load_experiment``. Relative paths
+    start at the current folder, and what is wrong is told by its key instead of its line."""
+    return _loaded(Document(_plain(data), {(): name}), name, Path.cwd(), overrides, quick, seeds)
+
+
+def _plain(value: Any) -> Any:
+    """A value of Python as YAML would give it: own mappings and lists, paths as texts, numbers of NumPy as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _loaded(
+    document: Document, name: str, folder: Path, overrides: Sequence[tuple[str, str]], quick: bool, seeds: int | None
+) -> Experiment:
     shortened = _quick(document)
     for key, text in overrides:
         place = f"--set {key}={text}"
@@ -29,7 +60,7 @@ def load_experiment(
         document.set("seeds", seeds, f"--seeds {seeds}")
         shortened.set("seeds", seeds, f"--seeds {seeds}")
     validate(shortened)  # a mistake under quick shows before somebody needs it
-    return build(shortened if quick else document, path.stem, path.resolve().parent)
+    return build(shortened if quick else document, name, folder)
 
 
 def _quick(document: Document) -> Document:

@@ -90,6 +90,22 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Workers import the script that started them, for what it registers. One that came from standard input is no file that
+    they could read: without ``__file__`` they do without it."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).exists():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
 class Workers:
     """``jobs`` processes, started when first needed; one job runs in this process. A context manager."""
 
@@ -119,7 +135,7 @@ class Workers:
     def _in_parallel(self, tasks: Iterable[Task]) -> Iterator[Task]:
         waiting: dict[Future[None], Task] = {}
         try:
-            with _interrupts_ignored():  # workers inherit that from their first moment on
+            with _interrupts_ignored(), _importable_main():  # workers inherit both from their first moment on
                 if self._pool is None:
                     self._started = _SPAWN.Event()
                     self._pool = ProcessPoolExecutor(self._jobs, _SPAWN, _start, (self._started,))

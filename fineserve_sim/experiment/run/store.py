@@ -63,14 +63,14 @@ def _digests(trace: Trace) -> dict[str, str]:
 @cache
 def code_digest() -> str:
     """Hash of all sources and data files that a simulation is made of. This package is none of them: what it makes of a
-    file, the scenario, is hashed itself; what it makes of a run does not change the run. Nor are compiled modules, whose
-    sources lie beside them."""
+    file, the scenario, is hashed itself; what it makes of a run does not change the run. Nor are those who call it, or
+    compiled modules, whose sources lie beside them."""
     digest = hashlib.sha256()
     for package in ("fineserve_sim", "fineserve_traces"):
         root = Path(str(files(package)))
         for path in sorted(root.rglob("*")):
             relative = path.relative_to(root)
-            ours = not {"__pycache__", "experiment", "cli"} & set(relative.parts)
+            ours = not {"__pycache__", "experiment", "cli", "api.py"} & set(relative.parts)
             if ours and path.is_file() and path.suffix not in _COMPILED:
                 digest.update(f"{package}/{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -1,8 +1,10 @@
 """A run as a trace file of the Chrome format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-One process a run: each request as spans in a track of its own (it waits, is prefilled, decodes), a track of each engine with
-what it computes, transfers between engines (KV exchange, restore), queues and KV memory of each engine as counters from the
-samples, and decisions other than dispatches as instants. Times are in us.
+One process a GPU, with a track for each engine on it, so that engines that share a GPU stand below each other, and their KV
+memory as a counter. One process for the run itself: each request as spans in a track of its own (it waits, is prefilled,
+decodes), transfers between engines (KV exchange, restore), queues as a counter, and decisions but dispatches as instants. An
+engine over several GPUs is on each of them. Where engines come and go, the KV memory of a model is a counter of the run. Times
+are in us.
 
 Source of the format: Trace Event Format, phases b and e (a span of its own track), X (a span of a thread), C (counter), i
 (instant), M (metadata).
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +29,87 @@ _ORDINARY = ("Dispatch", "Survey")
 _US = 1e6
 
 
+_GPUS = 10_000
+"""Numbers of processes are as far apart from run to run."""
+
+
 def write_trace(runs: Iterable[StoredRun], path: Path) -> None:
     """Write the runs as one trace, a process each. Raises OSError when the disk refuses."""
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for number, event in enumerate(event for process, run in enumerate(runs) for event in events(run, process)):
+        for number, event in enumerate(
+            event for process, run in enumerate(runs) for event in events(run, _GPUS * process)
+        ):
             file.write(("," if number else "") + json.dumps(event, separators=(",", ":")) + "\n")
         file.write("]}\n")
 
 
 def events(run: StoredRun, process: int) -> Iterator[Event]:
-    """Every trace event of one run."""
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": run.title}}
+    """Every trace event of one run; ``process`` is its own number, those of its GPUs follow."""
+    yield _named("process_name", process, 0, run.title)
+    seats = _Seats(run, process)
+    yield from seats.names()
     dispatched_s: dict[int, float] = {}
-    for engine, model in enumerate(run.data.engine_models):
-        named = {"name": f"engine {engine}: {model}"}
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": engine, "args": named}
-    yield from _decisions(run, process, dispatched_s)
+    yield from _decisions(run, process, seats, dispatched_s)
     yield from _requests(run, process, dispatched_s)
-    yield from _samples(run, process)
+    yield from _samples(run, process, seats)
 
 
-def _decisions(run: StoredRun, process: int, dispatched_s: dict[int, float]) -> Iterator[Event]:
+def _named(what: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+class _Seats:
+    """The GPUs of every engine, as processes of the trace."""
+
+    def __init__(self, run: StoredRun, process: int) -> None:
+        self._first = process + 1
+        self._title = run.title
+        self._gpus: dict[int, tuple[int, ...]] = dict(enumerate(run.engine_gpus))
+        self._models = dict(enumerate(run.engine_instance_models))
+        self.stay = run.engine_instance_models == run.data.engine_models
+        """Whether each column of the samples is an engine that stays on its GPUs."""
+
+    def processes(self, engine: int) -> list[int]:
+        return [self._first + gpu for gpu in self._gpus.get(engine, ())]
+
+    def names(self) -> Iterator[Event]:
+        """What the GPUs and engines of the first placement are called."""
+        for gpu in sorted({gpu for gpus in self._gpus.values() for gpu in gpus}):
+            yield _named("process_name", self._first + gpu, 0, f"GPU {gpu}, {self._title}")
+        for engine in self._gpus:
+            yield from self._threads(engine)
+
+    def activate(self, entry: Entry) -> Iterator[Event]:
+        """An engine comes to GPUs."""
+        engine = entry["engine"]
+        self.stay = False
+        new = set(entry["gpus"]) - {gpu for gpus in self._gpus.values() for gpu in gpus}
+        self._gpus[engine], self._models[engine] = tuple(entry["gpus"]), entry["model"]
+        for gpu in sorted(new):
+            yield _named("process_name", self._first + gpu, 0, f"GPU {gpu}, {self._title}")
+        yield from self._threads(engine)
+
+    def _threads(self, engine: int) -> Iterator[Event]:
+        for process in self.processes(engine):
+            yield _named("thread_name", process, engine, f"engine {engine}: {self._models[engine]}")
+
+
+def _decisions(run: StoredRun, process: int, seats: _Seats, dispatched_s: dict[int, float]) -> Iterator[Event]:
     """What the decision log tells: commands but dispatches, whose last time for each request goes to ``dispatched_s``, what
     engines compute, and transfers."""
     try:
         for number, entry in enumerate(run.decisions()):
             kind = str(entry.get("command") or entry.get("span", ""))
+            if kind == "Activate":
+                yield from seats.activate(entry)
             if kind == "Dispatch":
                 dispatched_s[entry["request_id"]] = entry["now_s"]
-            elif kind in _SPANS:
-                yield from _SPANS[kind](entry, process, number)
+            elif kind == "EngineComputed":
+                for gpu in seats.processes(entry["engine"]) or [process]:
+                    yield _computed(entry, gpu)
+            elif kind == "Transferred":
+                yield from _transferred(entry, process, number)
             elif kind and kind not in _ORDINARY:
                 place = {"pid": process, "tid": entry.get("engine", 0), "ts": _US * entry["now_s"]}
                 yield {"ph": "i", "s": "p", "name": kind, **place, "args": _fields(entry)}
@@ -65,13 +117,13 @@ def _decisions(run: StoredRun, process: int, dispatched_s: dict[int, float]) -> 
         return  # without a decision log the trace has spans and counters
 
 
-def _computed(entry: Entry, process: int, _: int) -> Iterator[Event]:
+def _computed(entry: Entry, process: int) -> Event:
     """What an engine computed from then on, until its seconds have passed."""
     parts = [f"{entry['prefill_tokens']} prompt tokens"] if entry["prefill_tokens"] else []
     parts += [f"{entry['decodes']} decodes"] if entry["decodes"] else []
     parts += [f"{entry['iterations']} times"] if entry.get("iterations", 1) > 1 else []
     place = {"pid": process, "tid": entry["engine"], "ts": _US * entry["now_s"], "dur": _US * entry["seconds"]}
-    yield {"ph": "X", "name": ", ".join(parts), **place, "args": _fields(entry)}
+    return {"ph": "X", "name": ", ".join(parts), **place, "args": _fields(entry)}
 
 
 def _transferred(entry: Entry, process: int, number: int) -> Iterator[Event]:
@@ -79,12 +131,6 @@ def _transferred(entry: Entry, process: int, number: int) -> Iterator[Event]:
     track = {"pid": process, "tid": 0, "cat": "transfers", "id": f"{process}.transfer.{number}", "name": entry["what"]}
     yield track | {"ph": "b", "ts": _US * (entry["now_s"] - entry["seconds"]), "args": _fields(entry)}
     yield track | {"ph": "e", "ts": _US * entry["now_s"]}
-
-
-_SPANS: Mapping[str, Callable[[Entry, int, int], Iterator[Event]]] = {
-    "EngineComputed": _computed,
-    "Transferred": _transferred,
-}
 
 
 def _fields(entry: Entry) -> Entry:
@@ -112,20 +158,22 @@ def _requests(run: StoredRun, process: int, dispatched_s: Mapping[int, float]) -
             yield track | {"ph": "e", "name": name, "ts": _US * end_s}
 
 
-def _samples(run: StoredRun, process: int) -> Iterator[Event]:
-    """Counters of every sample, an engine a series."""
+def _samples(run: StoredRun, process: int, seats: _Seats) -> Iterator[Event]:
+    """Counters of every sample: requests that wait, and KV memory on the GPU of each engine that stays there."""
     data = run.data
-    series: Mapping[str, Any] = {
-        "waiting requests": data.waiting,
-        "KV used, GiB": np.round(data.kv_used_bytes / 2**30, 3),
-    }
     names = [f"{engine}: {model}" for engine, model in enumerate(data.engine_models)]
-    for name, values in series.items():
-        for at_s, row in zip(data.sample_s.tolist(), values.tolist(), strict=True):
-            yield {
-                "ph": "C",
-                "name": name,
-                "pid": process,
-                "ts": _US * at_s,
-                "args": dict(zip(names, row, strict=True)),
-            }
+    yield from _counter(run, "waiting requests", process, data.waiting, dict(enumerate(names)))
+    used_gib = np.round(data.kv_used_bytes / 2**30, 3)
+    on: dict[int, dict[int, str]] = {}
+    for column, name in enumerate(names):
+        for place in (seats.processes(column) if seats.stay else ()) or [process]:
+            on.setdefault(place, {})[column] = name
+    for place, columns in on.items():
+        yield from _counter(run, "KV used, GiB", place, used_gib, columns)
+
+
+def _counter(run: StoredRun, name: str, process: int, values: Any, columns: Mapping[int, str]) -> Iterator[Event]:
+    """Some columns of samples (T, engines) as a series each."""
+    for at_s, row in zip(run.data.sample_s.tolist(), values.tolist(), strict=True):
+        series = {title: row[column] for column, title in columns.items()}
+        yield {"ph": "C", "name": name, "pid": process, "ts": _US * at_s, "args": series}

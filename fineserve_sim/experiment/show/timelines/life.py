@@ -9,7 +9,7 @@ dispatched at once and waits in the queue of its engine, whose state the log sho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,21 +56,44 @@ class Life:
 
 
 def life_of(run: StoredRun, request: int) -> Life:
-    """The life of a request by its number in arrival order. Raises RunError for a number that no request has."""
+    """The life of a request by its number in arrival order. Raises RunError for a number that no request has, and where the
+    run was made without --decisions."""
+    if not 0 <= request < len(run.data.arrival_s):
+        raise RunError(f"no request {request}: there are {len(run.data.arrival_s)}, from 0 on")
+    return lives_of(run, [request], run.decisions())[0]
+
+
+def lives_of(run: StoredRun, requests: Sequence[int], decisions: Iterable[Mapping[str, Any]]) -> list[Life]:
+    """The lives of several requests in one look through the decisions; without any, what the run itself tells of them."""
+    readers = {request: (_log_of(run, request), _decode_of(run, request)) for request in requests}
+    following = dict(readers)
+    for entry in decisions:
+        for request, (log, decode) in list(following.items()):
+            log.take(entry)
+            decode.take(entry)
+            if not log.open and entry["now_s"] > _end_s(run, request) + LAG_S:
+                del following[request]
+        if not following:
+            break
+    return [_life(run, request, *readers[request]) for request in requests]
+
+
+def _log_of(run: StoredRun, request: int) -> _Log:
     data = run.data
-    if not 0 <= request < len(data.arrival_s):
-        raise RunError(f"no request {request}: there are {len(data.arrival_s)}, from 0 on")
-    arrival_s = float(data.arrival_s[request])
     model = data.models[data.model[request]]
     own = {str(engine) for engine, name in enumerate(data.engine_models) if name == model}
-    log = _Log(request, arrival_s, model, own, run.of_groups)
+    return _Log(request, float(data.arrival_s[request]), model, own, run.of_groups)
+
+
+def _decode_of(run: StoredRun, request: int) -> Decode:
+    data = run.data
     times_s = (float(data.first_token_s[request]), float(data.finish_s[request]))
-    decode = Decode(request, int(data.engine[request]), *times_s, follows=not run.of_groups)
-    for entry in run.decisions():
-        log.take(entry)
-        decode.take(entry)
-        if not log.open and entry["now_s"] > _end_s(run, request) + LAG_S:
-            break
+    return Decode(request, int(data.engine[request]), *times_s, follows=not run.of_groups)
+
+
+def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
+    data = run.data
+    arrival_s = float(data.arrival_s[request])
     moments = [Moment(arrival_s, 0.0, _surroundings(run, arrival_s)), *log.moments, *_outcomes(run, request)]
     return Life(
         request=request,

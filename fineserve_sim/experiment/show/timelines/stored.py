@@ -19,7 +19,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run of a cell. ``engine_gpus``: the GPUs of each engine of the first placement."""
+    """A run of a cell. ``engine_gpus`` and ``engine_instance_models``: GPUs and model of each engine of the first placement."""
 
     title: str
     seed: int
@@ -27,6 +27,7 @@ class StoredRun:
     data: RunData
     limits: Limits
     engine_gpus: tuple[tuple[int, ...], ...]
+    engine_instance_models: tuple[str, ...]
     decisions_path: Path
 
     @property
@@ -54,17 +55,16 @@ def stored_run(out: Path, system: str | None = None, seed: int = 0, at: Mapping[
     Raises RunError naming what there is when nothing fits, ValueError for a folder without results.
     """
     cells = read_summary(out)["cells"]
-    fitting = [
-        cell
-        for cell in cells
-        if system in (None, cell["system"])
-        and all(_same(cell["axes"].get(axis), text) for axis, text in (at or {}).items())
-    ]
+    fitting = [cell for cell in cells if system in (None, cell["system"]) and is_at(cell["axes"], at or {})]
     if not fitting:
         systems = ", ".join(dict.fromkeys(cell["system"] for cell in cells))
         axes = {axis: list(dict.fromkeys(cell["axes"].get(axis) for cell in cells)) for axis in cells[0]["axes"]}
         raise RunError(f"{out}: no cell fits; systems: {systems}; axes: {axes}")
-    cell = fitting[0]
+    return run_of(out, fitting[0], seed)
+
+
+def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
+    """The run of a cell of summary.json. Raises RunError for a seed that it has not."""
     if not 0 <= seed < len(cell["runs"]):
         raise RunError(f"{out}: no seed {seed}; there are {len(cell['runs'])}, from 0 on")
     store, key = Store(out), cell["runs"][seed]
@@ -77,8 +77,14 @@ def stored_run(out: Path, system: str | None = None, seed: int = 0, at: Mapping[
         data=store.read(key),
         limits=Limits(cell["ttft_slo_s"], cell.get("tpot_slo_s"), cell.get("e2e_slo_s")),
         engine_gpus=tuple(tuple(instance["gpus"]) for instance in instances),
+        engine_instance_models=tuple(instance["model"] for instance in instances),
         decisions_path=store.decisions_path(key),
     )
+
+
+def is_at(axes: Mapping[str, Any], at: Mapping[str, str]) -> bool:
+    """Whether axes have the values that somebody typed."""
+    return all(_same(axes.get(axis), text) for axis, text in at.items())
 
 
 def _same(value: object, text: str) -> bool:

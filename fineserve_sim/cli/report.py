@@ -1,0 +1,65 @@
+"""Commands about finished results: report, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fineserve_sim.cli.console import JsonOption, console, examples, interruptible, print_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim report results/fig10",
+            "fineserve-sim report results/fig10 results/fig13 --out both.html",
+        )
+    )(report)
+    app.command(epilog=examples("fineserve-sim diff results/before results/after"))(diff)
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Results folders of runs.", show_default=False)
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The page; report.html in the one DIR.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a page to hand on: figures that zoom and filter, memory over time, slow requests, claims, assumptions.
+
+    One file that needs no network. Every run writes it already; several folders make one page.
+    """
+    with interruptible():
+        from fineserve_sim.experiment.show.page.build import write_page
+
+        if out is None and len(folders) > 1:
+            raise ValueError(f"{len(folders)} folders make one page: say where with --out FILE")
+        typer.echo(str(write_page(folders, out or folders[0] / "report.html")))
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Results folder of a run.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, say after a change.", show_default=False)],
+    as_json: JsonOption = False,
+) -> None:
+    """What changed from A to B: inputs, results beyond their intervals, decisions, claims.
+
+    Cells are matched by sweep, system and axes. With --decisions in both runs, the first command that differs is told.
+    """
+    with interruptible():
+        from dataclasses import asdict
+
+        from fineserve_sim.experiment.show.diff import diff as compared
+        from fineserve_sim.experiment.show.diff.text import told
+
+        found = compared(a, b)
+        if as_json:
+            print_json(asdict(found))
+        else:
+            console().print(told(found))

@@ -1,0 +1,182 @@
+"""One self-contained page of results folders: report.html.
+
+Everything is in the file: tables and texts as HTML, figures as data, Plotly's JavaScript once. It asks nothing of the network
+(its content security policy forbids it) and holds no time or path of its own, so that the same results give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fineserve_sim import __version__
+from fineserve_sim.experiment.file.document import read_yaml
+from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.run.files import atomic
+from fineserve_sim.experiment.show.page import sections
+from fineserve_sim.experiment.show.page.by_place import ByPlace, by_place
+from fineserve_sim.experiment.show.page.figures import sweep_figures, sweeps, system_looks
+from fineserve_sim.experiment.show.page.html import Html, joined, tag
+from fineserve_sim.experiment.show.page.overview import overview
+from fineserve_sim.experiment.show.page.places import Places, places_of
+from fineserve_sim.experiment.show.page.style import Looks, Spec
+from fineserve_sim.experiment.show.page.sweep_charts import Sweep
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+_FEW_CELLS = 12
+_MODELS_FIRST_COLOUR = 3
+"""Models start at other colours than systems, so that nobody takes one for the other."""
+
+
+def write_page(folders: Sequence[Path], path: Path) -> Path:
+    """Write the page of these results folders. Raises ValueError for a folder without results, OSError from the disk."""
+    parts: list[Html] = []
+    figures: dict[str, Spec] = {}
+    for index, folder in enumerate(folders):
+        part, own = _part(folder, index)
+        parts.append(part)
+        figures |= own
+    title = read_summary(folders[0])["title"] if len(folders) == 1 else f"{len(folders)} experiments"
+    with atomic(path) as temporary:
+        temporary.write_text(_document(title, joined(parts), figures), encoding="utf-8")
+    return path
+
+
+def _document(title: str, body: Html, figures: Mapping[str, Spec]) -> str:
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("title", title),
+        tag("style", Html(_own("page.css"))),
+    )
+    data = Html(json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"))
+    scripts = [
+        tag("script", data, type="application/json", id="figures"),
+        tag("script", Html(files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"))),
+        tag("script", Html(_own("page.js"))),
+    ]
+    foot = tag("footer", tag("p", f"FineServe {__version__}"))
+    return "<!doctype html>\n" + tag("html", head, tag("body", body, foot, *scripts), lang="en") + "\n"
+
+
+def _own(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _part(folder: Path, index: int) -> tuple[Html, dict[str, Spec]]:
+    """The part of one folder and its figures by their names in the page."""
+    summary, resolved = read_summary(folder), read_yaml(folder / "resolved.yaml").data
+    places = places_of(summary["cells"])
+    models = Looks([model["id"] for model in resolved["models"]], _MODELS_FIRST_COLOUR)
+    here = by_place(folder, places, resolved, system_looks(summary), models)
+    swept = sweep_figures(folder, summary)
+    prefix = f"{index}/"
+    inner = [
+        tag("h1", summary["title"]),
+        sections.setting(summary, resolved),
+        _filters(summary, resolved, places),
+        *_sections(folder, summary, resolved, here, swept, prefix),
+    ]
+    figures = {prefix + name: spec for name, spec in (swept | here.figures).items()}
+    return tag("main", *inner, class_="run"), figures
+
+
+def _filters(summary: Mapping[str, Any], resolved: Mapping[str, Any], places: Places) -> Html:
+    """What the whole part is filtered by: systems, one model or all, one place."""
+    titles = {cell["system"]: cell["title"] for cell in summary["cells"]}
+    chips = [
+        tag(
+            "label", tag("input", type="checkbox", checked=True, value=system, data_filter="system"), tag("span", title)
+        )
+        for system, title in titles.items()
+    ]
+    chosen = [tag("option", "all models", value="")]
+    chosen += [tag("option", model["id"], value=model["id"]) for model in resolved["models"]]
+    options = [
+        tag("option", place.title or "the only one", value=number, selected=number == places.first)
+        for number, place in enumerate(places.shown)
+    ]
+    return tag(
+        "nav",
+        tag("div", *chips, class_="chips"),
+        tag("label", "Model ", tag("select", *chosen, data_filter="model")),
+        tag("label", "Place ", tag("select", *options, data_filter="place"), hidden=len(options) < 2),
+        aria_label="Filters",
+    )
+
+
+def _sections(
+    folder: Path,
+    summary: Mapping[str, Any],
+    resolved: Mapping[str, Any],
+    here: ByPlace,
+    swept: Mapping[str, Spec],
+    prefix: str,
+) -> Iterator[Html]:
+    if found := sections.answer(summary):
+        yield _section("Answer", found)
+    for sweep in sweeps(summary):
+        own = {prefix + name: spec for name, spec in swept.items() if name.startswith(f"{sweep.name}/")}
+        facets = [
+            tag("option", facet, value=number, selected=number == sweep.widest)
+            for number, facet in enumerate(sweep.facets)
+        ]
+        chosen = tag("label", "at ", tag("select", *facets, data_facet=sweep.name), hidden=len(facets) < 2)
+        yield _section(f"Sweep {sweep.name}", chosen, _grid(own, sweep=sweep.name), _numbers(sweep))
+    note = "First seed. A curve ends where requests never got so far; dashed: the limit."
+    latencies = {prefix + name: spec for name, spec in here.figures.items() if name.startswith("latency/")}
+    yield _section("Latencies", _where(), tag("p", note), _grid(latencies))
+    yield _section("Placement", _where(), here.placements)
+    for title, rows in here.tables.items():
+        yield _section(title, _where(), rows)
+    for system in here.memory_systems:
+        title = next(cell["title"] for cell in summary["cells"] if cell["system"] == system)
+        figure = tag("div", class_="figure tall", data_figure=f"{prefix}memory/{system}", data_by_place=True)
+        yield _section(f"KV memory over time: {title} (GiB)", _where(), figure, data_system=system)
+    yield _section(
+        "Slowest requests",
+        _where(),
+        tag("p", "Latest for their TTFT limit first; open one for its story."),
+        here.stories,
+    )
+    yield from _closing(folder, summary, resolved)
+
+
+def _numbers(sweep: Sweep) -> Html:
+    """The table of a sweep, folded away where it is long."""
+    return tag("details", tag("summary", "All numbers"), overview(sweep.cells), open=len(sweep.cells) <= _FEW_CELLS)
+
+
+def _closing(folder: Path, summary: Mapping[str, Any], resolved: Mapping[str, Any]) -> Iterator[Html]:
+    if summary["claims"]:
+        yield _section("Claims", sections.claims(summary))
+    yield _section("Models and limits", sections.models(summary, resolved))
+    if summary["assumptions"]:
+        yield _section("Assumptions", sections.assumptions(summary))
+    yield _section("Where step times come from", sections.step_times(summary))
+    if flags := sections.careful(summary):
+        yield _section("Handle with care", flags)
+    yield _section("Run it again", sections.again(folder))
+
+
+def _where() -> Html:
+    """A line that the page fills with the place that is chosen."""
+    return tag("p", class_="where")
+
+
+def _section(title: str, *inner: Html, **attributes: object) -> Html:
+    return tag("section", tag("h2", title), *inner, **attributes)
+
+
+def _grid(figures: Mapping[str, Spec], sweep: str | None = None) -> Html:
+    """Figures side by side as far as the screen is wide, each under its title."""
+    boxes = []
+    for name, spec in figures.items():
+        box = tag("div", class_="figure", data_figure=name, data_sweep=sweep)
+        boxes.append(tag("div", tag("h3", spec["layout"]["title"]["text"]), box))
+    return tag("div", *boxes, class_="grid")

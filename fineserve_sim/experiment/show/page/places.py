@@ -1,0 +1,59 @@
+"""The places of an experiment, numbered: each point of its sweeps once, with the cell of every system there.
+
+What is shown by place (memory, distributions, requests) is heavy, so that a large grid keeps some of its places alone, with
+the one at which the systems differ most (of equals the last), where the page opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fineserve_sim.experiment.show.labels import axis_text
+
+Cell = Mapping[str, Any]
+"""One entry of ``cells`` in summary.json."""
+
+MOST_PLACES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One point: its axes in words (those that vary) and the cell of each system."""
+
+    title: str
+    cells: Mapping[str, Cell]
+
+    @property
+    def spread(self) -> float:
+        """How far attainments lie apart here."""
+        reached = [cell["metrics"]["ttft_attainment"]["mean"] or 0.0 for cell in self.cells.values()]
+        return max(reached) - min(reached)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """``shown`` of ``total`` places; ``first`` is the index at which the page opens."""
+
+    shown: tuple[Place, ...]
+    first: int
+    total: int
+
+
+def places_of(cells: Sequence[Cell]) -> Places:
+    """All places in the order of the sweeps, thinned evenly where there are too many."""
+    found: dict[str, dict[str, Cell]] = {}
+    varying = [
+        axis
+        for axis in dict.fromkeys(axis for cell in cells for axis in cell["axes"])
+        if len({str(cell["axes"].get(axis)) for cell in cells}) > 1
+    ]
+    for cell in cells:
+        title = ", ".join(axis_text(axis, cell["axes"][axis]) for axis in varying if axis in cell["axes"])
+        found.setdefault(title, {}).setdefault(cell["system"], cell)
+    every = [Place(title, systems) for title, systems in found.items()]
+    widest = max(range(len(every)), key=lambda index: (every[index].spread, index))
+    step = -(-len(every) // MOST_PLACES)
+    kept = sorted({*range(0, len(every), step), widest})
+    return Places(tuple(every[index] for index in kept), kept.index(widest), len(every))

@@ -1,0 +1,145 @@
+"""Figures of sweeps: one metric over one axis, a series a system and model, with 95 % intervals.
+
+Each trace says in ``meta`` whose it is: ``system``, ``model`` (``""``: all models together) and ``facet``, the place on the
+axes that are not on x. The page filters by that; alone, a figure shows all models at the first facet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from fineserve_sim.experiment.show.labels import Quantity, axis_text, distinct, number, quantity, varying_axes
+from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
+
+Cell = Mapping[str, Any]
+"""One entry of ``cells`` in summary.json."""
+
+METRICS = (
+    "slo_attainment",
+    "ttft_attainment",
+    "tpot_attainment",
+    "e2e_attainment",
+    "goodput_per_s",
+    "decode_throughput_tokens_per_s",
+    "ttft_p99_s",
+    "tpot_p99_s",
+)
+"""Drawn for every sweep that has them, beside what the file's own figures show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The cells of one sweep in the shape of its figures. ``x``: the axis across, None for a single point; ``facets``: the
+    places on the other axes, in words."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    x: str | None
+    others: tuple[str, ...]
+    facets: tuple[str, ...]
+
+    def facet_of(self, cell: Cell) -> int:
+        return self.facets.index(_facet(cell, self.others))
+
+    @property
+    def widest(self) -> int:
+        """The facet at which the systems lie furthest apart somewhere."""
+        reached: list[dict[Any, list[float]]] = [{} for _ in self.facets]
+        for cell in self.cells:
+            value = cell["metrics"]["ttft_attainment"]["mean"] or 0.0
+            reached[self.facet_of(cell)].setdefault(_x(cell, self.x), []).append(value)
+        spreads = [max(max(values) - min(values) for values in at.values()) for at in reached]
+        return spreads.index(max(spreads))
+
+
+def sweep_of(name: str, cells: Sequence[Cell]) -> Sweep:
+    """The sweep of these cells: its first varying axis goes across."""
+    axes = varying_axes(cells)
+    x, others = (axes[0], tuple(axes[1:])) if axes else (None, ())
+    places = product(*(distinct(cell["axes"][axis] for cell in cells) for axis in others))
+    wanted = [", ".join(axis_text(axis, value) for axis, value in zip(others, place, strict=True)) for place in places]
+    there = {_facet(cell, others) for cell in cells}
+    return Sweep(name, tuple(cells), x, others, tuple(facet for facet in wanted if facet in there))
+
+
+def _facet(cell: Cell, others: Sequence[str]) -> str:
+    return ", ".join(axis_text(axis, cell["axes"][axis]) for axis in others)
+
+
+def sweep_charts(sweep: Sweep, looks: Looks, panels: Sequence[str] = ()) -> dict[str, Spec]:
+    """A figure for each metric that the cells have, by the name of the metric."""
+    wanted = dict.fromkeys((*METRICS, *panels))
+    return {metric: _chart(sweep, metric, looks) for metric in wanted if _known(sweep.cells, metric)}
+
+
+def _known(cells: Sequence[Cell], metric: str) -> bool:
+    return any(cell["metrics"].get(metric, {}).get("mean") is not None for cell in cells)
+
+
+def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
+    shown = quantity(metric)
+    xs: list[Any] = distinct(cell["axes"][sweep.x] for cell in sweep.cells) if sweep.x else []
+    numeric = len(xs) > 1 and all(isinstance(value, int | float) for value in xs)
+    label = quantity(sweep.x).label if sweep.x else ""
+    across: Spec = {"title": label} if numeric else {"title": label, "type": "category"}
+    if numeric and len(xs) <= 8:
+        across |= {"tickvals": xs, "ticktext": [number(value) for value in xs]}
+        across |= {"type": "log"} if min(xs) > 0 and max(xs) >= 10 * min(xs) else {}
+    upward: Spec = {"title": shown.unit, "rangemode": "nonnegative"}
+    if shown.unit == "%":
+        upward |= {"range": [0, 104]}
+    return {
+        "data": list(_traces(sweep, metric, numeric, looks)),
+        "layout": layout(shown.label, x=across, y=upward, barmode="group"),
+    }
+
+
+def _traces(sweep: Sweep, metric: str, numeric: bool, looks: Looks) -> Iterator[Spec]:
+    """All models first, then one after the other."""
+    systems = list(dict.fromkeys(cell["system"] for cell in sweep.cells))
+    for facet, system in product(range(len(sweep.facets)), systems):
+        own = [cell for cell in sweep.cells if cell["system"] == system and sweep.facet_of(cell) == facet]
+        if not own:
+            continue
+        for model in ("", *own[0]["metrics"].get(metric, {}).get("by_model", {})):
+            entries = [_entry(cell, metric, model) for cell in own]
+            if any(entry.get("mean") is not None for entry in entries):
+                xs = [_x(cell, sweep.x) for cell in own]
+                yield _trace(own[0], xs, entries, quantity(metric), numeric, looks) | {
+                    "meta": {"system": system, "model": model, "facet": facet},
+                    "visible": model == "" and facet == 0,
+                }
+
+
+def _entry(cell: Cell, metric: str, model: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = cell["metrics"].get(metric, {})
+    return found.get("by_model", {}).get(model, {}) if model else found
+
+
+def _x(cell: Cell, x: str | None) -> Any:
+    value = cell["axes"][x] if x else ""
+    return value if isinstance(value, int | float) else str(value)
+
+
+def _trace(
+    cell: Cell, xs: list[Any], entries: Sequence[Mapping[str, Any]], shown: Quantity, numeric: bool, looks: Looks
+) -> Spec:
+    means, half_widths = (
+        [None if entry.get(key) is None else rounded(entry[key] * shown.scale) for entry in entries]
+        for key in ("mean", "half_width")
+    )
+    system = cell["system"]
+    if numeric:
+        pairs = sorted(zip(xs, means, half_widths, strict=True), key=lambda pair: pair[0])
+        xs, means, half_widths = ([pair[place] for pair in pairs] for place in range(3))
+        looked = {"type": "scatter", "mode": "lines+markers"} | looks.line(system)
+    else:
+        xs = [number(value) for value in xs] if any(x != "" for x in xs) else [cell["title"]]
+        looked = {"type": "bar"} | looks.bar(system)
+    found = {"x": xs, "y": means, "name": cell["title"], "legendgroup": system, **looked}
+    if any(half_widths):
+        found["error_y"] = {"type": "data", "array": [value or 0 for value in half_widths], "thickness": 1, "width": 3}
+    return found

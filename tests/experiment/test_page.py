@@ -1,0 +1,248 @@
+"""report.html in a headless Chromium: it asks nobody for anything, writes nothing to the console, and its filters filter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from browserkit import DRIVER, MISSING, Browser, browser
+
+from fineserve_sim.experiment import run_experiment
+from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.show.page.build import write_page
+from fineserve_sim.experiment.show.timelines.stored import run_of
+
+needs_browser = pytest.mark.skipif(not DRIVER and os.environ.get("FINESERVE_BROWSER") != "required", reason=MISSING)
+
+EXPERIMENT = """\
+fineserve: 1
+title: Two models & <one> GPU
+cluster: {gpu: h100-sxm, count: 2}
+models:
+  - {id: A, model: llama-3.1-8b, precision: fp8, rate_per_s: 30}
+  - {id: B, model: llama-3.1-8b, precision: W16A16, rate_per_s: 2}
+workload: {lengths: {prompt_tokens: 1024, output_tokens: 8}, requests: 50}
+slo: {ttft_s: 0.2}
+systems: [fineserve, prism, "static*", clairvoyant]
+sweeps:
+  - {name: rates, axes: {rate_scale: [1, 4], engine.token_budget: [2048, 4096]}}
+  - {name: alone, at: {rate_scale: 3}}
+seeds: 1
+assumptions: [{what: lengths, value: null, why: "</script> none was given"}]
+claims:
+  - {id: more, paper: "> 1", measure: ratio, metric: goodput_per_s, of: fineserve, over: "static*",
+     at: {sweep: rates, rate_scale: 4, engine.token_budget: 2048}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of the experiment, with its page."""
+    out = tmp_path_factory.mktemp("page")
+    (out / "page.yaml").write_text(EXPERIMENT, encoding="utf-8")
+    run_experiment(out / "page.yaml", out, jobs=1, decisions=True)
+    write_page([out], out / "report.html")
+    return out
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(chromium: Browser, folder: Path) -> Browser:
+    """The page, opened on a large screen on which every figure is drawn."""
+    chromium.emulate(1280, 12000)
+    chromium.console(), chromium.requests()
+    return opened(chromium, folder / "report.html")
+
+
+def opened(chromium: Browser, path: Path) -> Browser:
+    chromium.open(path)
+    chromium.wait_for("[...document.querySelectorAll('.figure')].every((box) => box.dataset.stale === 'no')")
+    return chromium
+
+
+def names(page: Browser, figure: str) -> list[str]:
+    """The names of the series that a figure shows."""
+    script = "return document.querySelector(`[data-figure='${arguments[0]}']`).data.map((trace) => trace.name);"
+    found: list[str] = page.run(script, figure)
+    return found
+
+
+def choose(page: Browser, name: str, value: str) -> None:
+    page.run(
+        "const box = document.querySelector(`[data-filter=${arguments[0]}]`); box.value = arguments[1];"
+        "box.dispatchEvent(new Event('change', {bubbles: true}));",
+        name,
+        value,
+    )
+
+
+def toggle(page: Browser, system: str) -> None:
+    page.run("document.querySelector(`[data-filter=system][value='${arguments[0]}']`).click();", system)
+
+
+def shown(page: Browser, selector: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].filter((row) => !row.hidden).map((row) => row.textContent);"
+    found: list[str] = page.run(script, selector)
+    return found
+
+
+@needs_browser
+def test_nothing_leaves_the_page_and_nothing_goes_wrong_in_it(page: Browser) -> None:
+    assert page.run("return document.querySelectorAll('.js-plotly-plot').length") > 10
+    asked = {address for address in page.requests() if not address.startswith("chrome:")}
+    assert {address for address in asked if not address.startswith("data:")} == {page.run("return location.href")}
+    assert page.console() == []
+
+
+@needs_browser
+def test_a_system_that_is_switched_off_is_gone_from_figures_and_tables(page: Browser) -> None:
+    assert names(page, "0/rates/ttft_attainment") == ["FineServe", "Prism", "Static*", "Clairvoyant bound"]
+    toggle(page, "prism")
+    assert names(page, "0/rates/ttft_attainment") == ["FineServe", "Static*", "Clairvoyant bound"]
+    rows = shown(page, "tbody tr[data-system]") + shown(page, "details[data-system]")
+    assert rows and not any(row.startswith("Prism") for row in rows)
+    assert not any("Prism" in title for title in shown(page, "section[data-system]"))
+
+
+@needs_browser
+def test_a_model_has_its_own_numbers(page: Browser, folder: Path) -> None:
+    def values() -> Any:
+        return page.run("return document.querySelector(`[data-figure='0/alone/ttft_p99_s']`).data[0].y")
+
+    cell = next(cell for cell in read_summary(folder)["cells"] if cell["sweep"] == "alone")
+    together = values()
+    choose(page, "model", "B")
+    metric = cell["metrics"]["ttft_p99_s"]
+    assert together == pytest.approx([metric["mean"]], rel=1e-3)
+    assert values() == pytest.approx([metric["by_model"]["B"]["mean"]], rel=1e-3)
+    stories = shown(page, "details[data-model]")
+    assert all(", B, request" in story for story in stories)
+
+
+@needs_browser
+def test_a_place_has_its_own_latencies_memory_and_requests(page: Browser) -> None:
+    places = page.run("return [...document.querySelector('[data-filter=place]').options].map((each) => each.text)")
+    assert len(places) == 5
+    told = []
+    for number in range(2):
+        choose(page, "place", str(number))
+        told.append((shown(page, "details[data-place]"), shown(page, ".where")[0]))
+        assert names(page, "0/latency/ttft")[-1] == "Limit, 0.2 s"
+        assert "A" in names(page, "0/memory/fineserve")
+    assert told[0][0] != told[1][0]
+    assert [where for _, where in told] == [f"At {place}." for place in places[:2]]
+
+
+@needs_browser
+def test_other_axes_of_a_sweep_are_chosen_beside_it(page: Browser) -> None:
+    script = "const box = document.querySelector('[data-facet=rates]'); box.value = arguments[0];"
+    script += "box.dispatchEvent(new Event('change', {bubbles: true}));"
+    script += (
+        "return document.querySelector(`[data-figure='0/rates/goodput_per_s']`).data.map((trace) => trace.meta.facet);"
+    )
+    assert set(page.run(script, "0")) == {0}
+    assert set(page.run(script, "1")) == {1}
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(chromium: Browser, folder: Path, dark: bool) -> None:
+    chromium.emulate(390, 844, dark=dark, phone=True)
+    page = opened_on_phone(chromium, folder / "report.html")
+    assert page.run("return document.documentElement.scrollWidth") == 390
+    ground = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (max(json.loads(ground.replace("rgb(", "[").replace(")", "]"))) < 60) == dark
+    text = page.run("return document.querySelector('.js-plotly-plot .xtick text').style.fill")
+    assert (min(json.loads(text.replace("rgb(", "[").replace(")", "]"))) > 200) == dark
+    assert page.console() == []
+
+
+def opened_on_phone(chromium: Browser, path: Path) -> Browser:
+    """Only figures near the screen are drawn."""
+    chromium.open(path)
+    drawn = "document.querySelectorAll('.js-plotly-plot .xtick').length"
+    chromium.wait_for(f"{drawn} > 0")
+    assert chromium.run("return document.querySelectorAll('.figure:not(.js-plotly-plot)').length") > 0
+    return chromium
+
+
+@needs_browser
+def test_several_folders_are_parts_with_filters_of_their_own(chromium: Browser, folder: Path, tmp_path: Path) -> None:
+    chromium.emulate(1280, 900)
+    chromium.console()
+    chromium.open(write_page([folder, folder], tmp_path / "both.html"))
+    chromium.run("document.querySelectorAll('main')[1].scrollIntoView()")
+    figure = "document.querySelector(`[data-figure='${args[0]}']`)"
+    for name in ("0/rates/ttft_attainment", "1/rates/ttft_attainment"):
+        chromium.run("document.querySelector(`[data-figure='${arguments[0]}']`).scrollIntoView()", name)
+        chromium.wait_for(f"{figure}.dataset.stale === 'no'", name)
+    toggle(chromium, "prism")
+    chromium.run("document.querySelector('main').scrollIntoView()")
+    chromium.wait_for(f"{figure}.dataset.stale === 'no'", "0/rates/ttft_attainment")
+    assert "Prism" not in names(chromium, "0/rates/ttft_attainment")
+    assert "Prism" in names(chromium, "1/rates/ttft_attainment")
+    assert chromium.console() == []
+
+
+def test_the_page_is_the_same_for_the_same_results_and_holds_plotly_once(folder: Path, tmp_path: Path) -> None:
+    text = write_page([folder, folder], tmp_path / "again.html").read_text(encoding="utf-8")
+    plotly = files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
+    assert text.count(plotly) == 1
+    assert write_page([folder], tmp_path / "one.html").read_bytes() == (folder / "report.html").read_bytes()
+    assert str(folder) not in text
+
+
+def test_texts_of_the_file_are_texts_of_the_page(folder: Path) -> None:
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Two models &amp; &lt;one&gt; GPU" in text and "<one>" not in text
+    assert "&lt;/script&gt; none was given" in text
+
+
+def test_the_page_tells_claims_assumptions_limits_step_times_and_how_to_run_it_again(folder: Path) -> None:
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    for told in ("Claims", "Assumptions", "Models and limits", "Where step times come from", "Run it again"):
+        assert f"<h2>{told}</h2>" in text
+    assert "fineserve-sim run experiment.yaml" in text and "0.2</td>" in text and "measured" in text
+    assert "Dispatch to engine" in text  # a story from the decision log
+
+
+def test_a_run_of_a_million_requests_stays_small(folder: Path, tmp_path: Path) -> None:
+    """The stored runs of the first cell repeated to a million requests and a day of samples: what is embedded is aggregated."""
+    large = tmp_path / "large"
+    shutil.copytree(folder, large)
+    summary = read_summary(large)
+    for cell in summary["cells"][:2]:
+        for suffix, rows in (("parquet", 1_000_000), ("timeline.parquet", 86_400)):
+            path = large / "cells" / f"{cell['runs'][0]}.{suffix}"
+            repeat(path, rows)
+    page = write_page([large], large / "report.html")
+    assert page.stat().st_size < 10_000_000
+    assert len(run_of(large, summary["cells"][0]).data.arrival_s) == 1_000_000
+
+
+def repeat(path: Path, rows: int) -> None:
+    table = pq.read_table(path)
+    found = table.take(pa.array(np.resize(np.arange(len(table)), rows)))
+    if "time_s" in found.column_names:
+        found = found.set_column(0, "time_s", pa.array(np.arange(float(rows))))
+    pq.write_table(found, path)
+
+
+def test_a_folder_without_results_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no summary\.json here"):
+        write_page([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()

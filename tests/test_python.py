@@ -1,0 +1,176 @@
+"""The program as functions: docs/python.md runs as it stands there, from a script, from standard input and where processes are
+spawned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fineserve_sim as fs
+from fineserve_sim.experiment import ConfigError
+
+PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+EXPERIMENT: dict[str, Any] = {
+    "fineserve": 1,
+    "title": "Two models on one GPU",
+    "cluster": {"gpu": "h100-sxm", "count": 1},
+    "models": [
+        {"id": "A", "model": "llama-3.1-8b", "precision": "fp8", "rate_per_s": 2},
+        {"id": "B", "model": "llama-3.1-8b", "precision": "W16A16", "rate_per_s": 2},
+    ],
+    "workload": {"lengths": {"prompt_tokens": 512, "output_tokens": 16}, "requests": 40},
+    "slo": {"ttft_s": 0.5},
+    "systems": ["fineserve", "static*"],
+    "sweeps": [{"name": "rates", "axes": {"rate_scale": [1, 2]}}],
+    "seeds": 2,
+}
+PROGRAM = f"""\
+import fineserve_sim as fs
+experiment = {EXPERIMENT!r}
+"""
+
+
+@pytest.fixture(scope="module")
+def result() -> fs.Result:
+    return fs.run(EXPERIMENT, jobs=1)
+
+
+def test_the_page_runs_as_it_stands_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in CODE:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert "infeasible" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"attainment.html", "results", "trace.csv"}
+    assert len(CODE) == 5
+
+
+def test_cells_have_a_row_each_with_intervals(result: fs.Result) -> None:
+    assert result.cells[["system", "rate_scale"]].to_numpy().tolist() == [
+        ["fineserve", 1.0], ["static*", 1.0], ["fineserve", 2.0], ["static*", 2.0]
+    ]  # fmt: skip
+    assert (result.cells["requests"] == 80).all()
+    assert result.cells["ttft_attainment_half_width"].notna().all()
+
+
+def test_requests_add_up_to_what_the_cells_say(result: fs.Result) -> None:
+    measured = result.requests[result.requests["measured"]]
+    assert len(measured) == result.cells["requests"].sum()
+    means = measured.groupby(["rate_scale", "system"], observed=True)["ttft_s"].mean()
+    cells = result.cells.set_index(["rate_scale", "system"])["ttft_mean_s"]
+    assert means.to_dict() == pytest.approx(cells.to_dict())
+    assert (measured["e2e_s"] > measured["ttft_s"]).all()
+
+
+def test_placements_name_the_gpus_of_every_model(result: fs.Result) -> None:
+    placed = result.placements[result.placements["system"] == "static*"]
+    assert set(placed["model"]) == {"A", "B"}
+    assert set(placed["gpus"]) == {(0,)}
+
+
+def test_a_model_without_a_gpu_is_a_row_that_says_so() -> None:
+    models = [*EXPERIMENT["models"], {"id": "C", "model": "qwen3-32b", "precision": "W16A16", "rate_per_s": 1}]
+    placed = fs.run(EXPERIMENT | {"models": models, "systems": ["prism*"], "seeds": 1}, jobs=1).placements
+    left = placed[placed["status"] == "unplaced"]
+    assert len(left) and all(gpus == () for gpus in left["gpus"])
+
+
+def test_the_timeline_has_a_row_a_sample_and_engine(result: fs.Result) -> None:
+    one = result.timeline.query("system == 'fineserve' and rate_scale == 1 and seed == 0")
+    assert set(one["model"]) == {"A", "B"}
+    assert all(samples["time_s"].is_monotonic_increasing for _, samples in one.groupby("engine"))
+    assert one["kv_used_bytes"].max() > 0
+
+
+def test_figures_are_objects_with_a_series_a_system(result: fs.Result) -> None:
+    figure = result.figures["rates/ttft_attainment"]
+    assert [trace.name for trace in figure.data if trace.visible] == ["FineServe", "Static*"]
+    assert list(figure.data[0].x) == [1, 2]
+
+
+def test_a_notebook_shows_a_row_a_cell(result: fs.Result) -> None:
+    shown = result._repr_html_()
+    assert shown.count("<tr") == 1 + 4
+    assert "Two models on one GPU" in shown and "TTFT SLO attainment (%)" in shown
+
+
+def test_the_folder_is_gone_with_the_result() -> None:
+    found = fs.run(EXPERIMENT, jobs=1, overrides={"workload.requests": 10}, seeds=1)
+    folder = found.folder
+    assert found.cells["requests"].tolist() == [10] * 4 and folder.exists()
+    del found
+    assert not folder.exists()
+
+
+def test_a_file_and_its_contents_give_the_same(tmp_path: Path, result: fs.Result) -> None:
+    again = fs.run(result.folder / "resolved.yaml", tmp_path, jobs=1)
+    assert again.cells.equals(result.cells)
+    assert fs.read(tmp_path).cells.equals(result.cells)
+
+
+def test_a_mistake_names_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^experiment: workload\.reqests: unknown key; did you mean \"requests\"\?$"):
+        fs.run(EXPERIMENT | {"workload": {**EXPERIMENT["workload"], "reqests": 3}})
+    with pytest.raises(ValueError, match=r"no summary\.json"):
+        fs.read("nowhere")
+
+
+def test_what_python_gives_is_left_alone() -> None:
+    given: Mapping[str, Any] = EXPERIMENT | {"workload": {**EXPERIMENT["workload"], "requests": 10}}
+    before = repr(given)
+    fs.run(given, jobs=1, seeds=1)
+    assert repr(given) == before
+
+
+def test_sizing_finds_the_rate_and_keeps_its_probes() -> None:
+    found = fs.size(EXPERIMENT | {"systems": ["fineserve"]}, {"ttft": 0.9}, "rate", precision=0.5, jobs=1)
+    assert found.table["system"].tolist() == ["fineserve"]
+    assert found.table["answer"][0] in set(found.probes["value"])
+    assert found.probes.loc[found.probes["value"] == found.table["answer"][0], "holds"].all()
+    assert "<table" in found._repr_html_()
+
+
+@pytest.mark.parametrize("from_stdin", [True, False], ids=["stdin", "spawned"])
+def test_processes_start_from_standard_input_and_from_a_spawned_one(tmp_path: Path, from_stdin: bool) -> None:
+    """Workers import the script that starts them: standard input cannot be imported, a script can, and so can one that a
+    spawned process runs."""
+    calls = 'print(sorted(set(fs.run(experiment, "out", jobs=2).cells["system"])))\n'
+    if not from_stdin:
+        body = "".join(f"    {line}\n" for line in calls.splitlines())
+        calls = (
+            f"def work():\n{body}\n"
+            'if __name__ == "__main__":\n'
+            "    from multiprocessing import get_context\n"
+            '    child = get_context("spawn").Process(target=work)\n'
+            "    child.start(); child.join(); raise SystemExit(child.exitcode)\n"
+        )
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM + calls, encoding="utf-8")
+    with script.open(encoding="utf-8") as source:
+        command = [sys.executable, *([] if from_stdin else [str(script)])]
+        stdin = source if from_stdin else subprocess.DEVNULL
+        done = subprocess.run(command, stdin=stdin, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "['fineserve', 'static*']\n"), done.stderr
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, fineserve_sim; print(*(name in sys.modules for name in ('numpy', 'pandas', 'fineserve_sim.api')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"] * 3
+
+
+def test_what_is_not_there_is_said_as_python_does() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'simulate'"):
+        _ = fs.simulate  # type: ignore[attr-defined]
