@@ -12,8 +12,10 @@ Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
 
 _METRICS = (
+    "slo_attainment",
     "ttft_attainment",
     "tpot_attainment",
+    "e2e_attainment",
     "goodput_per_s",
     "decode_throughput_tokens_per_s",
     "ttft_p50_s",
