@@ -46,6 +46,15 @@ class ModelFiles(Strict):
     tool_parser: str | None = None
 
 
+class AddedModel(ModelFiles):
+    """A model that is added to a running server: its files, and what a file says of it in ``models``. ``device`` None: the
+    one with the most free memory."""
+
+    ttft_slo_s: Positive | None = None
+    rate_per_s: Positive = 1.0
+    device: Annotated[int, Field(ge=0)] | None = None
+
+
 class RayCluster(Strict):
     """The Ray cluster to join, in Ray's words: ``HOST:PORT``, ``auto`` or ``local``."""
 
@@ -166,8 +175,10 @@ def _check(file: RuntimeFile) -> None:
         if model.entry.tp != 1:
             path = ("models", index, "tp")
             raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
-        folder = file.folder / section.models[model.id].path
-        _check_files(file, model.id, folder / "config.json")
+        try:
+            check_model(section.models[model.id], file.folder)
+        except ModelProblem as problem:
+            raise file.error(".".join(("models", model.id, *problem.keys)), problem.said) from None
     _check_engines(file)
     if section.backend == "cuda" and section.mode == "in_process":
         raise file.error("mode", "GPU engines need a process each; leave mode out")
@@ -195,21 +206,32 @@ def _check_access(file: RuntimeFile) -> None:
             raise file.error("tls", f"certificate or key cannot be used: {problem}") from None
 
 
-def _check_files(file: RuntimeFile, name: str, config: Path) -> None:
-    """The folder is a model's, and of a format that vLLM gets right."""
+class ModelProblem(ValueError):
+    """A model that cannot be served; ``keys``: where in its entry, if that is known."""
+
+    def __init__(self, said: str, *keys: str) -> None:
+        self.said = said
+        self.keys = keys
+        super().__init__(": ".join((*keys, said)))
+
+
+def check_model(files: ModelFiles, folder: Path) -> dict[str, Any]:
+    """The config.json of the model's folder, which lies in ``folder``. Raises ModelProblem unless its format is one that
+    vLLM gets right, and as long as it is to be."""
+    config = folder / files.path / "config.json"
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise file.error(f"models.{name}.path", f"{config} cannot be read; expected a model folder") from None
-    files = file.section.models[name]
+        raise ModelProblem(f"{config} cannot be read; expected a model folder", "path") from None
     try:
         check_format(found, files.dtype, files.kv_cache_dtype, files.quantization)
     except ValueError as problem:
-        raise file.error(f"models.{name}", str(problem)) from None
+        raise ModelProblem(str(problem)) from None
     longest = longest_context(found)
     if longest is not None and files.max_model_len > longest:
         said = f"{files.max_model_len} is more than the {longest} tokens that {config} allows"
-        raise file.error(f"models.{name}.max_model_len", said)
+        raise ModelProblem(said, "max_model_len")
+    return found
 
 
 def _check_engines(file: RuntimeFile) -> None:

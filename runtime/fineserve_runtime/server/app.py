@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from fineserve_runtime import __version__
 from fineserve_runtime.jobs import Limits
+from fineserve_runtime.server.admin import add_admin
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
 from fineserve_runtime.server.doorman import Doorman, answer
@@ -36,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
     _add_errors(app, service)
     _add_status(app, service)
     _add_models(app, service)
-    _add_admin(app, service)
+    add_admin(app, service)
     _add_generation(app, service)
     return app
 
@@ -93,22 +94,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         return await service.work(lambda: _tokenize(service, parse(TokenizeRequest, request.state.body)))
-
-
-def _add_admin(app: FastAPI, service: Service) -> None:
-    @app.post("/admin/models/{name}/{action}")
-    async def act(name: str, action: str) -> dict[str, Any]:
-        """Put a model to sleep, once its requests have ended, or wake it. Answers how it is now."""
-        model = service.model(name).id
-        actions = {"sleep": service.driver.stop, "wake": service.driver.resume}
-        if action not in actions:
-            raise ApiError(404, f"{action[:100]} is no action; expected {' or '.join(actions)}")
-        try:
-            await service.look(lambda: actions[action](model))
-        except ValueError as problem:
-            raise ApiError(409, str(problem)) from None
-        health = await service.look(lambda: service.driver.health(model))
-        return {"model": model, "state": health.condition}
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
