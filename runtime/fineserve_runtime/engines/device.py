@@ -158,8 +158,8 @@ class LocalDevice:
         facts = _engine_facts(engine, self._config.cache_dir)
         if header.slab_bytes % facts.block_bytes and header.slab_bytes < 2 * facts.block_bytes:
             raise ValueError(
-                f"{engine.name}: its KV blocks of {facts.block_bytes} bytes do not fit in slabs of {header.slab_bytes}, "
-                "which the models of the start determine"
+                f"{engine.name}: its KV blocks of {facts.block_bytes} bytes do not fit in slabs of {header.slab_bytes}; "
+                "a larger memory.slab_multiple of the system makes larger ones"
             )
         number = next((each for each in range(header.engines) if each not in self._engines), None)
         if number is None:

@@ -162,7 +162,7 @@ class EngineLoop:
             self._stopping = True
             return
         if isinstance(command, Build):
-            self._seen[command.engine] = 0
+            self._seen[command.engine], self._step_s[command.engine] = 0, 0.0
             self._begin(command.engine, command.build)
             return
         self._seen[command.engine] += 1
