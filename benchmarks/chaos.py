@@ -46,7 +46,7 @@ from benchmarks.chaos_clients import (
     reference,
     watch_health,
 )
-from benchmarks.chaos_server import LONGEST_S, MODELS, Server, write_file
+from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, write_file
 
 _PROMPTS = 60  # of each model
 _SETTLE_S = 180.0
