@@ -53,9 +53,9 @@ def test_plain_completions_and_what_is_refused() -> None:
             base_url=f"{here.url}/v1", api_key="any", model="A", max_tokens=12, max_retries=0
         )
         assert plain.invoke("hello") == answer("hello")
-        with pytest.raises(Exception, match="model's maximum context length is 512 tokens"):
+        with pytest.raises(Exception, match=r"maximum context length is 512 tokens"):
             chat(here).invoke("x" * 600)
-        with pytest.raises(Exception, match="tool_choice|tool_parser"):
+        with pytest.raises(Exception, match=r"tool_choice|tool_parser"):
             chat(here).bind_tools([{"name": "look", "description": "d", "input_schema": {"type": "object"}}]).invoke(
                 "hi"
             )
