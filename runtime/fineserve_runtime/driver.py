@@ -247,7 +247,8 @@ class Driver:
             self._end(job, End("failed", "engine_died", f"the engine died: {reason}"))
             return
         job.retried = True
-        job.queued_s = self.now()
+        if job.generated:  # who has no token waits for it since he came
+            job.queued_s = self.now()
         self.arrive(job, again=True)
 
     def _end(self, job: Job, end: End) -> None:

@@ -21,7 +21,7 @@ from fineserve_sim.systems.spec import KvSlabSpec
 _LOOK_S = 0.02
 
 _END_S = 180.0
-"""An engine ends between two steps, or is not there any more."""
+"""So long what is under way on a device may last."""
 
 
 class Roster:
@@ -59,6 +59,7 @@ class Roster:
             raise
         self._metrics.add_model(name)
         self._running.driver.add_model(facts, None if moves else gpus[0])
+        self._await_up(name)
         return facts
 
     def remove(self, name: str, drain_s: float) -> None:
@@ -74,6 +75,12 @@ class Roster:
         self._metrics.remove_model(name)
         for end in ends:
             end.result(_END_S)
+
+    def _await_up(self, name: str) -> None:
+        """Its device may have something to do before: another engine starts there."""
+        end_s = time.monotonic() + _END_S
+        while self._running.driver.health(name).condition == "starting" and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
 
     def _check_system(self) -> None:
         if not self._file.section.weights_in_region:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fineserve_runtime.config import AddedModel, RuntimeFile, RuntimeSection
 from fineserve_runtime.core import ModelFacts
-from fineserve_runtime.jobs import Limits
+from fineserve_runtime.jobs import Limits, Observer
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler
 from fineserve_runtime.metrics import EngineFigures, Metrics
@@ -23,6 +23,7 @@ from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.serving import Tls, bind, exits_on_sigterm, serve
 from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
 from fineserve_runtime.server.tools import MakeParser
+from fineserve_runtime.tracing import Tracing
 from fineserve_sim.cluster.scenario import Scenario
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.run.run import Run, scenario
@@ -54,6 +55,12 @@ def run_server(
         metrics = Metrics(model.id for model in served.models)
         metrics.watch_logs([each for each in (log.lines, decisions) if each is not None])
 
+        observers: list[Observer] = [metrics]
+        if section.tracing:
+            tracing = Tracing()
+            stack.callback(tracing.close)
+            observers.append(tracing)
+
         def incident(what: str, facts: dict[str, object]) -> None:
             metrics.incident(what, facts)
             log(what, facts)
@@ -61,7 +68,7 @@ def run_server(
         log("starting", {"system": served.system.name, "models": [model.id for model in served.models], "url": url})
         stack.enter_context(exits_on_sigterm())
         running = stack.enter_context(
-            launch(file, served, log=decisions, observers=(metrics,), on_incident=incident, start=start)
+            launch(file, served, log=decisions, observers=observers, on_incident=incident, start=start)
         )
         service = _service(file, served, running, metrics, log, tokenizer, parsers)
         log("ready", {"url": url})

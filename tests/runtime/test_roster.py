@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engines import BLOCK_BYTES, FakeHost
-from filekit import CONFIG, write_file
+from filekit import write_file, write_model
 from fineserve_runtime.cli import app
 from fineserve_runtime.config import load_file
 from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig
@@ -60,8 +60,7 @@ class Here:
 def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> Iterator[Here]:
     """A server from a file, over fake engines, with a third model's folder beside those of the file."""
     monkeypatch.setenv("ROOT_KEY", "root")
-    (folder / "third").mkdir()
-    (folder / "third" / "config.json").write_text(json.dumps(CONFIG))
+    write_model(folder / "third")
     always = [("runtime.admin_key_env", "ROOT_KEY"), ("runtime.weights_in_region", "true"), ("runtime.drain_s", "5")]
     file = load_file(write_file(folder), [*always, *changes])
     scenario = served_scenario(file, None)
