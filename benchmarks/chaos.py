@@ -1,6 +1,7 @@
 """A campaign that tries to break the server: real clients under load while everything goes wrong that can be made to.
 
-    python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake] [--minutes N] [--report]
+    python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake] [--minutes N]
+        [--gap S] [--clients N] [--grace S] [--report]
 
 A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
 requests through OpenAI's client; faults are drawn from the seed and the segment's number. In every third segment the
@@ -50,7 +51,6 @@ from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, write_f
 
 _PROMPTS = 60  # of each model
 _SETTLE_S = 180.0
-_GRACE_S = 1.0
 _THIRD = "third"
 
 
@@ -164,7 +164,7 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
     finally:
         code = server.stop()
     problems += [f"exit code {code}"] * (code != 0) + [f"left behind: {each}" for each in server.left_behind()]
-    problems += _waits(tally)
+    problems += _waits(tally, options.grace)
     return {
         "segment": number,
         "took_s": round(time.monotonic() - begun_s, 1),
@@ -222,10 +222,10 @@ def _settled(server: Server, free_bytes: float, prompts: list[Prompt], expected:
     return problems
 
 
-def _waits(tally: Tally) -> list[str]:
+def _waits(tally: Tally, grace_s: float) -> list[str]:
     late = [(tally.longest_s, LONGEST_S, "a request lasted")]
     late += [(tally.longest_wait_s, LATEST_S, "a client waited for its first token")]
-    return [f"{what} {took:.1f} s, more than {most:g}" for took, most, what in late if took > most + _GRACE_S]
+    return [f"{what} {took:.1f} s, more than {most:g}" for took, most, what in late if took > most + grace_s]
 
 
 # --- the campaign ------------------------------------------------------------------------------------------------------
@@ -242,6 +242,7 @@ def main() -> int:
         "--gap", type=float, default=0.5, help="seconds between short faults; long ones: five times that"
     )
     parser.add_argument("--engines", choices=["vllm", "fake"], default="vllm")
+    parser.add_argument("--grace", type=float, default=1.0, help="seconds that a wait may be longer than it should")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no segment after so long")
     parser.add_argument("--report", action="store_true", help="print what is there, and leave")
     options = parser.parse_args()
