@@ -17,6 +17,7 @@ from fineserve_runtime.jobs import Limits, Observer
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler
 from fineserve_runtime.metrics import EngineFigures, Metrics
+from fineserve_runtime.printed import catch_printed
 from fineserve_runtime.roster import Roster
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.service import Key, Service
@@ -46,8 +47,10 @@ def run_server(
     url = f"{'https' if section.tls else 'http'}://{section.host}:{bound.getsockname()[1]}"
     with ExitStack() as stack:
         stack.callback(bound.close)
-        log = EventLog()
+        printed = stack.enter_context(catch_printed())
+        log = EventLog(printed.stream)
         stack.callback(log.close)
+        printed.into(log)
         stack.enter_context(_libraries_log_to(log))
         decisions = LineLog(FileTarget(file.folder / section.decisions), "decisions") if section.decisions else None
         if decisions is not None:

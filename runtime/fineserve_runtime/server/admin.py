@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -14,6 +15,7 @@ from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.schema import parse
 from fineserve_runtime.server.service import Service
 
+T = TypeVar("T")
 _MODELS = f"{ADMIN}models"
 
 
@@ -30,14 +32,14 @@ def add_admin(app: FastAPI, service: Service) -> None:
         asked = parse(AddRequest, request.state.body)
         request.state.gate.leave()  # engines take their time to start
         name, model = asked.model, AddedModel(**asked.model_dump(exclude={"model"}))
-        served = await _operated(service, lambda: _add(service, name, model))
+        served = await _operated(service.operate, lambda: _add(service, name, model))
         return await _answer(service, served.id)
 
     @app.delete(_MODELS + "/{name}")
     async def remove(name: str) -> dict[str, Any]:
         """Answers when its requests have ended and its memory is free."""
         model = service.model(name).id
-        await _operated(service, lambda: _remove(service, model))
+        await _operated(service.operate, lambda: _remove(service, model))
         return {"model": model, "state": "removed"}
 
     @app.post(_MODELS + "/{name}/{action}")
@@ -47,7 +49,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
         actions = {"sleep": service.driver.stop, "wake": service.driver.resume}
         if action not in actions:
             raise ApiError(404, f"{action[:100]} is no action; expected {' or '.join(actions)}")
-        await _operated(service, lambda: actions[action](model))
+        await _operated(service.look, lambda: actions[action](model))
         return await _answer(service, model)
 
 
@@ -72,10 +74,10 @@ def _remove(service: Service, name: str) -> None:
     service.log("model removed", {"model": name})
 
 
-async def _operated(service: Service, function: Any) -> Any:
-    """What the function gives. Raises ApiError for what cannot be done (409), or did not work (503)."""
+async def _operated(run: Callable[[Callable[[], T]], Awaitable[T]], function: Callable[[], T]) -> T:
+    """What the function gives, which ``run`` runs. Raises ApiError for what cannot be done (409), or did not work (503)."""
     try:
-        return await service.operate(function)
+        return await run(function)
     except ValueError as problem:
         raise ApiError(409, str(problem), code="conflict", reason="operator") from None
     except RuntimeError as problem:
