@@ -18,6 +18,8 @@ __all__ = ["START_TIMEOUT_S", "Host", "model_folder", "start_host"]
 
 START_TIMEOUT_S = 300.0
 
+_END_S = 10.0
+
 _LOG = logging.getLogger("fineserve.engines")
 
 
@@ -128,11 +130,15 @@ class Host:
             self._await_ready(self._handles[number])
 
     def _await_ready(self, handle: Handle) -> None:
-        """Engines of one thread are silent while one of them loads, and no worse for that."""
+        """Engines of one thread are silent while one of them loads, and no worse for that. One that hangs while it starts is
+        ended: nobody else would find it dead."""
         end_s = time.monotonic() + START_TIMEOUT_S
         while not handle.ready.wait(BEAT_S):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s")
+                reason = f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s"
+                self._device.end_hung((handle.id,), reason)
+                handle.await_death(_END_S)
+                raise RuntimeError(reason)
             if self.config.mode == "in_process":
                 for other in self._handles.values():
                     other.on_heard()
