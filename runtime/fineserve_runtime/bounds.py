@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fineserve_runtime.jobs import End, Job
+from fineserve_sim.systems.spec import AdaptiveSpec, FcfsSpec, SchedulerSpec
 
 _PACE_TOKENS = 64
 _MOST_RETRY_S = 60.0
@@ -30,6 +32,31 @@ class Bounds:
             problem = f"no engine got to the request in {self.queued_s:g} s"
             return End("failed" if job.generated else "refused", "queue_timeout", problem, 1.0)
         return None
+
+
+class Deadlines:
+    """What deadlines are under ``scheduler``, and who missed his. ``slo_s``: the TTFT limit by model, read as it is then."""
+
+    def __init__(self, scheduler: SchedulerSpec, bounds: Bounds, slo_s: Mapping[str, float]) -> None:
+        self._by_deadline = not isinstance(scheduler, FcfsSpec)
+        self._drops_late = isinstance(scheduler, AdaptiveSpec) or getattr(scheduler, "late", "") == "drop"
+        self._bounds = bounds
+        self._slo_s = slo_s
+
+    def core_arrival_s(self, job: Job) -> float:
+        """The arrival that gives the request its deadline. A request on its way again that has tokens out has met its TTFT
+        limit or missed it: it only must not wait for longer than anybody may."""
+        if not self._by_deadline:
+            return job.arrival_s
+        begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.arrival_s, job.slo_s)
+        return begin_s + limit_s - self._slo_s[job.model]
+
+    def overdue(self, job: Job, now: float, *, unled: bool) -> End | None:
+        """How a late request ends, if it does. Local schedulers look after deadlines, but not of those who have no engine
+        (``unled``)."""
+        if unled and self._drops_late and job.first_token_s is None and now - job.arrival_s > job.slo_s:
+            return End("refused", "deadline", f"no engine served model {job.model} in time", 1.0)
+        return self._bounds.overdue(job, now)
 
 
 class Pace:

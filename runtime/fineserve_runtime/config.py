@@ -21,9 +21,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fineserve_runtime.formats import check_format, longest_context
+from fineserve_runtime.formats import check_format, longest_context, parser_names
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.step_times import read_table
+from fineserve_runtime.tracing import missing
 from fineserve_sim.experiment.file.document import Document, parse_value, read_yaml
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.file.messages import as_config_error
@@ -44,6 +45,15 @@ class ModelFiles(Strict):
     max_model_len: Count = 2048
     prefix_caching: bool = False
     tool_parser: str | None = None
+
+
+class AddedModel(ModelFiles):
+    """A model that is added to a running server: its files, and what a file says of it in ``models``. ``device`` None: the
+    one with the most free memory."""
+
+    ttft_slo_s: Positive | None = None
+    rate_per_s: Positive = 1.0
+    device: Annotated[int, Field(ge=0)] | None = None
 
 
 class RayCluster(Strict):
@@ -77,7 +87,8 @@ class RuntimeSection(Strict):
     environment variable that holds the API key; ``api_keys``: several, with limits of their own; ``admin_key_env``: that of
     operators, without which there is no admin API. A model has at most
     ``queued_requests`` without a first token, none for longer than ``queued_s``; no request lasts longer than
-    ``request_s``; an engine without a sign of life for ``silent_s`` is ended; SIGTERM gives ``drain_s``."""
+    ``request_s``; an engine without a sign of life for ``silent_s`` is ended; SIGTERM gives ``drain_s``.
+    ``tracing``: a span of OpenTelemetry's a request."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
     mode: Literal["in_process", "processes"] | None = None
@@ -101,6 +112,7 @@ class RuntimeSection(Strict):
     silent_s: Positive = 60.0
     drain_s: Positive = 30.0
     decisions: str | None = None
+    tracing: bool = False
 
     @property
     def ray_address(self) -> str | None:
@@ -166,12 +178,16 @@ def _check(file: RuntimeFile) -> None:
         if model.entry.tp != 1:
             path = ("models", index, "tp")
             raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
-        folder = file.folder / section.models[model.id].path
-        _check_files(file, model.id, folder / "config.json")
+        try:
+            check_model(section.models[model.id], file.folder)
+        except ModelProblem as problem:
+            raise file.error(".".join(("models", model.id, *problem.keys)), problem.said) from None
     _check_engines(file)
     if section.backend == "cuda" and section.mode == "in_process":
         raise file.error("mode", "GPU engines need a process each; leave mode out")
     _check_access(file)
+    if section.tracing and (lacks := missing()) is not None:
+        raise file.error("tracing", f"{lacks} is not installed; pip install 'fineserve[tracing]'")
     for name in file.experiment.setup.systems:
         _check_system(file, name)
 
@@ -195,21 +211,42 @@ def _check_access(file: RuntimeFile) -> None:
             raise file.error("tls", f"certificate or key cannot be used: {problem}") from None
 
 
-def _check_files(file: RuntimeFile, name: str, config: Path) -> None:
-    """The folder is a model's, and of a format that vLLM gets right."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+class ModelProblem(ValueError):
+    """A model that cannot be served; ``keys``: where in its entry, if that is known."""
+
+    def __init__(self, said: str, *keys: str) -> None:
+        self.said = said
+        self.keys = keys
+        super().__init__(": ".join((*keys, said)))
+
+
+def check_model(files: ModelFiles, folder: Path) -> dict[str, Any]:
+    """The config.json of the model's folder, which lies in ``folder``. Raises ModelProblem unless all is there that vLLM
+    needs, in a format that it gets right, and as long as it is to be."""
+    config = folder / files.path / "config.json"
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise file.error(f"models.{name}.path", f"{config} cannot be read; expected a model folder") from None
-    files = file.section.models[name]
+        raise ModelProblem(f"{config} cannot be read; expected a model folder", "path") from None
     try:
         check_format(found, files.dtype, files.kv_cache_dtype, files.quantization)
     except ValueError as problem:
-        raise file.error(f"models.{name}", str(problem)) from None
+        raise ModelProblem(str(problem)) from None
+    for what, patterns in (("weights", _WEIGHTS), ("tokenizer", _TOKENIZERS)):
+        if not any(next(config.parent.glob(pattern), None) for pattern in patterns):
+            raise ModelProblem(f"{config.parent} has no {what}; expected one of {', '.join(patterns)}", "path")
+    parsers = parser_names()
+    if files.tool_parser is not None and parsers and files.tool_parser not in parsers:
+        raise ModelProblem(f"unknown parser; {nearest(files.tool_parser, parsers)}", "tool_parser")
     longest = longest_context(found)
     if longest is not None and files.max_model_len > longest:
         said = f"{files.max_model_len} is more than the {longest} tokens that {config} allows"
-        raise file.error(f"models.{name}.max_model_len", said)
+        raise ModelProblem(said, "max_model_len")
+    return found
 
 
 def _check_engines(file: RuntimeFile) -> None:

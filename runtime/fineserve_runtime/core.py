@@ -7,7 +7,7 @@ the log's commands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict
@@ -32,11 +32,6 @@ class StepMeasured(NamedTuple):
     duration_s: float
 
 
-RuntimeEvent = events.Event | StepMeasured
-EVENTS: dict[str, type] = {kind.__name__: kind for kind in (*get_args(events.Event), StepMeasured)}
-"""The events of a decision log by name."""
-
-
 class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,6 +48,26 @@ class ModelFacts(_Facts):
     max_tokens: int
     block_tokens: int
     measured: tuple[MeasuredStep, ...]
+
+
+class ModelAdded(NamedTuple):
+    """One more model, to be resident on ``gpu``; None where residency is the policy's business."""
+
+    facts: ModelFacts
+    gpu: int | None
+
+
+class ModelRemoved(NamedTuple):
+    """A model without requests is no more, nor are its engines."""
+
+    model: str
+
+
+RuntimeEvent = events.Event | StepMeasured | ModelAdded | ModelRemoved
+EVENTS: dict[str, type] = {
+    kind.__name__: kind for kind in (*get_args(events.Event), StepMeasured, ModelAdded, ModelRemoved)
+}
+"""The events of a decision log by name."""
 
 
 class GpuFacts(_Facts):
@@ -93,12 +108,13 @@ class Core:
         instances = [
             Instance(stay.model, 0, (stay.gpu,), self._models[stay.model].rate_per_s, 0) for stay in spec.stays
         ]
-        slots = [GpuSlot(gpu.id, 0, gpu.memory_bytes) for gpu in spec.gpus]
+        self._seats = [(instance.model, instance.gpus) for instance in instances]
+        self._slots = [GpuSlot(gpu.id, 0, gpu.memory_bytes) for gpu in spec.gpus]
         self.controller = FleetController(
-            {model.id: FleetModel(_demand(model), model.max_tokens) for model in spec.models},
-            slots,
+            {model.id: _fleet_model(model) for model in spec.models},
+            self._slots,
             instances,
-            _residency(spec, slots, instances),
+            self._residency(),
             self._schedulers,
             tick_s=spec.residency.tick_s if spec.residency else 1.0,
         )
@@ -108,7 +124,35 @@ class Core:
             row = MeasuredStep(event.prefill_tokens, event.decodes, event.duration_s)
             self._step_times[event.model].observe(row)
             return []
+        if isinstance(event, ModelAdded):
+            self._add(event.facts, event.gpu)
+            return []
+        if isinstance(event, ModelRemoved):
+            self._remove(event.model)
+            return []
         return self.controller.handle(now, event)
+
+    def _add(self, facts: ModelFacts, gpu: int | None) -> None:
+        self._models[facts.id] = facts
+        self._step_times[facts.id] = StepTimes(self._spec.token_budget, facts.measured)
+        if gpu is not None:
+            self._seats.append((facts.id, (gpu,)))
+        self.controller.add_model(facts.id, _fleet_model(facts), self._residency())
+
+    def _remove(self, model: str) -> None:
+        del self._models[model]
+        self._seats = [seat for seat in self._seats if seat[0] != model]
+        self.controller.remove_model(model, self._residency())
+        del self._step_times[model]
+
+    def _residency(self) -> ResidencyPolicy:
+        """A policy that knows the models of now. When models come or go it begins anew: since when they are where they are, it
+        forgets."""
+        spec = self._spec
+        if spec.residency is None:
+            return KeepResident(self._seats)
+        demands = {id: _demand(model) for id, model in self._models.items()}
+        return build_residency(spec.residency, spec.placement, demands, self._slots)
 
     def _schedulers(self, engines: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
         return build_schedulers(self._spec.scheduler, [self._factsheet(binding) for binding in engines])
@@ -134,18 +178,16 @@ class Core:
 class KeepResident:
     """The residency policy of systems without one: who is missing from its place is started again there."""
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
-        self._seats = [(instance.model, instance.gpus) for instance in instances]
+    def __init__(self, seats: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        self._seats = tuple(seats)
 
     def suggest(self, now: float, view: FleetView) -> list[Start]:
         present = {(engine.model, engine.gpus) for engine in view.engines}
         return [Start(model, gpus) for model, gpus in self._seats if (model, gpus) not in present]
 
 
-def _residency(spec: CoreSpec, gpus: Sequence[GpuSlot], instances: Sequence[Instance]) -> ResidencyPolicy:
-    if spec.residency is None:
-        return KeepResident(instances)
-    return build_residency(spec.residency, spec.placement, {model.id: _demand(model) for model in spec.models}, gpus)
+def _fleet_model(model: ModelFacts) -> FleetModel:
+    return FleetModel(_demand(model), model.max_tokens)
 
 
 def _demand(model: ModelFacts) -> ModelDemand:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel
+
 Entry = dict[str, Any]
 
 
@@ -57,6 +59,8 @@ def _plain_fields(value: Any) -> Entry:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     if hasattr(value, "_fields") or is_dataclass(value):
         return _plain_fields(value)
     if isinstance(value, dict):
@@ -78,6 +82,8 @@ def _value(hint: Any, data: Any) -> Any:
         return {key(name): _value(item, each) for name, each in data.items()}
     if origin in (tuple, list):
         return origin(_value(arguments[0], each) for each in data)
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return hint.model_validate(data)
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         return _object(hint, data)
     return data

@@ -30,6 +30,16 @@ class Desk:
         """Requests of the model that have no token yet."""
         return self._untouched[model]
 
+    def add_model(self, model: str) -> None:
+        self._untouched[model] = 0
+
+    def remove_model(self, model: str) -> None:
+        """It has no requests."""
+        del self._untouched[model]
+
+    def of(self, model: str) -> list[Job]:
+        return [job for job in self._jobs.values() if job.model == model]
+
     def take_in(self, job: Job) -> None:
         self._jobs[job.id] = job
         self._untouched[job.model] += 1

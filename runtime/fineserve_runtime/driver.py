@@ -14,11 +14,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from fineserve_runtime.alarm import Alarm
-from fineserve_runtime.bounds import Bounds, Pace
-from fineserve_runtime.core import Core, CoreSpec, RuntimeEvent, StepMeasured
+from fineserve_runtime.bounds import Bounds, Deadlines, Pace
+from fineserve_runtime.core import Core, CoreSpec, ModelAdded, ModelFacts, ModelRemoved, RuntimeEvent, StepMeasured
 from fineserve_runtime.decisions import Entry, command_entry, event_entry
 from fineserve_runtime.desk import Desk
 from fineserve_runtime.engines.api import EngineDied, EngineHost, StepReport, TokenChunk
@@ -30,7 +31,6 @@ from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evi
 from fineserve_sim.policy.events import EngineStepped, RequestAborted, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.views import Status
 from fineserve_sim.policy.interfaces import EngineState, Request
-from fineserve_sim.systems.spec import AdaptiveSpec, FcfsSpec
 
 Log = Callable[[Entry], None]
 
@@ -55,11 +55,10 @@ class Driver:
         self._core = Core(spec)
         self._controller = self._core.controller
         self._slo_s = {model.id: model.slo_s for model in spec.models}
-        self._by_deadline = not isinstance(spec.scheduler, FcfsSpec)
-        self._drops_late = isinstance(spec.scheduler, AdaptiveSpec) or getattr(spec.scheduler, "late", "") == "drop"
         self._memory = {slot.id: slot.memory_bytes for slot in spec.gpus}
         self._weights = {model.id: model.weight_bytes for model in spec.models}
         self._bounds = bounds or Bounds()
+        self._deadlines = Deadlines(spec.scheduler, self._bounds, self._slo_s)
         self._log = log
         self.incident = on_incident
         self._places: Places
@@ -143,6 +142,31 @@ class Driver:
         with self._lock:
             self._lives.resume(model)
 
+    def add_model(self, facts: ModelFacts, gpu: int | None) -> None:
+        """Serve one more model, whose engines run on ``gpu``, or sleep on all devices (None: residency moves models)."""
+        with self._lock:
+            self._slo_s[facts.id], self._weights[facts.id] = facts.slo_s, facts.weight_bytes
+            self._desk.add_model(facts.id)
+            self._lives.add_model(facts.id)
+            self.tell(ModelAdded(facts, gpu))
+            self.tell(self._tick())
+
+    def remove_model(self, model: str, problem: str) -> list[Future[None]]:
+        """Serve it no more; its requests end with ``problem``, and its engines by and by. Call ``stop`` before."""
+        with self._lock:
+            for job in self._desk.of(model):
+                self.give_up(job, End("refused", "model_removed", problem))
+            self._lives.remove_model(model)
+            self.tell(ModelRemoved(model))
+            del self._slo_s[model], self._weights[model]
+            self._desk.remove_model(model)
+            self._pace.pop(model, None)
+            return [self._places.remove(gpu, model) for gpu in self._places.hosts]
+
+    def live(self, model: str) -> int:
+        with self._lock:
+            return len(self._desk.of(model))
+
     def status(self, engine: int) -> Status | None:
         return self._controller.status(engine)
 
@@ -175,6 +199,8 @@ class Driver:
             return job
 
     def _check_room(self, model: str) -> None:
+        if model not in self._slo_s:
+            raise Refused("model_removed", f"model {model} was removed", None)
         health = self._lives.health(model)
         if health.condition == "stopped":
             raise Refused("model_stopped", f"model {model} was put to sleep by an operator", None)
@@ -202,19 +228,11 @@ class Driver:
 
     def arrive(self, job: Job, *, again: bool = False) -> None:
         """Tell the core of a request, be it new or on its way ``again``."""
-        request = Request(job.id, job.model, self._core_arrival_s(job), len(job.prompt) + len(job.generated))
+        request = Request(job.id, job.model, self._deadlines.core_arrival_s(job), len(job.prompt) + len(job.generated))
         self.tell(RequestReturned(request) if again else RequestArrived(request))
         engine = self._controller.engine_of(job.id)
         if engine is not None and self._is_idle(engine):
             self.consult(engine)
-
-    def _core_arrival_s(self, job: Job) -> float:
-        """The arrival that gives the request its deadline. A request on its way again that has tokens out has met its TTFT
-        limit or missed it: it only must not wait for longer than anybody may."""
-        if not self._by_deadline:
-            return job.arrival_s
-        begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.arrival_s, job.slo_s)
-        return begin_s + limit_s - self._slo_s[job.model]
 
     def give_up(self, job: Job, end: End) -> None:
         """Take a request out of wherever it is."""
@@ -229,7 +247,8 @@ class Driver:
             self._end(job, End("failed", "engine_died", f"the engine died: {reason}"))
             return
         job.retried = True
-        job.queued_s = self.now()
+        if job.generated:  # who has no token waits for it since he came
+            job.queued_s = self.now()
         self.arrive(job, again=True)
 
     def _end(self, job: Job, end: End) -> None:
@@ -336,17 +355,10 @@ class Driver:
     def _expire(self) -> None:
         """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""
         for job in self._desk.all():
-            end = self._overdue(job)
+            unled = job.engine is None and self._controller.engine_of(job.id) is None
+            end = self._deadlines.overdue(job, self.now(), unled=unled)
             if end is not None:
                 self.give_up(job, end)
-
-    def _overdue(self, job: Job) -> End | None:
-        """Local schedulers look after deadlines, but not where there is no engine."""
-        now = self.now()
-        waits = job.engine is None and self._controller.engine_of(job.id) is None
-        if waits and self._drops_late and job.first_token_s is None and now - job.arrival_s > job.slo_s:
-            return End("refused", "deadline", f"no engine served model {job.model} in time", 1.0)
-        return self._bounds.overdue(job, now)
 
     # --- the core --------------------------------------------------------------------------------------------------
 

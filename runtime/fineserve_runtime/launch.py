@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from fineserve_runtime.bounds import Bounds
-from fineserve_runtime.config import RuntimeFile, RuntimeSection
+from fineserve_runtime.config import ModelFiles, RuntimeFile, RuntimeSection
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
 from fineserve_runtime.driver import Driver, Log
-from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Mode
+from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep, read_table
 from fineserve_runtime.warmup import Relay, measure
@@ -27,12 +28,13 @@ StartHost = Callable[[HostConfig, EngineListener], EngineHost]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Engines under a driver. ``placement`` is what the system's placement policy said."""
+    """Engines under a driver. ``placement`` is what the system's placement policy said; ``relays`` hear the hosts."""
 
     driver: Driver
     hosts: Mapping[int, EngineHost]
     spec: CoreSpec
     placement: Placement
+    relays: Mapping[int, Relay]
 
     @property
     def capacity_bytes(self) -> tuple[int, ...]:
@@ -104,7 +106,7 @@ def launch(
             relay.to = driver.listener(gpu)
         driver.start(hosts)
         stack.callback(driver.close)
-        yield Running(driver, hosts, spec, placement)
+        yield Running(driver, hosts, spec, placement, relays)
 
 
 def _start_hosts(
@@ -143,7 +145,9 @@ def host_configs(
         names = [model.id for model in scenario.models] if residency else list(dict.fromkeys(here))
         limits = _limits(scenario, section.region_bytes, names, demands)
         configs[gpu] = HostConfig(
-            engines=tuple(_engine(file, scenario, name, limits[name]) for name in names),
+            engines=tuple(
+                engine_config(name, section.models[name], file.folder, scenario, limits[name]) for name in names
+            ),
             region_bytes=section.region_bytes,
             mode=mode,
             device=section.backend,
@@ -167,11 +171,12 @@ def _mode(section: RuntimeSection, devices: int) -> Mode:
     return section.mode or ("processes" if beside or section.backend == "cuda" else "in_process")
 
 
-def _engine(file: RuntimeFile, scenario: Scenario, name: str, limit_bytes: int | None) -> EngineConfig:
-    files = file.section.models[name]
+def engine_config(
+    name: str, files: ModelFiles, folder: Path, scenario: Scenario, limit_bytes: int | None = None
+) -> EngineConfig:
     return EngineConfig(
         name=name,
-        model=file.folder / files.path,
+        model=folder / files.path,
         dtype=files.dtype,
         quantization=files.quantization,
         kv_cache_dtype=files.kv_cache_dtype,
@@ -225,22 +230,10 @@ def _core_spec(
 ) -> CoreSpec:
     handles = {handle.config.name: handle for host in hosts.values() for handle in host.engines.values()}
     weights = {name: handle.stats().weight_bytes for name, handle in handles.items()}
-    models = []
-    for served in scenario.models:
-        handle = handles[served.id]
-        token_bytes = handle.block_bytes // handle.config.block_tokens
-        models.append(
-            ModelFacts(
-                id=served.id,
-                rate_per_s=served.rate_per_s,
-                slo_s=served.ttft_slo_s,
-                weight_bytes=weights[served.id],
-                token_bytes=token_bytes,
-                max_tokens=min(handle.config.max_model_len, handle.kv_capacity_tokens),
-                block_tokens=handle.config.block_tokens,
-                measured=measured[served.id],
-            )
-        )
+    models = [
+        model_facts(handles[served.id], served.rate_per_s, served.ttft_slo_s, measured[served.id])
+        for served in scenario.models
+    ]
     return CoreSpec(
         placement=scenario.system.placement,
         scheduler=scenario.system.scheduler,
@@ -250,6 +243,23 @@ def _core_spec(
         gpus=tuple(GpuFacts(id=gpu, memory_bytes=_memory_bytes(host, weights)) for gpu, host in hosts.items()),
         models=tuple(models),
         stays=tuple(Stay(model=instance.model, gpu=instance.gpus[0]) for instance in placement.instances),
+    )
+
+
+def model_facts(
+    handle: EngineHandle, rate_per_s: float, slo_s: float, measured: tuple[MeasuredStep, ...]
+) -> ModelFacts:
+    """Of a model with an engine that is awake."""
+    config = handle.config
+    return ModelFacts(
+        id=config.name,
+        rate_per_s=rate_per_s,
+        slo_s=slo_s,
+        weight_bytes=handle.stats().weight_bytes,
+        token_bytes=handle.block_bytes // config.block_tokens,
+        max_tokens=min(config.max_model_len, handle.kv_capacity_tokens),
+        block_tokens=config.block_tokens,
+        measured=measured,
     )
 
 

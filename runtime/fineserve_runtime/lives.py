@@ -90,10 +90,26 @@ class EngineLives:
         self._down_since_s: dict[str, float] = {}
         self._down_s = dict.fromkeys(models, 0.0)
 
+    def add_model(self, model: str) -> None:
+        self._down_s[model] = 0.0
+
+    def remove_model(self, model: str) -> None:
+        """Forget a model that is stopped and has no requests, and where it was."""
+        for engine in self._places.engines():
+            if self._places.handle(engine).config.name == model:
+                self._desk.close(engine)
+                self._delayed.pop(engine, None)
+                self._leaving.discard(engine)
+                self._places.leave(engine)
+        self._stopped.discard(model)
+        self._gone.discard(model)
+        self._down_since_s.pop(model, None)
+        del self._down_s[model]
+
     def health(self, model: str) -> Health:
         now = self._owner.now()
         since_s = self._down_since_s.get(model)
-        down_s = self._down_s[model] + (0.0 if since_s is None else now - since_s)
+        down_s = self._down_s.get(model, 0.0) + (0.0 if since_s is None else now - since_s)
         condition = self._condition(model)
         waits_s = [each.due_s - now for each in self._delayed.values() if each.command.model == model]
         retry_after_s = math.ceil(max(0.0, min(waits_s, default=0.0)) + _START_S) if condition == "down" else 0.0
@@ -147,6 +163,8 @@ class EngineLives:
         def done(seconds: float, problem: BaseException | None) -> None:
             facts: dict[str, object] = {"engine": engine, "model": model, "took_s": seconds, "again": again}
             with self._owner.locked():
+                if self._owner.status(engine) is None:
+                    return  # it was put to sleep or removed meanwhile
                 if problem is None:
                     self._up(engine, model, facts)
                 else:
@@ -231,7 +249,7 @@ class EngineLives:
 
     def sleep_if_stopped(self, model: str) -> None:
         """The core takes the engine for lost and asks for another, which waits until the model is resumed."""
-        if model not in self._stopped or any(job.model == model for job in self._desk.all()):
+        if model not in self._stopped or self._desk.of(model):
             return
         for engine in self._places.engines():
             handle = self._places.handle(engine)

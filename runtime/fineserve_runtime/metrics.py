@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fineserve_runtime.engines.api import EngineHost
+from fineserve_runtime.engines.api import EngineHandle, EngineHost
 from fineserve_runtime.jobs import End, Job, Limits
 from fineserve_runtime.lives import Health
 from fineserve_runtime.logs import LineLog
@@ -24,7 +24,7 @@ class Metrics:
 
     def __init__(self, models: Iterable[str]) -> None:
         self.registry = CollectorRegistry()
-        self._live = dict.fromkeys(models, 0)
+        self._live: dict[str, int] = {}
         self._preemptions = self._counter("vllm:num_preemptions", "Requests that lost their KV blocks.")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
@@ -56,21 +56,30 @@ class Metrics:
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", _ITL_S)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Arrival to dispatch.", _E2E_S)
-        for model in self._live:
-            for family in (
-                self._preemptions,
-                self._prompt_tokens,
-                self._generation_tokens,
-                self._slo_met,
-                self._slo_due,
-                self._tpot_met,
-                self._tpot_due,
-                self._restarts,
-                self._hangs,
-            ):
-                family.labels(model)
-            for cause in ("crash", "gone"):
-                self._deaths.labels(model, cause)
+        for model in models:
+            self.add_model(model)
+
+    def add_model(self, model: str) -> None:
+        """Its counters begin at 0, or go on where it was removed before."""
+        self._live[model] = 0
+        for family in (
+            self._preemptions,
+            self._prompt_tokens,
+            self._generation_tokens,
+            self._slo_met,
+            self._slo_due,
+            self._tpot_met,
+            self._tpot_due,
+            self._restarts,
+            self._hangs,
+        ):
+            family.labels(model)
+        for cause in ("crash", "gone"):
+            self._deaths.labels(model, cause)
+
+    def remove_model(self, model: str) -> None:
+        """A model without requests; what was counted of it stays."""
+        self._live.pop(model)
 
     @property
     def live(self) -> Mapping[str, int]:
@@ -176,13 +185,20 @@ class EngineFigures(Collector):
         self._health = health
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._models()
-        yield from self._requests()
-        yield from self._kv()
+        live = dict(self._live)  # models may come and go meanwhile
+        handles = [
+            (host, handle)
+            for host in self._hosts.values()
+            for handle in host.engines.values()
+            if handle.config.name in live
+        ]
+        yield from self._models(live)
+        yield from self._requests(live, [handle for _, handle in handles])
+        yield from self._kv(live, handles)
         yield from self._devices()
 
-    def _models(self) -> Iterator[Metric]:
-        health = {model: self._health(model) for model in self._live}
+    def _models(self, live: Mapping[str, int]) -> Iterator[Metric]:
+        health = {model: self._health(model) for model in live}
         ready = {model: float(each.condition == "ready") for model, each in health.items()}
         yield _gauge("fineserve:model_ready", "1 where an engine serves the model.", ready)
         down = CounterMetricFamily("fineserve:model_down_seconds", "Seconds without an engine.", labels=_MODEL)
@@ -190,31 +206,34 @@ class EngineFigures(Collector):
             down.add_metric([model], each.down_s)
         yield down
 
-    def _requests(self) -> Iterator[Metric]:
-        running = dict.fromkeys(self._live, 0)
-        awake = dict.fromkeys(self._live, 0)
-        for host in self._hosts.values():
-            for handle in host.engines.values():
-                if handle.alive and not handle.asleep:
-                    running[handle.config.name] += handle.state().running
-                    awake[handle.config.name] += 1
-        waiting = {model: max(0, live - running[model]) for model, live in self._live.items()}
+    def _requests(self, live: Mapping[str, int], handles: Sequence[EngineHandle]) -> Iterator[Metric]:
+        running = dict.fromkeys(live, 0)
+        awake = dict.fromkeys(live, 0)
+        for handle in handles:
+            if handle.alive and not handle.asleep:
+                running[handle.config.name] += handle.state().running
+                awake[handle.config.name] += 1
+        waiting = {model: max(0, here - running[model]) for model, here in live.items()}
         yield _gauge("vllm:num_requests_running", "Requests that hold a slot of an engine.", running)
         yield _gauge("vllm:num_requests_waiting", "Requests without a slot.", waiting)
         yield _gauge("fineserve:engines_awake", "Engines that are resident.", awake)
 
-    def _kv(self) -> Iterator[Metric]:
+    def _kv(self, live: Mapping[str, int], handles: Sequence[tuple[EngineHost, EngineHandle]]) -> Iterator[Metric]:
         fields = ("leased_bytes", "used_bytes", "stranded_bytes", "cached_bytes", "weight_bytes")
-        sums = {field: dict.fromkeys(self._live, 0.0) for field in fields}
-        usage = dict.fromkeys(self._live, 0.0)
-        for host in self._hosts.values():
-            for handle in host.engines.values():
-                stats = handle.stats()
-                for field in fields:
-                    sums[field][handle.config.name] += getattr(stats, field)
-                usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
-        for name, field in (("queries", "prefix_queries"), ("hits", "prefix_hits")):
-            yield self._prefixes(f"vllm:prefix_cache_{name}", field)
+        counted = ("prefix_queries", "prefix_hits")
+        sums = {field: dict.fromkeys(live, 0.0) for field in (*fields, *counted)}
+        usage = dict.fromkeys(live, 0.0)
+        for host, handle in handles:
+            stats = handle.stats()
+            for field, values in sums.items():
+                values[handle.config.name] += getattr(stats, field)
+            usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
+        for field in counted:
+            name = f"vllm:prefix_cache_{field.removeprefix('prefix_')}"
+            family = CounterMetricFamily(name, "Prompt tokens, with prefix caching.", labels=_MODEL)
+            for model, value in sums[field].items():
+                family.add_metric([model], value)
+            yield family
         texts = {
             "leased_bytes": "Bytes of slabs that the model's engines hold.",
             "used_bytes": "Bytes of KV blocks in use.",
@@ -227,15 +246,6 @@ class EngineFigures(Collector):
                 f"fineserve:kv_{field}" if field != "weight_bytes" else f"fineserve:{field}", texts[field], sums[field]
             )
         yield _gauge("vllm:kv_cache_usage_perc", "Part of the region that the model's KV blocks use, 1 is all.", usage)
-
-    def _prefixes(self, name: str, field: str) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, "Prompt tokens, with prefix caching.", labels=_MODEL)
-        for model in self._live:
-            stats = [
-                h.stats() for host in self._hosts.values() for h in host.engines.values() if h.config.name == model
-            ]
-            family.add_metric([model], sum(getattr(each, field) for each in stats))
-        return family
 
     def _devices(self) -> Iterator[Metric]:
         family = GaugeMetricFamily("fineserve:region_bytes", "Bytes of a device's region.", labels=["device", "part"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from fineserve_runtime.engines.api import EngineDied, EngineHandle, EngineHost
@@ -105,6 +105,16 @@ class Places:
             return handle.sleep()
 
         self._later(place.gpu, work, done)
+
+    def remove(self, gpu: int, model: str) -> Future[None]:
+        """End the model's process on this device for good, by and by: after whatever it is still to do."""
+
+        def work() -> None:
+            for local, handle in list(self._hosts[gpu].engines.items()):
+                if handle.config.name == model:
+                    self._hosts[gpu].remove(local)
+
+        return self._workers[gpu].submit(work)
 
     def close(self) -> None:
         """Do what is still to be done, then take nothing more."""

@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from fineserve_runtime.config import RuntimeFile, RuntimeSection
-from fineserve_runtime.jobs import Limits
+from fineserve_runtime.config import AddedModel, RuntimeFile, RuntimeSection
+from fineserve_runtime.core import ModelFacts
+from fineserve_runtime.jobs import Limits, Observer
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler
 from fineserve_runtime.metrics import EngineFigures, Metrics
+from fineserve_runtime.printed import catch_printed
+from fineserve_runtime.roster import Roster
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.serving import Tls, bind, exits_on_sigterm, serve
 from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
 from fineserve_runtime.server.tools import MakeParser
+from fineserve_runtime.tracing import Tracing
 from fineserve_sim.cluster.scenario import Scenario
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.run.run import Run, scenario
@@ -42,14 +47,22 @@ def run_server(
     url = f"{'https' if section.tls else 'http'}://{section.host}:{bound.getsockname()[1]}"
     with ExitStack() as stack:
         stack.callback(bound.close)
-        log = EventLog()
+        printed = stack.enter_context(catch_printed())
+        log = EventLog(printed.stream)
         stack.callback(log.close)
+        printed.into(log)
         stack.enter_context(_libraries_log_to(log))
         decisions = LineLog(FileTarget(file.folder / section.decisions), "decisions") if section.decisions else None
         if decisions is not None:
             stack.callback(decisions.close)
         metrics = Metrics(model.id for model in served.models)
         metrics.watch_logs([each for each in (log.lines, decisions) if each is not None])
+
+        observers: list[Observer] = [metrics]
+        if section.tracing:
+            tracing = Tracing()
+            stack.callback(tracing.close)
+            observers.append(tracing)
 
         def incident(what: str, facts: dict[str, object]) -> None:
             metrics.incident(what, facts)
@@ -58,7 +71,7 @@ def run_server(
         log("starting", {"system": served.system.name, "models": [model.id for model in served.models], "url": url})
         stack.enter_context(exits_on_sigterm())
         running = stack.enter_context(
-            launch(file, served, log=decisions, observers=(metrics,), on_incident=incident, start=start)
+            launch(file, served, log=decisions, observers=observers, on_incident=incident, start=start)
         )
         service = _service(file, served, running, metrics, log, tokenizer, parsers)
         log("ready", {"url": url})
@@ -98,14 +111,21 @@ def tool_parsers(file: RuntimeFile) -> dict[str, MakeParser]:
     """The parsers that the file names, by model. Raises ConfigError for one that vLLM does not have, or has not here."""
     found: dict[str, MakeParser] = {}
     for name, files in file.section.models.items():
-        if files.tool_parser is not None:
-            try:
-                from fineserve_runtime.engines.vllm_tools import parser_maker
-
-                found[name] = parser_maker(files.tool_parser, LocalTokenizer(file.folder / files.path).native)
-            except (ImportError, ValueError) as problem:
-                raise file.error(f"models.{name}.tool_parser", str(problem)) from None
+        try:
+            parser = _parser(files.tool_parser, file.folder / files.path)
+        except (ImportError, ValueError) as problem:
+            raise file.error(f"models.{name}.tool_parser", str(problem)) from None
+        if parser is not None:
+            found[name] = parser
     return found
+
+
+def _parser(name: str | None, folder: Path) -> MakeParser | None:
+    if name is None:
+        return None
+    from fineserve_runtime.engines.vllm_tools import parser_maker
+
+    return parser_maker(name, LocalTokenizer(folder).native)
 
 
 def _service(
@@ -118,21 +138,55 @@ def _service(
     parsers: Mapping[str, MakeParser],
 ) -> Service:
     metrics.registry.register(EngineFigures(running.hosts, metrics.live, running.driver.health))
-    longest = {facts.id: facts.max_tokens for facts in running.spec.models}
+    vocab_tokens = {model.id: model.model.vocab_size for model in served.models}
     models = {
-        model.id: ServedName(
-            model.id,
-            tokenizer(file.folder / file.section.models[model.id].path),
-            model.model.vocab_size,
-            longest[model.id],
-            Limits(model.ttft_slo_s if math.isfinite(model.ttft_slo_s) else 3600.0, file.experiment.file.slo.tpot_s),
-            parsers.get(model.id),
+        facts.id: _served_name(
+            file, facts, vocab_tokens[facts.id], tokenizer(_folder(file, facts.id)), parsers.get(facts.id)
         )
-        for model in served.models
+        for facts in running.spec.models
     }
     admin = os.environ[file.section.admin_key_env] if file.section.admin_key_env else None
     keys, limits = _keys(file.section), file.section.limits
-    return Service(running.driver, metrics, models, keys, log, _versions(), limits, admin)
+    roster = _Admission(file, Roster(file, served, running, metrics), tokenizer)
+    return Service(running.driver, metrics, models, keys, log, _versions(), limits, admin, roster)
+
+
+def _folder(file: RuntimeFile, model: str) -> Path:
+    return file.folder / file.section.models[model].path
+
+
+def _served_name(
+    file: RuntimeFile, facts: ModelFacts, vocab_tokens: int, tokenizer: Tokenizer, parser: MakeParser | None
+) -> ServedName:
+    limits = Limits(facts.slo_s if math.isfinite(facts.slo_s) else 3600.0, file.experiment.file.slo.tpot_s)
+    return ServedName(facts.id, tokenizer, vocab_tokens, facts.max_tokens, limits, parser)
+
+
+class _Admission:
+    """A ``ModelRoster`` of the server's: engines from the roster, what clients see of the model from its folder."""
+
+    def __init__(self, file: RuntimeFile, roster: Roster, tokenizer: Callable[[Path], Tokenizer]) -> None:
+        self._file = file
+        self._roster = roster
+        self._tokenizer = tokenizer
+
+    def add(self, name: str, model: AddedModel) -> ServedName:
+        read: list[tuple[int, Tokenizer, MakeParser | None]] = []
+
+        def prepare(config: dict[str, Any]) -> None:
+            """What fails quickly, before engines start."""
+            folder = self._file.folder / model.path
+            vocab_tokens = int(config.get("text_config", config)["vocab_size"])
+            try:
+                read.append((vocab_tokens, self._tokenizer(folder), _parser(model.tool_parser, folder)))
+            except (OSError, ImportError) as problem:
+                raise ValueError(" ".join(str(problem).split())[:300]) from None
+
+        facts = self._roster.add(name, model, prepare)
+        return _served_name(self._file, facts, *read[0])
+
+    def remove(self, name: str) -> None:
+        self._roster.remove(name, self._file.section.drain_s)
 
 
 def _tls(file: RuntimeFile) -> Tls | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from dataclasses import replace
 
 from fineserve_runtime.engines.api import EngineHandle, EngineHost, EngineListener, Sampling, StepReport, Submission
@@ -15,50 +14,59 @@ _TIMEOUT_S = 300.0
 
 
 class Relay:
-    """A listener whose listener may change."""
+    """A listener whose listener may change; ``aside``: that of single engines, which warm up."""
 
     def __init__(self) -> None:
         self.to: EngineListener | None = None
+        self.aside: dict[int, EngineListener] = {}
 
     def on_step(self, report: StepReport) -> None:
-        if self.to is not None:
-            self.to.on_step(report)
+        listener = self.aside.get(report.engine, self.to)
+        if listener is not None:
+            listener.on_step(report)
 
     def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
-        if self.to is not None:
-            self.to.on_died(engine, reason, lost, crashed)
+        listener = self.aside.get(engine, self.to)
+        if listener is not None:
+            listener.on_died(engine, reason, lost, crashed)
 
 
 class _Steps:
-    """Keeps the steps of every engine."""
+    """Keeps the steps of an engine, and how it died."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, list[MeasuredStep]] = {}
-        self._lock = threading.Lock()
+        self.steps: list[MeasuredStep] = []
+        self.death: str | None = None
 
     def on_step(self, report: StepReport) -> None:
         if report.prefill_tokens or report.decodes:
-            row = MeasuredStep(report.prefill_tokens, report.decodes, report.ended_s - report.started_s)
-            with self._lock:
-                self.steps.setdefault(report.engine, []).append(row)
+            self.steps.append(MeasuredStep(report.prefill_tokens, report.decodes, report.ended_s - report.started_s))
 
     def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
-        raise RuntimeError(f"engine {engine} died while it warmed up: {reason}")
+        self.death = reason
 
 
 def measure(host: EngineHost, relay: Relay) -> dict[str, tuple[MeasuredStep, ...]]:
-    """Rows by model name; each engine is measured alone. The first round is not kept: caches and kernels are cold."""
-    rows: dict[str, tuple[MeasuredStep, ...]] = {}
+    """Rows by model name; each engine is measured alone."""
+    return {handle.config.name: measure_engine(handle, relay) for handle in host.engines.values()}
+
+
+def measure_engine(handle: EngineHandle, relay: Relay) -> tuple[MeasuredStep, ...]:
+    """Rows of an engine that nobody else uses yet. The first round is not kept: caches and kernels are cold. Raises
+    RuntimeError when the engine dies of it."""
     ids = itertools.count(10**9)  # far from those of requests
-    for number, handle in host.engines.items():
+    rows: list[MeasuredStep] = []
+    try:
         for round_ in range(1 + _ROUNDS):
-            listener = _Steps()
-            relay.to = listener
+            listener = relay.aside[handle.id] = _Steps()
             _work(handle, ids, Sampling(logprobs=None if round_ else 1))
+            if listener.death is not None:
+                raise RuntimeError(f"{handle.config.name} died while it warmed up: {listener.death}")
             if round_:
-                rows[handle.config.name] = rows.get(handle.config.name, ()) + tuple(listener.steps.get(number, ()))
-    relay.to = None
-    return rows
+                rows += listener.steps
+    finally:
+        del relay.aside[handle.id]
+    return tuple(rows)
 
 
 def _work(handle: EngineHandle, ids: itertools.count[int], sampling: Sampling) -> None:

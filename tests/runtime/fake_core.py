@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from fake_engines import FakeEngine, FakeHost
@@ -72,3 +73,12 @@ class FakeCore:
 
     def close(self) -> None:
         self._table.close()
+
+
+def build_unless_hung(
+    config: EngineConfig, model_dir: Path, settings: SlabSettings, region_bytes: int, eos: tuple[int, ...]
+) -> FakeCore:
+    """An engine that hangs in its start while its model's folder has a file ``hang``."""
+    while (model_dir / "hang").exists():
+        time.sleep(0.01)
+    return FakeCore(config, model_dir, settings, region_bytes, eos)

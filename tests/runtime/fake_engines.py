@@ -278,10 +278,14 @@ class FakeHost:
         self.killed: list[int] = []
         self._closed = False
         self._threads: list[threading.Thread] = []
-        if step_s is not None:
-            self._threads = [threading.Thread(target=self._run, args=(id,), daemon=True) for id in self.engines]
-            for thread in self._threads:
-                thread.start()
+        for id in self.engines:
+            self._begin(id)
+
+    def _begin(self, engine: int) -> None:
+        if self.step_s is not None:
+            thread = threading.Thread(target=self._run, args=(engine,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def free_bytes(self) -> int:
         engines = self.engines.values()
@@ -301,6 +305,24 @@ class FakeHost:
                 raise RuntimeError("it does not start")
             self.engines[engine].alive = True
             self.engines[engine].silent_s = 0.0
+
+    def add(self, engine: EngineConfig) -> int:
+        with self.lock:
+            if self.failing_restarts:
+                self.failing_restarts -= 1
+                raise RuntimeError("it does not start")
+            number = max(self.engines) + 1
+            self.engines = {**self.engines, number: FakeEngine(number, engine, self)}
+            self._begin(number)
+            return number
+
+    def remove(self, engine: int) -> None:
+        with self.lock:
+            gone = self.engines[engine]
+            assert not (gone.waiting or gone.running), "it has requests"
+            gone.alive = False
+            self.engines = {number: each for number, each in self.engines.items() if number != engine}
+            self.lock.notify_all()
 
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         self.kill(engines[0], reason)
@@ -339,9 +361,9 @@ class FakeHost:
     def _run(self, engine: int) -> None:
         here = self.engines[engine]
         assert self.step_s is not None
-        while not self._closed:
+        while not self._closed and engine in self.engines:
             with self.lock:
-                self.lock.wait_for(lambda: self._closed or (here.alive and here.has_work))
+                self.lock.wait_for(lambda: self._closed or engine not in self.engines or (here.alive and here.has_work))
             time.sleep(self.step_s)
-            if not self._closed and not self.step(engine):
+            if not self._closed and engine in self.engines and not self.step(engine):
                 time.sleep(self.step_s)

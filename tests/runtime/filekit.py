@@ -1,4 +1,4 @@
-"""Files of fineserve-run with model folders that have a config.json and nothing else."""
+"""Files of fineserve-run with model folders that have a config.json and nothing in their other files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ CONFIG = {
 def write_file(folder: Path, port: int = 0, bf16: dict[str, Any] | None = None) -> Path:
     """The demo's file over two model folders; ``bf16`` changes the first one's config.json."""
     for name, changes in (("bf16", bf16 or {}), ("fp8", {})):
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(CONFIG | changes))
+        write_model(folder / name, changes)
     return write_files(folder, "bf16", "fp8", port).rename(folder / "file.yaml")
+
+
+def write_model(folder: Path, changes: dict[str, Any] | None = None) -> None:
+    """A model's folder, with nothing in its weights and tokenizer."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | (changes or {})))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
 
 
 def start_fake(config: HostConfig, listener: EngineListener) -> EngineHost:

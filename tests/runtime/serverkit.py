@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.core import CoreSpec
-from fineserve_runtime.jobs import Limits
+from fineserve_runtime.jobs import Limits, Observer
 from fineserve_runtime.metrics import EngineFigures, Metrics
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.service import Key, Service
-from fineserve_runtime.server.serving import DrainingServer, bind
+from fineserve_runtime.server.serving import DrainingServer, Tls, bind
 from runtimekit import Runtime, core_spec, eventually, runtime
 
 
@@ -65,13 +65,15 @@ def served(
     limits: HttpLimits | None = None,
     admin_secret: str | None = None,
     drain_s: float = 5,
+    observers: Sequence[Observer] = (),
+    tls: Tls | None = None,
     **changes: object,
 ) -> Iterator[Served]:
     spec = spec or core_spec()
     names = [model.id for model in spec.models]
     metrics = Metrics(names)
     with runtime(
-        spec, bounds=bounds, step_s=step_s, observers=(metrics,), on_incident=metrics.incident, **changes
+        spec, bounds=bounds, step_s=step_s, observers=(metrics, *observers), on_incident=metrics.incident, **changes
     ) as here:
         metrics.registry.register(EngineFigures(here.hosts, metrics.live, here.driver.health))
         models = {
@@ -87,13 +89,15 @@ def served(
             limits=limits or HttpLimits(),
             admin_secret=admin_secret,
         )
-        server = DrainingServer(service, drain_s)
+        server = DrainingServer(service, drain_s, tls)
         bound = bind("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
         try:
             eventually(lambda: server.started)
-            yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", here, service, server, logged)
+            yield Served(
+                f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", here, service, server, logged
+            )
         finally:
             server.should_exit = True
             thread.join()

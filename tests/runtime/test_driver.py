@@ -156,6 +156,17 @@ def test_who_has_tokens_out_is_not_dropped_for_its_first_deadline() -> None:
         assert heard.tokens_ == continuation((5, 6, 7), 10)
 
 
+def test_an_engines_death_gives_nobody_more_time_for_his_first_token() -> None:
+    with runtime(core_spec(("A",), scheduler=FcfsSpec(), slo_s=60)) as here:
+        first, with_token = here.ask("A", tokens=50)
+        eventually(lambda: here.host.step(0) and bool(with_token.tokens_))
+        second, without = here.ask("A", tokens=50)
+        came_s = second.arrival_s
+        here.host.kill(0)
+        assert first.retried and second.retried and second.queued_s == came_s
+        assert first.queued_s > second.queued_s and without.end is None
+
+
 def test_a_second_death_fails_the_request_clearly() -> None:
     with runtime(core_spec()) as here:
         _, heard = here.ask("A", tokens=10)

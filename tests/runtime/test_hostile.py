@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +21,7 @@ from fake_engines import REFUSED_TOKEN
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.service import Key
+from fineserve_runtime.server.serving import Tls
 from runtimekit import core_spec, eventually
 from serverkit import Served, served
 
@@ -271,6 +276,25 @@ def test_keys_have_limits_of_their_own_and_only_some_may_set_a_priority() -> Non
         assert forbidden.status_code == 403 and "may not set a priority" in forbidden.json()["error"]["message"]
         assert here.post("/v1/completions", ASK | {"priority": -5}, **team).status_code == 200
         assert here.post("/v1/completions", ASK, authorization="Bearer x").status_code == 401
+
+
+def test_with_tls_the_server_speaks_https_alone(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    files = Tls(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    command = (
+        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    command += f" -out {files.certificate} -keyout {files.key}"
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=60)
+    with served(tls=files) as here:
+        trusted = ssl.create_default_context(cafile=files.certificate)
+        assert httpx.post(here.url + "/v1/completions", json=ASK, verify=trusted).status_code == 200
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            httpx.get(here.url + "/health")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(here.url.replace("https", "http") + "/health")
 
 
 # --- the end -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ import io
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fineserve_runtime.decisions import LogError
@@ -55,6 +58,38 @@ def test_a_pipe_that_nobody_reads_blocks_nobody() -> None:
                 log({"number": -1})
                 assert line
         log.close()
+
+
+CHATTY = """
+import subprocess, sys
+SHORT = "import os; os.write(2, b'one' + b' more' * 200 + bytes([13]) + b'two' + b'x' * 100_000)"
+LONG = "import sys; sys.stderr.write(('y' * 100 + chr(10)) * 9999)"
+from fineserve_runtime.logs import EventLog
+from fineserve_runtime.printed import catch_printed
+
+with catch_printed() as printed:
+    log = EventLog(printed.stream)
+    printed.into(log)
+    for code in (SHORT, LONG):
+        subprocess.run([sys.executable, "-c", code], check=True)
+    print("done", flush=True)
+    sys.stdin.read(1)
+log.close()
+print("mine again", file=sys.stderr)
+"""
+
+
+def test_an_engine_that_prints_is_not_stopped_by_a_pipe_that_nobody_reads() -> None:
+    """It starts in a process of its own and inherits stderr; vLLM shows its progress there."""
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", CHATTY], env=environment, text=True, **pipes) as process:
+        assert process.stdout.readline() == "done\n", "a megabyte was printed, and nobody has read"
+        _, errors = process.communicate("x", timeout=60)
+    *logged, last = errors.splitlines()
+    texts = [event["text"] for event in map(json.loads, logged) if event.get("event") == "printed"]
+    assert texts[0].startswith("one more") and texts[1].startswith("twoxxx") and "y" * 100 in texts
+    assert max(map(len, texts)) <= 4096 and last == "mine again" and process.returncode == 0
 
 
 def test_a_file_is_rotated_and_its_parts_replay_as_one_log(tmp_path: Path) -> None:

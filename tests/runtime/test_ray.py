@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from fake_core import FATAL_TOKEN, FakeCore
+from fake_core import FATAL_TOKEN, FakeCore, build_unless_hung
 from fake_engines import continuation
 from filekit import CONFIG, write_file
 from fineserve_runtime.config import RuntimeFile, load_file
@@ -164,6 +164,57 @@ def test_the_contract_of_a_device(started: tuple[EngineHost, Heard]) -> None:
     first.submit(submission(9))
     assert first.drain(20) and heard.tokens[0, 9] == continuation(prompt(9), 20)
     assert not heard.deaths
+
+
+@pytest.mark.parametrize("mode", ["in_process", "processes"])
+def test_engines_come_and_go_beside_those_that_serve(
+    mode: Literal["in_process", "processes"], config: HostConfig
+) -> None:
+    heard = Heard()
+    host = start_host(replace(config, mode=mode), heard, open_fake)
+    try:
+        free_bytes, added = host.ledger().free_bytes, replace(config.engines[0], name="C")
+        slab_bytes = host.engines[0].stats().weight_bytes
+        with pytest.raises(ValueError, match="an engine of model A is here already"):
+            host.add(config.engines[0])
+        with pytest.raises(ValueError, match="its KV memory holds 0 tokens"):
+            host.add(replace(added, kv_limit_bytes=0))
+        for number in range(3):  # numbers, processes and memory are used again
+            host.engines[0].submit(submission(number))
+            assert host.add(added) == 2 and host.engines[2].stats().weight_bytes == slab_bytes
+            host.engines[2].submit(submission(number))
+            assert host.engines[2].drain(20) and heard.tokens.pop((2, number)) == continuation(prompt(number), 20)
+            if number:
+                host.engines[2].sleep()
+            host.remove(2)
+            assert list(host.engines) == [0, 1] and host.ledger().free_bytes == free_bytes
+            assert host.engines[0].drain(20) and heard.tokens[0, number] == continuation(prompt(number), 20)
+        assert not heard.deaths
+    finally:
+        host.close()
+
+
+def test_an_engine_that_hangs_while_it_starts_is_dead_and_can_be_started_again(
+    config: HostConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for ready once: its death was never told, so the next wake found it alive."""
+    heard = Heard()
+    host = start_host(replace(config, mode="processes"), heard, partial(LocalDevice, build=build_unless_hung))
+    try:
+        (tmp_path / "hang").touch()
+        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
+        assert heard.died.wait(20)
+        with monkeypatch.context() as patch:
+            patch.setattr("fineserve_runtime.engines.host.START_TIMEOUT_S", 0.5)
+            with pytest.raises(RuntimeError, match="A was not ready after"):
+                host.restart(0)
+        assert not host.engines[0].alive and host.engines[1].alive
+        (tmp_path / "hang").unlink()
+        host.restart(0)
+        host.engines[0].submit(submission(1))
+        assert host.engines[0].drain(20) and heard.tokens[0, 1] == continuation(prompt(1), 20)
+    finally:
+        host.close()
 
 
 @needs_ray

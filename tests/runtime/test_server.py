@@ -218,8 +218,26 @@ def test_bad_requests_are_told_what_is_wrong_in_openais_shape() -> None:
         assert "no chat template" in here.post("/v1/chat/completions", untemplated).json()["error"]["message"]
         wrong = here.post("/v1/completions", {"model": "A", "prompt": "x"}, **{"x-slo-ttft-ms": "soon"})
         assert wrong.status_code == 400 and "milliseconds" in wrong.json()["error"]["message"]
-        assert httpx.get(here.url + "/v1/nothing").json()["error"]["message"] == "Not Found"
+        assert "there is no /v1/nothing" in httpx.get(here.url + "/v1/nothing").json()["error"]["message"]
         assert here.runtime.driver.wait_empty(0)
+
+
+def test_endpoints_that_are_not_here_say_so() -> None:
+    openai = pytest.importorskip("openai")
+    with served() as here, openai.OpenAI(base_url=f"{here.url}/v1", api_key="any", max_retries=0) as client:
+        for ask, why in (
+            (lambda: client.embeddings.create(model="A", input="x"), "pooling models are not served"),
+            (lambda: client.responses.create(model="A", input="x"), "use /v1/chat/completions"),
+            (client.files.list, "one by one"),
+        ):
+            with pytest.raises(openai.NotFoundError, match=why) as raised:
+                ask()
+            assert raised.value.code == "unsupported"
+        lora = here.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "y"})
+        assert lora.status_code == 404 and "serve the merged model" in lora.json()["error"]["message"]
+        assert "there is no /v1/nothing" in here.post("/v1/nothing", {}).json()["error"]["message"]
+        wrong = httpx.get(here.url + "/v1/completions")
+        assert wrong.status_code == 405 and wrong.json()["error"]["code"] == "bad_method"
 
 
 def test_an_api_key_guards_everything_but_the_status() -> None:

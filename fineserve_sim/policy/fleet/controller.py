@@ -61,32 +61,57 @@ class FleetController(Controller):
         tick_s: float = 1.0,
         rate_window_s: float = 60.0,
     ) -> None:
-        super().__init__(dict.fromkeys(models, ()))
+        super().__init__({})
         if tick_s <= 0:
             raise ValueError(f"tick_s is {tick_s}: ticks must be apart")
         self.next_tick_s = 0.0
         self._ticks = 0  # counted: multiples of a fraction do not add up
         self._tick_s = tick_s
-        self._models = dict(models)
+        self._models: dict[str, FleetModel] = {}
         self._gpus = {gpu.id: gpu for gpu in gpus}
-        self._residency = residency
+        self._rate_window_s = rate_window_s
         self._make_schedulers = make_schedulers
-        self._rates = {id: MovingRate(rate_window_s, model.demand.rate_per_s) for id, model in models.items()}
+        self._rates: dict[str, MovingRate] = {}
         self._largest_bytes = max(gpu.memory_bytes for gpu in gpus)
         self._engines: dict[int, _Engine] = {}
-        self._of_model: dict[str, set[int]] = {id: set() for id in models}
+        self._of_model: dict[str, set[int]] = {}
         self._on_gpu: dict[int, set[int]] = {gpu.id: set() for gpu in gpus}
+        self._held: dict[str, dict[int, Request]] = {}
+        for id, model in models.items():
+            self.add_model(id, model, residency)
         for engine, instance in enumerate(instances):
             self._enter(engine, _Engine(instance.model, instance.gpus, Status.RESIDENT))
         self._next_engine = len(instances)
         self._scopes: dict[int, tuple[int, ...]] = {}
         self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
-        self._held: dict[str, dict[int, Request]] = {id: {} for id in models}
         self._held_since_s: dict[str, float] = {}
         self._pressed: set[int] = set()
         self._longest: dict[int, int] = {}  # tokens, by engine that was told of
         self._now = 0.0
         self._remake_schedulers(self._gpus)
+
+    # --- models that come and go -----------------------------------------------------------------------------------
+
+    def add_model(self, id: str, model: FleetModel, residency: ResidencyPolicy) -> None:
+        """From now on there is one more model, without an engine; ``residency`` is a policy that knows it."""
+        self._residency = residency
+        self._models[id] = model
+        self._rates[id] = MovingRate(self._rate_window_s, model.demand.rate_per_s)
+        self._of_model[id] = set()
+        self._held[id] = {}
+        self._lead(id, ())
+
+    def remove_model(self, id: str, residency: ResidencyPolicy) -> None:
+        """The model is no more, nor are its engines, wherever they were. Raises ValueError while requests of it wait."""
+        if self._held[id] or any(self._bound_to.get(engine) for engine in self._of_model[id]):
+            raise ValueError(f"requests wait for model {id}")
+        self._residency = residency
+        for engine in sorted(self._of_model[id]):
+            self._remove(engine)
+        for table in (self._models, self._rates, self._of_model, self._held, self._held_since_s):
+            table.pop(id, None)
+        for book in (self._routes, self._turns, self._shortest):
+            book.pop(id)
 
     # --- what others see -------------------------------------------------------------------------------------------
 

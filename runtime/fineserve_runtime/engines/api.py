@@ -277,6 +277,16 @@ class EngineHost(Protocol):
         steps it hangs, or there is no room for the device any more."""
         ...
 
+    def add(self, engine: EngineConfig) -> int:
+        """Start one more engine beside those that serve; its id. Raises ValueError for one that cannot work here, RuntimeError
+        where it does not start, or has no room now; nothing is left behind then. Do not call it from a listener."""
+        ...
+
+    def remove(self, engine: int) -> None:
+        """End an engine that has no requests, for good; no listener hears of it. Its id may be given to another. Do not call
+        it from a listener."""
+        ...
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """End one of these engines, which give no sign of life: that for which the others may wait, else the first. Its death
         is reported as any other. What shares its thread or its Ray actor dies with it."""

@@ -20,7 +20,7 @@ from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, re
 from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
 from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
 from fineserve_runtime.engines.settings import SlabSettings
-from fineserve_runtime.engines.table import SlabTable, lock_holder
+from fineserve_runtime.engines.table import MAX_ENGINES, SlabTable, lock_holder
 from fineserve_runtime.engines.vllm_engine import prepare_environment
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
@@ -35,7 +35,8 @@ class EngineFacts(NamedTuple):
 
 
 class DeviceFacts(NamedTuple):
-    """What never changes of a device. ``table_path``: the owner table; anybody on its machine can watch the region there."""
+    """What never changes of a device. ``engines``: those of the start; ``table_path``: the owner table, where anybody on its
+    machine can watch the region."""
 
     engines: tuple[EngineFacts, ...]
     slab_plan: SlabPlan
@@ -63,6 +64,14 @@ class Device(Protocol):
         device that died. Raises RuntimeError when it cannot be started again."""
         ...
 
+    def add(self, engine: EngineConfig) -> tuple[int, EngineFacts]:
+        """Take in one more engine, and begin with nothing. Raises ValueError for one that does not fit in here."""
+        ...
+
+    def forget(self, engine: int) -> None:
+        """Nothing is left of a dead engine; its number may be given to another."""
+        ...
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """End one of these engines, which hang, as `api.EngineHost` says; who goes answers `Died`."""
         ...
@@ -83,6 +92,15 @@ class Device(Protocol):
 
 
 OpenDevice = Callable[[HostConfig, Receive], Device]
+
+SPARE_ENGINES = 16
+"""So many engines may be there at a time beside those of the start."""
+
+
+class _Engine(NamedTuple):
+    config: EngineConfig
+    facts: EngineFacts
+    figures: TableFigures
 
 
 class LocalDevice:
@@ -109,10 +127,10 @@ class LocalDevice:
             self._lock.release()
             raise
         self.facts = DeviceFacts(engines, plan, self._paths.table, self._lock.stale)
-        self._figures = [
-            TableFigures(self._table, number, engine, facts.block_bytes)
-            for number, (engine, facts) in enumerate(zip(config.engines, engines, strict=True))
-        ]
+        self._engines: dict[int, _Engine] = {}  # a new one when it changes: other threads read it
+        for number, (engine, facts) in enumerate(zip(config.engines, engines, strict=True)):
+            self._take_in(number, engine, facts)
+        self._thread: ThreadLink | None = None
         self._hung = False
         self._closed = False
 
@@ -125,16 +143,35 @@ class LocalDevice:
             self._attach(number, process, process.process.pid or 0)
 
     def _start_in_thread(self, engines: Sequence[int]) -> None:
-        """All in one new thread; one that died, in the thread of the others."""
+        """All in one thread: a new one, or, for an engine that died or was added, that of the others."""
         builds = {number: partial(self._build, *self._arguments(number)) for number in engines}
-        again = [number for number in engines if number in self._links]
-        if not again:
-            link = ThreadLink(builds, self._receive)
-            for number in engines:
-                self._attach(number, link, os.getpid())
-        for number in again:
-            self._table.counters[number].set("pid", os.getpid())
-            self._links[number].send(Build(number, builds[number]))
+        if self._thread is None:
+            self._thread = ThreadLink(builds, self._receive)
+            builds = {}
+        for number in engines:
+            self._attach(number, self._thread, os.getpid())
+        for number, build in builds.items():
+            self._thread.send(Build(number, build))
+
+    def add(self, engine: EngineConfig) -> tuple[int, EngineFacts]:
+        header = self._table.header
+        facts = _engine_facts(engine, self._config.cache_dir)
+        if header.slab_bytes % facts.block_bytes and header.slab_bytes < 2 * facts.block_bytes:
+            raise ValueError(
+                f"{engine.name}: its KV blocks of {facts.block_bytes} bytes do not fit in slabs of {header.slab_bytes}; "
+                "a larger memory.slab_multiple of the system makes larger ones"
+            )
+        number = next((each for each in range(header.engines) if each not in self._engines), None)
+        if number is None:
+            raise ValueError(f"{engine.name}: {header.engines} engines are as many as this device was started for")
+        self._take_in(number, engine, facts)
+        return number, facts
+
+    def forget(self, engine: int) -> None:
+        link = self._links.pop(engine, None)
+        if isinstance(link, ProcessLink):
+            link.close()
+        self._engines = {number: each for number, each in self._engines.items() if number != engine}
 
     @property
     def sound(self) -> bool:
@@ -165,18 +202,18 @@ class LocalDevice:
         self._links[command.engine].send(command)
 
     def stats(self, engine: int) -> EngineStats:
-        return self._figures[engine].stats()
+        return self._engines[engine].figures.stats()
 
     def free_kv_tokens(self, engine: int) -> int:
-        return self._figures[engine].free_kv_tokens()
+        return self._engines[engine].figures.free_kv_tokens()
 
     def kv_capacity_tokens(self, engine: int) -> int:
-        return self._figures[engine].kv_capacity_tokens()
+        return self._engines[engine].figures.kv_capacity_tokens()
 
     def ledger(self) -> KVLedger:
         header = self._table.header
         total = self._config.region_bytes
-        stranded = sum(figures.stats().stranded_bytes for figures in self._figures)
+        stranded = sum(each.figures.stats().stranded_bytes for each in self._engines.values())
         free = self._table.free_slabs() * header.slab_bytes
         lost = total - (header.slab_count - header.reserved_slabs) * header.slab_bytes
         return KVLedger(total, total - stranded - free - lost, stranded, free, lost)
@@ -194,22 +231,26 @@ class LocalDevice:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    def _take_in(self, number: int, engine: EngineConfig, facts: EngineFacts) -> None:
+        figures = TableFigures(self._table, number, engine, facts.block_bytes)
+        self._engines = self._engines | {number: _Engine(engine, facts, figures)}
+
     def _arguments(self, number: int) -> tuple[Any, ...]:
         """What ``build`` takes."""
-        facts = self.facts.engines[number]
+        engine, facts, _ = self._engines[number]
         region_bytes = self._table.header.slab_count * self._table.header.slab_bytes
         settings = self._settings(number)
-        return (self._config.engines[number], facts.model_dir, settings, region_bytes, facts.eos_token_ids)
+        return (engine, facts.model_dir, settings, region_bytes, facts.eos_token_ids)
 
     def _settings(self, number: int) -> SlabSettings:
         config = self._config
-        limit = config.engines[number].kv_limit_bytes
+        limit = self._engines[number].config.kv_limit_bytes
         return SlabSettings(
             table=str(self._paths.table),
             region=str(self._paths.bytes_file),
             device=config.device,
             engine=number,
-            block_bytes=self.facts.engines[number].block_bytes,
+            block_bytes=self._engines[number].facts.block_bytes,
             limit_slabs=None if limit is None else limit // self._table.header.slab_bytes,
             poison_freed=config.poison_freed,
             weights_in_region=config.weights_in_region,
@@ -247,7 +288,9 @@ def _create_region(config: HostConfig, paths: RegionPaths, plan: SlabPlan) -> tu
     region_bytes = slab_count * plan.slab_bytes
     if config.device == "cpu":
         _check_space(config.region_dir, region_bytes)
-    table = SlabTable.create(paths.table, slab_count, plan.slab_bytes, len(config.engines))
+    table = SlabTable.create(
+        paths.table, slab_count, plan.slab_bytes, min(MAX_ENGINES, len(config.engines) + SPARE_ENGINES)
+    )
     if config.device == "cuda":
         from fineserve_runtime.engines.torch_region import CudaRegion
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, Submission
 from fineserve_runtime.engines.device import Device, EngineFacts
-from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Reply, Stepped, Submit
+from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Remove, Reply, Stepped, Submit
 from fineserve_sim.policy.interfaces import EngineState
 
 CALL_S = 120.0
@@ -149,6 +149,16 @@ class Handle:
             future.set_exception(EngineDied(f"{self.config.name}: {reason}"))
         self.ready.set()
         return lost
+
+    def leaves(self) -> None:
+        """The engine is to end for good."""
+        with self._changed:
+            if self.alive:
+                self._send(Remove(self.id))
+
+    def await_death(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.alive, timeout_s)
 
     def revive(self) -> None:
         """The engine is started again, with nothing in it."""

@@ -7,16 +7,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fineserve_runtime.engines.api import EngineHandle, EngineListener, HostConfig
+from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineListener, HostConfig
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
-from fineserve_runtime.engines.handle import Handle
-from fineserve_runtime.engines.loop import BEAT_S, Beat, Died, Message, Ready, Reply, Stepped
+from fineserve_runtime.engines.handle import CALL_S, Handle
+from fineserve_runtime.engines.loop import BEAT_S, REMOVED, Beat, Died, Message, Ready, Reply, Stepped
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
 
 __all__ = ["START_TIMEOUT_S", "Host", "model_folder", "start_host"]
 
 START_TIMEOUT_S = 300.0
+
+_END_S = 10.0
 
 _LOG = logging.getLogger("fineserve.engines")
 
@@ -67,9 +69,9 @@ class Host:
         return self._device.facts.found_stale_region
 
     def start(self) -> None:
-        self._check_capacity()  # saves the time to load what cannot work
+        self._check_capacity(*self._handles.values())  # saves the time to load what cannot work
         self._start(tuple(self._handles))
-        self._check_capacity()
+        self._check_capacity(*self._handles.values())
 
     def ledger(self) -> KVLedger:
         return self._device.ledger()
@@ -81,6 +83,33 @@ class Host:
         for number in again:
             self._handles[number].revive()
         self._start(again)
+
+    def add(self, engine: EngineConfig) -> int:
+        if any(engine.name == handle.config.name for handle in self._handles.values()):
+            raise ValueError(f"an engine of model {engine.name} is here already")
+        number, facts = self._device.add(engine)
+        handle = Handle(number, engine, facts, self._device)
+        try:
+            self._check_capacity(handle)
+        except ValueError:
+            self._device.forget(number)
+            raise
+        self._handles = self._handles | {number: handle}
+        try:
+            self._start((number,))
+            self._check_capacity(*self._handles.values())
+        except BaseException:
+            self.remove(number)
+            raise
+        return number
+
+    def remove(self, engine: int) -> None:
+        handle = self._handles[engine]
+        handle.leaves()
+        if not handle.await_death(CALL_S):
+            raise RuntimeError(f"{handle.config.name} did not end in {CALL_S:g} s")
+        self._device.forget(engine)
+        self._handles = {number: each for number, each in self._handles.items() if number != engine}
 
     @property
     def sound(self) -> bool:
@@ -101,20 +130,24 @@ class Host:
             self._await_ready(self._handles[number])
 
     def _await_ready(self, handle: Handle) -> None:
-        """Engines of one thread are silent while one of them loads, and no worse for that."""
+        """Engines of one thread are silent while one of them loads, and no worse for that. One that hangs while it starts is
+        ended: nobody else would find it dead."""
         end_s = time.monotonic() + START_TIMEOUT_S
         while not handle.ready.wait(BEAT_S):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s")
+                reason = f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s"
+                self._device.end_hung((handle.id,), reason)
+                handle.await_death(_END_S)
+                raise RuntimeError(reason)
             if self.config.mode == "in_process":
                 for other in self._handles.values():
                     other.on_heard()
         if handle.death is not None:
             raise RuntimeError(f"{handle.config.name} did not start: {handle.death}")
 
-    def _check_capacity(self) -> None:
+    def _check_capacity(self, *handles: Handle) -> None:
         """Raise ValueError unless each engine could hold one sequence of full length, were it alone."""
-        for handle in self._handles.values():
+        for handle in handles:
             if handle.kv_capacity_tokens < handle.config.max_model_len:
                 raise ValueError(
                     f"{handle.config.name}: its KV memory holds {handle.kv_capacity_tokens} tokens, max_model_len is "
@@ -144,5 +177,5 @@ class Host:
             _LOG.error("%s: %s", handle.config.name, message.details)
         was_ready = handle.ready.is_set()
         lost = handle.on_died(message.reason)
-        if was_ready:
+        if was_ready and message.reason != REMOVED:
             self._listener.on_died(message.engine, message.reason, lost, message.crashed)

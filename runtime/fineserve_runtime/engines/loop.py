@@ -25,6 +25,9 @@ BEAT_S = 1.0
 """So often an engine says that it lives, be it idle."""
 
 
+REMOVED = "it was removed"
+
+
 class Submit(NamedTuple):
     engine: int
     submission: Submission
@@ -54,7 +57,13 @@ class Build(NamedTuple):
     build: Callable[[], Any]
 
 
-EngineCommand = Submit | Abort | Call | Build
+class Remove(NamedTuple):
+    """Let go of an engine for good; answered by `Died`."""
+
+    engine: int
+
+
+EngineCommand = Submit | Abort | Call | Build | Remove
 Command = EngineCommand | Stop
 
 
@@ -153,7 +162,7 @@ class EngineLoop:
             self._stopping = True
             return
         if isinstance(command, Build):
-            self._seen[command.engine] = 0
+            self._seen[command.engine], self._step_s[command.engine] = 0, 0.0
             self._begin(command.engine, command.build)
             return
         self._seen[command.engine] += 1
@@ -165,6 +174,9 @@ class EngineLoop:
                 self._add(core, command.submission)
             elif isinstance(command, Abort):
                 core.abort(command.request_id)
+            elif isinstance(command, Remove):
+                self._cores.pop(command.engine).close()
+                self._emit(Died(command.engine, REMOVED))
             else:
                 self._call(core, command)
         except Exception as error:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from fineserve_runtime.engines.api import EngineStats, HostConfig
-from fineserve_runtime.engines.device import Device, DeviceFacts, OpenDevice
+from fineserve_runtime.engines.api import EngineConfig, EngineStats, HostConfig
+from fineserve_runtime.engines.device import Device, DeviceFacts, EngineFacts, OpenDevice
 from fineserve_runtime.engines.links import Receive
 from fineserve_runtime.engines.loop import Died, EngineCommand, Message
 from fineserve_sim.policy.interfaces import KVLedger
@@ -210,6 +210,12 @@ class RayDevice:
         self._open()
         self._lost = False
         return tuple(range(len(self._config.engines)))
+
+    def add(self, engine: EngineConfig) -> tuple[int, EngineFacts]:
+        raise ValueError(f"{engine.name}: models cannot be added to a device of a Ray cluster")
+
+    def forget(self, engine: int) -> None:
+        raise ValueError("models cannot be removed from a device of a Ray cluster")
 
     def send(self, command: EngineCommand) -> None:
         self._link.send(command)

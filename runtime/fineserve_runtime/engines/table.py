@@ -146,7 +146,7 @@ class SlabTable:
         there are too many engines or too few slabs."""
         if not 1 <= engines <= MAX_ENGINES or slab_count <= reserved_slabs:
             raise ValueError(
-                f"slab table: {engines} engines (1 to {MAX_ENGINES}) and {slab_count} slabs of {slab_bytes} bytes "
+                f"slab table: {slab_count} slabs of {slab_bytes} bytes, for at most {MAX_ENGINES} engines "
                 f"({reserved_slabs} are reserved); enlarge region_bytes"
             )
         header = _HEADER.pack(_MAGIC, slab_count, slab_bytes, reserved_slabs, engines, os.getpid(), 0, 0)

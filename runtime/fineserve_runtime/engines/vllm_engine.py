@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "OMP_NUM_THREADS": "1",
 }

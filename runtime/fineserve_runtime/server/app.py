@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from fineserve_runtime import __version__
 from fineserve_runtime.jobs import Limits
+from fineserve_runtime.server.admin import add_admin
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
 from fineserve_runtime.server.doorman import Doorman, answer
@@ -26,6 +27,21 @@ from fineserve_runtime.server.streams import Choice
 T = TypeVar("T")
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
+_UNSERVED = {
+    "/v1/embeddings": "the engines here generate text; pooling models are not served",
+    "/v1/responses": "use /v1/chat/completions, which has tools and structured outputs",
+    "/v1/load_lora_adapter": "LoRA adapters lie outside the memory that models share; serve the merged model",
+    "/v1/unload_lora_adapter": "there are no LoRA adapters here",
+    "/v1/audio": "only text is served",
+    "/v1/images": "only text is served",
+    "/v1/rerank": "the engines here generate text; pooling models are not served",
+    "/v1/score": "the engines here generate text; pooling models are not served",
+    "/v1/batches": "send the requests one by one",
+    "/v1/files": "send the requests one by one",
+    "/v1/messages": "use /v1/chat/completions",
+}
+"""What other servers of this protocol have, by the beginning of its path, and why or what instead."""
+
 _LOOK_S = 0.1
 """So often a waiting request looks whether its client is still there."""
 
@@ -36,7 +52,7 @@ def create_app(service: Service) -> FastAPI:
     _add_errors(app, service)
     _add_status(app, service)
     _add_models(app, service)
-    _add_admin(app, service)
+    add_admin(app, service)
     _add_generation(app, service)
     return app
 
@@ -47,8 +63,20 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return answer(service, problem)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, problem: HTTPException) -> Response:
-        return answer(service, ApiError(problem.status_code, str(problem.detail)))
+    async def http(request: Request, problem: HTTPException) -> Response:
+        return answer(service, _no_endpoint(request, problem))
+
+
+def _no_endpoint(request: Request, problem: HTTPException) -> ApiError:
+    path = request.url.path
+    if problem.status_code != 404:
+        return ApiError(problem.status_code, f"{path}: {problem.detail}", code="bad_method")
+    why = next((why for start, why in _UNSERVED.items() if path.startswith(start)), None)
+    if why is not None:
+        return ApiError(404, f"{path} is not served: {why}", code="unsupported", reason="404")
+    return ApiError(
+        404, f"there is no {path[:100]}; docs/runtime.md lists what there is", code="not_found", reason="404"
+    )
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
@@ -93,22 +121,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         return await service.work(lambda: _tokenize(service, parse(TokenizeRequest, request.state.body)))
-
-
-def _add_admin(app: FastAPI, service: Service) -> None:
-    @app.post("/admin/models/{name}/{action}")
-    async def act(name: str, action: str) -> dict[str, Any]:
-        """Put a model to sleep, once its requests have ended, or wake it. Answers how it is now."""
-        model = service.model(name).id
-        actions = {"sleep": service.driver.stop, "wake": service.driver.resume}
-        if action not in actions:
-            raise ApiError(404, f"{action[:100]} is no action; expected {' or '.join(actions)}")
-        try:
-            await service.look(lambda: actions[action](model))
-        except ValueError as problem:
-            raise ApiError(409, str(problem)) from None
-        health = await service.look(lambda: service.driver.health(model))
-        return {"model": model, "state": health.condition}
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
@@ -182,7 +194,8 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
 
         def submit() -> tuple[Ask, list[Choice]]:
             ask = understand(request.state.body)
-            return ask, service.choose(ask.orders, loop)
+            trace = request.headers.get("traceparent")
+            return ask, service.choose([order._replace(trace=trace) for order in ask.orders], loop)
 
         ask, choices = await service.work(submit)
         del request.state.body  # it may be large, and the answer take a while

@@ -39,7 +39,8 @@ def parse(kind: type[B], raw: bytes) -> B:
         first = problem.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         raise ApiError(400, f"the body is no JSON: {first['msg']}")
-    param = ".".join(str(part) for part in first["loc"]) or None
+    unknown = first.get("ctx", {}).get("key") if first["type"] == "unknown_key" else None
+    param = ".".join(str(part) for part in (*first["loc"], *([unknown] if unknown else []))) or None
     raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param)
 
 

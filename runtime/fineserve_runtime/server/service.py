@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from fineserve_runtime.config import AddedModel
 from fineserve_runtime.driver import Driver
 from fineserve_runtime.jobs import Refused
 from fineserve_runtime.metrics import Metrics
@@ -36,31 +37,43 @@ class Key:
     priority: bool = True
 
 
+class ModelRoster(Protocol):
+    """Who adds and removes models; calls take seconds. They raise ValueError for what cannot be and RuntimeError for what did
+    not work."""
+
+    def add(self, name: str, model: AddedModel) -> ServedName: ...
+
+    def remove(self, name: str) -> None: ...
+
+
 @dataclass(slots=True)
 class Service:
     """Without ``keys`` everybody may come; without ``admin_secret`` there are no admin endpoints. ``log`` writes a structured
     line.
 
     Work leaves the event loop: ``front`` threads read bodies, tokenise and submit; ``quick`` ones do what only waits for the
-    driver's lock.
+    driver's lock; ``admin`` what operators ask for.
     """
 
     driver: Driver
     metrics: Metrics
-    models: Mapping[str, ServedName]
+    models: dict[str, ServedName]
     keys: tuple[Key, ...] = ()
     log: Callable[[str, Mapping[str, object]], None] = lambda event, facts: None
     versions: Mapping[str, str] = field(default_factory=dict)
     limits: HttpLimits = field(default_factory=HttpLimits)
     admin_secret: str | None = None
+    roster: ModelRoster | None = None
     _front: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_FRONT_THREADS, "front"))
     _quick: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quick"))
+    _admin: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "admin"))
     _busy: Counter[str] = field(default_factory=Counter)
 
     def close(self) -> None:
         """Let the threads end."""
         self._front.shutdown()
         self._quick.shutdown()
+        self._admin.shutdown()
 
     # --- threads ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +82,10 @@ class Service:
 
     async def look(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._quick, function)
+
+    async def operate(self, function: Callable[[], T]) -> T:
+        """One operator at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._admin, function)
 
     def later(self, function: Callable[[int], None], request_id: int) -> None:
         with contextlib.suppress(RuntimeError):  # the server has stopped, and the driver ends all requests
@@ -114,12 +131,13 @@ class Service:
         raise ApiError(404, f"the model {name[:100]!r} does not exist; {hint}", param="model", code="model_not_found")
 
     def choose(self, orders: list[Order], loop: asyncio.AbstractEventLoop) -> list[Choice]:
-        """Submit all orders, or none. Raises ApiError when one is not taken."""
+        """Submit all orders, which are for one model, or none. Raises ApiError when one is not taken."""
         choices: list[Choice] = []
+        tokenizer = self.model(orders[0].model).tokenizer
         try:
             for order in orders:
-                tokenizer = self.models[order.model].tokenizer
-                choices.append(Choice(self.driver, tokenizer, order, loop, self.later))
+                choice = Choice(self.driver, tokenizer, order, loop, self.later)
+                choices.append(choice)
         except Refused as problem:
             for choice in choices:
                 choice.abort()

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 class Order(NamedTuple):
     """One choice that is asked for. ``echo`` is put before its text; ``keep_stop``: the stop string belongs to the text;
-    ``special``: so do special tokens."""
+    ``special``: so do special tokens. ``trace``: the client's ``traceparent``."""
 
     model: str
     prompt: tuple[int, ...]
@@ -36,6 +36,7 @@ class Order(NamedTuple):
     keep_stop: bool = False
     special: bool = False
     echo: str = ""
+    trace: str | None = None
 
 
 class _News(NamedTuple):
@@ -89,7 +90,15 @@ class Choice:
         order = self._order
         limits = order.limits
         return Job(
-            id, order.model, order.prompt, order.sampling, self._mailbox, limits.ttft_s, order.priority, limits.tpot_s
+            id,
+            order.model,
+            order.prompt,
+            order.sampling,
+            self._mailbox,
+            limits.ttft_s,
+            order.priority,
+            limits.tpot_s,
+            order.trace,
         )
 
     def abort(self) -> None:

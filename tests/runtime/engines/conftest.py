@@ -6,6 +6,7 @@ All in-process engines of a test run live in one pytest process: importing vllm 
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ BF16 = EngineConfig("bf16", TinyModel(seed=1), max_model_len=512, max_sequences=
 FP8 = EngineConfig(
     "fp8", TinyModel(seed=2), kv_cache_dtype="fp8_e4m3", max_model_len=512, max_sequences=16, max_batched_tokens=256
 )
+REQUESTS = int(os.environ.get("FINESERVE_PARITY_REQUESTS", "0"))
+"""So many requests an engine instead of those of each test: for long runs by hand, whose counts ``-s`` shows."""
+
 SLAB_BYTES = 65536  # the least common multiple of their blocks: 64 and 32 KiB
 Tokens = dict[int, tuple[int, ...]]
 
@@ -74,6 +78,7 @@ class Recorder:
 def draw_requests(seed: int, count: int = 110, prefix_tokens: int = 0) -> list[Submission]:
     """Greedy requests of 5 to 200 prompt and 16 to 96 output tokens. With ``prefix_tokens``, prompts share four prefixes."""
     rng = random.Random(seed)
+    count = REQUESTS or count
     prefixes = [[rng.randrange(2, 512) for _ in range(prefix_tokens)] for _ in range(4)]
     requests = []
     for number in range(count):
@@ -157,6 +162,8 @@ def same_tokens(
             prompts.append((*request.prompt_token_ids, *theirs[:first]))
             said.append({ours[first], theirs[first]})
         ties = stock_ties(config, prompts, cache_dir) if prompts else []
+        tokens = sum(map(len, expected.values()))
+        print(f"\n{config.name}: {len(requests)} requests, {tokens} tokens, {len(differing)} differ in a tie or worse")
         wrong = {
             request.request_id: pair
             for request, pair, tie in zip(differing, said, ties, strict=True)

@@ -186,6 +186,30 @@ def test_sleep_and_wake_move_weights_and_keep_tokens(start: Start, same_tokens: 
     answers(0), answers(1)
 
 
+def test_an_engine_is_added_beside_one_that_serves_and_removed(start: Start, same_tokens: Check) -> None:
+    """Its weights take a run of slabs, its KV the slabs that are left, in blocks of a size that the start did not know."""
+    small = TinyModel(seed=1, hidden=128, heads=2, kv_heads=2, head_dim=64, layers=4)
+    one, uneven = replace(BF16, name="one", model=small), replace(BF16, name="uneven", model=replace(small, layers=3))
+    host, heard = start(one, slabs=140, slab_multiple=4, weights_in_region=True)
+    requests, free_bytes = draw_requests(7, count=30), host.ledger().free_bytes
+    for turn in range(2):
+        for request in requests[:15]:
+            host.engines[0].submit(request)
+        assert host.add(uneven) == 1
+        for request in requests[15:]:
+            host.engines[0].submit(request)
+        for request in requests:
+            host.engines[1].submit(request)
+        assert host.engines[0].drain(60) and host.engines[1].drain(60)
+        same_tokens(one, requests, heard.of(0)), same_tokens(uneven, requests, heard.of(1))
+        host.remove(1)
+        assert host.ledger().free_bytes == free_bytes, turn
+        heard.tokens.clear(), heard.reasons.clear()
+    with pytest.raises(RuntimeError, match="free slabs in a row for its weights"):
+        host.add(replace(BF16, name="large", model=TinyModel(seed=1, layers=16)))
+    assert list(host.engines) == [0] and not heard.deaths
+
+
 def test_sleep_is_refused_while_requests_are_left_or_weights_lie_elsewhere(start: Start) -> None:
     host, _ = start(BF16)
     host.engines[0].submit(Submission(0, (2, 3, 4), Sampling(max_tokens=400, ignore_eos=True)))

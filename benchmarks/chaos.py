@@ -1,0 +1,335 @@
+"""A campaign that tries to break the server: real clients under load while everything goes wrong that can be made to.
+
+    python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake] [--minutes N]
+        [--gap S] [--clients N] [--grace S] [--report]
+
+A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
+requests through OpenAI's client; faults are drawn from the seed and the segment's number. In every third segment the
+decision log's disk is full, in every third nobody reads stderr. Segments are kept in FOLDER: a campaign that was interrupted
+goes on with the next one. ``--report`` prints what is there, as Markdown. Exit code 1 where something happened that must not.
+
+Checked: every text against an undisturbed server, every wait and length, the words of every refusal, hostile clients' answers,
+``/health`` from another process ten times a second, and at the end of a segment: both models serve again, no KV is in use, as
+much is free as at the start, the server stops with code 0 and leaves nothing behind.
+
+Ray's actors and nodes are not part of it (tests/runtime/test_ray.py loses them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.chaos_clients import (
+    Expected,
+    Load,
+    Prompt,
+    Tally,
+    burst,
+    draw_prompts,
+    hostile,
+    reference,
+    watch_health,
+)
+from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, write_file
+
+_PROMPTS = 60  # of each model
+_SETTLE_S = 180.0
+_THIRD = "third"
+
+
+class Faults:
+    """What strikes, and how often it did. Short ones come every ``gap_s``; one of the long ones is under way at a time."""
+
+    def __init__(self, server: Server, third: dict[str, Any], rng: random.Random, gap_s: float) -> None:
+        self._server, self._third, self._rng, self._gap_s = server, third, rng, gap_s
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._over = asyncio.Event()
+        self._admin = httpx.AsyncClient(base_url=server.url, headers=dict(server.admin.headers), timeout=300)
+
+    async def run(self) -> None:
+        short = {"slow": self._slow, "hostile": self._hostile, "sleep": self._sleep}
+        long = {"kill": self._kill, "stop": self._stop, "add": self._add}
+        await asyncio.gather(self._strike(short, self._gap_s), self._strike(long, self._gap_s * 5))
+        await self._admin.aclose()
+
+    def end(self) -> None:
+        self._over.set()
+
+    async def _strike(self, kinds: dict[str, Callable[[], Coroutine[Any, Any, None]]], gap_s: float) -> None:
+        while not self._over.is_set():
+            kind = self._rng.choice(sorted(kinds))
+            try:
+                await kinds[kind]()
+            except (httpx.HTTPError, OSError) as problem:
+                self.problems.append(f"{kind}: {problem!r}")
+            wait = asyncio.ensure_future(self._over.wait())
+            await asyncio.wait([wait], timeout=self._rng.uniform(0.5, 1.5) * gap_s)
+            wait.cancel()
+
+    def _signal(self, which: signal.Signals) -> int | None:
+        """An engine that was struck."""
+        pids = self._server.engine_pids()
+        if not pids:
+            return None
+        pid = self._rng.choice(pids)
+        try:
+            os.kill(pid, which)
+        except ProcessLookupError:
+            return None
+        return pid
+
+    async def _slow(self) -> None:
+        pid = self._signal(signal.SIGSTOP)
+        if pid is not None:
+            self.counts["engine slowed (stopped for under a second)"] += 1
+            await asyncio.sleep(self._rng.uniform(0.1, 0.9))
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                return
+
+    async def _hostile(self) -> None:
+        self.counts["hostile client"] += 1
+        problem = await hostile(self._server.url, self._rng)
+        if problem is not None:
+            self.problems.append(problem)
+
+    async def _sleep(self) -> None:
+        model = self._rng.choice(MODELS)
+        await self._operate("POST", f"/admin/models/{model}/sleep", 200)
+        await asyncio.sleep(self._rng.uniform(0.05, 0.5))
+        await self._operate("POST", f"/admin/models/{model}/wake", 200)
+        self.counts["model put to sleep and woken"] += 1
+
+    async def _kill(self) -> None:
+        if self._signal(signal.SIGKILL) is not None:
+            self.counts["engine killed"] += 1
+
+    async def _stop(self) -> None:
+        """For good: the watch has to end it."""
+        if self._signal(signal.SIGSTOP) is not None:
+            self.counts["engine stopped for good"] += 1
+
+    async def _add(self) -> None:
+        status = await self._operate("POST", "/admin/models", 201, 409, 503, json={"model": _THIRD} | self._third)
+        if status == 201:
+            body = {"model": _THIRD, "prompt": "hello", "max_tokens": 8}
+            answer = await self._admin.post("/v1/completions", json=body, headers={"authorization": ""})
+            if answer.status_code not in (200, 500, 503):
+                self.problems.append(f"the added model answered {answer.status_code}: {answer.text[:200]}")
+            await self._operate("DELETE", f"/admin/models/{_THIRD}", 200)
+            self.counts["model added and removed"] += 1
+
+    async def _operate(self, method: str, path: str, *good: int, **options: Any) -> int:
+        answer = await self._admin.request(method, path, **options)
+        if answer.status_code not in good:
+            self.problems.append(f"{method} {path} got {answer.status_code}: {answer.text[:200]}")
+        return answer.status_code
+
+
+def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: Any) -> dict[str, Any]:
+    """The figures of a segment. ``pool``: prompts, their expected answers, the file and the third model."""
+    prompts, expected, file, third = pool
+    tally, rng = Tally(), random.Random(f"{options.seed}-{number}")
+    kind = {"full_disk": number % 3 == 1, "blocked_pipe": number % 3 == 2}
+    begun_s = time.monotonic()
+    server = Server(file, options.engines, log=folder / f"server-{number}.log", **kind)
+    try:
+        free_bytes = server.metric("fineserve:region_bytes", 'part="free"')
+        asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
+        rss_mb = server.rss_mb()
+        faults, health, bursts = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        problems = [*tally.problems, *faults.problems, *_settled(server, free_bytes, prompts, expected)]
+        rss_end_mb = server.rss_mb()
+        deaths = server.metric("fineserve:engine_deaths_total")
+        lost = server.metric("fineserve:log_lines_lost_total")
+    finally:
+        code = server.stop()
+    problems += [f"exit code {code}"] * (code != 0) + [f"left behind: {each}" for each in server.left_behind()]
+    problems += _waits(tally, options.grace)
+    return {
+        "segment": number,
+        "took_s": round(time.monotonic() - begun_s, 1),
+        "requests": tally.requests + sum(bursts.values()),
+        "outcomes": dict(tally.outcomes),
+        "burst": dict(bursts),
+        "faults": dict(faults.counts) | {f"segment with {name}": 1 for name, true in kind.items() if true},
+        "deaths": deaths,
+        "log_lines_lost": lost,
+        "longest_wait_s": round(tally.longest_wait_s, 2),
+        "longest_s": round(tally.longest_s, 2),
+        "health_s": [round(float(each), 4) for each in np.quantile([s for _, s, _ in health], [0.5, 0.99, 1])],
+        "health_bad": sum(status != 200 for _, _, status in health),
+        "rss_mb": [round(rss_mb, 1), round(rss_end_mb, 1)],
+        "problems": problems,
+    }
+
+
+async def _storm(
+    server: Server, third: dict[str, Any], rng: random.Random, options: argparse.Namespace, tally: Tally, load: Any
+) -> tuple[Faults, list[tuple[float, float, int]], Counter[str]]:
+    """Load and faults; a burst when the load has ended, so that its 1,500 requests are alone with the 20 MB."""
+    prompts, expected, number = load
+    ours, theirs = multiprocessing.Pipe()
+    watcher = multiprocessing.get_context("spawn").Process(target=watch_health, args=(server.url, theirs), daemon=True)
+    watcher.start()
+    faults = Faults(server, third, rng, options.gap)
+    striking = asyncio.create_task(faults.run())
+    await Load(server.url, prompts, expected, tally, options.seed * 1000 + number).run(options.segment, options.clients)
+    faults.end()
+    await striking
+    bursts = await burst(server.url, prompts[0])
+    ours.send("stop")
+    health = await asyncio.to_thread(ours.recv)
+    watcher.join()
+    bad = [each for each in bursts if each not in ("200", "503", "413")]
+    faults.problems += [f"burst: {bursts[each]} x {each}" for each in bad]
+    return faults, health, bursts
+
+
+def _settled(server: Server, free_bytes: float, prompts: list[Prompt], expected: list[Expected]) -> list[str]:
+    """What is not as it was when nothing strikes any more."""
+    end_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < end_s and not server.ready():
+        time.sleep(0.2)
+    problems = [] if server.ready() else ["the models are not ready again"]
+    calm = Tally()
+    asyncio.run(Load(server.url, prompts, expected, calm, 0).run(40, 4))
+    problems += calm.problems + [f"calm, and yet {each}" for each in calm.outcomes if each not in ("finished", "left")]
+    while time.monotonic() < end_s and server.metric("fineserve:kv_used_bytes{") > 0:
+        time.sleep(0.1)
+    used, free = server.metric("fineserve:kv_used_bytes{"), server.metric("fineserve:region_bytes", 'part="free"')
+    if used or free != free_bytes:
+        problems.append(f"{used:.0f} bytes of KV are in use, {free:.0f} free, not {free_bytes:.0f}")
+    return problems
+
+
+def _waits(tally: Tally, grace_s: float) -> list[str]:
+    late = [(tally.longest_s, LONGEST_S, "a request lasted")]
+    late += [(tally.longest_wait_s, LATEST_S, "a client waited for its first token")]
+    return [f"{what} {took:.1f} s, more than {most:g}" for took, most, what in late if took > most + grace_s]
+
+
+# --- the campaign ------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--segment", type=int, default=5_000, help="requests of a segment")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument(
+        "--gap", type=float, default=0.5, help="seconds between short faults; long ones: five times that"
+    )
+    parser.add_argument("--engines", choices=["vllm", "fake"], default="vllm")
+    parser.add_argument("--grace", type=float, default=1.0, help="seconds that a wait may be longer than it should")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no segment after so long")
+    parser.add_argument("--report", action="store_true", help="print what is there, and leave")
+    options = parser.parse_args()
+    if not options.report:
+        play(options)
+    segments = done(options.folder)
+    print(report(segments))
+    return 1 if any(segment["problems"] for segment in segments) else 0
+
+
+def play(options: argparse.Namespace) -> None:
+    """The segments that are not there yet. Raises ValueError for a folder with a campaign of other options."""
+    end_s = time.monotonic() + options.minutes * 60
+    options.folder.mkdir(parents=True, exist_ok=True)
+    file, third = write_file(options.folder, options.engines)
+    prompts = draw_prompts(options.seed, MODELS, _PROMPTS)
+    expected = _expected(options, file, prompts)
+    for number in range(-(-options.requests // options.segment)):
+        if number < len(done(options.folder)):
+            continue
+        if time.monotonic() > end_s:
+            return
+        found = play_segment(options.folder, number, options, (prompts, expected, file, third))
+        with (options.folder / "segments.jsonl").open("a", encoding="utf-8") as out:
+            out.write(json.dumps(found) + "\n")
+        print(f"segment {number}: {found['requests']} requests, {len(found['problems'])} problems", file=sys.stderr)
+
+
+def _expected(options: argparse.Namespace, file: Path, prompts: list[Prompt]) -> list[Expected]:
+    """The answers of an undisturbed server, asked once for a folder."""
+    kept = options.folder / "reference.json"
+    plan = {key: getattr(options, key) for key in ("seed", "segment", "engines", "clients", "gap")}
+    if not kept.exists():
+        server = Server(file, options.engines, log=options.folder / "reference.log")
+        try:
+            found = reference(server.url, prompts, logprobs=options.engines == "vllm")
+        finally:
+            server.stop()
+        kept.write_text(json.dumps({"plan": plan, "expected": found}), encoding="utf-8")
+    read = json.loads(kept.read_text(encoding="utf-8"))
+    if read["plan"] != plan:
+        raise ValueError(f"{options.folder} has a campaign of {read['plan']}; take another folder")
+    return [Expected(text, tuple(ties)) for text, ties in read["expected"]]
+
+
+def done(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "segments.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def report(segments: list[dict[str, Any]]) -> str:
+    """Markdown: what was asked, what struck, what came of it."""
+    if not segments:
+        return "no segment was played"
+    sums = {
+        name: sum((Counter(each[name]) for each in segments), Counter()) for name in ("outcomes", "burst", "faults")
+    }
+    rows = [("segments, requests", f"{len(segments)}, {sum(each['requests'] for each in segments)}")]
+    rows += [(name, str(count)) for name, count in sorted(sums["faults"].items())]
+    rows += [(f"ended: {name}", str(count)) for name, count in sums["outcomes"].most_common()]
+    rows += [(f"burst: status {name}", str(count)) for name, count in sums["burst"].most_common()]
+    rows += [
+        ("deaths of engines", f"{sum(each['deaths'] for each in segments):.0f}"),
+        ("lines that logs lost", f"{sum(each['log_lines_lost'] for each in segments):.0f}"),
+        ("longest wait for a first token; longest request", _most(segments, "longest_wait_s", "longest_s")),
+        ("/health, median and 99th percentile of the worst segment", _health(segments)),
+        ("/health other than 200", str(sum(each["health_bad"] for each in segments))),
+        ("memory of the server, first and last, largest growth in a segment (MB)", _growth(segments)),
+        ("what must not happen", str(sum(len(each["problems"]) for each in segments))),
+    ]
+    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    problems = [f"- segment {each['segment']}: {problem}" for each in segments for problem in each["problems"]]
+    return "\n".join([*lines, "", *problems])
+
+
+def _most(segments: list[dict[str, Any]], *names: str) -> str:
+    return "; ".join(f"{max(each[name] for each in segments):.1f} s" for name in names)
+
+
+def _health(segments: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{1000 * max(each['health_s'][part] for each in segments):.0f} ms" for part in (0, 1))
+
+
+def _growth(segments: list[dict[str, Any]]) -> str:
+    first, last = segments[0]["rss_mb"][0], segments[-1]["rss_mb"][1]
+    return f"{first:.0f}, {last:.0f}, {max(end - begin for begin, end in (each['rss_mb'] for each in segments)):.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The server under test of the chaos campaign: a file, a process, and what can be seen of it from outside.
+
+With fake engines (``tests/runtime/fake_core.py`` in the place of vLLM: tokens are hashes, a restart takes a second) this module
+is also what that process runs; devices, processes, links, driver and HTTP are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fineserve_runtime.engines.table import SlabTable
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests" / "runtime"
+KEY = "chaos"
+START_S = 240.0
+LATEST_S = 10.0  # runtime.queued_s
+LONGEST_S = 60.0  # runtime.request_s
+SETTINGS = {
+    "runtime.mode": "processes",
+    "runtime.admin_key_env": "CHAOS_ADMIN_KEY",
+    "runtime.weights_in_region": "true",
+    "runtime.poison_freed": "true",
+    "runtime.silent_s": "3",
+    "runtime.queued_s": str(LATEST_S),
+    "runtime.request_s": str(LONGEST_S),
+    "runtime.drain_s": "5",
+    "runtime.models.tiny-bf16.max_model_len": "512",
+    "runtime.models.tiny-fp8.max_model_len": "512",
+    "runtime.region_bytes": str(24 * 2**20),
+    "models.0.ttft_slo_s": "8.0",
+    "models.1.ttft_slo_s": "8.0",
+}
+MODELS = ("tiny-bf16", "tiny-fp8")
+
+
+def write_file(folder: Path, engines: str) -> tuple[Path, dict[str, Any]]:
+    """The file of the server, and the third model's keys: that which comes and goes. With vLLM the models are made there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if engines == "vllm":
+        from fineserve_runtime.demo import make_demo
+
+        file = make_demo(folder, 0)
+        third = re.search(r"tiny-bf16: \{path: (\S+),", file.read_text(encoding="utf-8"))
+        assert third is not None
+        return file, {"path": third[1], "max_model_len": 512}
+    sys.path.insert(0, str(TESTS))
+    import filekit  # type: ignore[import-not-found]
+
+    file = folder / "file.yaml"
+    return file if file.exists() else filekit.write_file(folder), {"path": "bf16", "max_model_len": 512}
+
+
+class Server:
+    """A running server. ``full_disk``: its decision log goes to a device that is full; ``blocked_pipe``: nobody reads its
+    stderr. Raises RuntimeError when it does not start."""
+
+    def __init__(
+        self, file: Path, engines: str, *, full_disk: bool = False, blocked_pipe: bool = False, log: Path
+    ) -> None:
+        self._region = f"chaos-{os.getpid()}-{time.monotonic_ns() % 10**9}"
+        settings = SETTINGS | {"runtime.region_name": self._region}
+        settings["runtime.decisions"] = "/dev/full" if full_disk else "/dev/null"
+        program = ["-m", "fineserve_runtime", "serve"] if engines == "vllm" else [str(Path(__file__))]
+        command = [sys.executable, *program, str(file)]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        path = os.pathsep.join([str(ROOT), *(str(ROOT / each) for each in ("traces", "runtime")), str(TESTS)])
+        self.log = log
+        environment = os.environ | {"PYTHONPATH": path, "CHAOS_ADMIN_KEY": KEY, "OMP_NUM_THREADS": "1"}
+        with log.open("w") as kept:
+            stderr = subprocess.PIPE if blocked_pipe else kept
+            self.process = subprocess.Popen(command, stderr=stderr, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT)
+        self.url = self._await_ready()
+        self.admin = httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
+
+    def _await_ready(self) -> str:
+        """The address. A pipe is read up to that line, and no further."""
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s and self.process.poll() is None:
+            if self.process.stderr is not None:
+                lines = [self.process.stderr.readline().decode()]
+            else:
+                time.sleep(0.1)
+                lines = self.log.read_text(encoding="utf-8").splitlines()
+            for line in lines:
+                if '"event":"ready"' in line:
+                    return str(json.loads(line)["url"])
+        self.process.kill()
+        raise RuntimeError(f"the server did not start; see {self.log}")
+
+    # --- what is seen of it ----------------------------------------------------------------------------------------
+
+    def engine_pids(self) -> list[int]:
+        """Processes of engines, as the owner table has them."""
+        table = SlabTable(Path(f"/dev/shm/fineserve-{self._region}0.table"))
+        try:
+            found = [row.get("pid") for row in table.counters]
+        finally:
+            table.close()
+        return [pid for pid in found if pid not in (0, self.process.pid)]
+
+    def rss_mb(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        return int(found[1]) / 1024 if found else 0.0
+
+    def metric(self, name: str, *labels: str) -> float:
+        """The sum over all lines with these labels."""
+        lines = self.admin.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(name) and all(label in line for label in labels)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def ready(self) -> bool:
+        states = {each["id"]: each["state"] for each in self.admin.get("/v1/models").json()["data"]}
+        return set(states) == set(MODELS) and set(states.values()) == {"ready"}
+
+    def stop(self) -> int | None:
+        """SIGTERM; the exit code, None where it had to be killed."""
+        self.admin.close()
+        self.process.send_signal(signal.SIGTERM)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
+
+    def left_behind(self) -> list[str]:
+        return [path.name for path in Path("/dev/shm").glob(f"fineserve-{self._region}*") if path.suffix != ".lock"]
+
+
+def serve_fake(arguments: Sequence[str]) -> None:
+    """``FILE --set KEY=VALUE ...``"""
+    from functools import partial
+
+    from fake_core import FakeCore  # type: ignore[import-not-found]
+    from fineserve_runtime.cli.options import pairs
+    from fineserve_runtime.config import load_file
+    from fineserve_runtime.engines.device import LocalDevice
+    from fineserve_runtime.engines.host import start_host
+    from fineserve_runtime.serve import run_server
+    from serverkit import ByteTokenizer  # type: ignore[import-not-found]
+
+    file = load_file(Path(arguments[0]), pairs(list(arguments[2::2])))
+    start = partial(start_host, open_device=partial(LocalDevice, build=FakeCore))
+    run_server(file, None, start=start, tokenizer=lambda folder: ByteTokenizer())
+
+
+if __name__ == "__main__":
+    serve_fake(sys.argv[1:])

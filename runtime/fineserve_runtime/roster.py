@@ -1,0 +1,104 @@
+"""Models that come and go while the server runs.
+
+A model is added where its weights have room in the region, which the memory accounting covers: so ``weights_in_region`` must
+be true, and memory must not be split beforehand between the models of the start. Calls take seconds; one comes at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fineserve_runtime.config import AddedModel, RuntimeFile, check_model
+from fineserve_runtime.core import ModelFacts
+from fineserve_runtime.launch import Running, engine_config, model_facts
+from fineserve_runtime.metrics import Metrics
+from fineserve_runtime.warmup import measure_engine
+from fineserve_sim.cluster.scenario import Scenario
+from fineserve_sim.systems.spec import KvSlabSpec
+
+_LOOK_S = 0.02
+
+_END_S = 180.0
+"""So long what is under way on a device may last."""
+
+
+class Roster:
+    def __init__(self, file: RuntimeFile, scenario: Scenario, running: Running, metrics: Metrics) -> None:
+        self._file = file
+        self._scenario = scenario
+        self._running = running
+        self._metrics = metrics
+
+    def add(self, name: str, model: AddedModel, prepare: Callable[[dict[str, Any]], None]) -> ModelFacts:
+        """Start engines for the model and let the core know it. ``prepare`` is called with its config.json before. Raises
+        ValueError for a model that cannot be served here, RuntimeError for engines that do not start; nothing is left then."""
+        self._check_system()
+        prepare(check_model(model, self._file.folder))
+        slo_s = model.ttft_slo_s or self._file.experiment.file.slo.ttft_s
+        if slo_s is None:
+            raise ValueError("ttft_slo_s: missing, and the file has no slo.ttft_s")
+        moves = self._scenario.system.residency is not None
+        gpus = list(self._running.hosts) if moves else [self._device(model.device)]
+        config = engine_config(name, model, self._file.folder, self._scenario)
+        started: list[int] = []
+        try:
+            for gpu in gpus:
+                local = self._running.hosts[gpu].add(config)
+                started.append(gpu)
+                handle = self._running.hosts[gpu].engines[local]
+                if gpu == gpus[0]:
+                    rows = measure_engine(handle, self._running.relays[gpu])
+                    facts = model_facts(handle, model.rate_per_s, slo_s, rows)
+                if moves:
+                    handle.sleep()
+        except BaseException:
+            for gpu in started:
+                self._end(name, gpu)
+            raise
+        self._metrics.add_model(name)
+        self._running.driver.add_model(facts, None if moves else gpus[0])
+        self._await_up(name)
+        return facts
+
+    def remove(self, name: str, drain_s: float) -> None:
+        """Refuse new requests of the model, let the others end for ``drain_s``, then end its engines. Raises ValueError where
+        models cannot go, RuntimeError for an engine that does not end."""
+        self._check_system()
+        driver = self._running.driver
+        driver.stop(name)
+        end_s = time.monotonic() + drain_s
+        while driver.live(name) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        ends = driver.remove_model(name, f"model {name} was removed by an operator")
+        self._metrics.remove_model(name)
+        for end in ends:
+            end.result(_END_S)
+
+    def _await_up(self, name: str) -> None:
+        """Its device may have something to do before: another engine starts there."""
+        end_s = time.monotonic() + _END_S
+        while self._running.driver.health(name).condition == "starting" and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+
+    def _check_system(self) -> None:
+        if not self._file.section.weights_in_region:
+            raise ValueError("models come and go only where runtime.weights_in_region is true")
+        if not isinstance(self._scenario.system.memory, KvSlabSpec):
+            name = self._scenario.system.name
+            raise ValueError(f"system {name} splits its memory between the models of the start: none can come or go")
+
+    def _device(self, wanted: int | None) -> int:
+        hosts = self._running.hosts
+        if wanted is None:
+            return max(hosts, key=lambda gpu: hosts[gpu].ledger().free_bytes)
+        if wanted not in hosts:
+            raise ValueError(f"device: there is no {wanted}; served are {', '.join(map(str, hosts))}")
+        return wanted
+
+    def _end(self, name: str, gpu: int) -> None:
+        host = self._running.hosts[gpu]
+        for local, handle in host.engines.items():
+            if handle.config.name == name:
+                host.remove(local)
