@@ -33,6 +33,8 @@ from fineserve_sim.catalog import Quantity
 from fineserve_sim.experiment import ConfigError, load_experiment, run_loaded
 
 FIG10 = Path(__file__).parents[1] / "experiments" / "fig10.yaml"
+ENGINE = "vllm-v1-eager"
+"""The deployment of Fig. 10."""
 FACTORS = (0.8, 1.2)
 POINT = (
     ("sweeps", "[{name: point, axes: {slo_scale: [20], load: [A, B]}, at: {rate_scale: 8}}]"),
@@ -68,7 +70,13 @@ def of_file(name: str, key: str, value: float, whole: bool = False) -> Assumptio
 
 
 def _floor(precision: str) -> Callable[[], Quantity]:
-    return lambda: (catalog.deployment("vllm-0.9.1-authors").host_floors or {})[precision]
+    return lambda: (catalog.deployment(ENGINE).host_floors or {})[precision]
+
+
+def _sequence() -> Quantity:
+    found = catalog.deployment(ENGINE).sequence_s
+    assert found is not None
+    return found
 
 
 def _awq_table(factor: float) -> Sequence[tuple[str, str]]:
@@ -112,7 +120,8 @@ def _references(factor: float) -> Sequence[tuple[str, str]]:
 
 KERNELS = catalog.kernel_rates
 ASSUMPTIONS = (
-    of_catalog("host.overhead_s, authors", lambda: catalog.deployment("vllm-0.9.1-authors").overhead_s),
+    of_catalog("host.overhead_s", lambda: catalog.deployment(ENGINE).overhead_s),
+    of_catalog("host.sequence_s", _sequence),
     of_catalog("host.floor_s, W16A16 and W4A16", _floor("W16A16"), _floor("W4A16")),
     of_catalog("host.floor_s, W8A8KV8", _floor("W8A8KV8")),
     of_catalog("host.floor_s, W4A8KV4", _floor("W4A8KV4")),
@@ -123,7 +132,7 @@ ASSUMPTIONS = (
     of_catalog("gemm.flops_per_s, W4A16", lambda: KERNELS().gemm["W4A16"].flops_per_s),
     of_catalog("gemm.flops_per_s, W4A8KV4", lambda: KERNELS().gemm["W4A8KV4"].flops_per_s),
     Assumption("AWQ: TensorRT-LLM's int4 times", _awq_table),
-    Assumption("contention: compute and bandwidth shares", _shares),
+    Assumption("contention: what steps need of a GPU", _shares),
     of_file("token_budget", "engine.token_budget", 2048, whole=True),
     of_file("max_sequences", "engine.max_sequences", 1024, whole=True),
     of_file("block_tokens", "engine.block_tokens", 16, whole=True),
@@ -138,7 +147,7 @@ ASSUMPTIONS = (
     ),
     Assumption("isolated SLO reference: prompts", _references),
     of_file("base rate A", "loads.A.rate_per_s", 0.888),
-    of_file("base rate B", "loads.B.rate_per_s", 5.0),
+    of_file("base rate B", "loads.B.rate_per_s", 9.0),
 )
 
 
