@@ -83,7 +83,7 @@ def exchange(results: Results) -> Evaluation:
     spec, bits = model("qwen2.5-14b"), precision("fp16")
     tokens = run.kv_capacity_bytes // run.gpus // kv_token_bytes(spec, bits, 1)
     decodes = int(tokens / (run.prompt_tokens + run.output_tokens).mean())
-    step = StepModel(spec, bits, 1, gpu("a800"), deployment("vllm-cudagraph"))
+    step = StepModel(spec, bits, 1, gpu("a800"), deployment("vllm-v1"))
     prefill_s = step.prefill_s(PREFILL_TOKENS, 0, PREFILL_TOKENS)
     decode_s = step.step_s(decodes, tokens, 0, 0, 0, decodes)
     return Evaluation(
