@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     make_demo(options.folder, 0)
-    file = load_file(options.folder / "on_off.yaml")
+    file = load_file(options.folder / "on_off.yaml", serving=False)
     pairs = [play_pair(file, number) for number in range(options.pairs)]
     found = {"pairs": pairs} | interval([pair["dynamic"] / pair["static"] for pair in pairs])
     print(json.dumps(found) if options.json else text(found))

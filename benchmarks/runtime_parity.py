@@ -211,7 +211,7 @@ def play_real(file: Path, folder: Path, model: str) -> dict[str, dict[str, float
     """As ``fineserve-run replay`` does. Returns the pace of the engines by system."""
     from fineserve_runtime.replay import claim_folder, replay_on
 
-    loaded = load_file(file)
+    loaded = load_file(file, serving=False)
     claim_folder(folder / "real", "cpu")
     table = folder / "cpu" / "step.parquet"
     steps = load_step_model(table, model_from_hf_config(folder / model), precision("W16A16"), gpu("h100-sxm"))

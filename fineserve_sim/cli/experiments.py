@@ -349,7 +349,9 @@ def _run(
     from fineserve_sim.experiment.show.report import report
 
     console().print(report(summary))
-    typer.echo(f"Results in {out}: report.html, summary.json, tables (*.parquet), {len(figures)} figure files in figures/")
+    typer.echo(
+        f"Results in {out}: report.html, summary.json, tables (*.parquet), {len(figures)} figure files in figures/"
+    )
 
 
 def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:

@@ -134,9 +134,14 @@ class RuntimeFile:
 
 
 def load_file(
-    path: Path, overrides: Sequence[tuple[str, str]] = (), changes: Sequence[tuple[str, Any, str]] = ()
+    path: Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    changes: Sequence[tuple[str, Any, str]] = (),
+    *,
+    serving: bool = True,
 ) -> RuntimeFile:
-    """``overrides`` are those of ``--set``; ``changes`` are keys that other options replace, each with what to call it.
+    """``overrides`` are those of ``--set``; ``changes`` are keys that other options replace, each with what to call it. Without
+    ``serving`` models need no tokenizer: requests come as tokens.
 
     Raises ConfigError for the first mistake.
     """
@@ -154,7 +159,7 @@ def load_file(
     section = _section(document)
     plain = Document({key: value for key, value in document.data.items() if key != "runtime"}, document.places)
     file = RuntimeFile(document, section, build(plain, path.stem, folder), folder)
-    _check(file)
+    _check(file, serving)
     return file
 
 
@@ -166,7 +171,7 @@ def _section(document: Document) -> RuntimeSection:
         raise as_config_error(document, ("runtime",), details[0]) from None
 
 
-def _check(file: RuntimeFile) -> None:
+def _check(file: RuntimeFile, serving: bool) -> None:
     ids = [model.id for model in file.experiment.setup.models]
     section = file.section
     for name in section.models:
@@ -179,7 +184,7 @@ def _check(file: RuntimeFile) -> None:
             path = ("models", index, "tp")
             raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
         try:
-            check_model(section.models[model.id], file.folder)
+            check_model(section.models[model.id], file.folder, tokenizer=serving)
         except ModelProblem as problem:
             raise file.error(".".join(("models", model.id, *problem.keys)), problem.said) from None
     _check_engines(file)
@@ -224,9 +229,9 @@ class ModelProblem(ValueError):
         super().__init__(": ".join((*keys, said)))
 
 
-def check_model(files: ModelFiles, folder: Path) -> dict[str, Any]:
+def check_model(files: ModelFiles, folder: Path, *, tokenizer: bool = True) -> dict[str, Any]:
     """The config.json of the model's folder, which lies in ``folder``. Raises ModelProblem unless all is there that vLLM
-    needs, in a format that it gets right, and as long as it is to be."""
+    needs, in a format that it gets right, and as long as it is to be; a tokenizer where text is served."""
     config = folder / files.path / "config.json"
     try:
         found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
@@ -236,7 +241,7 @@ def check_model(files: ModelFiles, folder: Path) -> dict[str, Any]:
         check_format(found, files.dtype, files.kv_cache_dtype, files.quantization)
     except ValueError as problem:
         raise ModelProblem(str(problem)) from None
-    for what, patterns in (("weights", _WEIGHTS), ("tokenizer", _TOKENIZERS)):
+    for what, patterns in (("weights", _WEIGHTS), *([("tokenizer", _TOKENIZERS)] if tokenizer else [])):
         if not any(next(config.parent.glob(pattern), None) for pattern in patterns):
             raise ModelProblem(f"{config.parent} has no {what}; expected one of {', '.join(patterns)}", "path")
     parsers = parser_names()

@@ -50,7 +50,7 @@ def replay(
         changes += with_trace(file, trace, speed, requests)
     elif speed != 1 or requests is not None:
         raise ValueError("--speed and --requests are for --trace; set rate_scale or workload.requests in the file")
-    loaded = load_file(file, pairs(overrides), changes)
+    loaded = load_file(file, pairs(overrides), changes, serving=False)
     folder = out or Path("results") / f"{file.stem}-real"
     claim_folder(folder, loaded.section.backend)
 
