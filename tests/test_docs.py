@@ -42,6 +42,7 @@ PROGRAMS = {
     "fineserve-calibrate": "fineserve_calibrate.cli",
     "fineserve-run": "fineserve_runtime.cli",
 }
+OURS = ("fineserve-", "python3 dev.py ")
 OTHERS_OF_DEV = ("fineserve-test", "fineserve-compile", "fineserve-docs")
 """Commands of dev.py that start none of these."""
 
@@ -61,6 +62,7 @@ def fences(language: str) -> Iterator[tuple[str, str]]:
 def commands() -> list[str]:
     """Every shell command of the documents, and those between backticks in their prose."""
     blocks = [line for _, body in fences("sh") for line in body.splitlines() if line.strip()]
+    blocks += [line for _, body in fences("console") for line in body.splitlines() if line.startswith(OURS)]
     prose = [FENCE.sub("", path.read_text(encoding="utf-8")) for path in DOCS]
     inline = [found for each in prose for found in re.findall(r"`((?:python3 dev\.py|fineserve-sim) [^`]+)`", each)]
     return list(dict.fromkeys(line for line in [*blocks, *inline] if "FILE" not in line))
@@ -71,9 +73,9 @@ def parse(arguments: list[str], program: str = "fineserve-sim") -> None:
     group: Any = typer.main.get_command(importlib.import_module(PROGRAMS[program]).app)
 
     def disarm(command: Any) -> None:
+        command.callback = lambda **_: None
         for each in getattr(command, "commands", {}).values():
             disarm(each)
-            each.callback = lambda **_: None
 
     disarm(group)
     group.main(args=arguments, prog_name=program, standalone_mode=False)

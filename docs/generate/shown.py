@@ -62,7 +62,7 @@ def renew(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for one in run_page(page, Path(folder)):
-            text = text.replace(f"```text\n{one.shown}```", f"```text\n{one.renewed()}```")
+            text = text.replace(f"```text\n{one.shown}```", f"```text\n{one.renewed()}```", 1)
     page.write_text(text, encoding="utf-8")
 
 
