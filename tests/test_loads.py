@@ -49,6 +49,7 @@ def test_every_place_of_a_load_has_the_same_number(loads: ModuleType) -> None:
     for rule in loads.RULES:
         stands = {place: loads.stands_at(place) for place in rule.places}
         assert len(set(stands.values())) == 1, f"{rule.name} stands as {stands}"
+        assert rule.in_file / rule.step == pytest.approx(round(rule.in_file / rule.step)), f"{rule.name} is off its grid"
 
 
 def test_prisms_other_loads_follow_that_of_eight_models() -> None:
