@@ -124,18 +124,23 @@ def _mean(cell: Mapping[str, Any], metric: str, model: str | None = None) -> flo
     return float((entry["by_model"][model] if model else entry)["mean"])
 
 
-def provisioned(lab: Lab, rate_per_s: float, name: str, **keys: Any) -> float:
-    """KV capacity over the mean KV demand of vLLM (DP), 640 s with two bursts (claim KS-2-provision)."""
-    burst = keys.pop("burst", 2)
-    phases = [(45, 1), (30, burst), (285, 1), (30, burst), (250, 1)]
+def provisioned(lab: Lab, rate_per_s: float) -> float:
+    """KV capacity over the mean KV demand of vLLM (DP) in kunserve_fig02.yaml (claim KS-2-provision)."""
+    return 1 / _demand(lab, rate_per_s, "kunserve_fig02")
+
+
+def loaded(lab: Lab, rate_per_s: float, name: str, keys: Mapping[str, Any]) -> float:
+    """60 % of the KV capacity over the mean KV demand of vLLM (DP) in an experiment of KunServe (claim KS-load)."""
+    return 0.6 / _demand(lab, rate_per_s, name, keys)
+
+
+def _demand(lab: Lab, rate_per_s: float, name: str, keys: Mapping[str, Any] | None = None) -> float:
     overrides = {
-        "models.0.phases": [{"duration_s": seconds, "rate_per_s": rate} for seconds, rate in phases],
         "systems": ["vllm-dp"],
         "slo": {"ttft_s": 5},
         "sweeps": [{"name": "load", "at": {"rate_scale": rate_per_s}}],
-        **{key.replace("__", "."): value for key, value in keys.items()},
     }
-    return 1 / _mean(lab.cell(name, overrides), "kv_demand_mean")
+    return _mean(lab.cell(name, {**overrides, **(keys or {})}), "kv_demand_mean")
 
 
 def saturated(lab: Lab, rate_per_s: float) -> float:
@@ -186,30 +191,34 @@ def alone_in_time(lab: Lab, scale: float) -> float:
 
 # --- the rules --------------------------------------------------------------------------------------------------------
 
-_PROVISION = "KV capacity is 2.1 times the mean KV demand of vLLM (DP) over 640 s"
-_QUICK_MATRICES = {"cluster__gpu__bf16_flops_per_s": 1.248e15}
+_EVALUATED = "Mean KV demand of vLLM (DP) is below 60 % of the KV memory"
+_FAST = {"cluster.gpu.bf16_flops_per_s": 1.248e15}
+_BURST = "models.0.phases.1.rate_per_s"
 
 
-def _kunserve(name: str, step: float, places: Sequence[str], file: str = "kunserve_fig13", **keys: Any) -> Rule:
-    return Rule(f"KunServe, {name}", _PROVISION, partial(provisioned, name=file, **keys), 2.1, step, tuple(places))
+def _lengths(source: str) -> dict[str, str]:
+    return {"workload.lengths": source}
+
+
+def _kunserve(name: str, step: float, places: Sequence[str], **keys: Any) -> Rule:
+    file, _, _ = places[0].partition(":")
+    return Rule(f"KunServe, {name}", _EVALUATED, partial(loaded, name=file, keys=keys), 1.0, step, tuple(places))
 
 
 def _ablation(name: str, step: float, sweep: int, **keys: Any) -> Rule:
-    places = [f"kunserve_ablation:sweeps.{sweep}.at.rate_scale"]
-    return _kunserve(f"ablation, {name}", step, places, "kunserve_ablation", seeds=1, **keys)
+    return _kunserve(f"ablation, {name}", step, [f"kunserve_ablation:sweeps.{sweep}.at.rate_scale"], **keys)
 
 
 RULES = (
-    _kunserve(
-        "BurstGPT",
+    Rule(
+        "KunServe, Fig. 2",
+        "KV capacity is 2.1 times the mean KV demand of vLLM (DP) over 640 s",
+        provisioned,
+        2.1,
         0.5,
-        [
-            "kunserve_fig13:sweeps.0.at.rate_scale",
-            "kunserve_fig02:sweeps.0.at.rate_scale",
-            "kunserve_fig15:sweeps.0.at.rate_scale",
-        ],
-        workload__lengths="burstgpt",
+        ("kunserve_fig02:sweeps.0.at.rate_scale", "kunserve_fig15:sweeps.0.at.rate_scale"),
     ),
+    _kunserve("BurstGPT", 0.5, ["kunserve_fig13:sweeps.0.at.rate_scale"], **_lengths("burstgpt")),
     _kunserve(
         "ShareGPT",
         0.2,
@@ -218,26 +227,25 @@ RULES = (
             "kunserve_fig12:sweeps.0.at.rate_scale",
             "kunserve_ablation:sweeps.0.at.rate_scale",
         ],
-        workload__lengths="sharegpt_multiturn_4k",
+        **_lengths("sharegpt_multiturn_4k"),
     ),
     _kunserve(
         "LongBench",
         0.05,
         ["kunserve_fig13:sweeps.2.at.rate_scale", "kunserve_fig14:sweeps.0.at.rate_scale"],
-        workload__lengths="arxiv_sample_8k",
+        **_lengths("arxiv_sample_8k"),
     ),
     _kunserve(
         "LongBench, 72B",
         0.05,
         ["kunserve_fig13_72b:sweeps.0.at.rate_scale", "kunserve_fig16:sweeps.0.at.rate_scale"],
-        "kunserve_fig13_72b",
     ),
-    _ablation("prefill", 0.2, 1, **_QUICK_MATRICES),
-    _ablation("burst 2.5x", 0.2, 2, burst=2.5),
-    _ablation("both", 0.2, 3, burst=2.5, **_QUICK_MATRICES),
-    _ablation("both, BurstGPT", 0.5, 4, burst=2.5, workload__lengths="burstgpt", **_QUICK_MATRICES),
-    _ablation("both, LongBench", 0.05, 5, burst=2.5, workload__lengths="arxiv_sample_8k", **_QUICK_MATRICES),
-    _ablation("prefill, burst 3x", 0.2, 6, burst=3, **_QUICK_MATRICES),
+    _ablation("prefill", 0.2, 1, **_FAST),
+    _ablation("burst 2.5x", 0.2, 2, **{_BURST: 2.5}),
+    _ablation("both", 0.2, 3, **{_BURST: 2.5}, **_FAST),
+    _ablation("both, BurstGPT", 0.5, 4, **{_BURST: 2.5}, **_FAST, **_lengths("burstgpt")),
+    _ablation("both, LongBench", 0.05, 5, **{_BURST: 2.5}, **_FAST, **_lengths("arxiv_sample_8k")),
+    _ablation("prefill, burst 3x", 0.2, 6, **{_BURST: 3}, **_FAST),
     Rule(
         "FineServe, load B",
         "FineServe holds 95 % at SLO scale 20 (of every eighth requests/s)",
