@@ -10,7 +10,7 @@ from fineserve_sim.catalog.geometry import (
     parameters,
     weight_bytes,
 )
-from fineserve_sim.catalog.hf import model_from_hf_config
+from fineserve_sim.catalog.hf import check_checkpoint_precision, model_from_hf_config
 from fineserve_sim.catalog.load import (
     CatalogError,
     attention_variant,
@@ -69,6 +69,7 @@ __all__ = [
     "activation_bytes",
     "attention_variant",
     "attention_variants",
+    "check_checkpoint_precision",
     "check_tp",
     "deployment",
     "deployments",
