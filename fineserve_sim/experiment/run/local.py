@@ -1,4 +1,4 @@
-"""Simulations on the local cores: each worker simulates one run at a time and stores it itself."""
+"""Work on the local cores: one process a job, started when there is work for two."""
 
 from __future__ import annotations
 
@@ -7,68 +7,30 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import replace
+from itertools import chain, islice
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any
 
-from fineserve_sim.cluster import RunResult, Scenario, ScenarioError
 from fineserve_sim.experiment.file.errors import ConfigError
-from fineserve_sim.experiment.run.run import Run, scenario
-from fineserve_sim.experiment.run.store import Store, key_of
+from fineserve_sim.experiment.run.executor import W
+from fineserve_sim.experiment.run.files import temporaries
 
-Simulate = Callable[[Scenario], RunResult]
+RETRIES = 2
+"""How often work is done again because a worker died."""
 
 _SPAWN = multiprocessing.get_context("spawn")
-_DIED = "a worker process died, perhaps for want of memory; try again with fewer jobs"
+_DIED = "worker processes died again and again, perhaps for want of memory; try again with fewer jobs"
 _UNGUARDED = (
     'no worker process could start; a script runs experiments in parallel under `if __name__ == "__main__":` alone, '
     "since workers import it"
 )
-
-
-class Task(NamedTuple):
-    """A run that is not stored yet, and where it goes."""
-
-    run: Run
-    key: str
-    out: Path
-    decisions: bool
-    simulate: Simulate
-
-
-def keyed(run: Run) -> str:
-    """The key of a run. Raises ConfigError when it has no requests."""
-    try:
-        return key_of(scenario(run), run.warmup)
-    except ConfigError:
-        raise
-    except ValueError as problem:
-        raise ConfigError("", str(run), str(problem)) from None
-
-
-def execute(task: Task) -> None:
-    """Simulate and store one run. Raises ScenarioError naming the run, OSError when the disk refuses."""
-    store = Store(task.out)
-    described = scenario(task.run)
-    try:
-        if task.decisions:
-            with store.decision_log(task.key) as log:
-                result = task.simulate(_logging(described, log))
-        else:
-            result = task.simulate(described)
-    except ScenarioError as problem:
-        raise ScenarioError(f"{task.run}: {problem}") from None
-    store.write(task.key, described, task.run.warmup, result)
-
-
-def _logging(described: Scenario, log: Callable[[dict[str, object]], None]) -> Scenario:
-    return replace(described, log=log)
 
 
 def _start(started: Event) -> None:
@@ -106,15 +68,16 @@ def _importable_main() -> Iterator[None]:
         main.__file__ = file
 
 
-class Workers:
-    """``jobs`` processes, started when first needed; one job runs in this process. A context manager."""
+class LocalProcesses:
+    """``jobs`` processes (one a core if not given); what is single is done in this process. A context manager."""
 
-    def __init__(self, jobs: int | None) -> None:
-        self._jobs = jobs or os.cpu_count() or 1
-        self._pool: Executor | None = None
+    def __init__(self, jobs: int | None = None) -> None:
+        self.workers = jobs or os.cpu_count() or 1
+        self._pool: ProcessPoolExecutor | None = None
         self._started: Event | None = None
+        self._pids: set[int | None] = set()
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> LocalProcesses:
         return self
 
     def __exit__(
@@ -123,40 +86,74 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Task]:
-        """Do all ``tasks`` and yield each when it is stored, in order of completion. Raises what ``execute`` raises."""
-        if self._jobs == 1 or len(tasks) <= 1:
-            for task in tasks:
-                execute(task)
-                yield task
-            return
-        yield from self._in_parallel(tasks)
+    @property
+    def _has_started(self) -> bool:
+        return self._started is not None and self._started.is_set()
 
-    def _in_parallel(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        waiting: dict[Future[None], Task] = {}
+    def each(self, works: Iterable[W], out: Path) -> Iterator[tuple[W, Any]]:
+        """As ``Executor.each``."""
+        left = iter(works)
+        first = list(islice(left, 2 if self.workers > 1 else 0))
+        if len(first) < 2:
+            for work in chain(first, left):
+                yield work, work(out)
+            return
+        yield from self._in_parallel(chain(first, left), out)
+
+    def _in_parallel(self, works: Iterator[W], out: Path) -> Iterator[tuple[W, Any]]:
+        running: dict[Future[Any], W] = {}
+        waiting: deque[W] = deque()
+        deaths = 0
         try:
-            with _interrupts_ignored(), _importable_main():  # workers inherit both from their first moment on
-                if self._pool is None:
-                    self._started = _SPAWN.Event()
-                    self._pool = ProcessPoolExecutor(self._jobs, _SPAWN, _start, (self._started,))
-                waiting |= {self._submit(self._pool, task): task for task in tasks}
-            while waiting:
-                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in sorted(done, key=lambda future: waiting[future].key):
-                    future.result()
-                    yield waiting.pop(future)
-        except BrokenProcessPool:
-            raise ConfigError("", "", _DIED if self._started and self._started.is_set() else _UNGUARDED) from None
+            while True:
+                try:
+                    self._fill(running, waiting, works, out)
+                    if not running:
+                        return
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        found = future.result()
+                        yield running.pop(future), found
+                except BrokenProcessPool:
+                    deaths += 1
+                    if deaths > RETRIES or not self._has_started:
+                        raise ConfigError("", "", _DIED if self._has_started else _UNGUARDED) from None
+                    self._bury(out)
+                    waiting.extend(running.values())
+                    running.clear()
         finally:
-            for future in waiting:
+            for future in running:
                 future.cancel()
 
-    def _submit(self, pool: Executor, task: Task) -> Future[None]:
-        try:
-            return pool.submit(execute, task)
-        except BrokenProcessPool:
-            raise
-        except RuntimeError:
-            if multiprocessing.current_process().name == "MainProcess":
+    def _fill(self, running: dict[Future[Any], W], waiting: deque[W], works: Iterator[W], out: Path) -> None:
+        """Hand out work until there is some for every worker and some more, what waits first."""
+        while len(running) < 2 * self.workers:
+            if not waiting:
+                waiting.extend(islice(works, 1))
+            if not waiting:
+                return
+            running[self._submit(waiting[0], out)] = waiting[0]
+            waiting.popleft()
+
+    def _submit(self, work: W, out: Path) -> Future[Any]:
+        with _interrupts_ignored(), _importable_main():  # workers inherit both from their first moment on
+            if self._pool is None:
+                self._started = self._started or _SPAWN.Event()
+                self._pool = ProcessPoolExecutor(self.workers, _SPAWN, _start, (self._started,))
+            try:
+                future = self._pool.submit(work, out)
+            except BrokenProcessPool:
                 raise
-            sys.exit(1)  # a worker that is importing an unguarded script; its parent says so
+            except RuntimeError:
+                if multiprocessing.current_process().name == "MainProcess":
+                    raise
+                sys.exit(1)  # a worker that is importing an unguarded script; its parent says so
+        self._pids |= {child.pid for child in multiprocessing.active_children()}
+        return future
+
+    def _bury(self, out: Path) -> None:
+        """A worker has died, and all others with it; the next work starts new ones."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
+        for unfinished in temporaries(out, self._pids):
+            unfinished.unlink()
