@@ -130,7 +130,7 @@ def run(
     """
     with interruptible():
         from fineserve_sim.experiment import load_experiment
-        from fineserve_sim.experiment.run.executor import executor_of
+        from fineserve_sim.experiment.run.executors import executor_of
 
         pairs = [_key_and_value(text) for text in overrides or ()]
         pairs += [] if price is None else [("cluster.usd_per_gpu_hour", str(price))]
@@ -216,7 +216,7 @@ def compare(
     """
     with interruptible():
         from fineserve_sim.experiment import experiment_for_trace
-        from fineserve_sim.experiment.run.executor import executor_of
+        from fineserve_sim.experiment.run.executors import executor_of
 
         parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
         with _hint_spread(trace, [model["id"] for model in parsed], spread):

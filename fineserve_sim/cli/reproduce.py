@@ -63,7 +63,7 @@ def reproduce(
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
         from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
-        from fineserve_sim.experiment.run.executor import executor_of
+        from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.run.files import write_json
 
         ids = " ".join(claims or ()).replace(",", " ").split()

@@ -132,7 +132,7 @@ def size(
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
     with interruptible():
-        from fineserve_sim.experiment.run.executor import executor_of
+        from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants

@@ -26,7 +26,8 @@ import pytest
 
 from fineserve_sim.experiment import ConfigError, ScenarioError, load_experiment, run_loaded
 from fineserve_sim.experiment.run import local, spread
-from fineserve_sim.experiment.run.executor import Executor, executor_of
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.experiment.run.work import Cell, Part
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray's own

@@ -16,7 +16,8 @@ from fineserve_sim.experiment.reproduce.ledger import LedgerError, Target
 from fineserve_sim.experiment.reproduce.papers import DECIDERS
 from fineserve_sim.experiment.reproduce.registry import Decider
 from fineserve_sim.experiment.results.produce import run_loaded
-from fineserve_sim.experiment.run.executor import Executor, lent
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.runner import OnProgress
 from fineserve_sim.experiment.run.slo import reference_runs
 

@@ -12,7 +12,8 @@ from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.writer import write_results
-from fineserve_sim.experiment.run.executor import Executor, lent
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare, unwritable
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.slo import reference_runs

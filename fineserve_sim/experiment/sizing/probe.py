@@ -22,7 +22,8 @@ from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
 from fineserve_sim.experiment.results.misses import CAUSES
-from fineserve_sim.experiment.run.executor import Executor, lent
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.store import Store
