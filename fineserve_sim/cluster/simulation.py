@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from fineserve_traces import totals
+
+from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
 from fineserve_sim.cluster.components import Component, Placed, components, groups_of, why_whole
 from fineserve_sim.cluster.compose.fleet import compose_fleet
@@ -16,8 +19,17 @@ from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
-from fineserve_sim.cluster.run import Run, plan_faults, prefixes_of
-from fineserve_sim.cluster.scenario import RunResult, Scenario, ScenarioError, wrong_fault
+from fineserve_sim.cluster.result import WholeTrace
+from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults
+from fineserve_sim.cluster.scenario import (
+    Ended,
+    EndedRequests,
+    RunResult,
+    Scenario,
+    ScenarioError,
+    Timeline,
+    wrong_fault,
+)
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 Spread = Callable[[Callable[[Component], Piece], Iterable[Component]], Iterable[Piece]]
@@ -39,9 +51,24 @@ def simulate(scenario: Scenario) -> RunResult:
 
 def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResult:
     """As ``simulate``, all engines together."""
-    run = prepare(scenario, placed)
+    whole = WholeTrace(len(scenario.whole_trace))
+    run = prepare(scenario, placed, ended=whole)
     cpu_s = _to_the_end(run)
-    return run.result(cpu_s)
+    return run.result(cpu_s, whole.columns())
+
+
+def simulate_streamed(
+    scenario: Scenario, ended: Callable[[EndedRequests], None], sampled: Callable[[Timeline], None]
+) -> RunResult:
+    """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept: ``ended`` gets columns of
+    those that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
+    joined = Joined(scenario.trace, ended)
+    run = prepare(replace(scenario, trace=joined), ended=joined)
+    run.parts.step_times.most_notes = MOST_NOTES
+    run.parts.sampler.rows.hand_on(sampled)
+    cpu_s = _to_the_end(run)
+    run.parts.sampler.rows.hand_on(sampled)
+    return run.result(cpu_s, WholeTrace(0).columns())
 
 
 def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResult:
@@ -61,13 +88,13 @@ def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResul
 
 def simulate_component(component: Component) -> Piece:
     """One component to its end."""
-    run = _run_of(
-        component.scenario, compose(component.scenario, component.placed), component.horizon_s, component.looks
-    )
+    whole = WholeTrace(len(component.requests))
+    parts = compose(component.scenario, component.placed)
+    run = _run_of(component.scenario, parts, whole, len(component.requests), component.horizon_s, component.looks)
     cpu_s = _to_the_end(run)
     run.parts.sampler.sample(math.inf)
     notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
-    return Piece(run.result(cpu_s), notes, run.gpu_uses.sums)
+    return Piece(run.result(cpu_s, whole.columns()), notes, run.gpu_uses.sums)
 
 
 def _to_the_end(run: Run) -> float:
@@ -77,8 +104,8 @@ def _to_the_end(run: Run) -> float:
     return time.process_time() - cpu_s
 
 
-def prepare(scenario: Scenario, placed: Placed | None = None) -> Run:
-    """A run before its first event. Raises ScenarioError as ``simulate``."""
+def prepare(scenario: Scenario, placed: Placed | None = None, *, ended: Callable[[Ended], None]) -> Run:
+    """A run before its first event; requests that have ended go to ``ended``. Raises ScenarioError as ``simulate``."""
     parts = _composed(scenario, placed)
     if scenario.faults and parts.fleet is None:
         raise ScenarioError(
@@ -87,15 +114,26 @@ def prepare(scenario: Scenario, placed: Placed | None = None) -> Run:
     if wrong := wrong_fault(scenario.faults, parts.serving):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
-    looks = looks_at(scenario.trace)
-    return _run_of(scenario, parts, looks.until_s + scenario.drain_s, looks)
+    found = totals(scenario.trace)
+    looks = looks_at(found, scenario.trace.models)
+    return _run_of(scenario, parts, ended, int(found.requests.sum()), found.last_s + scenario.drain_s, looks)
 
 
-def _run_of(scenario: Scenario, parts: Parts, horizon_s: float, looks: Looks) -> Run:
-    """What is composed serves the requests until ``horizon_s`` at the latest."""
-    if caches_prefixes(scenario.system.memory):
-        parts.cluster.prefixes = prefixes_of(scenario.trace)
-    return Run(scenario.trace, parts, sample_s=scenario.sample_s, horizon_s=horizon_s, looks=looks)
+def _run_of(
+    scenario: Scenario, parts: Parts, ended: Callable[[Ended], None], requests: int, horizon_s: float, looks: Looks
+) -> Run:
+    """What is composed serves so many requests until ``horizon_s`` at the latest."""
+    return Run(
+        scenario.trace,
+        requests,
+        parts,
+        ended,
+        sample_s=scenario.sample_s,
+        horizon_s=horizon_s,
+        looks=looks,
+        caches=caches_prefixes(scenario.system.memory),
+        tell=scenario.tell,
+    )
 
 
 def _composed(scenario: Scenario, placed: Placed | None) -> Parts:
