@@ -44,7 +44,7 @@ def _instances(number: int) -> Run:
 
 
 def _prepared(scenario: Scenario) -> Run:
-    return prepare(replace(scenario, sample_s=0.0), ended=lambda ended: None)
+    return prepare(replace(scenario, sample_s=0.0))
 
 
 def _trace(models: list[str]) -> Trace:

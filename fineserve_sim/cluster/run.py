@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from fineserve_traces import Requests
 from simpy.events import Event
@@ -16,6 +15,7 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
+from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
@@ -32,19 +32,20 @@ MOST_NOTES = 1 << 16
 
 class Run:
     """A composed cluster that serves ``requests``, so many in all, sampled every ``sample_s`` (0: never), until all have ended,
-    or to ``horizon_s``. ``looks`` say until when samples look at GPUs, ``ended`` takes the requests that have ended."""
+    or to ``horizon_s``. ``looks`` say until when samples look at GPUs, ``ended`` takes the requests that have ended;
+    without it they are kept for the result."""
 
     def __init__(
         self,
         requests: Requests,
         number: int,
         parts: Parts,
-        ended: Callable[[Ended], None],
         *,
         sample_s: float,
         horizon_s: float,
         looks: Looks,
         caches: bool = False,
+        ended: Callable[[Ended], None] | None = None,
         tell: Callable[[int, int], None] | None = None,
     ) -> None:
         self.parts = parts
@@ -58,7 +59,8 @@ class Run:
         self._tell = tell
         self._told_s = time.monotonic()
         self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
-        parts.outcomes.begin(number, ended)
+        self._whole = WholeTrace(0 if ended else number)
+        parts.outcomes.begin(number, ended or self._whole)
 
     def to_the_end(self) -> None:
         clock, outcomes = self.parts.clock, self.parts.outcomes
@@ -101,11 +103,10 @@ class Run:
             self._told_s = time.monotonic()
             self._tell(self._number - outcomes.open, self._number)
 
-    def result(self, loop_cpu_s: float, columns: Mapping[str, Any]) -> RunResult:
-        """``columns``: those of the requests, by the names of ``RunResult``."""
+    def result(self, loop_cpu_s: float) -> RunResult:
         parts = self.parts
         return RunResult(
-            **columns,
+            **self._whole.columns(),
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
             timeline=parts.sampler.timeline(),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fineserve_traces import totals
+from fineserve_traces import Trace, totals
 
 from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
@@ -19,7 +19,6 @@ from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
-from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults
 from fineserve_sim.cluster.scenario import (
     Ended,
@@ -51,10 +50,13 @@ def simulate(scenario: Scenario) -> RunResult:
 
 def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResult:
     """As ``simulate``, all engines together."""
-    whole = WholeTrace(len(scenario.whole_trace))
-    run = prepare(scenario, placed, ended=whole)
+    if not isinstance(scenario.trace, Trace):
+        raise ScenarioError(
+            f"{scenario.trace.source}: requests that stream in take simulate_streamed, or read them first"
+        )
+    run = prepare(scenario, placed)
     cpu_s = _to_the_end(run)
-    return run.result(cpu_s, whole.columns())
+    return run.result(cpu_s)
 
 
 def simulate_streamed(
@@ -68,7 +70,7 @@ def simulate_streamed(
     run.parts.sampler.rows.hand_on(sampled)
     cpu_s = _to_the_end(run)
     run.parts.sampler.rows.hand_on(sampled)
-    return run.result(cpu_s, WholeTrace(0).columns())
+    return run.result(cpu_s)
 
 
 def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResult:
@@ -88,13 +90,12 @@ def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResul
 
 def simulate_component(component: Component) -> Piece:
     """One component to its end."""
-    whole = WholeTrace(len(component.requests))
     parts = compose(component.scenario, component.placed)
-    run = _run_of(component.scenario, parts, whole, len(component.requests), component.horizon_s, component.looks)
+    run = _run_of(component.scenario, parts, len(component.requests), component.horizon_s, component.looks)
     cpu_s = _to_the_end(run)
     run.parts.sampler.sample(math.inf)
     notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
-    return Piece(run.result(cpu_s, whole.columns()), notes, run.gpu_uses.sums)
+    return Piece(run.result(cpu_s), notes, run.gpu_uses.sums)
 
 
 def _to_the_end(run: Run) -> float:
@@ -104,8 +105,8 @@ def _to_the_end(run: Run) -> float:
     return time.process_time() - cpu_s
 
 
-def prepare(scenario: Scenario, placed: Placed | None = None, *, ended: Callable[[Ended], None]) -> Run:
-    """A run before its first event; requests that have ended go to ``ended``. Raises ScenarioError as ``simulate``."""
+def prepare(scenario: Scenario, placed: Placed | None = None, ended: Callable[[Ended], None] | None = None) -> Run:
+    """A run before its first event; requests that have ended go to ``ended``, or are kept. Raises ScenarioError as ``simulate``."""
     parts = _composed(scenario, placed)
     if scenario.faults and parts.fleet is None:
         raise ScenarioError(
@@ -116,22 +117,27 @@ def prepare(scenario: Scenario, placed: Placed | None = None, *, ended: Callable
     plan_faults(parts, scenario.faults)
     found = totals(scenario.trace)
     looks = looks_at(found, scenario.trace.models)
-    return _run_of(scenario, parts, ended, int(found.requests.sum()), found.last_s + scenario.drain_s, looks)
+    return _run_of(scenario, parts, int(found.requests.sum()), found.last_s + scenario.drain_s, looks, ended)
 
 
 def _run_of(
-    scenario: Scenario, parts: Parts, ended: Callable[[Ended], None], requests: int, horizon_s: float, looks: Looks
+    scenario: Scenario,
+    parts: Parts,
+    requests: int,
+    horizon_s: float,
+    looks: Looks,
+    ended: Callable[[Ended], None] | None = None,
 ) -> Run:
     """What is composed serves so many requests until ``horizon_s`` at the latest."""
     return Run(
         scenario.trace,
         requests,
         parts,
-        ended,
         sample_s=scenario.sample_s,
         horizon_s=horizon_s,
         looks=looks,
         caches=caches_prefixes(scenario.system.memory),
+        ended=ended,
         tell=scenario.tell,
     )
 

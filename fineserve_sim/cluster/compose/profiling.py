@@ -156,7 +156,6 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
         trace,
         requests,
         _alone(served, gpu, settings, pool_bytes),
-        lambda ended: None,
         sample_s=0.1,
         horizon_s=found.last_s + 3600.0,
         looks=looks_at(found, trace.models),
