@@ -106,7 +106,7 @@ def _to_the_end(run: Run) -> float:
 
 
 def prepare(scenario: Scenario, placed: Placed | None = None, ended: Callable[[Ended], None] | None = None) -> Run:
-    """A run before its first event; requests that have ended go to ``ended``, or are kept. Raises ScenarioError as ``simulate``."""
+    """A run before its first event; requests that have ended go to ``ended``, or are kept. ScenarioError as ``simulate``."""
     parts = _composed(scenario, placed)
     if scenario.faults and parts.fleet is None:
         raise ScenarioError(

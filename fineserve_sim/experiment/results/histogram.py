@@ -9,6 +9,7 @@ counts of several histograms. Values below ``LEAST_S`` count as ``LEAST_S``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class Histograms:
             place = np.floor(np.log(np.maximum(value_s[known], LEAST_S)) / _LOG_BASE).astype(np.int64) - _FIRST
         np.add.at(self._counts, (row[known], np.clip(place, 0, BINS - 1)), 1)
 
-    def percentiles(self, row: int | None, percents: tuple[int, ...]) -> list[float]:
+    def percentiles(self, row: int | None, percents: Sequence[float]) -> list[float]:
         """Of one row, or of all together; infinite where they fall on or beside a value that never came, NaN without values."""
         counts = (self._counts.sum(axis=0, dtype=np.int64) if row is None else self._counts[row]).cumsum(dtype=np.int64)
         due = int(self.due.sum() if row is None else self.due[row])

@@ -68,7 +68,7 @@ class Batches:
                 before[model] += len(own)
 
     def of(self, model: Ints, number: Ints) -> Ints:
-        """The batch of each measured request, (n,), among those of its model; -1 stands for all models."""
+        """The batch of each measured request, (n,), among those of its model; the number of models stands for all of them."""
         found: Ints = (self._starts[model] <= number[:, None]).sum(axis=1) - 1
         return found
 
@@ -88,4 +88,6 @@ def _by_model(model: NDArray[np.int32], number: Ints) -> Iterator[tuple[int, Int
     """The numbers of the requests of each model, in their order."""
     order = np.argsort(model, kind="stable")
     found, firsts = np.unique(model[order], return_index=True)
-    yield from zip(found.tolist(), np.split(number[order], firsts[1:]), strict=True)
+    ends = [*firsts[1:].tolist(), len(order)]
+    for each, first, end in zip(found.tolist(), firsts.tolist(), ends[: len(firsts)], strict=True):
+        yield each, number[order[first:end]]
