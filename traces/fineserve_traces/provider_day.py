@@ -17,6 +17,8 @@ from fineserve_traces.prism import tail_shares
 from fineserve_traces.schema import FloatArray, Trace
 from fineserve_traces.servegen import CLIENTS, Client, Hour, servegen_clients
 
+_MEAN_SAMPLE = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class ProviderDay:
@@ -41,6 +43,12 @@ class ProviderDay:
         """Of each model, over the whole day."""
         rates: list[float] = (tail_shares(len(self.models)) * self.rate_per_s).tolist()
         return rates
+
+    @property
+    def mean_tokens(self) -> tuple[float, float]:
+        """Mean prompt and output tokens that an operator would expect."""
+        prompt, output = self.lengths.sample(np.random.default_rng(0), _MEAN_SAMPLE)
+        return float(prompt.mean()), float(output.mean())
 
     def chunks(self) -> Iterator[Trace]:
         """A chunk a window, those without requests left out."""
