@@ -210,7 +210,7 @@ _BARE = (("claims", "[]"), ("figures", "[]"))
 def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal) -> bool | None:
     """Whether the goal will hold over all seeds, of which these are the first."""
     requests = sum(run.counts["arrived"] for run in runs)
-    hits = sum(int(run.hits[goal.metric][""].sum()) for run in runs)
+    hits = sum(run.hits[goal.metric][""].sum() for run in runs)
     return _sure(hits, requests, requests // len(runs) * seeds, goal.share)
 
 
