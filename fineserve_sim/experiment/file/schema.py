@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -88,11 +88,19 @@ def _shape(value: Any) -> str:
 
 
 class Fault(Strict):
-    """An instance of a single-model cluster is lost at ``time_s``, and back after ``repair_s`` (never, without)."""
+    """An instance of a single-model cluster, or a GPU of models that come and go, is lost at ``time_s``, and back after
+    ``repair_s`` (never, without)."""
 
     time_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-    instance: CountOrZero
+    instance: CountOrZero | None = None
+    gpu: CountOrZero | None = None
     repair_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Self:
+        if (self.instance is None) == (self.gpu is None):
+            raise PydanticCustomError("lost", "say what is lost: an instance of a single-model cluster, or a gpu")
+        return self
 
 
 class ConfigJson(Strict):
