@@ -112,6 +112,23 @@ def most_waiting(gpus: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(gpus, key=lambda gpu: -gpu["waiting"])[:_MOST_GPUS]
 
 
+MEMORY_PARTS = ("Weights", "Activations and contexts", "KV in use, mean", "KV left, mean")
+TIME_PARTS = {
+    "busy": "Busy",
+    "compute": "Compute needed",
+    "bandwidth": "Bandwidth needed",
+    "waiting": "Requests wait",
+}
+"""What fills a GPU's usable memory, and what is told of its time, by the key of an entry of ``gpus``."""
+
+
+def memory_gib(gpu: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    """GiB of each of ``MEMORY_PARTS``. A GPU of which no sample is there counts as empty of KV."""
+    left = gpu["kv_bytes"] if gpu["kv_left_bytes"] is None else min(gpu["kv_left_bytes"], gpu["kv_bytes"])
+    other = max(0, gpu["usable_bytes"] - gpu["weights_bytes"] - gpu["kv_bytes"])
+    return gpu["weights_bytes"] / _GIB, other / _GIB, (gpu["kv_bytes"] - left) / _GIB, left / _GIB
+
+
 def latency(cell: Cell, metric: str, model: str | None = None) -> str:
     """A percentile in seconds over all requests, or that so many never got so far."""
     found = cell["metrics"][metric]

@@ -88,12 +88,16 @@ def _probes(answer: Answer) -> str:
     return f"{len(answer.probes)}, {early} stopped early" if early else str(len(answer.probes))
 
 
-def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Mapping[str, Any]:
-    """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take."""
+def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experiment: str) -> Mapping[str, Any]:
+    """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take; ``found``:
+    whether it was run in full, beside this."""
     chosen = cheapest(answers) if axis is GPUS else None
     return {
         "cheapest": None if chosen is None else list(answers).index(chosen),
+        "found": cheapest(answers) is not None,
+        "experiment": experiment,
         "over": axis.key,
+        "title": axis.title,
         "best": axis.best,
         "targets": {goal.metric: goal.share for goal in goals},
         "systems": [
