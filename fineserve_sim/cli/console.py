@@ -34,7 +34,7 @@ JobsOption = Annotated[
 ]
 """Options of the commands that simulate."""
 
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 240
 """Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
 
 

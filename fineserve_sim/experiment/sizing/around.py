@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.experiment.results.answer import margin
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import write_json
 from fineserve_sim.experiment.run.runner import OnProgress
@@ -66,19 +67,18 @@ def _gpus(prober: Prober, answer: Mapping[str, Any], order: Sequence[tuple[str, 
         if limit >= least:
             found.append(fewest_gpus(replace(prober, at=place), system, title, least, limit))
     chosen = next((each for each in reversed(found) if each.best), max(found, key=_best_share))
-    return _told(chosen, list(answer["targets"])) | {"most": most, "why": chosen.why}
+    return _told(chosen, answer["targets"]) | {"most": most, "why": chosen.why}
 
 
 def _best_share(found: Answer) -> float:
     return max((min(probe.shares.values(), default=-1.0) for probe in found.probes), default=-1.0)
 
 
-def _told(found: Answer, metrics: Sequence[str]) -> dict[str, Any]:
+def _told(found: Answer, targets: Mapping[str, float]) -> dict[str, Any]:
     told: dict[str, Any] = {"system": found.system, "title": found.title, "value": None}
     best = found.best
     if best is None:
         return told
-    worst = min(metrics, key=lambda metric: best.shares[metric])
-    half_width = (best.half_widths or {}).get(worst)
-    numbers = {"mean": best.shares[worst], "half_width": half_width, "usd_per_hour": best.usd_per_hour}
-    return told | numbers | {"value": int(best.value)}
+    widths = best.half_widths or {}
+    margins = {metric: margin(best.shares[metric], widths.get(metric), share) for metric, share in targets.items()}
+    return told | {"value": int(best.value), "margins": margins, "usd_per_hour": best.usd_per_hour}
