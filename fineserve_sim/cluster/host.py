@@ -74,7 +74,6 @@ class Cluster:
         self.logs = log is not None
         self.loads = LoadWatch() if controller.needs_loads else None
         self._attentive = controller.needs_loads or check or self.logs
-        self.prefixes: Sequence[Prefix] = ()  # by request, where KV memory keeps prefixes
         self.actions: dict[type, Callable[[Any, float], None]] = {
             Dispatch: self._dispatch,
             Drop: self._refuse,
@@ -114,13 +113,16 @@ class Cluster:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, output_tokens: int, now: float, order: int) -> None:
-        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
+    def arrive(
+        self, request: Request, output_tokens: int, now: float, order: int, prefix: Prefix | None = None
+    ) -> None:
+        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
+        is known of its tokens, where KV memory keeps prefixes."""
         self.order = order
         sequence = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens)
-        if self.prefixes:
-            sequence.prefix = self.prefixes[request.id]
+        sequence.prefix = prefix
         self._sequences[request.id] = sequence
+        self.outcomes.arrive(request.id)
         self.report_loads(now)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)

@@ -66,7 +66,7 @@ def compose_groups(scenario: Scenario) -> Parts:
     instances = _instances(scenario, placement.instances, clock)
     sizes = instances[0].sizes
     controller = _controller(scenario, instances, execution.stages, spares)
-    outcomes = Outcomes(scenario.trace)
+    outcomes = Outcomes()
     cluster = Cluster(
         clock,
         controller,

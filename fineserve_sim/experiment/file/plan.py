@@ -19,6 +19,7 @@ from fineserve_sim.experiment.file.cells import matching
 from fineserve_sim.experiment.file.checks import check
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
+from fineserve_sim.experiment.file.extent import check_extent
 from fineserve_sim.experiment.file.messages import validate
 from fineserve_sim.experiment.file.resolve import Overrides, Setup, resolve
 from fineserve_sim.experiment.file.schema import SINGLE
@@ -87,6 +88,7 @@ def build(document: Document, name: str, folder: Path) -> Experiment:
         for point in sweeps[sweep.name]:
             if point.overrides not in setups:
                 setups[point.overrides] = _varied(document, path, point.overrides, folder)
+            check_extent(document, setups[point.overrides], point.load, point.rate_scale)
     experiment = Experiment(name, document, file, setups, sweeps)
     cells = [
         {"sweep": sweep, "system": point.system, "axes": point.axes}

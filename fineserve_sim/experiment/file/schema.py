@@ -27,6 +27,12 @@ from fineserve_sim.systems import Sharing
 MAX_TOKENS = 2**20
 """No served model takes a longer prompt: 1,048,576 tokens is the largest context window in use."""
 
+MAX_REQUESTS = 100_000_000
+"""Of a run: a day of a large provider."""
+
+MAX_GPUS = 100_000
+"""Of a cluster: no provider has more of one kind behind one scheduler."""
+
 COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
 """How a claim without a number is written: ``> 1``."""
 
@@ -36,6 +42,8 @@ Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+Requests = Annotated[int, Field(strict=True, ge=1, le=MAX_REQUESTS)]
+RequestsOrZero = Annotated[int, Field(strict=True, ge=0, le=MAX_REQUESTS)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -112,7 +120,7 @@ class Cluster(Strict):
     ``fineserve_sim.systems.sharing`` for its words. ``usd_per_gpu_hour``: its price; the catalog's list price if not given."""
 
     gpu: str | dict[str, Any]
-    count: Count
+    count: Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)]
     gpus_per_node: Count = 8
     network_bytes_per_s: Positive = 25e9
     sharing: SharingItem | None = None
@@ -202,7 +210,7 @@ class Conversations(Strict):
     """Every drawn request opens a conversation: ``turns`` turns, ``gap_s`` apart, each with as many new tokens, after
     ``shared_tokens`` that begin every prompt."""
 
-    turns: Count = 1
+    turns: Requests = 1
     gap_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
     shared_tokens: CountOrZero = 0
 
@@ -221,8 +229,8 @@ class Workload(Strict):
     arrivals: Annotated[Poisson | Gamma | Weibull | ManyModels | Replay, Field(discriminator="process")] | None = None
     trace: str | None = None
     assign: Literal["share"] | None = None
-    requests: Count | None = None
-    warmup_requests: CountOrZero = 0
+    requests: Requests | None = None
+    warmup_requests: RequestsOrZero = 0
     conversations: Conversations | None = None
 
 
