@@ -157,6 +157,7 @@ def test_where_nothing_holds_the_cluster_that_the_search_found_comes_first() -> 
         "usd_per_hour": 10.5,
         "most": 16,
         "why": "",
+        "not_on": None,
     }
     rate = {"value": 4.0, "fails_at": 5.0, "least": 0.1}
     text = shown(cells, answer=answer | {"search": {"gpus": found, "rate": rate}})
@@ -168,9 +169,9 @@ def test_where_nothing_holds_the_cluster_that_the_search_found_comes_first() -> 
     assert "On 1 h100-sxm none does; closest Mine: 90.0 ± 1.2 %, 5.0 points below the target." in " ".join(text.split())
     none = found | {"value": None, "why": "at 16: 90 %"}
     text = shown(cells, answer=answer | {"search": {"gpus": none, "rate": rate}})
-    assert (
-        "No system keeps 95 % of the requests within their limits on up to 16 h100-sxm (Mine at 16: 90 %). On" in text
-    )
+    assert "on the numbers of h100-sxm that were tried, up to 16 (Mine at 16: 90 %). On 1 h100-sxm none does;" in text
+    text = shown(cells, answer=answer | {"search": {"gpus": found | {"not_on": 16}, "rate": rate}})
+    assert "$10.50 an hour (not on 16: more are another placement)." in text
 
 
 @pytest.mark.parametrize("width", [200, 120, 80, 60])

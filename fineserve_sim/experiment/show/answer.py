@@ -133,10 +133,14 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
     """What the search for more GPUs came to."""
     found, gpu = answer["search"]["gpus"], cell["cluster"]["gpu"]
     if found["value"] is None:
-        return f"No system keeps {targets} on up to {found['most']} {gpu} ({found['title']} {found['why']})."
+        tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
+        return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
     price = _hourly(found["usd_per_hour"])
     where = f"{found['title']} on {found['value']} {gpu}"
-    return f"Take {where}, the fewest found on which a system keeps {targets}: {_margins(found['margins'])}{price}."
+    more = f" (not on {found['not_on']}: more are another placement)" if found["not_on"] else ""
+    return (
+        f"Take {where}, the fewest found on which a system keeps {targets}: {_margins(found['margins'])}{price}{more}."
+    )
 
 
 def _hourly(usd: float | None) -> str:
