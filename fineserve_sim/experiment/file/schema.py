@@ -150,7 +150,7 @@ class Phase(Strict):
     """A stretch of time with one arrival rate at rate scale 1."""
 
     duration_s: Positive
-    rate_per_s: Annotated[float, Field(strict=True, ge=0, le=MAX_RATE_PER_S, allow_inf_nan=False)]
+    rate_per_s: NonNegative
 
 
 Degree = Annotated[
