@@ -36,7 +36,11 @@ MAX_GPUS = 100_000
 COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
 """How a claim without a number is written: ``> 1``."""
 
+MAX_RATE_PER_S = 1e6
+"""No cluster is asked more: beyond, all requests come at once and a second means nothing."""
+
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE_PER_S, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -154,7 +158,7 @@ class Phase(Strict):
     """A stretch of time with one arrival rate at rate scale 1."""
 
     duration_s: Positive
-    rate_per_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+    rate_per_s: NonNegative
 
 
 Degree = Annotated[
@@ -175,7 +179,7 @@ class Model(Strict):
     precision: str
     tp: Degree = 1
     share: Positive | None = None
-    rate_per_s: Positive | None = None
+    rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)
     ttft_slo_s: Positive | None = None
 
@@ -314,7 +318,7 @@ SystemItem = Annotated[
 class Load(Strict):
     """A named total base rate over all models that have a share, at rate scale 1."""
 
-    rate_per_s: Positive
+    rate_per_s: Rate
     reason: str = ""
 
 
