@@ -15,8 +15,8 @@ from fineserve_sim.experiment.run.run import scenario
 from fineserve_sim.experiment.run.store import Store
 from fineserve_sim.experiment.run.work import Cell, Part, TellShare, named
 
-WORTH_REQUESTS = 20_000
-"""A run of fewer requests is done before other processes have started."""
+WORTH_REQUESTS = 100_000
+"""A run of fewer requests is done in about the time that other processes need to start."""
 
 
 @dataclass(slots=True)
