@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -76,6 +77,7 @@ def experiment(requests: int, seeds: int) -> Experiment:
 @contextmanager
 def nodes(count: int) -> Iterator[str]:
     """The address of a Ray cluster of so many nodes with a CPU each."""
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 200 * 2**20, "include_dashboard": False}
@@ -139,6 +141,7 @@ def main() -> int:
                 where, jobs = (f"ray:{address}", None) if address else ("local", count)
                 new = measured(where, jobs, cells, whole, digests)
             name = f"{kind} {count}"
+            print(name, *(f"{key} {value:.2f}" for key, value in new.items()), file=sys.stderr)
             found[name] = {key: min(new[key], found.get(name, new)[key]) for key in MEASURES}
     same = all(len(each) == 1 for each in digests)
     if given.json:
