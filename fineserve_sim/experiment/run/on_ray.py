@@ -1,10 +1,11 @@
-"""Work on a Ray cluster. Nothing is shared with its nodes: our code goes there as two packages, what a work reads goes with it
+"""Work on a Ray cluster. Nothing is shared with its nodes: our code goes there as a folder, what a work reads goes with it
 as data, and the files that it writes come back as bytes."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -154,10 +156,10 @@ def ray_cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster]:
     this machine alone, for as long as the block lasts. Raises ValueError when none answers."""
     _check_answers(address or os.environ.get("RAY_ADDRESS"))
     before = signal.getsignal(signal.SIGTERM)
-    code = {"py_modules": [fineserve_sim, fineserve_traces], "excludes": ["__pycache__"]}
     options = {} if address else {"include_dashboard": False}
     try:
-        ray.init(address, runtime_env=code, log_to_driver=False, logging_level="ERROR", **options)
+        with _our_code() as code:
+            ray.init(address, runtime_env={"working_dir": code}, log_to_driver=False, logging_level="ERROR", **options)
     except (ConnectionError, RuntimeError, ValueError) as problem:
         told = str(problem).strip().splitlines()[0]
         raise ValueError(f"--executor ray: {told}; if it takes a token, set RAY_AUTH_MODE=token") from None
@@ -168,6 +170,19 @@ def ray_cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster]:
         yield RayCluster(jobs)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _our_code() -> Iterator[str]:
+    """A folder with our two packages, and the module that a compiled build has beside them."""
+    with TemporaryDirectory(prefix="fineserve-") as folder:
+        for package in (fineserve_sim, fineserve_traces):
+            place = Path(folder) / package.__name__
+            shutil.copytree(package.__path__[0], place, ignore=shutil.ignore_patterns("__pycache__"))
+        compiled = find_spec("fineserve_sim__mypyc")
+        if compiled is not None and compiled.origin is not None:
+            shutil.copy(compiled.origin, folder)
+        yield folder
 
 
 def _check_answers(address: str | None) -> None:
