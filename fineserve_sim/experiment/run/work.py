@@ -21,12 +21,14 @@ from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.store import Store, key_of
 
 Simulate = Callable[[Scenario], RunResult]
+TellShare = Callable[[float], None]
+"""Called now and then with the share of some work that is done."""
 
 
 class Work(Protocol):
     """Something that a process does by itself, here or on another machine."""
 
-    def __call__(self, out: Path) -> Any:
+    def __call__(self, out: Path, tell: TellShare) -> Any:
         """Do it; files go to the results folder ``out``."""
 
     def packed(self) -> Work:
@@ -42,8 +44,8 @@ class Cell:
     decisions: bool
     simulate: Simulate
 
-    def __call__(self, out: Path) -> None:
-        self._described()(out)
+    def __call__(self, out: Path, tell: TellShare) -> None:
+        self._described()(out, tell)
 
     def packed(self) -> Work:
         return self._described().packed()
@@ -65,9 +67,9 @@ class Described:
     simulate: Simulate
     table: bytes | None = None
 
-    def __call__(self, out: Path) -> None:
+    def __call__(self, out: Path, tell: TellShare) -> None:
         """Simulate and store. Raises ScenarioError naming the run, OSError when the disk refuses."""
-        store, described = Store(out), _with_table(self.scenario, self.table)
+        store, described = Store(out), _telling(_with_table(self.scenario, self.table), tell)
         with named(self.name):
             if self.decisions:
                 with store.decision_log(self.key) as log:
@@ -91,8 +93,8 @@ class Part:
     component: Component
     table: bytes | None = None
 
-    def __call__(self, out: Path) -> Piece:
-        described = _with_table(self.component.scenario, self.table)
+    def __call__(self, out: Path, tell: TellShare) -> Piece:
+        described = _telling(_with_table(self.component.scenario, self.table), tell)
         with named(self.name):
             return simulate_component(replace(self.component, scenario=described))
 
@@ -145,6 +147,10 @@ def _written(name: str, table: bytes) -> str:
     path = Path(folder) / name
     path.write_bytes(table)
     return str(path)
+
+
+def _telling(described: Scenario, tell: TellShare) -> Scenario:
+    return replace(described, tell=lambda ended, of_all: tell(ended / of_all))
 
 
 def _naming(described: Scenario, path: str) -> Scenario:
