@@ -12,7 +12,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-_YOUNG, _MIDDLE, _NEVER = 5_000, 20, 1_000_000
+_YOUNG, _MIDDLE, _NEVER = 2_000, 10, 1_000_000
 """Python's thresholds: objects until the youngest are collected, such collections until the middle ones are, and so on."""
 
 _LATEST_S = 300.0
