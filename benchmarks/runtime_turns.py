@@ -71,7 +71,8 @@ def probe(model: Path, decodes: list[int], blocks: int, steps: int) -> list[dict
     for number in decodes:
         pairs = []
         for _ in range(blocks):
-            first.set_decodes(number), other.set_decodes(number)
+            first.set_decodes(number)
+            other.set_decodes(number)
             pairs.append((_block(first, None, steps), _block(first, other, steps)))
         added = [turns / alone - 1 for alone, turns in pairs]
         low, median, high = np.quantile(added, [0.25, 0.5, 0.75]).tolist()

@@ -112,7 +112,7 @@ class _Play:
         self._driver: Driver = running.driver
         self._longest = {name: files.max_model_len for name, files in file.section.models.items()}
         self._slo_s = {model.id: model.ttft_slo_s for model in scenario.models}
-        requests = len(scenario.trace.arrival_s)
+        requests = len(scenario.whole_trace.arrival_s)
         self._jobs: list[Job | None] = [None] * requests
         self._fate = np.zeros(requests, dtype=np.int8)
         self._finish_s = np.full(requests, np.nan)
@@ -141,7 +141,7 @@ class _Play:
 
     def _submit_all(self) -> None:
         alone = self._scenario.sample_s == 0
-        for index, arrival_s in enumerate(self._scenario.trace.arrival_s.tolist()):
+        for index, arrival_s in enumerate(self._scenario.whole_trace.arrival_s.tolist()):
             if alone:
                 self._wait_until_open(len(self._jobs) - index)
             else:
@@ -149,7 +149,7 @@ class _Play:
             self._submit(index)
 
     def _submit(self, index: int) -> None:
-        trace = self._scenario.trace
+        trace = self._scenario.whole_trace
         model = trace.models[int(trace.model[index])]
         length, output = int(trace.prompt_tokens[index]), int(trace.output_tokens[index])
         rng = random.Random(index)
@@ -229,7 +229,7 @@ class _Play:
         shift_s = np.full(len(self._jobs), self._begin_s)
         if self._scenario.sample_s == 0:  # each request was alone: its arrival is when it was submitted
             submitted_s = np.array([job.arrival_s if job else np.nan for job in self._jobs])
-            shift_s = submitted_s - self._scenario.trace.arrival_s
+            shift_s = submitted_s - self._scenario.whole_trace.arrival_s
         hosts = self._running.hosts
         steps = sum(handle.stats().steps for host in hosts.values() for handle in host.engines.values())
         return RunResult(
