@@ -40,7 +40,7 @@ from fineserve_sim.systems import load_systems
 
 NODE_GPUS = 8
 TTFT_S = 1.0
-SAMPLE_S = 1.0
+SAMPLE_S = 10.0
 TOLD_S = 30.0
 
 
