@@ -25,6 +25,13 @@ JobsOption = Annotated[
 ]
 """Options of the commands that simulate."""
 
+ExecutorOption = Annotated[
+    str,
+    typer.Option(
+        "--executor", metavar="WHERE", help="Where simulations run: local, ray, or ray:HOST:PORT (docs/scaling.md)."
+    ),
+]
+
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
 

@@ -10,6 +10,7 @@ import typer
 
 from fineserve_sim.cli.catalog import complete_gpu, complete_system
 from fineserve_sim.cli.console import (
+    ExecutorOption,
     JobsOption,
     JsonOption,
     OutOption,
@@ -121,6 +122,7 @@ def size(
     quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
     as_json: JsonOption = False,
 ) -> None:
     """The fewest GPUs, highest rate or tightest SLO at which each system meets the targets.
@@ -130,6 +132,7 @@ def size(
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
     with interruptible():
+        from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants
@@ -152,17 +155,14 @@ def size(
         else:
             _refuse(of_trace, path)
             overrides = _overrides(limits, slo_scale, systems, seeds)
-        with progress_bar() as advance:
-            prober = Prober(
-                path, folder, wanted, overrides, at=place, quick=quick, jobs=jobs, on_progress=advance, told=tell_probe
-            )
-            found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
-        _report(found, axis, prober, folder, jobs, as_json)
+        with executor_of(executor, jobs) as where:
+            with progress_bar() as advance:
+                prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
+                found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
+            _report(found, axis, prober, folder, as_json)
 
 
-def _report(
-    found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, jobs: int | None, as_json: bool
-) -> None:
+def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, as_json: bool) -> None:
     """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.run.files import write_json
@@ -176,7 +176,7 @@ def _report(
     summary = None
     if chosen is not None and chosen.best is not None:
         own = next(each for answer, each in found if answer is chosen)
-        summary = _chosen_results(own, chosen, axis.key, folder, jobs)
+        summary = _chosen_results(own, chosen, axis.key, folder)
     data = data_of(answers, axis, prober.goals)
     write_json(folder / "size.json", data)
     draw(answers, axis, prober.goals, prober.file().file.title, folder)
@@ -192,14 +192,14 @@ def _report(
     typer.echo(f"Results in {folder}: size.json, figures/size.svg" + (", summary.json, tables" if summary else ""))
 
 
-def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path, jobs: int | None) -> Path:
+def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path) -> Path:
     """The whole results of the chosen answer: a results folder like any other."""
     from fineserve_sim.experiment import run_loaded
 
     assert chosen.best is not None
     experiment = prober.experiment(chosen.system, key, chosen.best.value)
     targets = {goal.metric: goal.share for goal in prober.goals}
-    return run_loaded(experiment, folder, jobs=jobs, targets=targets)
+    return run_loaded(experiment, folder, executor=prober.executor, targets=targets)
 
 
 def _file(source: Path) -> Path | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fineserve_traces import Trace, totals
 
@@ -29,6 +30,8 @@ from fineserve_sim.cluster.scenario import (
     Timeline,
     wrong_fault,
 )
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 Spread = Callable[[Callable[[Component], Piece], Iterable[Component]], Iterable[Piece]]
@@ -77,15 +80,40 @@ def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResul
     """As ``simulate``, one component after the other, or where ``spread`` simulates them; there must be nothing that keeps
     the scenario whole. What comes out is the same, ``events`` apart: samples are taken in each component."""
     placed = place(scenario)
-    if len(groups_of(placed[0].instances)) < 2:
+    apart = _apart(scenario, placed)
+    if apart is None:
         return simulate_whole(scenario, placed)
+    return apart.merged(spread(simulate_component, apart.components))
+
+
+class Apart(NamedTuple):
+    """A run taken apart: its components, and what it takes to put their pieces together. ``steps``: by engine."""
+
+    scenario: Scenario
+    placement: Placement
+    steps: Mapping[int, StepModel]
+    components: Sequence[Component]
+
+    def merged(self, pieces: Iterable[Piece]) -> RunResult:
+        """The result of the whole from the pieces of all components, in their order."""
+        return merged(self.scenario, self.placement, self.steps, zip(self.components, pieces, strict=True))
+
+
+def taken_apart(scenario: Scenario) -> Apart | None:
+    """The components of ``scenario``, of which there are several; None where ``simulate`` runs it whole.
+
+    Raises ScenarioError as ``simulate``.
+    """
+    return None if why_whole(scenario) is not None else _apart(scenario, place(scenario))
+
+
+def _apart(scenario: Scenario, placed: Placed) -> Apart | None:
+    if len(groups_of(placed[0].instances)) < 2:
+        return None
     seats = seats_of(scenario, placed)
     found = components(scenario, placed, seats)
-    if len(found) < 2:
-        return simulate_whole(scenario, placed)
     steps = {seat.engine: seat.step for seat in seats}
-    del seats
-    return merged(scenario, placed[0], steps, zip(found, spread(simulate_component, found), strict=True))
+    return None if len(found) < 2 else Apart(scenario, placed[0], steps, found)
 
 
 def simulate_component(component: Component) -> Piece:

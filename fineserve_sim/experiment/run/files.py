@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,11 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporaries(out: Path, pids: Collection[int | None]) -> list[Path]:
+    """What processes of these ids have begun to write below ``out``."""
+    return [path for path in out.rglob(".*.tmp") if int(path.suffixes[-2][1:]) in pids]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -22,8 +22,9 @@ from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
 from fineserve_sim.experiment.results.misses import CAUSES
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare
-from fineserve_sim.experiment.run.pool import Workers
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.store import Store
 
@@ -109,7 +110,8 @@ Told = Callable[[str, "Attained"], None]
 
 @dataclass(frozen=True, slots=True)
 class Prober:
-    """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``."""
+    """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``, and
+    run on ``executor``, or in ``jobs`` processes."""
 
     path: Path
     out: Path
@@ -118,6 +120,7 @@ class Prober:
     at: Mapping[str, Any] | None = None
     quick: bool = False
     jobs: int | None = None
+    executor: Executor | None = None
     on_progress: OnProgress | None = None
     told: Told | None = None
 
@@ -174,9 +177,9 @@ class Prober:
         """The runs of the one cell of an experiment, and the models that had no instance in the first."""
         store = Store(self.out)
         prepare(self.out)
-        with Workers(self.jobs) as workers:
+        with lent(self.executor, self.jobs) as executor:
             session = Session(
-                store, self.out, workers, False, simulate, Progress(experiment.file.seeds, self.on_progress)
+                store, self.out, executor, False, simulate, Progress(experiment.file.seeds, self.on_progress)
             )
             (outcome,) = session.simulate_all(experiment)
         placements = [store.meta(key)["placement"] for key in outcome.keys]
