@@ -72,7 +72,7 @@ class Spread:
 
 
 def _may_divide(cell: Cell) -> bool:
-    if cell.decisions or cell.simulate is not simulate:
+    if cell.decisions or cell.summed is not None or cell.simulate is not simulate:
         return False
     described = scenario(cell.run)
     return len(described.whole_trace) >= WORTH_REQUESTS and why_whole(described) is None

@@ -18,8 +18,9 @@ from fineserve_sim.experiment.show.timeline_figure import timeline_figure
 _DEFAULT_PANELS = ("ttft_attainment", "decode_throughput_tokens_per_s")
 
 
-def draw(results_dir: Path) -> list[Path]:
-    """Draw the ``figures`` of resolved.yaml, or a default set when it names none, into the folder ``figures/``.
+def draw(results_dir: Path, *, timelines: bool = True) -> list[Path]:
+    """Draw the ``figures`` of resolved.yaml, or a default set when it names none, into the folder ``figures/``; without
+    ``timelines`` where no samples were kept.
 
     Returns the files written. Raises ValueError when the folder holds no results or a figure names what they lack.
     """
@@ -31,6 +32,8 @@ def draw(results_dir: Path) -> list[Path]:
     written: list[Path] = []
     with house_style():
         for entry in resolved.get("figures") or default_figures(summary["cells"]):
+            if "timeline" in entry and not timelines:
+                continue
             written += save(_figure(entry, summary, results_dir, styles), folder / entry["name"])
     return written
 
