@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fineserve_sim.cli.console import span, told_of
 from fineserve_sim.experiment import Interrupted
 
 FIGURES = ["memory.png", "memory.svg", "rates.png", "rates.svg"]
@@ -167,3 +168,19 @@ def test_ray_that_is_not_installed_is_one_line(
     refused = call(command, *arguments[command], "--executor", "ray")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == ("fineserve-sim: error: --executor ray: Ray is not installed; pip install 'fineserve[ray]'\n")
+
+
+def test_into_a_pipe_a_line_says_now_and_then_how_far_a_run_is(
+    call: Any, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fineserve_sim.cli.console.LINE_S", 0.0)
+    monkeypatch.setattr("fineserve_sim.cli.console.LOOKS_S", 0.0)
+    lines = call("run", str(experiment), "--jobs", "1").err.splitlines()[2:]
+    assert lines[0] == "1 of 8 simulations (fineserve, rate scale 1, seed 0)"
+    assert re.fullmatch(r"7 of 8 simulations, 0 s left \(static\*, rate scale 2, seed 0\)", lines[6]), lines
+    assert len(lines) == 7 and [span(s) for s in (12.3, 200, 9000)] == ["12 s", "3 min", "2.5 h"]
+    assert [told_of(done, total) for done, total in ((3, 4), (3.25, 4), (3.25, 40))] == [
+        "3 of 4",
+        "3.25 of 4",
+        "3.2 of 40",
+    ]

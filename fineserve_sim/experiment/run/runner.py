@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 from fineserve_sim.experiment.file.plan import Experiment, Point
-from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executor import LOOKS_S, Executor
 from fineserve_sim.experiment.run.run import Run
 from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.slo import BaseSlo, base_slos, e2e_limits, reference_runs, tpot_slos
@@ -16,8 +17,8 @@ from fineserve_sim.experiment.run.spread import Spread
 from fineserve_sim.experiment.run.store import Store
 from fineserve_sim.experiment.run.work import Cell, Simulate, Summarise, Summed, keyed
 
-OnProgress = Callable[[int, int, str], None]
-"""Called with simulations done, simulations in all, and the one just done."""
+OnProgress = Callable[[float, int, str], None]
+"""Called with simulations done, with their shares those under way; simulations in all; and the one just done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,25 @@ class Outcome:
 
 
 class Progress:
-    """Counts simulations done and tells the caller."""
+    """Counts simulations done and tells the caller; of those under way once in a while."""
 
     def __init__(self, total: int, tell: OnProgress | None) -> None:
         self.done = 0
         self.total = total
         self._tell = tell
+        self._last = ""
+        self._told_s = time.monotonic()
 
     def count(self, run: Run) -> None:
         self.done += 1
+        self._last = str(run)
         if self._tell is not None:
-            self._tell(self.done, self.total, str(run))
+            self._tell(self.done, self.total, self._last)
+
+    def under_way(self, simulations: float) -> None:
+        if self._tell is not None and time.monotonic() - self._told_s >= LOOKS_S:
+            self._told_s = time.monotonic()
+            self._tell(self.done + simulations, self.total, self._last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class Session:
             else:
                 missing.setdefault(key, []).append(run)
         cells = [Cell(group[0], key, decisions, self.simulate, how_of[key]) for key, group in missing.items()]
-        for cell in Spread(cells, self.executor, self.out).stored():
+        for cell in Spread(cells, self.executor, self.out, self.progress.under_way).stored():
             for run in missing[cell.key]:
                 self.progress.count(run)
         return keys

@@ -24,6 +24,8 @@ from fineserve_sim.experiment.run.run_data import Limits
 from fineserve_sim.experiment.run.store import Store, key_of
 
 Simulate = Callable[[Scenario], RunResult]
+TellShare = Callable[[float], None]
+"""Called now and then with the share of some work that is done."""
 
 
 Summarise = Callable[[Scenario, int, Limits], tuple[RunResult, dict[str, Any]]]
@@ -46,7 +48,7 @@ class Summed(NamedTuple):
 class Work(Protocol):
     """Something that a process does by itself, here or on another machine."""
 
-    def __call__(self, out: Path) -> Any:
+    def __call__(self, out: Path, tell: TellShare) -> Any:
         """Do it; files go to the results folder ``out``."""
 
     def packed(self) -> Work:
@@ -63,8 +65,8 @@ class Cell:
     simulate: Simulate
     summed: Summed | None = None
 
-    def __call__(self, out: Path) -> None:
-        self._described()(out)
+    def __call__(self, out: Path, tell: TellShare) -> None:
+        self._described()(out, tell)
 
     def packed(self) -> Work:
         return self._described().packed()
@@ -87,9 +89,9 @@ class Described:
     summed: Summed | None = None
     table: bytes | None = None
 
-    def __call__(self, out: Path) -> None:
+    def __call__(self, out: Path, tell: TellShare) -> None:
         """Simulate and store. Raises ScenarioError naming the run, OSError when the disk refuses."""
-        store, described = Store(out), _with_table(self.scenario, self.table)
+        store, described = Store(out), _telling(_with_table(self.scenario, self.table), tell)
         with named(self.name):
             if self.decisions:
                 with store.decision_log(self.key) as log:
@@ -119,8 +121,8 @@ class Part:
     component: Component
     table: bytes | None = None
 
-    def __call__(self, out: Path) -> Piece:
-        described = _with_table(self.component.scenario, self.table)
+    def __call__(self, out: Path, tell: TellShare) -> Piece:
+        described = _telling(_with_table(self.component.scenario, self.table), tell)
         with named(self.name):
             return simulate_component(replace(self.component, scenario=described))
 
@@ -174,6 +176,10 @@ def _written(name: str, table: bytes) -> str:
     path = Path(folder) / name
     path.write_bytes(table)
     return str(path)
+
+
+def _telling(described: Scenario, tell: TellShare) -> Scenario:
+    return replace(described, tell=lambda ended, of_all: tell(ended / of_all))
 
 
 def _naming(described: Scenario, path: str) -> Scenario:

@@ -54,8 +54,8 @@ def replay(
     folder = out or Path("results") / f"{file.stem}-real"
     claim_folder(folder, loaded.section.backend)
 
-    def tell(done: int, total: int, name: str) -> None:
-        typer.echo(f"{done}/{total}: {name}", err=True)
+    def tell(done: float, total: int, name: str) -> None:
+        typer.echo(f"{done:g}/{total}: {name}", err=True)
 
     summary = run_loaded(
         loaded.experiment, folder, jobs=1, decisions=True, on_progress=tell, simulate=replay_on(loaded)
