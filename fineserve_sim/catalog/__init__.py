@@ -11,7 +11,7 @@ from fineserve_sim.catalog.geometry import (
     parameters,
     weight_bytes,
 )
-from fineserve_sim.catalog.hf import model_from_hf_config
+from fineserve_sim.catalog.hf import check_checkpoint_precision, model_from_hf_config
 from fineserve_sim.catalog.load import (
     CatalogError,
     attention_variant,
@@ -70,6 +70,7 @@ __all__ = [
     "activation_bytes",
     "attention_variant",
     "attention_variants",
+    "check_checkpoint_precision",
     "check_tp",
     "deployment",
     "deployments",

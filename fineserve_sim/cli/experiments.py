@@ -21,8 +21,10 @@ from fineserve_sim.cli.console import (
     escaped,
     examples,
     interruptible,
+    named_path,
     print_json,
     progress_bar,
+    unused_folder_goes,
 )
 from fineserve_sim.cli.limits import (
     E2eOption,
@@ -110,7 +112,11 @@ def run(
     trace_out: Annotated[
         Path | None,
         typer.Option(
-            "--trace-out", metavar="FILE", help="Write a cell of each system for Perfetto.", show_default=False
+            "--trace-out",
+            parser=named_path,
+            metavar="FILE",
+            help="Write a cell of each system for Perfetto.",
+            show_default=False,
         ),
     ] = None,
     cell: Annotated[
@@ -160,14 +166,14 @@ def run(
 
 def _traced(experiment: Experiment, trace_out: Path | None, at: Mapping[str, str]) -> list[str]:
     """The systems that have a cell at this place; whether a trace can be written is said before anything is simulated."""
+    from fineserve_sim.experiment.run.files import check_writable
     from fineserve_sim.experiment.show.timelines.stored import is_at
 
     if trace_out is None:
         if at:
             raise ValueError("--cell says which cell --trace-out writes: give --trace-out FILE, too")
         return []
-    if not trace_out.resolve().parent.is_dir():
-        raise ValueError(f"--trace-out {trace_out}: there is no folder {trace_out.parent}")
+    check_writable(trace_out, "--trace-out")
     found = list(dict.fromkeys(point.system for point in experiment.points if is_at(point.axes, at)))
     if not found:
         values: dict[str, dict[str, None]] = {}
@@ -245,7 +251,7 @@ def compare(
                 sharing=_sharing(sharing),
                 usd_per_gpu_hour=price,
             )
-            first = experiment_at(rate_scale=rate_scale or 1.0)
+            first = experiment_at(rate_scale=1.0 if rate_scale is None else rate_scale)
         folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
         with executor_of(executor, jobs) as where:
             if rate_scale is None:
@@ -313,7 +319,7 @@ def _parting(
 
     experiment, rate_scale = first, 1.0
     while rate_scale <= MOST_RATE_SCALE:
-        with progress_bar() as advance:
+        with unused_folder_goes(out), progress_bar() as advance:
             run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
         least, most = spread_of(read_summary(out))
         if most - least >= PARTED or most < 1 - PARTED:
@@ -342,12 +348,14 @@ def _run(
     from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.run.files import prepare
     from fineserve_sim.experiment.show.figures import draw
     from fineserve_sim.experiment.show.page.build import write_page
 
-    _say_what_is_run(experiment, executor)
     how = simulate_step_by_step if exact_steps else simulate
-    with progress_bar() as advance:
+    with unused_folder_goes(out), progress_bar() as advance:
+        prepare(out)
+        _say_what_is_run(experiment, executor)
         run_loaded(
             experiment,
             out,

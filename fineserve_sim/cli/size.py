@@ -20,6 +20,7 @@ from fineserve_sim.cli.console import (
     interruptible,
     print_json,
     progress_bar,
+    unused_folder_goes,
 )
 from fineserve_sim.cli.limits import (
     E2eOption,
@@ -131,14 +132,14 @@ def size(
     Bisection over the same requests; a cell ends once the seeds that are left cannot change its answer.
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
-    with interruptible():
+    folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
+    with interruptible(), unused_folder_goes(folder):
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
-        folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
         limits = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
         of_trace = {"--model": models, "--requests": requests, "--spread": spread, "--rate-scale": rate_scale}
@@ -165,7 +166,7 @@ def size(
 def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, as_json: bool) -> None:
     """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
-    from fineserve_sim.experiment.run.files import write_json
+    from fineserve_sim.experiment.run.files import prepare, write_json
     from fineserve_sim.experiment.show.report import report
     from fineserve_sim.experiment.sizing import cheapest
     from fineserve_sim.experiment.sizing.report import as_json as data_of
@@ -178,6 +179,7 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
         own = next(each for answer, each in found if answer is chosen)
         summary = _chosen_results(own, chosen, axis.key, folder)
     data = data_of(answers, axis, prober.goals)
+    prepare(folder)
     write_json(folder / "size.json", data)
     draw(answers, axis, prober.goals, prober.file().file.title, folder)
     if as_json:

@@ -29,6 +29,7 @@ class FineServePlacementSpec(Spec):
     mme: Literal["slope", "token_bytes"] = "slope"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
     replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
+    unmet: Literal["rate", "spread"] = "rate"
 
 
 class KvprPlacementSpec(Spec):

@@ -196,14 +196,18 @@ class _Play:
     def _sample(self, now_s: float) -> None:
         """Engines are those of the placement: an engine that was evicted and came back is the same one here."""
         self._sample_s.append(now_s)
-        hosts = self._running.hosts
+        devices = self._running.devices
         handles = {
-            stay: next(each for each in hosts[stay.gpu].engines.values() if each.config.name == stay.model)
+            stay: next(
+                handle
+                for handle in devices[stay.gpus[0]].engines.values()
+                if (handle.config.name, handle.gpus) == (stay.model, stay.gpus)
+            )
             for stay in self._running.spec.stays
         }
         states = [handle.state() if handle.alive else None for handle in handles.values()]
         running = [state.running if state else 0 for state in states]
-        ledgers = [host.ledger() for host in self._running.hosts.values()]
+        ledgers = [host.ledger(gpu) for gpu, host in devices.items()]
         rows = self._samples
         rows["running"].append(running)
         rows["waiting"].append(self._waiting(list(zip(handles, states, strict=True))))
@@ -248,7 +252,7 @@ class _Play:
 
     def _timeline(self) -> Timeline:
         stays = self._running.spec.stays
-        columns = {name: len(self._running.hosts if name.startswith("gpu_") else stays) for name in self._samples}
+        columns = {name: len(self._running.devices if name.startswith("gpu_") else stays) for name in self._samples}
         return Timeline(
             time_s=np.array(self._sample_s, dtype=np.float64),
             engine_models=tuple(stay.model for stay in stays),

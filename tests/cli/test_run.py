@@ -16,7 +16,7 @@ import pytest
 from fineserve_sim.cli.console import span, told_of
 from fineserve_sim.experiment import Interrupted
 
-FIGURES = ["memory.png", "memory.svg", "rates.png", "rates.svg"]
+FIGURES = [f"{name}.{kind}" for name in ("memory", "placement", "rates") for kind in ("png", "svg")]
 
 
 def test_run_prints_tables_and_fills_the_results_folder(call: Any, experiment: Path, tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ class TestBaseFootprint:
         footprint = base_footprint(model("m", 1000, rate_per_s=1.0, slo_s=0.05, profile=PROFILE), candidates=4)
         assert footprint == (1011, 1, PROFILE[0], False)
 
+    def test_without_hope_for_the_slo_replicas_are_as_many_as_the_rate_needs(self) -> None:
+        """2/s and replica: batch 1 is in time; four carry 8/s so, no number of four carries 9/s within 0.2 s."""
+        tight = model("m", 1000, rate_per_s=9.0, slo_s=0.2, profile=PROFILE)
+        assert base_footprint(tight, candidates=4) == (1011, 2, PROFILE[0], False)
+        assert base_footprint(tight, candidates=4, unmet="spread") == (1011, 4, PROFILE[0], False)
+
     def test_needs_a_profile_and_a_candidate(self) -> None:
         with pytest.raises(ValueError, match="model m has no profile"):
             base_footprint(model("m", 1000, profile=()), candidates=1)
@@ -299,9 +305,10 @@ def literal_places(
                 order.append((one, replicas, min(carrying), groups))
                 break
         else:
+            fastest_per_s = max(point.throughput_per_s for point in one.profile)
+            enough = [count for count in range(1, len(groups)) if fastest_per_s >= one.rate_per_s / count]
             if groups:
-                smallest = min(one.profile)
-                order.append((one, len(groups) if smallest.ttft_s <= one.slo_s else 1, smallest, groups))
+                order.append((one, min([*enough, len(groups)]), min(one.profile), groups))
 
     def footprint_bytes(one: ModelDemand, point: OperatingPoint) -> int:
         return one.weight_bytes + point.activation_bytes + point.kv_bytes

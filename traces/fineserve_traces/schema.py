@@ -46,7 +46,7 @@ def arrival_column(values: npt.ArrayLike, where: str, column: str = "arrival_s",
             row = int(backwards[0]) + 1
             before = f"{seconds[row]:.12g} is earlier than the row before it ({seconds[row - 1]:.12g})"
             raise cell_error(
-                where, row, column, f"{before}; sort the rows by arrival, or read the file with strict=False"
+                where, row, column, f"{before}; sort the rows by arrival (in Python, read_trace does with strict=False)"
             )
     return seconds
 

@@ -81,11 +81,7 @@ def compose_groups(scenario: Scenario) -> Parts:
         cluster,
         instances,
         builder.build,
-        TransferRules(
-            coordinated=system.drop is None or system.drop.exchange == "coordinated",
-            chunk_s=_stage_s(builder.step, scenario.engine.token_budget),
-            remap_s=0.0 if system.drop is None else system.drop.remap_s,
-        ),
+        _transfer_rules(system, _stage_s(builder.step, scenario.engine.token_budget)),
         spares=spares,
         start_s=0.0 if system.scaling is None else system.scaling.start_s,
         migrates=system.migration is not None,
@@ -105,6 +101,15 @@ def compose_groups(scenario: Scenario) -> Parts:
         fleet,
         serving,
         lambda last_arrival_s: counters(fleet, sampler, last_arrival_s),
+    )
+
+
+def _transfer_rules(system: SystemSpec, chunk_s: float) -> TransferRules:
+    drop = system.drop
+    return TransferRules(
+        coordinated=drop is None or drop.exchange == "coordinated",
+        chunk_s=chunk_s,
+        remap_s=0.0 if drop is None else drop.remap_s,
     )
 
 

@@ -47,6 +47,16 @@ RequestsOrZero = Annotated[int, Field(strict=True, ge=0, le=MAX_REQUESTS)]
 Name = Annotated[str, Field(min_length=1)]
 
 
+def _stem(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"\w[\w.-]*", value):
+        raise PydanticCustomError("stem", "must begin with a letter or digit and have only letters, digits, _, . and -")
+    return value
+
+
+Stem = Annotated[str, BeforeValidator(_stem)]
+"""A name that files are called by, in the results folder and never beside it."""
+
+
 def _scalar(value: Any) -> Any:
     if not isinstance(value, str | int | float | bool):
         raise PydanticCustomError("scalar", "must be one value: a number, a word, true or false")
@@ -141,7 +151,7 @@ class Phase(Strict):
 
 Degree = Annotated[
     Annotated[Count, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
-    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
+    Discriminator(lambda value: "word" if value == "auto" else "number"),
 ]
 
 
@@ -303,7 +313,7 @@ class Load(Strict):
 class Sweep(Strict):
     """The product of ``axes``; what is not an axis is ``at`` a value; ``systems`` restricts the sweep to some."""
 
-    name: Name
+    name: Stem
     axes: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = {}
     at: dict[str, Scalar] = {}
     systems: list[str] | None = None
@@ -325,7 +335,7 @@ class Assumption(Strict):
 class Figure(Strict):
     """A figure of a sweep over ``x``, or of the timeline of one point."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    name: Stem
     title: str | None = None
     sweep: str | None = None
     x: str | None = None

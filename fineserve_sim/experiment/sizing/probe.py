@@ -125,8 +125,10 @@ class Prober:
     told: Told | None = None
 
     def file(self) -> Experiment:
-        """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit."""
+        """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit or
+        a place that is none."""
         found = load_experiment(self.path, [*self.overrides, *_BARE], self.quick)
+        self._check_place()
         for goal in self.goals:
             keys = _KEYS.get(goal.metric, ())
             if keys and all(getattr(found.setup.slo, key) is None for key in keys):
@@ -134,6 +136,14 @@ class Prober:
                 moment = goal.metric.removesuffix("_attainment").upper()
                 raise SizingError(f"{self.path}: a target for {moment} needs {needed}")
         return found
+
+    def _check_place(self) -> None:
+        """Other axes have values that they can have."""
+        sweep = json.dumps([{"name": "size", "at": dict(self.at or {})}])
+        try:
+            load_experiment(self.path, [*self.overrides, *_BARE, ("sweeps", sweep)], self.quick)
+        except ConfigError as problem:
+            raise SizingError(f"--at {problem.key.removeprefix('sweeps.0.at.')}: {problem.problem}") from None
 
     def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
         """Run seed after seed until the answer is sure, or all (``fully``). A scenario that cannot run does not hold."""

@@ -2,7 +2,8 @@
 
 Two phases. First the base footprint F_M of each model: weights, mean activations and mean KV at the smallest profiled
 batch that carries the expected rate; if that batch breaks the TTFT SLO, or none carries the rate, the rate is split
-over one more replica. Then the replicas, largest footprint first, each go to the candidate (a GPU, or a TP group)
+over one more replica. Replicas are there to meet the rate: where no number of them meets the SLO, the rate alone says how
+many there are. Then the replicas, largest footprint first, each go to the candidate (a GPU, or a TP group)
 with the best score (module ``mme``) after taking them in.
 
 The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
@@ -22,6 +23,8 @@ from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Oper
 from fineserve_sim.policy.placement.mme import marginal_efficiency
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
+Unmet = Literal["rate", "spread"]
+
 
 class Footprint(NamedTuple):
     """Fixed memory F_M per GPU and replica, the replicas and the operating point behind it, and whether it meets
@@ -33,24 +36,26 @@ class Footprint(NamedTuple):
     feasible: bool
 
 
-def base_footprint(model: ModelDemand, candidates: int) -> Footprint:
+def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -> Footprint:
     """F_M with the fewest replicas, at most ``candidates``, that carry the model's rate within its SLO.
 
-    If no number does, F_M is taken at the smallest profiled batch. The replicas are then as many as there are
-    candidates if that batch meets the SLO (only the rate is too high), and one if it does not (more replicas would
-    not help). Raises ValueError if the model has no profile or there is no candidate.
+    If no number does, F_M is taken at the smallest profiled batch, and ``unmet`` says how many replicas there are: with "rate"
+    the fewest that carry the rate whatever the SLO, all candidates if none do; with "spread" all candidates if the smallest
+    batch meets the SLO, else one. Raises ValueError if the model has no profile or there is no candidate.
     """
     if not model.profile:
         raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
     if candidates < 1:
         raise ValueError(f"model {model.id} has no candidate GPU group of size {model.tp}")
-    for replicas in _replica_steps(model, candidates):
+    steps = _replica_steps(model, candidates)
+    for replicas in steps:
         carrying = [point for point in model.profile if point.throughput_per_s >= model.rate_per_s / replicas]
         point = min(carrying, key=lambda point: point.batch, default=None)
         if point is not None and point.ttft_s <= model.slo_s:
             return Footprint(_footprint_bytes(model, point), replicas, point, feasible=True)
     smallest = min(model.profile, key=lambda point: point.batch)
-    replicas = candidates if smallest.ttft_s <= model.slo_s else 1
+    spread = candidates if smallest.ttft_s <= model.slo_s else 1
+    replicas = spread if unmet == "spread" else min(steps, default=candidates)
     return Footprint(_footprint_bytes(model, smallest), replicas, smallest, feasible=False)
 
 
@@ -70,10 +75,11 @@ class FineServePlacement:
     ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
     unless no other candidate has room, "forbid", or "allow". ``replicas``: "first_places" gives every model its first place
     before any gets a second one; "literal" places all replicas of a model before the next model, even if that model then fits
-    nowhere; "yield" gives up replicas until every model has a place; "one" replicates nothing. Ties go to the larger weights,
-    then the lower id (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find
-    room, they share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place`` does
-    for a model without profile.
+    nowhere; "yield" gives up replicas until every model has a place; "one" replicates nothing. ``unmet``: how many replicas a
+    model has whose SLO no number of them meets (``base_footprint``). Ties go to the larger weights, then the lower id
+    (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room, they share
+    its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place`` does for a model
+    without profile.
 
     Every replica is scored on every candidate of its size, a few float operations each; "yield" does all that again for
     each replica that is given up.
@@ -84,6 +90,7 @@ class FineServePlacement:
         score: Literal["mean", "exact"] = "mean",
         colocation: Literal["avoid", "forbid", "allow"] = "avoid",
         replicas: Literal["first_places", "literal", "yield", "one"] = "first_places",
+        unmet: Unmet = "rate",
     ) -> None:
         if score not in ("mean", "exact"):
             raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
@@ -91,14 +98,16 @@ class FineServePlacement:
             raise ValueError(f"colocation is {colocation!r}: use 'avoid', 'forbid' or 'allow'")
         if replicas not in ("first_places", "literal", "yield", "one"):
             raise ValueError(f"replicas is {replicas!r}: use 'first_places', 'literal', 'yield' or 'one'")
-        self._replicas = replicas
+        if unmet not in ("rate", "spread"):
+            raise ValueError(f"unmet is {unmet!r}: use 'rate' or 'spread'")
+        self._replicas, self._unmet = replicas, unmet
         self._shares = score == "mean"
         self._colocation = colocation
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
         footprints = {
-            model.id: base_footprint(model, 1 if self._replicas == "one" else len(groups[model.tp]))
+            model.id: base_footprint(model, 1 if self._replicas == "one" else len(groups[model.tp]), self._unmet)
             for model in models
             if groups[model.tp]
         }
