@@ -64,7 +64,10 @@ AnchorsOption = Annotated[
 ]
 MetricsOption = Annotated[
     Literal["rows", "summary"],
-    typer.Option(help="Keep every request and sample, or metrics alone, in memory that does not grow with them."),
+    typer.Option(
+        metavar="rows|summary",
+        help="Keep every request and sample, or metrics alone, in memory that does not grow with them.",
+    ),
 ]
 DecisionsOption = Annotated[bool, typer.Option("--decisions", help="Log every event and decision, a file a run.")]
 
