@@ -26,7 +26,7 @@ FAULT = order_of(Kind.TIMER, 1 << 19)
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""
 
-MOST_NOTES = 1 << 16
+MOST_NOTES = 1 << 13
 """Steps in flight that a run keeps whose requests stream in, before their shares are put together."""
 
 

@@ -20,6 +20,7 @@ from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, warnings
+from fineserve_sim.experiment.results.summarised import NOTE
 from fineserve_sim.experiment.run.rates import mean_lengths
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import Store
@@ -157,10 +158,15 @@ def summary_of(
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
         "step_times": step_times,
-        "warnings": list(warnings(step_times, setup.gpus[0].spec, setup.engine)),
+        "warnings": [*warnings(step_times, setup.gpus[0].spec, setup.engine), *_kept(outcomes, store)],
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }
+
+
+def _kept(outcomes: Sequence[Outcome], store: Store) -> list[str]:
+    """A line where metrics alone were kept."""
+    return [NOTE] if any(store.summary(key) is not None for outcome in outcomes for key in outcome.keys) else []
 
 
 def _bounds(experiment: Experiment) -> list[str]:

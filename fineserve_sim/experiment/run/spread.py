@@ -88,7 +88,7 @@ class Spread:
 
 
 def _may_divide(cell: Cell) -> bool:
-    if cell.decisions or cell.simulate is not simulate:
+    if cell.decisions or cell.summed is not None or cell.simulate is not simulate:
         return False
     described = scenario(cell.run)
     return why_whole(described) is None and len(described.whole_trace) >= WORTH_REQUESTS

@@ -2,6 +2,7 @@
 
 cells/<key>.parquet            one row a request
 cells/<key>.timeline.parquet   one row a sample (absent for runs without samples)
+cells/<key>.summary.json       instead of both, where metrics alone are kept
 cells/<key>.json               placement, capacities, counters
 decisions/<key>.jsonl          every event and command, on request
 """
@@ -12,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -112,8 +113,18 @@ class Store:
         self._write_table(self._cells / f"{key}.parquet", requests)
         if len(result.timeline.time_s):
             self._write_table(self._cells / f"{key}.timeline.parquet", _timeline_columns(result))
+        self._write_meta(key, scenario, warmup, result)
+
+    def write_summary(
+        self, key: str, scenario: Scenario, warmup: int, result: RunResult, summary: Mapping[str, Any]
+    ) -> None:
+        """Store a finished run of which metrics alone are kept."""
+        write_json(self._cells / f"{key}.summary.json", summary)
+        self._write_meta(key, scenario, warmup, result)
+
+    def _write_meta(self, key: str, scenario: Scenario, warmup: int, result: RunResult) -> None:
         meta = {
-            "models": list(trace.models),
+            "models": list(scenario.trace.models),
             "engine_models": list(result.timeline.engine_models),
             "kv_capacity_bytes": list(result.kv_capacity_bytes),
             "gpus": len(scenario.gpus),
@@ -136,8 +147,19 @@ class Store:
         found: dict[str, Any] = json.loads((self._cells / f"{key}.json").read_text(encoding="utf-8"))
         return found
 
+    def summary(self, key: str) -> dict[str, Any] | None:
+        """The metrics of a run, where they alone were kept."""
+        path = self._cells / f"{key}.summary.json"
+        if not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
     def read(self, key: str) -> RunData:
-        """A stored run with its timeline."""
+        """A stored run with its timeline. Raises ValueError where metrics alone were kept of it."""
+        if self.summary(key) is not None:
+            path = self._cells / f"{key}.parquet"
+            raise ValueError(f"{path}: not there, metrics alone were kept; run it again without --metrics summary")
         meta = self.meta(key)
         table = _read_table(self._cells / f"{key}.parquet")
         columns = {name: table.column(name).to_numpy() for name in table.column_names}

@@ -28,6 +28,9 @@ from fineserve_sim.experiment.show.page.sweep_charts import Sweep
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 _FEW_CELLS = 12
+_LIBRARY = "/* the library that draws */"
+"""Where it goes in the document: it is much longer than all else, so that it is written by itself."""
+
 _MODELS_FIRST_COLOUR = 3
 """Models start at other colours than systems, so that nobody takes one for the other."""
 
@@ -41,8 +44,11 @@ def write_page(folders: Sequence[Path], path: Path) -> Path:
         parts.append(part)
         figures |= own
     title = _title(folders[0]) if len(folders) == 1 else f"{len(folders)} experiments"
-    with atomic(path) as temporary:
-        temporary.write_text(_document(title, joined(parts), figures), encoding="utf-8")
+    before, _, after = _document(title, joined(parts), figures).rpartition(_LIBRARY)
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(before)
+        file.write(files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"))
+        file.write(after)
     return path
 
 
@@ -63,7 +69,7 @@ def _document(title: str, body: Html, figures: Mapping[str, Spec]) -> str:
     data = Html(json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"))
     scripts = [
         tag("script", data, type="application/json", id="figures"),
-        tag("script", Html(files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"))),
+        tag("script", Html(_LIBRARY)),
         tag("script", Html(_own("page.js"))),
     ]
     foot = tag("footer", tag("p", f"FineServe {__version__}"))
