@@ -4,6 +4,7 @@
     python3 dev.py compile                             the simulator's hot modules as C extensions, for sim
     python3 dev.py test                                linters, type checks, import fences and tests, twice where compiled
     python3 dev.py test tests/policy -k slab           pytest with these arguments only
+    python3 dev.py docs                                the documentation: renew what comes from the code, make build/site
     python3 dev.py run demo                            the runtime on real vLLM engines (any fineserve-run command)
     python3 dev.py calibrate --gpu cpu --quick         the calibrator where vLLM is (any fineserve-calibrate command)
     python3 dev.py test-runtime                        the tests that need vLLM; pytest arguments as above
@@ -132,6 +133,13 @@ def test(arguments: list[str]) -> int:
     return _run(tools, "pytest", *COMPILED_TESTS, env=_with_compiled())
 
 
+def docs(arguments: list[str]) -> int:
+    """The pages with what they take from the code as it is now, and a site of them with its links checked."""
+    tools = environment("test", "requirements-dev.lock", "--require-hashes")
+    commands = (("python", "-m", "docs.generate"), ("mkdocs", "build", "--strict"))
+    return next((code for command in commands if (code := _run(tools, *command))), 0)
+
+
 def _run(tools: Path, *command: str, env: dict[str, str] | None = None) -> int:
     print("$", *command, flush=True)
     return subprocess.run([str(tools / command[0]), *command[1:]], cwd=ROOT, check=False, env=env).returncode
@@ -142,6 +150,7 @@ def main() -> int:
         "sim": simulate,
         "compile": compile_modules,
         "test": test,
+        "docs": docs,
         "run": serve,
         "calibrate": calibrate,
         "test-runtime": test_runtime,

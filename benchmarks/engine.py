@@ -40,6 +40,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import CodeType
 
@@ -57,8 +58,8 @@ SETTINGS = EngineSettings(token_budget=512, max_sequences=128, block_tokens=16)
 COLOCATED = ("W16A16", "W8A8KV8", "W4A16", "W8A8KV8")
 GROUPS = ("vllm-dp", "llumnix")
 INSTANCES = 8
-GROUP_SETTINGS = replace(SETTINGS, memory_utilization=0.22)
-"""KV memory for 16,500 tokens an instance: of 10,000 requests, vLLM-DP preempts 340, and Llumnix 296 while it migrates 621."""
+GROUP_KV_BYTES = 16_500 * 128 * 1024
+"""KV memory of an instance: of 10,000 requests, vLLM-DP preempts 340, and Llumnix 296 while it migrates 621."""
 SET_UPS: dict[str, list[str]] = {
     "one replica": [],
     "8 replicas": ["--replicas", "8"],
@@ -105,7 +106,11 @@ def colocated(trace: Trace) -> Scenario:
 def groups(trace: Trace, name: str) -> Scenario:
     """Eight instances of one model under ``vllm-dp`` or ``llumnix``, short of memory; times divided by eight."""
     trace = replace(trace, arrival_s=trace.arrival_s / INSTANCES)
-    return scenario_of(trace, load_systems()[name], ["W16A16"], gpus=INSTANCES, settings=GROUP_SETTINGS)
+    fitting = partial(scenario_of, system=load_systems()[name], precisions=["W16A16"], gpus=INSTANCES)
+    roomy = fitting(trace.take(np.arange(2)))
+    spare_bytes = simulate(roomy).kv_capacity_bytes[0] - GROUP_KV_BYTES  # whatever this checkout takes beside KV
+    share = roomy.engine.memory_utilization - spare_bytes / roomy.gpus[0].spec.memory_bytes
+    return fitting(trace, settings=replace(SETTINGS, memory_utilization=share))
 
 
 def scenario_of(
@@ -151,7 +156,7 @@ def measure(scenario: Scenario, repeat: int) -> tuple[RunResult, dict[str, objec
     process_s = time.process_time()
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     best = min(first, fastest(scenario, repeat - 1), key=lambda run: run.loop_cpu_s) if repeat > 1 else first
-    trace = scenario.trace
+    trace = scenario.whole_trace
     longer = trace.output_tokens > 1
     tpot_s = (best.finish_s - best.first_token_s)[longer] / (trace.output_tokens[longer] - 1)
     return best, {
@@ -335,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.plain:
         rows |= against_plain(scenario, result, args.repeat)
     if args.peer:
-        rows |= against_peer(args.peer, args.peer_python, scenario.trace, args.replicas, args.repeat)
+        rows |= against_peer(args.peer, args.peer_python, scenario.whole_trace, args.replicas, args.repeat)
         rows["peer_speed_ratio"] = rows["peer_loop_s"] / result.loop_cpu_s  # type: ignore[operator]
     tables = {"profile": profile(scenario)} if args.profile else {}
     if args.profile and args.plain:

@@ -55,7 +55,7 @@ def attained_per_s(file: RuntimeFile, system: str, seed: int) -> float:
     assert slo_s is not None
     described = scenario(Run(setup, (), system, None, 1.0, seed, (slo_s,) * len(setup.models)))
     result = replay_on(file)(described)
-    arrival_s = described.trace.arrival_s
+    arrival_s = described.whole_trace.arrival_s
     met = (result.fate == Fate.FINISHED) & (result.first_token_s - arrival_s <= slo_s)
     return float(np.sum(met) / (arrival_s[-1] - arrival_s[0]))
 

@@ -36,7 +36,7 @@ from fineserve_runtime.config import load_file
 from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig, StepReport
 from fineserve_runtime.launch import start_real_host
 
-from fineserve_sim.catalog import activation_bytes, gpu, model_from_hf_config, precision, weight_bytes
+from fineserve_sim.catalog import activation_bytes, gpu, graph_bytes, model_from_hf_config, precision, weight_bytes
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario
 from fineserve_sim.experiment import run_loaded
 from fineserve_sim.experiment.results.metrics import measure
@@ -157,6 +157,7 @@ def utilization(model: Path) -> float:
     """The part of a GiB that two engines use, when their KV memory is the region less one slab."""
     spec, format_ = model_from_hf_config(model), precision("W16A16")
     fixed = weight_bytes(spec, format_, 1) + activation_bytes(spec, 1, TOKEN_BUDGET, min(SEQUENCES, TOKEN_BUDGET))
+    fixed += graph_bytes(spec, 1)
     return (2 * fixed + REGION_BYTES - SLAB_BYTES + 0.5) / 2**30
 
 
@@ -283,7 +284,8 @@ def _metric(name: str) -> Callable[[RunData], float]:
 
 
 def _attainment(run: RunData) -> float:
-    return float(measure(run, dict.fromkeys(run.models, SLO_S), None).hits["ttft_attainment"][""].mean())
+    hits = measure(run, dict.fromkeys(run.models, SLO_S), None).hits["ttft_attainment"][""]
+    return hits.sum() / len(hits)
 
 
 LINES = (

@@ -7,7 +7,8 @@ the same call goes on after an interruption; without one they live in a temporar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +19,18 @@ from weakref import finalize
 
 import pandas as pd
 
-from fineserve_sim.experiment import Experiment, experiment_for_trace, experiment_from, load_experiment, run_loaded
+from fineserve_sim.experiment import (
+    ConfigError,
+    Experiment,
+    experiment_for_trace,
+    experiment_from,
+    load_experiment,
+    run_loaded,
+)
 from fineserve_sim.experiment.file.comparison import model_entry
 from fineserve_sim.experiment.file.document import to_yaml
 from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.run.files import gone_if_unused
 from fineserve_sim.experiment.run.runner import OnProgress
 from fineserve_sim.experiment.show import frames
 
@@ -119,6 +128,7 @@ def run(
     ``if __name__ == "__main__":``. Raises ConfigError for a mistake in the experiment, ScenarioError for one that cannot run.
     """
     pairs = [(key, json.dumps(value)) for key, value in (overrides or {}).items()]
+    _check_source(experiment)
     if isinstance(experiment, Mapping):
         loaded = experiment_from(experiment, overrides=pairs, quick=quick, seeds=seeds)
     else:
@@ -146,6 +156,9 @@ def compare(
 ) -> Result:
     """Compare systems on a trace file. A model is ``NAME=MODEL:PRECISION:TP``, as on the command line, or an entry of an
     experiment's ``models``; ``spread`` deals the requests out evenly to them. Raises ConfigError, ScenarioError."""
+    for name, given in (("systems", systems), ("models", models)):
+        if isinstance(given, str) or not given:
+            raise ValueError(f"{name}: must be a list of at least one, not {given!r}")
     entries = [model_entry(model) if isinstance(model, str) else dict(model) for model in models]
     loaded = experiment_for_trace(
         Path(trace),
@@ -181,11 +194,14 @@ def size(
     from fineserve_sim.experiment.sizing import size as search
     from fineserve_sim.experiment.sizing.probe import Prober
 
+    _check_source(experiment)
+    if not targets:
+        raise ValueError('targets: give at least one, such as {"ttft": 0.99}')
     goals = [goal(f"{metric}:{share}") for metric, share in targets.items()]
-    folder = _folder(out)
-    path = _written(experiment, folder) if isinstance(experiment, Mapping) else Path(experiment)
-    prober = Prober(path, folder, goals, at=at, quick=quick, jobs=jobs, on_progress=on_progress)
-    found = list(search(prober, axis_of(over), most_gpus=most_gpus, precision=precision))
+    with _folder(out, jobs) as folder:
+        path = _written(experiment, folder) if isinstance(experiment, Mapping) else Path(experiment)
+        prober = Prober(path, folder, goals, at=at, quick=quick, jobs=jobs, on_progress=on_progress)
+        found = list(search(prober, axis_of(over), most_gpus=most_gpus, precision=precision))
     sizing = Sizing(over, pd.DataFrame([_best(answer) for answer in found]), _probes(found))
     return _keeping(sizing, folder, out)
 
@@ -200,13 +216,33 @@ def read(folder: str | Path) -> Result:
 def _result(
     experiment: Experiment, out: str | Path | None, jobs: int | None, decisions: bool, on_progress: OnProgress | None
 ) -> Result:
-    folder = _folder(out)
-    run_loaded(experiment, folder, jobs=jobs, decisions=decisions, on_progress=on_progress)
+    with _folder(out, jobs) as folder:
+        run_loaded(experiment, folder, jobs=jobs, decisions=decisions, on_progress=on_progress)
     return _keeping(Result(folder), folder, out)
 
 
-def _folder(out: str | Path | None) -> Path:
-    return Path(mkdtemp(prefix="fineserve-")) if out is None else Path(out)
+def _check_source(experiment: object) -> None:
+    if not isinstance(experiment, str | Path | Mapping):
+        raise ConfigError("", "experiment", f"must be a path or a mapping, not {type(experiment).__name__}")
+
+
+@contextmanager
+def _folder(out: str | Path | None, jobs: int | None) -> Iterator[Path]:
+    """The folder that results go to. One of our own goes with any error, a new one with an error before there are results."""
+    if out is not None and not str(out):
+        raise ValueError("out: is empty; give a path, or leave it out")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs: must be a whole number above 0, not {jobs}")
+    if out is not None:
+        with gone_if_unused(Path(out)):
+            yield Path(out)
+        return
+    folder = Path(mkdtemp(prefix="fineserve-"))
+    try:
+        yield folder
+    except BaseException:
+        rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _keeping(found: Found, folder: Path, out: str | Path | None) -> Found:

@@ -162,8 +162,9 @@ def test_uneven_tensor_parallelism_is_refused() -> None:
 
 
 def test_activation_bytes_by_hand() -> None:
-    # per token 2 x 4096 + 28672 elements of 2 bytes; per sampled row 128256 logits of 6 bytes
-    assert activation_bytes(model("llama-3.1-8b"), 1, 100, 10) == 100 * 36864 * 2 + 10 * 128256 * 6
+    # in a layer 2 x 4096 + 28672 + 14336 elements of 2 bytes; in the sampler 2 x 4096, and a row of 128256 logits of 35 bytes
+    assert activation_bytes(model("llama-3.1-8b"), 1, 10_000, 10) == 10_000 * 51200 * 2
+    assert activation_bytes(model("llama-3.1-8b"), 1, 10_000, 300) == 10_000 * 8192 * 2 + 300 * 128256 * 35
 
 
 def test_every_entry_names_its_source() -> None:

@@ -1,4 +1,4 @@
-"""No module of ours imports, by whatever way round, one that imports it."""
+"""No module of ours imports, by whatever way round, one that imports it; core modules and functions stay short."""
 
 from __future__ import annotations
 
@@ -81,3 +81,15 @@ def test_a_hidden_ring_is_named(tmp_path: Path, hidden: str) -> None:
     (tmp_path / "p" / "a.py").write_text(hidden, encoding="utf-8")
     (tmp_path / "p" / "b.py").write_text("from p.a import y", encoding="utf-8")
     assert sorted(set(ring(imports(modules(tmp_path, "p"))).split(" imported by "))) == ["p.a", "p.b"]
+
+
+@pytest.mark.parametrize("package", ["cluster", "policy"])
+def test_functions_fit_on_a_screen_and_files_have_one_subject(package: str) -> None:
+    """In the rooms that everything else is built on: at most 50 lines a function, 400 a file."""
+    for path in sorted((ROOT / "fineserve_sim" / package).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert lines <= 50, f"{path}: {node.name} has {lines} lines"

@@ -1,30 +1,48 @@
-"""README.md: its example prints the numbers that the text gives."""
+"""README.md: what it says of errors and claims is what the pages behind it have."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from fineserve_sim.experiment import load_experiment, run_loaded
+import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+from docs.generate.errors import GROUPS, rows
+
+ROOT = Path(__file__).parents[1]
+README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
-def test_the_example_has_the_numbers_that_the_text_gives(tmp_path: Path) -> None:
-    (body,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    file = tmp_path / "two_models.yaml"
-    file.write_text(body, encoding="utf-8")
-    summary = json.loads(run_loaded(load_experiment(file), tmp_path / "out", jobs=1).read_text(encoding="utf-8"))
-    reached = {
-        (cell["axes"]["rate_scale"], cell["system"]): cell["metrics"]["ttft_attainment"] for cell in summary["cells"]
-    }
-    said = re.search(r"hold the limit up to\s+rate scale 1; at 1\.5 (.*?)\. A wrong key", README, re.DOTALL)
-    assert said is not None
-    names = {"FineServe": "fineserve", "Prism*": "prism*", "Static*": "static*"}
-    told = re.findall(r"([A-Z][a-zA-Z]+\\?\*?) (?:keeps )?(\d+) ± (\d+) %", said[1])
-    assert len(told) == 3
-    for name, percent, half_width in told:
-        found = reached[1.5, names[name.replace("\\", "")]]
-        assert (f"{100 * found['mean']:.0f}", f"{100 * found['half_width']:.0f}") == (percent, half_width)
-    assert all(found["mean"] > 0.999 for (rate_scale, _), found in reached.items() if rate_scale <= 1)
+def spread(group: str, metric: str) -> str:
+    """The lowest and highest median error of the sets of a group, as the README gives them."""
+    (holds,) = (one.holds for one in GROUPS if one.name.startswith(group))
+    values = sorted(getattr(row, f"{metric}_median_abs") for row in rows() if holds(row))
+    return f"{100 * values[0]:.1f} to {100 * values[-1]:.1f} %"
+
+
+def test_limits_begin_with_several_models_a_gpu() -> None:
+    limits = README[README.index("## Limits") :]
+    below, above = "three 8B on one A100, below", "three 8B on one A100, above"
+    assert limits.startswith("## Limits **Several models on a GPU are the weak spot**")
+    assert (
+        f"is {spread(below, 'tpot')} for the time per token and {spread(below, 'ttft')} for the time to first" in limits
+    )
+    assert f"{spread(above, 'tpot')} and {spread(above, 'ttft')} above" in limits
+
+
+@pytest.mark.parametrize(("metric", "said"), [("tpot", "(time per token)"), ("ttft", "(first token)")])
+def test_the_error_of_a_single_model_is_the_table_s(metric: str, said: str) -> None:
+    assert f"{spread('70B FP8 at TP 2, 4, 8: H100', metric)} {said}" in README
+
+
+def test_the_counts_of_claims_are_the_ledger_s() -> None:
+    ledger = " ".join((ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").split())
+    counts = re.search(r"of (\d+) claims (\d+) are reproduced; of the others (\d+) come out in their direction", README)
+    found = re.search(r"(\d+) direction only, .* (\d+) of the (\d+) in the fixed list reproduced", ledger)
+    assert counts is not None and found is not None
+    assert counts.groups() == (found[3], found[2], found[1])
+
+
+def test_the_readme_shows_two_commands() -> None:
+    (block,) = re.findall(r"```sh (.*?)```", README)
+    assert block.count("python3 dev.py") == 2

@@ -24,6 +24,7 @@ from fineserve_calibrate.sharing_cli import sharing
 from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
 from fineserve_sim.catalog import gpu
+from fineserve_sim.cli.program import run
 from fineserve_sim.latency.tables import save
 
 app = typer.Typer(
@@ -154,11 +155,7 @@ app.command()(sharing)
 
 def main() -> None:
     """Entry point of the console script. A user's mistake is one line on stderr, exit 2."""
-    try:
-        app(prog_name="fineserve-calibrate")
-    except (ValueError, OSError) as problem:
-        print(f"fineserve-calibrate: error: {' '.join(str(problem).split())}", file=sys.stderr)
-        sys.exit(2)
+    run(app, "fineserve-calibrate")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fineserve_calibrate.crossvalidation import Thinning
-from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import house_style, look_at, save
 
 LIMIT = 0.05
 COLUMNS = 2
@@ -24,7 +24,7 @@ def draw_curve(rows: Iterable[Thinning], stem: Path) -> list[Path]:
         operators.setdefault(operator, {}).setdefault(f"{variant}, {row.axis}", []).append(row)
     with house_style():
         depth = -(-len(operators) // COLUMNS)
-        figure = Figure(figsize=(8.0, 3.0 * depth), layout="constrained")
+        figure = Figure(figsize=(10.0, 3.0 * depth), layout="constrained")
         panels = figure.subplots(depth, COLUMNS, squeeze=False).flatten().tolist()
         for panel, (operator, lines) in zip(panels, operators.items(), strict=False):
             _panel(panel, operator, lines)
@@ -36,11 +36,13 @@ def draw_curve(rows: Iterable[Thinning], stem: Path) -> list[Path]:
 def _panel(axes: Axes, operator: str, lines: dict[str, list[Thinning]]) -> None:
     for place, (name, rows) in enumerate(lines.items()):
         kept, median = [row.rows_kept for row in rows], [row.median for row in rows]
-        style = ("-", "--", ":")[place // len(COLOURS) % 3]
-        axes.plot(kept, median, "o", ms=3, lw=1, ls=style, color=COLOURS[place % len(COLOURS)], label=name)
+        axes.plot(kept, median, **look_at(place), ms=4, lw=1, label=name)
     axes.axhline(LIMIT, color="#555555", lw=0.8, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="rows kept", ylabel="median error", title=operator.replace("_", " "))
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(fontsize=5, ncols=1 + len(lines) // 7)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))

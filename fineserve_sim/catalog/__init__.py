@@ -4,13 +4,14 @@ from fineserve_sim.catalog.geometry import (
     Linear,
     activation_bytes,
     check_tp,
+    graph_bytes,
     kv_heads_per_gpu,
     kv_token_bytes,
     linears,
     parameters,
     weight_bytes,
 )
-from fineserve_sim.catalog.hf import model_from_hf_config
+from fineserve_sim.catalog.hf import check_checkpoint_precision, model_from_hf_config
 from fineserve_sim.catalog.load import (
     CatalogError,
     attention_variant,
@@ -69,12 +70,14 @@ __all__ = [
     "activation_bytes",
     "attention_variant",
     "attention_variants",
+    "check_checkpoint_precision",
     "check_tp",
     "deployment",
     "deployments",
     "driver_costs",
     "gpu",
     "gpus",
+    "graph_bytes",
     "kernel_rates",
     "kv_heads_per_gpu",
     "kv_token_bytes",

@@ -13,7 +13,11 @@ from fineserve_sim.catalog.load import CatalogError
 from fineserve_sim.catalog.specs import ModelSpec, PrecisionSpec
 
 BYTES_16BIT = 2
-LOGIT_BYTES = 6  # a 16-bit logit and its fp32 copy for sampling
+SORTED_LOGIT_BYTES = 2 + 4 + 4 + 8 + 4 + 4 + 1 + 4 + 4
+"""Bytes a logit at the peak of vLLM's top-k/top-p sampling: 16-bit and fp32 logits, sorted values and their int64 indices,
+softmax, cumulative sum, mask, logits scattered back and final probabilities. Counted, not fitted."""
+CAPTURES, LARGEST_CAPTURE, CAPTURE_BYTES = 67, 512, 8 * 2**20
+"""Batch sizes of which vLLM captures a CUDA graph, the largest, and the bytes of one beside the pool (assumed)."""
 
 
 class Linear(NamedTuple):
@@ -97,12 +101,31 @@ def kv_token_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
     return model.layers * kv_heads_per_gpu(model, tp) * head_bytes
 
 
-def activation_bytes(model: ModelSpec, tp: int, tokens: int, sampled: int) -> int:
-    """Peak activation bytes on each GPU of a step with ``tokens`` batch tokens and ``sampled`` rows of logits.
-
-    Assumed, not measured: per token the residual, its normed copy and the widest output of a layer, in 16 bits; per
-    sampled row the GPU's share of the logits in 16 bits and in fp32.
+def graph_bytes(model: ModelSpec, tp: int) -> int:
+    """Bytes on each GPU of the CUDA graphs that vLLM captures at its start: a pool that all share, and what is assumed of each.
+    vLLM 0.32 takes them off its KV memory; earlier releases captured them outside of it.
     """
-    widest = max(linear.outputs for linear in linears(model, tp).values())
-    layer = tokens * (2 * model.hidden_size + widest) * BYTES_16BIT
-    return layer + sampled * math.ceil(model.vocab_size / tp) * LOGIT_BYTES
+    return _layer_peak_bytes(model, tp, LARGEST_CAPTURE) + CAPTURES * CAPTURE_BYTES
+
+
+def _layer_peak_bytes(model: ModelSpec, tp: int, tokens: int) -> int:
+    """Inside a layer residual and hidden states live together with the widest product's output and what is computed from it,
+    all in 16 bits."""
+    shapes = linears(model, tp)
+    mlp = shapes["gate_up"].outputs + shapes["down"].inputs
+    attention = shapes["qkv"].outputs + shapes["o"].inputs
+    return tokens * (2 * model.hidden_size + max(mlp, attention)) * BYTES_16BIT
+
+
+def activation_bytes(model: ModelSpec, tp: int, tokens: int, sampled: int, logit_bytes: int | None = None) -> int:
+    """Peak activation bytes on each GPU of a step with ``tokens`` batch tokens and ``sampled`` rows of logits, as vLLM finds
+    them by the dummy step at its start: 1.26 GiB of Llama-3-8B at 8,192 tokens and 256 rows, whatever the TP degree
+    (vllm-project/vllm pull request 10511; 1.20 here).
+
+    The step peaks either inside a layer or in the sampler, with ``logit_bytes`` (by default as vLLM, which sorts) for each
+    of the vocabulary on every rank.
+    """
+    sampler = tokens * 2 * model.hidden_size * BYTES_16BIT + sampled * model.vocab_size * (
+        logit_bytes or SORTED_LOGIT_BYTES
+    )
+    return max(_layer_peak_bytes(model, tp, tokens), sampler)

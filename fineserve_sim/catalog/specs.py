@@ -162,16 +162,23 @@ class Deployment(Spec):
     seconds in which the host launches the kernels of a step one by one, for a model of ``floor_layers`` layers on one GPU; in
     proportion to the layers of another. None: CUDA graphs are replayed and launches never bound the step. ``group``: what a
     TP group adds; None: nothing is known to. ``fused_quantisation_s``: what a matrix product with 8-bit activations takes less
-    than measured, where the engine quantises inside the kernel before it.
+    than measured, where the engine quantises inside the kernel before it. ``logit_bytes``: a logit when its sampler peaks;
+    None: as vLLM's, which sorts.
     """
 
     name: str
+    logit_bytes: int | None = Field(default=None, gt=0)
     overhead_s: Quantity
     sequence_s: Quantity | None = None
     host_floors: dict[str, Quantity] | None = None
     floor_layers: int = Field(default=32, gt=0)
     group: GroupCosts | None = None
     fused_quantisation_s: Quantity | None = None
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether steps replay CUDA graphs, captured when the engine starts."""
+        return self.host_floors is None
 
     def overhead(self, tp: int) -> float:
         """Seconds of a step, on a group of ``tp`` ranks."""

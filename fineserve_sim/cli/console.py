@@ -16,14 +16,30 @@ if TYPE_CHECKING:
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
 """The option of every command that prints results."""
 
+
+def named_path(text: str) -> Path:
+    """The path that an option names. Nothing, as of a variable that is not set, would be the current folder."""
+    if not text.strip():
+        raise typer.BadParameter("is empty; give a path, or leave the option out")
+    return Path(text)
+
+
 OutOption = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Results folder.", show_default=False)
+    Path | None,
+    typer.Option("--out", "-o", parser=named_path, metavar="DIR", help="Results folder.", show_default=False),
 ]
 JobsOption = Annotated[
     int | None,
     typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one a core if not given.", show_default=False),
 ]
 """Options of the commands that simulate."""
+
+ExecutorOption = Annotated[
+    str,
+    typer.Option(
+        "--executor", metavar="WHERE", help="Where simulations run: local, ray, or ray:HOST:PORT (docs/scaling.md)."
+    ),
+]
 
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
@@ -68,6 +84,15 @@ def interruptible() -> Iterator[None]:
         text = str(problem) or "interrupted; run the same command again to go on"
         typer.echo(f"fineserve-sim: {text}", err=True)
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def unused_folder_goes(out: Path) -> Iterator[None]:
+    """A new results folder goes with an error that comes before any simulation has finished."""
+    from fineserve_sim.experiment.run.files import gone_if_unused
+
+    with gone_if_unused(out):
+        yield
 
 
 def escaped(text: str) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from fineserve_sim.cli.catalog import complete_gpu, complete_system
 from fineserve_sim.cli.console import (
+    ExecutorOption,
     JobsOption,
     JsonOption,
     OutOption,
@@ -20,8 +21,10 @@ from fineserve_sim.cli.console import (
     escaped,
     examples,
     interruptible,
+    named_path,
     print_json,
     progress_bar,
+    unused_folder_goes,
 )
 from fineserve_sim.cli.limits import (
     E2eOption,
@@ -40,6 +43,7 @@ from fineserve_sim.cli.limits import (
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
+    from fineserve_sim.experiment.run.executor import Executor
 
 PARTED, MOST_RATE_SCALE = 0.05, 64.0
 """Systems part where the best and the worst are so far apart, or none is so close to all; the fastest replay that is tried."""
@@ -89,6 +93,7 @@ def run(
         int | None, typer.Option(min=1, help="Seeds a cell, instead of the file's.", show_default=False)
     ] = None,
     jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,7 +108,11 @@ def run(
     trace_out: Annotated[
         Path | None,
         typer.Option(
-            "--trace-out", metavar="FILE", help="Write a cell of each system for Perfetto.", show_default=False
+            "--trace-out",
+            parser=named_path,
+            metavar="FILE",
+            help="Write a cell of each system for Perfetto.",
+            show_default=False,
         ),
     ] = None,
     cell: Annotated[
@@ -127,6 +136,7 @@ def run(
     """
     with interruptible():
         from fineserve_sim.experiment import load_experiment
+        from fineserve_sim.experiment.run.executors import executor_of
 
         pairs = [_key_and_value(text) for text in overrides or ()]
         pairs += [] if price is None else [("cluster.usd_per_gpu_hour", str(price))]
@@ -136,7 +146,8 @@ def run(
         folder = out or Path("results") / file.stem
         logged, slo = decisions or trace_out is not None, experiment.setup.slo
         wanted = shares_of(targets, slo.tpot_s or slo.tpot, slo.e2e_s)
-        _run(experiment, folder, jobs, logged, as_json, exact_steps, targets=wanted)
+        with executor_of(executor, jobs) as where:
+            _run(experiment, folder, where, logged, as_json, exact_steps, targets=wanted)
         if trace_out:
             from fineserve_sim.experiment.show.timelines.chrome import write_trace
             from fineserve_sim.experiment.show.timelines.stored import stored_run
@@ -146,14 +157,14 @@ def run(
 
 def _traced(experiment: Experiment, trace_out: Path | None, at: Mapping[str, str]) -> list[str]:
     """The systems that have a cell at this place; whether a trace can be written is said before anything is simulated."""
+    from fineserve_sim.experiment.run.files import check_writable
     from fineserve_sim.experiment.show.timelines.stored import is_at
 
     if trace_out is None:
         if at:
             raise ValueError("--cell says which cell --trace-out writes: give --trace-out FILE, too")
         return []
-    if not trace_out.resolve().parent.is_dir():
-        raise ValueError(f"--trace-out {trace_out}: there is no folder {trace_out.parent}")
+    check_writable(trace_out, "--trace-out")
     found = list(dict.fromkeys(point.system for point in experiment.points if is_at(point.axes, at)))
     if not found:
         values: dict[str, dict[str, None]] = {}
@@ -200,6 +211,7 @@ def compare(
     anchors: AnchorsOption = True,
     out: OutOption = None,
     jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
     decisions: DecisionsOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -210,6 +222,7 @@ def compare(
     """
     with interruptible():
         from fineserve_sim.experiment import experiment_for_trace
+        from fineserve_sim.experiment.run.executors import executor_of
 
         parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
         with _hint_spread(trace, [model["id"] for model in parsed], spread):
@@ -229,11 +242,12 @@ def compare(
                 sharing=_sharing(sharing),
                 usd_per_gpu_hour=price,
             )
-            first = experiment_at(rate_scale=rate_scale or 1.0)
+            first = experiment_at(rate_scale=1.0 if rate_scale is None else rate_scale)
         folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
-        if rate_scale is None:
-            first = _parting(experiment_at, first, folder, jobs, wanted)
-        _run(first, folder, jobs, decisions, as_json, targets=wanted, search=search)
+        with executor_of(executor, jobs) as where:
+            if rate_scale is None:
+                first = _parting(experiment_at, first, folder, where, wanted)
+            _run(first, folder, where, decisions, as_json, targets=wanted, search=search)
 
 
 def plot(
@@ -286,7 +300,7 @@ def _parting(
     experiment_at: Callable[..., Experiment],
     first: Experiment,
     out: Path,
-    jobs: int | None,
+    executor: Executor,
     targets: Mapping[str, float],
 ) -> Experiment:
     """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do."""
@@ -296,8 +310,8 @@ def _parting(
 
     experiment, rate_scale = first, 1.0
     while rate_scale <= MOST_RATE_SCALE:
-        with progress_bar() as advance:
-            run_loaded(experiment, out, jobs=jobs, on_progress=advance, targets=targets)
+        with unused_folder_goes(out), progress_bar() as advance:
+            run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
         least, most = spread_of(read_summary(out))
         if most - least >= PARTED or most < 1 - PARTED:
             return experiment
@@ -312,7 +326,7 @@ def _parting(
 def _run(
     experiment: Experiment,
     out: Path,
-    jobs: int | None,
+    executor: Executor,
     decisions: bool,
     as_json: bool,
     exact_steps: bool = False,
@@ -324,23 +338,26 @@ def _run(
     from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.run.files import prepare
     from fineserve_sim.experiment.show.figures import draw
     from fineserve_sim.experiment.show.page.build import write_page
 
-    _say_what_is_run(experiment, jobs)
     how = simulate_step_by_step if exact_steps else simulate
-    with progress_bar() as advance:
-        run_loaded(experiment, out, jobs=jobs, decisions=decisions, on_progress=advance, simulate=how, targets=targets)
+    with unused_folder_goes(out), progress_bar() as advance:
+        prepare(out)
+        _say_what_is_run(experiment, executor)
+        run_loaded(
+            experiment, out, executor=executor, decisions=decisions, on_progress=advance, simulate=how, targets=targets
+        )
     figures = draw(out)
     write_page([out], out / "report.html")
     summary = read_summary(out)
     if search:
         from fineserve_sim.experiment.sizing.around import search_around
 
+        told = tell_probe if not console(stderr=True).is_terminal else None
         with progress_bar() as advance:
-            summary = search_around(
-                out, jobs=jobs, on_progress=advance, told=tell_probe if not console(stderr=True).is_terminal else None
-            )
+            summary = search_around(out, executor=executor, on_progress=advance, told=told)
     if as_json:
         for warning in summary["warnings"]:
             typer.echo(f"fineserve-sim: warning: {warning}", err=True)
@@ -354,9 +371,7 @@ def _run(
     )
 
 
-def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
-    import os
-
+def _say_what_is_run(experiment: Experiment, executor: Executor) -> None:
     from fineserve_sim.experiment.file.sources import describe
 
     seeds, cells = experiment.file.seeds, len(experiment.points)
@@ -364,7 +379,7 @@ def _say_what_is_run(experiment: Experiment, jobs: int | None) -> None:
     console(stderr=True).print(
         f"[bold]{escaped(experiment.file.title)}[/bold]\n"
         f"{_counted(cells, 'cell')} of {_counted(systems, 'system')}, {_counted(seeds, 'seed')} each, "
-        f"{_counted(jobs or os.cpu_count() or 1, 'job')}; requests from {escaped(describe(experiment.setup))}",
+        f"{_counted(executor.workers, 'job')}; requests from {escaped(describe(experiment.setup))}",
         soft_wrap=True,
     )
 

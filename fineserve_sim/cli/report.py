@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fineserve_sim.cli.console import JsonOption, console, examples, interruptible, print_json
+from fineserve_sim.cli.console import JsonOption, console, examples, interruptible, named_path, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +28,14 @@ def report(
     *,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="The page; report.html in the one DIR.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            parser=named_path,
+            metavar="FILE",
+            help="The page; report.html in the one DIR.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Write a page to hand on: figures that zoom and filter, memory over time, slow requests, claims, assumptions.
@@ -36,10 +43,13 @@ def report(
     One file that needs no network. Every run writes it already; several folders make one page.
     """
     with interruptible():
+        from fineserve_sim.experiment.run.files import check_writable
         from fineserve_sim.experiment.show.page.build import write_page
 
         if out is None and len(folders) > 1:
             raise ValueError(f"{len(folders)} folders make one page: say where with --out FILE")
+        if out is not None:
+            check_writable(out, "--out")
         typer.echo(str(write_page(folders, out or folders[0] / "report.html")))
 
 

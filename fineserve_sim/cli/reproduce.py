@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fineserve_sim.cli.console import JobsOption, OutOption, console, examples, interruptible, progress_bar
+from fineserve_sim.cli.console import (
+    ExecutorOption,
+    JobsOption,
+    OutOption,
+    console,
+    examples,
+    interruptible,
+    progress_bar,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +38,7 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use the short version of every experiment.")] = False,
     jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON.", show_default=False)
     ] = None,
@@ -54,6 +63,7 @@ def reproduce(
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
         from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
+        from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.run.files import write_json
 
         ids = " ".join(claims or ()).replace(",", " ").split()
@@ -61,8 +71,9 @@ def reproduce(
         if markdown:
             check_markdown(markdown)
         folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
-        with progress_bar() as advance:
-            rows = decide(wanted, load_all(experiments, quick), folder, jobs=jobs, on_progress=advance)
+        loaded = load_all(experiments, quick)
+        with executor_of(executor, jobs) as where, progress_bar() as advance:
+            rows = decide(wanted, loaded, folder, executor=where, on_progress=advance)
         console().print(ledger(rows))
         if json_file:
             write_json(json_file, as_json(rows))

@@ -10,6 +10,7 @@ import typer
 
 from fineserve_sim.cli.catalog import complete_gpu, complete_system
 from fineserve_sim.cli.console import (
+    ExecutorOption,
     JobsOption,
     JsonOption,
     OutOption,
@@ -19,6 +20,7 @@ from fineserve_sim.cli.console import (
     interruptible,
     print_json,
     progress_bar,
+    unused_folder_goes,
 )
 from fineserve_sim.cli.limits import (
     E2eOption,
@@ -121,6 +123,7 @@ def size(
     quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
     as_json: JsonOption = False,
 ) -> None:
     """The fewest GPUs, highest rate or tightest SLO at which each system meets the targets.
@@ -129,13 +132,14 @@ def size(
     Bisection over the same requests; a cell ends once the seeds that are left cannot change its answer.
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
-    with interruptible():
+    folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
+    with interruptible(), unused_folder_goes(folder):
+        from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
-        folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
         limits = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
         of_trace = {"--model": models, "--requests": requests, "--spread": spread, "--rate-scale": rate_scale}
@@ -152,20 +156,17 @@ def size(
         else:
             _refuse(of_trace, path)
             overrides = _overrides(limits, slo_scale, systems, seeds)
-        with progress_bar() as advance:
-            prober = Prober(
-                path, folder, wanted, overrides, at=place, quick=quick, jobs=jobs, on_progress=advance, told=tell_probe
-            )
-            found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
-        _report(found, axis, prober, folder, jobs, as_json)
+        with executor_of(executor, jobs) as where:
+            with progress_bar() as advance:
+                prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
+                found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
+            _report(found, axis, prober, folder, as_json)
 
 
-def _report(
-    found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, jobs: int | None, as_json: bool
-) -> None:
+def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, as_json: bool) -> None:
     """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
-    from fineserve_sim.experiment.run.files import write_json
+    from fineserve_sim.experiment.run.files import prepare, write_json
     from fineserve_sim.experiment.show.report import report
     from fineserve_sim.experiment.sizing import cheapest
     from fineserve_sim.experiment.sizing.report import as_json as data_of
@@ -176,8 +177,9 @@ def _report(
     summary = None
     if chosen is not None and chosen.best is not None:
         own = next(each for answer, each in found if answer is chosen)
-        summary = _chosen_results(own, chosen, axis.key, folder, jobs)
+        summary = _chosen_results(own, chosen, axis.key, folder)
     data = data_of(answers, axis, prober.goals)
+    prepare(folder)
     write_json(folder / "size.json", data)
     draw(answers, axis, prober.goals, prober.file().file.title, folder)
     if as_json:
@@ -192,14 +194,14 @@ def _report(
     typer.echo(f"Results in {folder}: size.json, figures/size.svg" + (", summary.json, tables" if summary else ""))
 
 
-def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path, jobs: int | None) -> Path:
+def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path) -> Path:
     """The whole results of the chosen answer: a results folder like any other."""
     from fineserve_sim.experiment import run_loaded
 
     assert chosen.best is not None
     experiment = prober.experiment(chosen.system, key, chosen.best.value)
     targets = {goal.metric: goal.share for goal in prober.goals}
-    return run_loaded(experiment, folder, jobs=jobs, targets=targets)
+    return run_loaded(experiment, folder, executor=prober.executor, targets=targets)
 
 
 def _file(source: Path) -> Path | None:

@@ -12,7 +12,7 @@ from fineserve_sim.cluster.scenario import (
     ServedModel,
     Timeline,
 )
-from fineserve_sim.cluster.simulation import simulate, simulate_step_by_step
+from fineserve_sim.cluster.simulation import simulate, simulate_step_by_step, simulate_streamed
 
 __all__ = [
     "EngineSettings",
@@ -27,4 +27,5 @@ __all__ = [
     "Timeline",
     "simulate",
     "simulate_step_by_step",
+    "simulate_streamed",
 ]

@@ -27,6 +27,7 @@ from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.samples import EngineSampler
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel
@@ -49,16 +50,17 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
         raise ScenarioError(f"system {system.name}: clairvoyant takes no residency and no prefix cache; leave them out")
     placement, _ = place(scenario)
     placed = Counter(instance.model for instance in placement.instances)
-    outcomes = Outcomes(scenario.trace)
+    trace = scenario.whole_trace
+    outcomes, whole = Outcomes(), WholeTrace(len(trace))
+    outcomes.begin(len(trace), whole)
+    for index in range(len(trace)):
+        outcomes.arrive(index)
     for served in scenario.models:
         everywhere = len(scenario.gpus) // served.tp if system.scheduler.engines == "everywhere" else 0
         _serve(scenario, served, max(placed[served.id], everywhere), outcomes)
+    outcomes.close()
     return RunResult(
-        first_token_s=np.array(outcomes.first_token_s, dtype=np.float64),
-        finish_s=np.array(outcomes.finish_s, dtype=np.float64),
-        fate=np.array(outcomes.fate, dtype=np.int8),
-        preemptions=np.array(outcomes.preemptions, dtype=np.int64),
-        engine=np.array(outcomes.engine, dtype=np.int32),
+        **whole.columns(),
         placement=placement,
         kv_capacity_bytes=(),
         timeline=EngineSampler((), ()).timeline(),
@@ -71,7 +73,7 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
 
 def _serve(scenario: Scenario, served: ServedModel, engines: int, outcomes: Outcomes) -> None:
     """What becomes of the requests of one model."""
-    trace, budget = scenario.trace, scenario.engine.token_budget
+    trace, budget = scenario.whole_trace, scenario.engine.token_budget
     step = step_model(served, scenario.gpus[0].spec, scenario.engine, legacy_kernel(scenario.system.memory))
     least_s, token_s = least_step_s(step), least_token_s(step, budget)
     able: list[int] = []
@@ -99,8 +101,9 @@ def _finish(
     scenario: Scenario, served: ServedModel, step: StepModel, outcomes: Outcomes, index: int, first_token_s: float
 ) -> None:
     """A request has its first token; the others follow as if it had an engine to itself, which needs its true length."""
-    prompt = int(scenario.trace.prompt_tokens[index])
-    output = min(int(scenario.trace.output_tokens[index]), served.model.max_context_tokens - prompt)
+    trace = scenario.whole_trace
+    prompt = int(trace.prompt_tokens[index])
+    output = min(int(trace.output_tokens[index]), served.model.max_context_tokens - prompt)
     ends_s = step.decode_ends_s(first_token_s, 1, prompt, output - 1, 1.0) if output > 1 else [first_token_s]
     outcomes.first_token(index, first_token_s)
     outcomes.end(index, ends_s[-1], Fate.FINISHED)

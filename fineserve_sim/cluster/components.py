@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from fineserve_traces import Trace
+from fineserve_traces import Trace, totals
 
 from fineserve_sim.cluster.compose.instances import Seat
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
@@ -49,6 +49,8 @@ def why_whole(scenario: Scenario) -> str | None:
         return "its bound looks at all requests"
     if isinstance(system.memory, KvCachedSpec | VTensorSpec):
         return "its memory changes with time, after the last request of a GPU too"
+    if not isinstance(scenario.trace, Trace):
+        return "its requests stream in, and each component would have to read them all"
     if scenario.log is not None:
         return "its decision log is one, in the order of events"
     return "its faults are for other systems" if scenario.faults else None
@@ -69,7 +71,7 @@ def groups_of(instances: Sequence[Instance]) -> list[tuple[int, ...]]:
 def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> list[Component]:
     """The components of ``scenario``, whose engines are ``seats``, in the order of their first engines. Engines without any
     request, and requests of models that are placed nowhere, go with the first."""
-    engine_of = _engine_of_each(scenario.trace, seats)
+    engine_of = _engine_of_each(scenario.whole_trace, seats)
     busy = np.bincount(engine_of[engine_of >= 0], minlength=len(seats)) > 0
     groups = groups_of(placed[0].instances)
     with_work = [members for members in groups if busy[list(members)].any()]
@@ -80,7 +82,7 @@ def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> lis
     number_of = np.zeros(len(seats) + 1, dtype=np.int64)  # by engine; the last one, -1, is nowhere
     for number, members in enumerate(with_work):
         number_of[list(members)] = number
-    numbers, looks = number_of[engine_of], looks_at(scenario.trace)
+    numbers, looks = number_of[engine_of], looks_at(totals(scenario.trace), scenario.trace.models)
     in_turn = np.argsort(numbers, kind="stable")
     ends = np.searchsorted(numbers[in_turn], np.arange(1, len(with_work)))
     return [
@@ -127,7 +129,7 @@ def _component(
             models=(*(replace(served[i.model], id=id) for i, id in zip(instances, ids, strict=True)), nowhere),
             gpus=tuple(_renamed(gpus[id], model_of) for id in sorted({gpu for i in instances for gpu in i.gpus})),
             trace=replace(
-                scenario.trace.take(requests),
+                scenario.whole_trace.take(requests),
                 model=np.where(engine_of < 0, len(engines), np.searchsorted(engines, engine_of)).astype(np.int32),
                 models=(*ids, nowhere.id),
             ),

@@ -9,18 +9,17 @@ beside a block for each running request, or no free slot.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-import numpy as np
-from fineserve_traces import Trace
+from fineserve_traces import Totals
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.pipeline import PipelineEngine
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster
-from fineserve_sim.cluster.scenario import Floats, GpuUse
+from fineserve_sim.cluster.scenario import GpuUse
 from fineserve_sim.policy.interfaces import EngineState, Placement
 
 
@@ -31,28 +30,32 @@ class Looks(NamedTuple):
     prompt_tokens: Mapping[str, float]
 
 
-def looks_at(trace: Trace) -> Looks:
-    """Those at a run of these requests."""
-    counts = np.bincount(trace.model, minlength=len(trace.models))
-    tokens = np.bincount(trace.model, weights=trace.prompt_tokens, minlength=len(trace.models))
-    means = {name: float(tokens[at] / counts[at]) for at, name in enumerate(trace.models) if counts[at]}
-    return Looks(float(trace.arrival_s[-1]), means)
+def looks_at(found: Totals, models: Sequence[str]) -> Looks:
+    """Those at a run of requests to these models, of which ``found`` was found."""
+    means = {
+        name: float(found.prompt_tokens[at] / found.requests[at])
+        for at, name in enumerate(models)
+        if found.requests[at]
+    }
+    return Looks(found.last_s, means)
 
 
 class GpuUses:
     """Looks at the engines of ``cluster``; those that stay are numbered as the instances of ``placement``. ``sums`` are over
-    the looks, by GPU."""
+    the ``looks``, by GPU."""
 
     def __init__(self, cluster: Cluster, placement: Placement, looks: Looks) -> None:
         self._cluster = cluster
         self._instances = placement.instances
         self._looks = looks
+        self.looks = 0
         self.sums: dict[int, GpuUse] = {}
 
     def sample(self, now: float) -> None:
         """Look at every engine, unless it is too late to. They must be settled up to this moment."""
         if now > self._looks.until_s:
             return
+        self.looks += 1
         shares: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         waiting: set[int] = set()
         short: dict[str, set[int]] = {"kv_short": set(), "slots_short": set()}
@@ -93,11 +96,10 @@ class GpuUses:
         return left < self._looks.prompt_tokens.get(engine.model, 0.0)
 
 
-def fractions(sums: Mapping[int, GpuUse], times_s: Floats, looks: Looks) -> tuple[GpuUse, ...]:
-    """One entry a GPU on which anything was seen, by id; ``times_s`` are those of all samples of the run."""
-    number = int(np.count_nonzero(times_s <= looks.until_s))
+def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:
+    """One entry a GPU on which anything was seen, by id, of sums over so many ``looks``."""
     return tuple(
-        GpuUse(gpu, *(getattr(use, each.name) / number for each in fields(GpuUse)[1:]))
+        GpuUse(gpu, *(getattr(use, each.name) / looks for each in fields(GpuUse)[1:]))
         for gpu, use in sorted(sums.items())
     )
 

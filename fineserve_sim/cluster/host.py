@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.protocols import Fleet
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState
 from fineserve_sim.cluster.engine.spans import NEVER
@@ -43,30 +44,6 @@ class Scope:
     ask_again_s: float = float("-inf")
 
 
-class Fleet(Protocol):
-    """What a cluster whose engines come and go hears besides."""
-
-    def rested(self, engine: Engine, now: float) -> None:
-        """It has nothing more to do."""
-        ...
-
-    def stopped(self, engine: Engine, now: float) -> None:
-        """It was to stop, and its last batch has left."""
-        ...
-
-    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
-        """A sequence that is to go elsewhere stands between two iterations."""
-        ...
-
-    def reform(self, now: float) -> None:
-        """All commands are carried out, and engines came or went."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError if bytes do not add up."""
-        ...
-
-
 class Cluster:
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
     itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step."""
@@ -90,14 +67,13 @@ class Cluster:
         self.controller = controller
         self.outcomes = outcomes
         self.contention = contention
-        self.fleet: Fleet | None = None
+        self.fleet: Fleet[Engine] | None = None
         self.changed = False  # engines came or went, and nothing was formed anew yet
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
         self.logs = log is not None
         self.loads = LoadWatch() if controller.needs_loads else None
         self._attentive = controller.needs_loads or check or self.logs
-        self.prefixes: Sequence[Prefix] = ()  # by request, where KV memory keeps prefixes
         self.actions: dict[type, Callable[[Any, float], None]] = {
             Dispatch: self._dispatch,
             Drop: self._refuse,
@@ -137,13 +113,16 @@ class Cluster:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, output_tokens: int, now: float, order: int) -> None:
-        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle)."""
+    def arrive(
+        self, request: Request, output_tokens: int, now: float, order: int, prefix: Prefix | None = None
+    ) -> None:
+        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
+        is known of its tokens, where KV memory keeps prefixes."""
         self.order = order
         sequence = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens)
-        if self.prefixes:
-            sequence.prefix = self.prefixes[request.id]
+        sequence.prefix = prefix
         self._sequences[request.id] = sequence
+        self.outcomes.arrive(request.id)
         self.report_loads(now)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)

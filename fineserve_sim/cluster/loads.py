@@ -34,28 +34,25 @@ class LoadWatch:
         self._told: dict[int, EngineLoad] = {}
 
     def touch(self, engines: Iterable[Engine]) -> None:
+        """The load of one inside a span changes again at its next boundary; somebody else may settle it before the controller
+        is told."""
         for engine in engines:
-            self._touched.add(engine.index)
-            if isinstance(engine, SpanEngine) and engine.next_boundary_s < NEVER:
-                self._watch(engine)
-
-    def _watch(self, engine: SpanEngine) -> None:
-        """The load changes at the next boundary of the span; somebody else may settle it before the controller is told."""
-        at_s = engine.next_boundary_s
-        if self._watched_s.get(engine.index, NEVER) > at_s:
-            self._watched_s[engine.index] = at_s
-            heappush(self._due, (at_s, engine.order, engine.index))
+            index = engine.index
+            self._touched.add(index)
+            if isinstance(engine, SpanEngine) and engine.next_boundary_s < self._watched_s.get(index, NEVER):
+                self._watched_s[index] = engine.next_boundary_s
+                heappush(self._due, (engine.next_boundary_s, engine.order, index))
 
     def changed(self, host: Host, now: float) -> dict[int, EngineLoad]:
         """By engine, what is new, up to the event under way."""
-        while self._due and self._due[0][:2] < (now, host.order):
-            at_s, _, index = heappop(self._due)
-            if self._watched_s.get(index) == at_s:
-                del self._watched_s[index]
-                if engine := host.engines.get(index):
+        due, watched_s, engines, until = self._due, self._watched_s, host.engines, (now, host.order)
+        while due and due[0] < until:
+            at_s, _, index = heappop(due)
+            if watched_s.get(index) == at_s:
+                del watched_s[index]
+                if engine := engines.get(index):
                     host.settle_now(engine, now)
                     host.touch(engine)
-        engines = host.engines
         loads = {index: engines[index].load() for index in sorted(self._touched) if index in engines}
         self._touched.clear()
         self._told |= loads

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.components import Component
-from fineserve_sim.cluster.gpu_use import fractions, looks_at
+from fineserve_sim.cluster.gpu_use import fractions
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
 from fineserve_sim.cluster.scenario import GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.step_times import Note, shares_of
@@ -33,7 +33,7 @@ def merged(
     scenario: Scenario, placement: Placement, steps: Mapping[int, StepModel], pieces: Iterable[tuple[Component, Piece]]
 ) -> RunResult:
     """The result of ``scenario`` from the pieces of its components. ``steps`` are the engines' step times."""
-    requests = len(scenario.trace)
+    requests = len(scenario.whole_trace)
     whole = {name: np.full(requests, np.nan if name in MOMENTS else 0) for name in PER_REQUEST}
     capacity_of: dict[int, int] = {}
     notes: list[Note] = []
@@ -55,6 +55,7 @@ def merged(
         loop_cpu_s += result.loop_cpu_s
     notes.sort(key=lambda note: note[:2])
     timeline = _timeline(parts, placement, sorted(capacity_of))
+    looks = int(np.count_nonzero(timeline.time_s <= scenario.whole_trace.arrival_s[-1]))
     return RunResult(
         first_token_s=whole["first_token_s"],
         finish_s=whole["finish_s"],
@@ -70,7 +71,7 @@ def merged(
         loop_cpu_s=loop_cpu_s,
         step_times=shares_of(notes, steps),
         step_samples=len(notes),
-        gpu_use=fractions(uses, timeline.time_s, looks_at(scenario.trace)),
+        gpu_use=fractions(uses, looks),
     )
 
 

@@ -1,37 +1,82 @@
-"""What became of every request."""
+"""What became of every request: kept while it is open, handed on in columns when it has ended."""
 
 from __future__ import annotations
 
-from fineserve_traces import Trace
+from collections import defaultdict
+from collections.abc import Callable
 
-from fineserve_sim.cluster.scenario import Fate
+import numpy as np
+
+from fineserve_sim.cluster.scenario import Ended, Fate
 
 NEVER = float("nan")
+BATCH = 8192
+"""Ended requests that are handed on together."""
 
 
 class Outcomes:
-    """Per-request moments and fates, by index in the trace. A request ends once: ``end`` raises on a second time."""
+    """Moments and fates of the requests under way, by number; ``open`` counts these and those still to come. A request ends
+    once: ``end`` raises on a second time."""
 
-    def __init__(self, trace: Trace) -> None:
-        requests = len(trace.arrival_s)
-        self.first_token_s = [NEVER] * requests
-        self.finish_s = [NEVER] * requests
-        self.fate = [int(Fate.UNFINISHED)] * requests
-        self.preemptions = [0] * requests
-        self.engine = [-1] * requests
-        self.open = requests
+    def __init__(self) -> None:
+        self.open = 0
         self.last_end_s = 0.0
+        self.first_token_s: dict[int, float] = {}
+        self.engine: dict[int, int] = {}
+        self.preemptions: defaultdict[int, int] = defaultdict(int)
+        self._sink: Callable[[Ended], None] = _nowhere
+        self._ended: list[tuple[int, float, float, int, int, int]] = []
+
+    def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
+        """So many will come; what becomes of them goes to ``sink``."""
+        self.open = requests
+        self._sink = sink
+
+    def arrive(self, index: int) -> None:
+        self.engine[index] = -1
 
     def first_token(self, index: int, now: float) -> None:
         """Only the first time counts: a recomputed prefill yields a later token."""
-        if self.first_token_s[index] != self.first_token_s[index]:
+        if index not in self.first_token_s:
             self.first_token_s[index] = now
 
     def end(self, index: int, now: float, fate: Fate) -> None:
-        if self.fate[index] != Fate.UNFINISHED:
-            raise AssertionError(f"request {index} ends twice: {Fate(self.fate[index]).name}, then {fate.name}")
-        self.fate[index] = int(fate)
+        if index not in self.engine:
+            raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
         self.open -= 1
         self.last_end_s = max(self.last_end_s, now)
-        if fate is Fate.FINISHED:
-            self.finish_s[index] = now
+        self._put(index, now if fate is Fate.FINISHED else NEVER, fate)
+
+    def close(self) -> None:
+        """The run is over: those that are still there do not finish."""
+        for index in [*self.engine]:
+            self._put(index, NEVER, Fate.UNFINISHED)
+        self._hand_on()
+
+    def _put(self, index: int, finish_s: float, fate: Fate) -> None:
+        first_token_s, preemptions = self.first_token_s.pop(index, NEVER), 0
+        if index in self.preemptions:
+            preemptions = self.preemptions.pop(index)
+        self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, self.engine.pop(index)))
+        if len(self._ended) >= BATCH:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        if not self._ended:
+            return
+        index, first_token_s, finish_s, fate, preemptions, engine = zip(*self._ended, strict=True)
+        self._ended.clear()
+        self._sink(
+            Ended(
+                request=np.array(index, dtype=np.int64),
+                first_token_s=np.array(first_token_s, dtype=np.float64),
+                finish_s=np.array(finish_s, dtype=np.float64),
+                fate=np.array(fate, dtype=np.int8),
+                preemptions=np.array(preemptions, dtype=np.int64),
+                engine=np.array(engine, dtype=np.int32),
+            )
+        )
+
+
+def _nowhere(ended: Ended) -> None:
+    raise AssertionError(f"{len(ended.request)} requests ended before the run began")

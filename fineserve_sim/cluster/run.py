@@ -3,117 +3,121 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-from fineserve_traces import Trace
+from fineserve_traces import Requests
 from simpy.events import Event
 
+from fineserve_sim.cluster.arrivals import Arrivals
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
-from fineserve_sim.cluster.scenario import Fault, RunResult
-from fineserve_sim.cluster.step_times import shares_of
-from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.cluster.result import WholeTrace
+from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
 TIMER = order_of(Kind.TIMER, 0)
 FAULT = order_of(Kind.TIMER, 1 << 19)
 
 
-def prefixes_of(trace: Trace) -> list[Prefix]:
-    """What the trace knows of each request's tokens; empty when it knows nothing. A block that its prompt fills in part says
-    nothing of what comes behind the prompt."""
-    ids, id_tokens = trace.prefix_hashes, trace.prefix_block_tokens
-    if ids is None or id_tokens is None:
-        return []
-    prompts = trace.prompt_tokens.tolist()
-    prefixes = []
-    for own, prompt in zip(ids, prompts, strict=True):
-        covered = len(own) * id_tokens
-        partial = prompt < covered < prompt + id_tokens
-        prefixes.append(Prefix(own, id_tokens, prompt if partial else covered))
-    return prefixes
+TOLD_S = 1.0
+"""Progress is told no more often, in seconds of the clock on the wall."""
+
+MOST_NOTES = 1 << 16
+"""Steps in flight that a run keeps whose requests stream in, before their shares are put together."""
 
 
 class Run:
-    """A composed cluster that serves ``trace``, sampled every ``sample_s`` (0: never), until all requests have ended, or to
-    ``horizon_s``. ``looks`` say until when samples look at GPUs."""
+    """A composed cluster that serves ``requests``, so many in all, sampled every ``sample_s`` (0: never), until all have ended,
+    or to ``horizon_s``. ``looks`` say until when samples look at GPUs, ``ended`` takes the requests that have ended;
+    without it they are kept for the result."""
 
-    def __init__(self, trace: Trace, parts: Parts, *, sample_s: float, horizon_s: float, looks: Looks) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        number: int,
+        parts: Parts,
+        *,
+        sample_s: float,
+        horizon_s: float,
+        looks: Looks,
+        caches: bool = False,
+        ended: Callable[[Ended], None] | None = None,
+        tell: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.parts = parts
-        self._looks = looks
-        self._arrival_s: list[float] = trace.arrival_s.tolist()
-        self._model: list[int] = trace.model.tolist()
-        self._prompt: list[int] = trace.prompt_tokens.tolist()
-        self._output: list[int] = trace.output_tokens.tolist()
-        self._models = trace.models
+        self._number = number
+        self._arrivals = Arrivals(requests, caches=caches)
+        self._until_s = looks.until_s
         self._horizon_s = horizon_s
-        self._next = 0
         self._events = 0
         self._samples = 0
         self._sample_s = sample_s
+        self._tell = tell
+        self._told_s = time.monotonic()
         self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
+        self._whole = WholeTrace(0 if ended else number)
+        parts.outcomes.begin(number, ended or self._whole)
 
     def to_the_end(self) -> None:
-        clock = self.parts.clock
-        clock.at(self._arrival_s[0], ARRIVAL, self._on_arrival)
+        clock, outcomes = self.parts.clock, self.parts.outcomes
+        self._expect()
         if self._sample_s > 0:
             clock.at(0.0, TIMER, self._on_sample)
-        outcomes = self.parts.outcomes
         while outcomes.open and math.inf > clock.peek() <= self._horizon_s:
             clock.step()
             self._events += 1
         self.parts.cluster.settle_all(self._horizon_s, order_of(Kind.START, 0))
+        self._end_s = self._horizon_s if outcomes.open else outcomes.last_end_s
+        outcomes.close()
+
+    def _expect(self) -> None:
+        """The next arrival is set."""
+        if self._arrivals.next_s < math.inf:
+            self.parts.clock.at(self._arrivals.next_s, ARRIVAL, self._on_arrival)
 
     def _on_arrival(self, _: Event) -> None:
-        """All requests of this very moment come in, and the next arrival is set."""
-        now = self._arrival_s[self._next]
-        cluster = self.parts.cluster
-        while self._next < len(self._arrival_s) and self._arrival_s[self._next] == now:
-            index = self._next
-            self._next += 1
-            output = self._output[index]
-            prompt = self._prompt[index]
-            request = Request(index, self._models[self._model[index]], now, prompt)
-            cluster.arrive(request, output, now, ARRIVAL)
-        if self._next < len(self._arrival_s):
-            self.parts.clock.at(self._arrival_s[self._next], ARRIVAL, self._on_arrival)
+        """All requests of this very moment come in."""
+        arrivals, cluster = self._arrivals, self.parts.cluster
+        now = arrivals.next_s
+        while arrivals.next_s == now:
+            request, output, prefix = arrivals.take()
+            cluster.arrive(request, output, now, ARRIVAL, prefix)
+        self._expect()
 
     def _on_sample(self, _: Event) -> None:
-        clock = self.parts.clock
+        clock, outcomes = self.parts.clock, self.parts.outcomes
         now: float = clock.now
         self.parts.cluster.settle_all(now, TIMER)
-        if self.parts.outcomes.open:
-            self.parts.sampler.sample(now)
-            self.parts.step_times.sample()
-            self.gpu_uses.sample(now)
-            self._samples += 1
-            clock.at(self._samples * self._sample_s, TIMER, self._on_sample)
+        if not outcomes.open:
+            return
+        self.parts.sampler.sample(now)
+        self.parts.step_times.sample()
+        self.gpu_uses.sample(now)
+        self._samples += 1
+        clock.at(self._samples * self._sample_s, TIMER, self._on_sample)
+        if self._tell is not None and time.monotonic() - self._told_s >= TOLD_S:
+            self._told_s = time.monotonic()
+            self._tell(self._number - outcomes.open, self._number)
 
     def result(self, loop_cpu_s: float) -> RunResult:
         parts = self.parts
-        outcomes, timeline = parts.outcomes, parts.sampler.timeline()
         return RunResult(
-            first_token_s=np.array(outcomes.first_token_s, dtype=np.float64),
-            finish_s=np.array(outcomes.finish_s, dtype=np.float64),
-            fate=np.array(outcomes.fate, dtype=np.int8),
-            preemptions=np.array(outcomes.preemptions, dtype=np.int64),
-            engine=np.array(outcomes.engine, dtype=np.int32),
+            **self._whole.columns(),
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
-            timeline=timeline,
-            end_s=self._horizon_s if outcomes.open else outcomes.last_end_s,
+            timeline=parts.sampler.timeline(),
+            end_s=self._end_s,
             iterations=parts.iterations(),
             events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
             loop_cpu_s=loop_cpu_s,
-            step_times=shares_of(parts.step_times.notes, parts.step_times.steps),
-            step_samples=len(parts.step_times.notes),
-            counters=parts.counters(self._arrival_s[-1]),
-            gpu_use=fractions(self.gpu_uses.sums, timeline.time_s, self._looks),
+            step_times=parts.step_times.shares(),
+            step_samples=len(parts.step_times.notes) + parts.step_times.weighed,
+            counters=parts.counters(self._until_s),
+            gpu_use=fractions(self.gpu_uses.sums, self.gpu_uses.looks),
         )
 
 

@@ -15,31 +15,35 @@ from fineserve_sim.policy.interfaces import KVMemory
 
 PER_COLUMN = ("waiting", "running", "kv_used_bytes")
 PER_GPU = ("gpu_stranded_bytes", "gpu_free_bytes")
+HANDED_ON = 64
+"""Samples at a time."""
 
 
-class Sampler(Protocol):
-    """Rows of a ``Timeline``."""
-
-    def sample(self, now: float) -> None:
-        """Note everything as it is. Engines must be settled up to this moment."""
-        ...
-
-    def timeline(self) -> Timeline: ...
-
-
-class _Rows:
-    """Tables of a timeline, a row a sample."""
+class Samples:
+    """Tables of a timeline, a row a sample. ``only``: where they are handed on to, and not kept."""
 
     def __init__(self, models: Sequence[str], gpus: int) -> None:
         self._models = tuple(models)
         self._gpus = gpus
+        self.only: Callable[[Timeline], None] | None = None
         self.time_s: list[float] = []
-        self._tables: dict[str, list[list[int]]] = {name: [] for name in (*PER_COLUMN, *PER_GPU)}
+        self._tables: dict[str, list[Ints]] = {name: [] for name in (*PER_COLUMN, *PER_GPU)}
 
     def add(self, now: float, **rows: list[int]) -> None:
         self.time_s.append(now)
         for name, row in rows.items():
-            self._tables[name].append(row)
+            self._tables[name].append(np.array(row, dtype=np.int64))
+        if self.only is not None and len(self.time_s) >= HANDED_ON:
+            self.hand_on(self.only)
+
+    def hand_on(self, only: Callable[[Timeline], None]) -> None:
+        """Forget what is kept, and hand it and all samples to come on to ``only``."""
+        self.only = only
+        if self.time_s:
+            only(self.timeline())
+        self.time_s.clear()
+        for rows in self._tables.values():
+            rows.clear()
 
     def timeline(self) -> Timeline:
         widths = dict.fromkeys(PER_COLUMN, len(self._models)) | dict.fromkeys(PER_GPU, self._gpus)
@@ -48,6 +52,18 @@ class _Rows:
             for name, rows in self._tables.items()
         }
         return Timeline(time_s=np.array(self.time_s, dtype=np.float64), engine_models=self._models, **tables)
+
+
+class Sampler(Protocol):
+    """``rows`` of a ``Timeline``."""
+
+    rows: Samples
+
+    def sample(self, now: float) -> None:
+        """Note everything as it is. Engines must be settled up to this moment."""
+        ...
+
+    def timeline(self) -> Timeline: ...
 
 
 class Column(NamedTuple):
@@ -64,12 +80,12 @@ class EngineSampler:
     def __init__(self, columns: Sequence[Column], managers: Sequence[KVMemory]) -> None:
         self._columns = tuple(columns)
         self._managers = managers
-        self._rows = _Rows([column.model for column in columns], len(managers))
+        self.rows = Samples([column.model for column in columns], len(managers))
 
     def sample(self, now: float) -> None:
         engines = [(column.engines(), column.queued()) for column in self._columns]
         ledgers = [manager.ledger() for manager in self._managers]
-        self._rows.add(
+        self.rows.add(
             now,
             waiting=[queued + sum(e.waiting for e in here) for here, queued in engines],
             running=[sum(e.running for e in here) for here, _ in engines],
@@ -79,26 +95,23 @@ class EngineSampler:
         )
 
     def timeline(self) -> Timeline:
-        return self._rows.timeline()
+        return self.rows.timeline()
 
 
 class InstanceSampler:
     """A column an instance of the one model: what an engine has is put down to its first instance, KV to each its own.
 
-    ``demand_bytes`` of KV (running requests and the heads of the queues), ``capacity_bytes`` for KV and ``engines``, how many
-    there are, have an entry a sample.
+    ``time_s``, ``demand_bytes`` of KV (running requests and the heads of the queues), ``capacity_bytes`` for KV and
+    ``engines``, how many there are, have an entry a sample.
     """
 
     def __init__(self, model: str, instances: Sequence[TpGroup], cluster: Cluster) -> None:
         self._instances, self._cluster = instances, cluster
-        self._rows = _Rows([model] * len(instances), sum(len(instance.gpus) for instance in instances))
+        self.rows = Samples([model] * len(instances), sum(len(instance.gpus) for instance in instances))
+        self.time_s: list[float] = []
         self.demand_bytes: list[int] = []
         self.capacity_bytes: list[int] = []
         self.engines: list[int] = []
-
-    @property
-    def time_s(self) -> list[float]:
-        return self._rows.time_s
 
     def sample(self, now: float) -> None:
         instances, engines = self._instances, self._cluster.engines.values()
@@ -108,7 +121,7 @@ class InstanceSampler:
             waiting[engine.column] += engine.waiting
             running[engine.column] += engine.running
             demand_blocks += engine.kv.used_blocks() + sum(queue.head_blocks for queue in engine.queues)
-        self._rows.add(
+        self.rows.add(
             now,
             waiting=waiting,
             running=running,
@@ -118,12 +131,13 @@ class InstanceSampler:
                 instance.kv.free_bytes // len(instance.gpus) for instance in instances for _ in instance.gpus
             ],
         )
+        self.time_s.append(now)
         self.demand_bytes.append(demand_blocks * instances[0].sizes.block_bytes)
         self.capacity_bytes.append(sum(instance.kv.limit_bytes for instance in instances if instance.alive))
         self.engines.append(len(engines))
 
     def timeline(self) -> Timeline:
-        return self._rows.timeline()
+        return self.rows.timeline()
 
     def counted(self) -> tuple[Ints, Ints]:
         """``demand_bytes`` and ``capacity_bytes`` as arrays (T,)."""

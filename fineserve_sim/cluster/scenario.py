@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
-from fineserve_traces import Trace
+from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
@@ -112,15 +112,16 @@ def wrong_fault(faults: Sequence[Fault], instances: int) -> tuple[int, str] | No
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. ``trace.models`` must be ids of ``models``. ``sample_s`` spaces the timeline samples (0: none);
-    ``exact_steps`` plans every engine iteration by itself instead of merging equal ones (same results, slower);
-    ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a JSON-able dict;
-    ``drain_s`` is how long after the last arrival the run may go on; ``faults`` are for single-model clusters alone."""
+    """One run. ``trace`` are its requests, whole or chunk by chunk; its models must be ids of ``models``. ``sample_s`` spaces
+    the timeline samples (0: none); ``exact_steps`` plans every engine iteration by itself instead of merging equal ones
+    (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a
+    JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
+    arrival the run may go on; ``faults`` are for single-model clusters alone."""
 
     system: SystemSpec
     models: tuple[ServedModel, ...]
     gpus: tuple[Gpu, ...]
-    trace: Trace
+    trace: Requests
     engine: EngineSettings = field(default_factory=EngineSettings)
     sample_s: float = 1.0
     drain_s: float = 3600.0
@@ -128,6 +129,14 @@ class Scenario:
     exact_steps: bool = False
     check: bool = False
     log: Callable[[dict[str, object]], None] | None = None
+    tell: Callable[[int, int], None] | None = None
+
+    @property
+    def whole_trace(self) -> Trace:
+        """The trace. Raises ScenarioError where requests come chunk by chunk."""
+        if isinstance(self.trace, Trace):
+            return self.trace
+        raise ScenarioError(f"{self.trace.source}: requests that stream in are at no time all there; read them first")
 
 
 class Fate(IntEnum):
@@ -137,6 +146,33 @@ class Fate(IntEnum):
     FINISHED = 1
     DROPPED = 2
     REJECTED = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ended:
+    """Requests that have ended, in the order in which they did: their numbers in the order of arrival, and as in ``RunResult``
+    what became of them. Columns, (n,) each."""
+
+    request: Ints
+    first_token_s: Floats
+    finish_s: Floats
+    fate: NDArray[np.int8]
+    preemptions: Ints
+    engine: NDArray[np.int32]
+
+    def take(self, rows: NDArray[np.intp]) -> Ended:
+        """Some of them."""
+        return Ended(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+
+
+class EndedRequests(NamedTuple):
+    """Ended requests with what they were: columns of their trace, (n,) each."""
+
+    ended: Ended
+    model: NDArray[np.int32]
+    arrival_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +219,8 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
-    """Per-request arrays in the order of the trace (NaN where a moment never came) and counters of the run.
+    """Per-request arrays in the order of the trace (NaN where a moment never came; of no length where requests stream in) and
+    counters of the run.
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from fineserve_traces import Trace, totals
+
+from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
 from fineserve_sim.cluster.components import Component, Placed, components, groups_of, why_whole
 from fineserve_sim.cluster.compose.fleet import compose_fleet
@@ -16,8 +20,18 @@ from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
-from fineserve_sim.cluster.run import Run, plan_faults, prefixes_of
-from fineserve_sim.cluster.scenario import RunResult, Scenario, ScenarioError, wrong_fault
+from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults
+from fineserve_sim.cluster.scenario import (
+    Ended,
+    EndedRequests,
+    RunResult,
+    Scenario,
+    ScenarioError,
+    Timeline,
+    wrong_fault,
+)
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 Spread = Callable[[Callable[[Component], Piece], Iterable[Component]], Iterable[Piece]]
@@ -39,8 +53,26 @@ def simulate(scenario: Scenario) -> RunResult:
 
 def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResult:
     """As ``simulate``, all engines together."""
+    if not isinstance(scenario.trace, Trace):
+        raise ScenarioError(
+            f"{scenario.trace.source}: requests that stream in take simulate_streamed, or read them first"
+        )
     run = prepare(scenario, placed)
     cpu_s = _to_the_end(run)
+    return run.result(cpu_s)
+
+
+def simulate_streamed(
+    scenario: Scenario, ended: Callable[[EndedRequests], None], sampled: Callable[[Timeline], None]
+) -> RunResult:
+    """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept: ``ended`` gets columns of
+    those that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
+    joined = Joined(scenario.trace, ended)
+    run = prepare(replace(scenario, trace=joined), ended=joined)
+    run.parts.step_times.most_notes = MOST_NOTES
+    run.parts.sampler.rows.hand_on(sampled)
+    cpu_s = _to_the_end(run)
+    run.parts.sampler.rows.hand_on(sampled)
     return run.result(cpu_s)
 
 
@@ -48,22 +80,46 @@ def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResul
     """As ``simulate``, one component after the other, or where ``spread`` simulates them; there must be nothing that keeps
     the scenario whole. What comes out is the same, ``events`` apart: samples are taken in each component."""
     placed = place(scenario)
-    if len(groups_of(placed[0].instances)) < 2:
+    apart = _apart(scenario, placed)
+    if apart is None:
         return simulate_whole(scenario, placed)
+    return apart.merged(spread(simulate_component, apart.components))
+
+
+class Apart(NamedTuple):
+    """A run taken apart: its components, and what it takes to put their pieces together. ``steps``: by engine."""
+
+    scenario: Scenario
+    placement: Placement
+    steps: Mapping[int, StepModel]
+    components: Sequence[Component]
+
+    def merged(self, pieces: Iterable[Piece]) -> RunResult:
+        """The result of the whole from the pieces of all components, in their order."""
+        return merged(self.scenario, self.placement, self.steps, zip(self.components, pieces, strict=True))
+
+
+def taken_apart(scenario: Scenario) -> Apart | None:
+    """The components of ``scenario``, of which there are several; None where ``simulate`` runs it whole.
+
+    Raises ScenarioError as ``simulate``.
+    """
+    return None if why_whole(scenario) is not None else _apart(scenario, place(scenario))
+
+
+def _apart(scenario: Scenario, placed: Placed) -> Apart | None:
+    if len(groups_of(placed[0].instances)) < 2:
+        return None
     seats = seats_of(scenario, placed)
     found = components(scenario, placed, seats)
-    if len(found) < 2:
-        return simulate_whole(scenario, placed)
     steps = {seat.engine: seat.step for seat in seats}
-    del seats
-    return merged(scenario, placed[0], steps, zip(found, spread(simulate_component, found), strict=True))
+    return None if len(found) < 2 else Apart(scenario, placed[0], steps, found)
 
 
 def simulate_component(component: Component) -> Piece:
     """One component to its end."""
-    run = _run_of(
-        component.scenario, compose(component.scenario, component.placed), component.horizon_s, component.looks
-    )
+    parts = compose(component.scenario, component.placed)
+    run = _run_of(component.scenario, parts, len(component.requests), component.horizon_s, component.looks)
     cpu_s = _to_the_end(run)
     run.parts.sampler.sample(math.inf)
     notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
@@ -77,8 +133,8 @@ def _to_the_end(run: Run) -> float:
     return time.process_time() - cpu_s
 
 
-def prepare(scenario: Scenario, placed: Placed | None = None) -> Run:
-    """A run before its first event. Raises ScenarioError as ``simulate``."""
+def prepare(scenario: Scenario, placed: Placed | None = None, ended: Callable[[Ended], None] | None = None) -> Run:
+    """A run before its first event; requests that have ended go to ``ended``, or are kept. ScenarioError as ``simulate``."""
     parts = _composed(scenario, placed)
     if scenario.faults and parts.fleet is None:
         raise ScenarioError(
@@ -87,15 +143,31 @@ def prepare(scenario: Scenario, placed: Placed | None = None) -> Run:
     if wrong := wrong_fault(scenario.faults, parts.serving):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
-    looks = looks_at(scenario.trace)
-    return _run_of(scenario, parts, looks.until_s + scenario.drain_s, looks)
+    found = totals(scenario.trace)
+    looks = looks_at(found, scenario.trace.models)
+    return _run_of(scenario, parts, int(found.requests.sum()), found.last_s + scenario.drain_s, looks, ended)
 
 
-def _run_of(scenario: Scenario, parts: Parts, horizon_s: float, looks: Looks) -> Run:
-    """What is composed serves the requests until ``horizon_s`` at the latest."""
-    if caches_prefixes(scenario.system.memory):
-        parts.cluster.prefixes = prefixes_of(scenario.trace)
-    return Run(scenario.trace, parts, sample_s=scenario.sample_s, horizon_s=horizon_s, looks=looks)
+def _run_of(
+    scenario: Scenario,
+    parts: Parts,
+    requests: int,
+    horizon_s: float,
+    looks: Looks,
+    ended: Callable[[Ended], None] | None = None,
+) -> Run:
+    """What is composed serves so many requests until ``horizon_s`` at the latest."""
+    return Run(
+        scenario.trace,
+        requests,
+        parts,
+        sample_s=scenario.sample_s,
+        horizon_s=horizon_s,
+        looks=looks,
+        caches=caches_prefixes(scenario.system.memory),
+        ended=ended,
+        tell=scenario.tell,
+    )
 
 
 def _composed(scenario: Scenario, placed: Placed | None) -> Parts:

@@ -16,11 +16,15 @@ Note = tuple[int, int, Batch]
 
 
 class StepTimes:
-    """``notes``: the steps in flight of the engines that are there, at each ``sample``; ``steps``: the engines' step times."""
+    """``notes``: the steps in flight of the engines that are there, at each ``sample``; ``steps``: the engines' step times.
+    With ``most_notes`` they are weighed whenever there are so many, and forgotten; ``weighed`` counts those."""
 
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
         self._samples = 0
+        self._parts: list[tuple[int, dict[str, dict[Source, float]]]] = []
+        self.most_notes = 0
+        self.weighed = 0
         self.notes: list[Note] = []
         self.steps: dict[int, StepModel] = {}
 
@@ -31,6 +35,22 @@ class StepTimes:
                 self.notes.append((self._samples, engine.index, Batch(*engine.batch())))
                 self.steps[engine.index] = engine.step
         self._samples += 1
+        if self.most_notes and len(self.notes) >= self.most_notes:
+            self._weigh()
+
+    def _weigh(self) -> None:
+        self._parts.append((len(self.notes), shares_of(self.notes, self.steps)))
+        if len(self._parts) > 1:
+            self._parts = [_pooled(self._parts)]
+        self.weighed += len(self.notes)
+        self.notes.clear()
+        self.steps.clear()
+
+    def shares(self) -> dict[str, dict[Source, float]]:
+        """Fractions of the time of all notes, those that are forgotten included; empty where nothing is noted."""
+        if not self.weighed:
+            return shares_of(self.notes, self.steps)
+        return _pooled([*self._parts, (len(self.notes), shares_of(self.notes, self.steps))])[1]
 
 
 def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str, dict[Source, float]]:
@@ -45,3 +65,14 @@ def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str
             for source, share in shares.items():
                 total[part][source] += weight * share
     return {part: dict(shares) for part, shares in total.items()}
+
+
+def _pooled(parts: Sequence[tuple[int, dict[str, dict[Source, float]]]]) -> tuple[int, dict[str, dict[Source, float]]]:
+    """Shares of several lots of notes as those of all, with their number."""
+    notes = sum(number for number, _ in parts)
+    total: dict[str, dict[Source, float]] = defaultdict(lambda: defaultdict(float))
+    for number, shares in parts:
+        for part, sources in shares.items():
+            for source, share in sources.items():
+                total[part][source] += share * number / notes
+    return notes, {part: dict(shares) for part, shares in total.items()}

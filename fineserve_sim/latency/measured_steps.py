@@ -58,7 +58,9 @@ def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
     try:
         data = pq.read_table(path)
     except (OSError, ValueError) as error:
-        raise TableError(f"{path.name}: not a Parquet file ({error})") from error
+        raise TableError(
+            f"{path.name}: not a Parquet file; expected the step.parquet of fineserve-calibrate"
+        ) from error
     missing = [name for name in COLUMNS if name not in data.column_names]
     if missing:
         raise TableError(f"{path.name}: no column {', '.join(missing)}; expected {', '.join(COLUMNS)}")
@@ -203,6 +205,16 @@ class MeasuredStepModel(StepModel):
         return Demand(self.share, self.share, self.share)
 
 
+def check_steps(
+    path: Path, model: ModelSpec, precision: PrecisionSpec, mode: str = "eager"
+) -> tuple[dict[str, Any], str]:
+    """The measured steps of a model, as ``read_steps`` gives them, and their dtype. TableError as of ``load_step_model``."""
+    dtype = GEMM_DTYPE.get((precision.weight_bits, precision.activation_bits))
+    if dtype is None:
+        raise TableError(f"{path.name}: no steps in {precision.name}; probes run bfloat16, fp8 and 4-bit weights")
+    return read_steps(path, model.name, dtype, mode), dtype
+
+
 def load_step_model(
     path: Path, model: ModelSpec, precision: PrecisionSpec, gpu: GpuSpec, mode: str = "eager", share: float = 1.0
 ) -> MeasuredStepModel:
@@ -210,8 +222,6 @@ def load_step_model(
 
     Raises TableError for another file, a precision that is not probed, or one without rows.
     """
-    dtype = GEMM_DTYPE.get((precision.weight_bits, precision.activation_bits))
-    if dtype is None:
-        raise TableError(f"{path.name}: no steps in {precision.name}; probes run bfloat16, fp8 and 4-bit weights")
-    fit = fit_steps(read_steps(path, model.name, dtype, mode))
+    columns, dtype = check_steps(path, model, precision, mode)
+    fit = fit_steps(columns)
     return MeasuredStepModel(model, precision, gpu, fit, f"{path.name}: {model.name} {dtype} {mode}", share)

@@ -65,7 +65,7 @@ def _point(step: StepModel, batch: int, prompt: int, output: int, budget: int) -
         batch=batch,
         throughput_per_s=batch / stay_s,
         ttft_s=batch_prefill_s(step, batch, prompt, budget),
-        activation_bytes=activation_bytes(step.model, step.tp, budget, batch),
+        activation_bytes=activation_bytes(step.model, step.tp, budget, batch, step.deployment.logit_bytes),
         kv_bytes=batch * mean_context * kv_token_bytes(step.model, step.precision, step.tp),
     )
 

@@ -70,11 +70,18 @@ def fluid(demands: Sequence[Demand]) -> list[float]:
 
 def turns(needs: Sequence[float], switch_share: float = 0.0) -> list[float]:
     """How many times longer steps last whose fractions ``needs`` take turns; a switch adds ``switch_share`` where one always
-    has to wait. The part of the time in which an engine wants its turn grows with its own waiting: a fixed point, sought by
-    Steffensen's steps from below.
-    """
-    if sum(need > 0.0 for need in needs) < 2:
+    has to wait. Who needs nothing waits for nobody, and nobody for them."""
+    wanting = tuple(sorted([need for need in needs if need > 0.0]))
+    if len(wanting) < 2:
         return [1.0] * len(needs)
+    longer = dict(zip(wanting, _turns(wanting, switch_share), strict=True))
+    return [longer.get(need, 1.0) for need in needs]
+
+
+@lru_cache(2**16)
+def _turns(needs: tuple[float, ...], switch_share: float) -> list[float]:
+    """The part of the time in which an engine wants its turn grows with its own waiting: a fixed point, sought by Steffensen's
+    steps from below."""
     stretch = [1.0] * len(needs)
     for _ in range(ROUNDS):
         once = _waited(needs, stretch, switch_share)

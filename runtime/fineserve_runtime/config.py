@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from fineserve_runtime.engines.api import EngineConfig
+from fineserve_runtime.engines.model_files import kv_geometry
 from fineserve_runtime.formats import check_format, longest_context, parser_names
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.step_times import read_table
@@ -36,7 +38,8 @@ _CPU_BLOCK_TOKENS = 32
 
 class ModelFiles(Strict):
     """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization``,
-    ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words."""
+    ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words. Of the model's ``tp`` devices, ``stages`` hold consecutive parts
+    of its layers (pipeline parallelism); the others split each layer."""
 
     path: Annotated[str, Field(min_length=1)]
     dtype: str = "auto"
@@ -44,6 +47,7 @@ class ModelFiles(Strict):
     kv_cache_dtype: str = "auto"
     max_model_len: Count = 2048
     prefix_caching: bool = False
+    stages: Count = 1
     tool_parser: str | None = None
 
 
@@ -180,13 +184,12 @@ def _check(file: RuntimeFile, serving: bool) -> None:
     for index, model in enumerate(file.experiment.setup.models):
         if model.id not in section.models:
             raise file.error("models", f"no files are given for model {model.id}")
-        if model.entry.tp != 1:
-            path = ("models", index, "tp")
-            raise file.document.error(path, "fineserve-run serves one GPU a model; tp above 1 is for the simulator")
         try:
-            check_model(section.models[model.id], file.folder, tokenizer=serving)
+            found = check_model(section.models[model.id], file.folder, tokenizer=serving)
         except ModelProblem as problem:
             raise file.error(".".join(("models", model.id, *problem.keys)), problem.said) from None
+        if (said := _ranks_problem(section, model.id, model.entry.tp, found)) is not None:
+            raise file.document.error(("models", index, "tp"), said)
     _check_engines(file)
     if section.backend == "cuda" and section.mode == "in_process":
         raise file.error("mode", "GPU engines need a process each; leave mode out")
@@ -195,6 +198,27 @@ def _check(file: RuntimeFile, serving: bool) -> None:
         raise file.error("tracing", f"{lacks} is not installed; pip install 'fineserve[tracing]'")
     for name in file.experiment.setup.systems:
         _check_system(file, name)
+
+
+def _ranks_problem(section: RuntimeSection, name: str, tp: int | Literal["auto"], found: dict[str, Any]) -> str | None:
+    """What is wrong with a model on ``tp`` devices; ``found`` is its config.json."""
+    stages = section.models[name].stages
+    if tp == "auto":
+        return "auto is for the simulator; say on how many devices the model is served"
+    if tp % stages:
+        return f"{tp} devices do not divide into the {stages} stages of runtime.models.{name}"
+    if tp == 1:
+        return None
+    if section.backend == "cuda" or section.cluster is not None or section.mode == "in_process":
+        return (
+            "a model on several devices is served by backend cpu, mode processes, without a cluster (docs/runtime.md)"
+        )
+    engine = EngineConfig(name, Path(), gpus=tuple(range(tp)), stages=stages)
+    try:
+        kv_geometry(found, engine)
+    except ValueError as problem:
+        return str(problem)
+    return None
 
 
 def _check_access(file: RuntimeFile) -> None:
@@ -283,6 +307,10 @@ def _check_system(file: RuntimeFile, name: str) -> None:
     if system.memory.policy not in ("kv_slab", "private"):
         raise file.document.error(
             place, f"{name}: memory {system.memory.policy} is simulated only; take kv_slab or private"
+        )
+    if system.residency is not None and any(model.entry.tp != 1 for model in file.experiment.setup.models):
+        raise file.document.error(
+            place, f"{name} moves models, which real engines do with models on one device (tp: 1)"
         )
     if system.residency is not None and not file.section.weights_in_region:
         problem = f"{name} evicts models: set it to true, so that evicted weights leave their memory to KV"

@@ -37,12 +37,13 @@ class _Facts(BaseModel):
 
 
 class ModelFacts(_Facts):
-    """A model as the core knows it. ``weight_bytes`` is what an engine takes beside KV, ``token_bytes`` KV of one token;
-    ``measured``: steps timed before it served anybody."""
+    """A model as the core knows it, on ``tp`` devices. ``weight_bytes`` is what an engine takes beside KV on each of them,
+    ``token_bytes`` KV of one token; ``measured``: steps timed before it served anybody."""
 
     id: str
     rate_per_s: float
     slo_s: float
+    tp: int = 1
     weight_bytes: int
     token_bytes: int
     max_tokens: int
@@ -81,7 +82,7 @@ class Stay(_Facts):
     """An engine that is resident from the start."""
 
     model: str
-    gpu: int
+    gpus: tuple[int, ...]
 
 
 class CoreSpec(_Facts):
@@ -105,9 +106,7 @@ class Core:
         self._spec = spec
         self._models = {model.id: model for model in spec.models}
         self._step_times = {model.id: StepTimes(spec.token_budget, model.measured) for model in spec.models}
-        instances = [
-            Instance(stay.model, 0, (stay.gpu,), self._models[stay.model].rate_per_s, 0) for stay in spec.stays
-        ]
+        instances = [Instance(stay.model, 0, stay.gpus, self._models[stay.model].rate_per_s, 0) for stay in spec.stays]
         self._seats = [(instance.model, instance.gpus) for instance in instances]
         self._slots = [GpuSlot(gpu.id, 0, gpu.memory_bytes) for gpu in spec.gpus]
         self.controller = FleetController(
@@ -191,4 +190,4 @@ def _fleet_model(model: ModelFacts) -> FleetModel:
 
 
 def _demand(model: ModelFacts) -> ModelDemand:
-    return ModelDemand(model.id, model.rate_per_s, model.slo_s, 1, model.weight_bytes, model.token_bytes)
+    return ModelDemand(model.id, model.rate_per_s, model.slo_s, model.tp, model.weight_bytes, model.token_bytes)

@@ -83,7 +83,7 @@ class Driver:
         """Engines run; put to sleep those that are not resident at first."""
         self._places = Places(hosts)
         for engine, stay in enumerate(self._spec.stays):
-            self._places.settle(engine, stay.model, stay.gpu)
+            self._places.settle(engine, stay.model, stay.gpus)
             self._desk.open(engine)
         for gpu, host in hosts.items():
             for local, handle in host.engines.items():

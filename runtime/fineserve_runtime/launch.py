@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ StartHost = Callable[[HostConfig, EngineListener], EngineHost]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Engines under a driver. ``placement`` is what the system's placement policy said; ``relays`` hear the hosts."""
+    """Engines under a driver. ``placement`` is what the system's placement policy said; ``hosts`` and the ``relays`` that hear
+    them go by the first device of each."""
 
     driver: Driver
     hosts: Mapping[int, EngineHost]
@@ -38,7 +39,12 @@ class Running:
 
     @property
     def capacity_bytes(self) -> tuple[int, ...]:
-        return tuple(host.config.region_bytes for host in self.hosts.values())
+        return tuple(host.config.region_bytes for host in self.devices.values())
+
+    @property
+    def devices(self) -> dict[int, EngineHost]:
+        """The host of each device."""
+        return {gpu: host for host in self.hosts.values() for gpu in host.config.gpus}
 
 
 def start_real_host(config: HostConfig, listener: EngineListener) -> EngineHost:
@@ -133,30 +139,44 @@ def _start_hosts(
 def host_configs(
     file: RuntimeFile, scenario: Scenario, placement: Placement, demands: Mapping[str, ModelDemand]
 ) -> dict[int, HostConfig]:
-    """One host a GPU that has engines. Where models come and go, every GPU has an engine of each. Raises ScenarioError for
-    devices that one machine cannot have side by side."""
+    """One host a GPU that has engines, or for all GPUs that engines with ranks tie together; by the first of them. Where models
+    come and go, every GPU has an engine of each. Raises ScenarioError for devices that one machine cannot have side by side."""
     section = file.section
-    residency = scenario.system.residency is not None
-    gpus = [gpu.id for gpu in scenario.gpus] if residency else sorted({i.gpus[0] for i in placement.instances})
+    seats = dict.fromkeys((instance.model, instance.gpus) for instance in placement.instances)
+    if scenario.system.residency is not None:
+        seats = dict.fromkeys((model.id, (gpu.id,)) for gpu in scenario.gpus for model in scenario.models)
+    gpus = sorted({gpu for _, group in seats for gpu in group})
     mode = _mode(section, len(gpus))
+    on = {gpu: [name for name, group in seats if gpu in group] for gpu in gpus}
+    limits = {gpu: _limits(scenario, section.region_bytes, names, demands) for gpu, names in on.items()}
+
+    def engine(name: str, group: tuple[int, ...]) -> EngineConfig:
+        least = min((limit for gpu in group if (limit := limits[gpu][name]) is not None), default=None)
+        return engine_config(name, section.models[name], file.folder, scenario, least, group)
+
     configs = {}
-    for gpu in gpus:
-        here = [i.model for i in placement.instances if i.gpus[0] == gpu]
-        names = [model.id for model in scenario.models] if residency else list(dict.fromkeys(here))
-        limits = _limits(scenario, section.region_bytes, names, demands)
-        configs[gpu] = HostConfig(
-            engines=tuple(
-                engine_config(name, section.models[name], file.folder, scenario, limits[name]) for name in names
-            ),
+    for tied in tied_devices(group for _, group in seats):
+        configs[tied[0]] = HostConfig(
+            engines=tuple(engine(name, group) for name, group in seats if group[0] in tied),
             region_bytes=section.region_bytes,
             mode=mode,
             device=section.backend,
-            region_name=f"{section.region_name}{gpu}",
+            region_name=section.region_name,
+            gpus=tied,
             slab_multiple=getattr(scenario.system.memory, "slab_multiple", 1),
             weights_in_region=section.weights_in_region,
             poison_freed=section.poison_freed,
         )
     return configs
+
+
+def tied_devices(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """All devices of ``groups``, those together that share one, in order."""
+    found: list[set[int]] = []
+    for group in groups:
+        tied = set(group).union(*(each for each in found if each & set(group)))
+        found = [each for each in found if not each & tied] + [tied]
+    return sorted(tuple(sorted(each)) for each in found)
 
 
 def _mode(section: RuntimeSection, devices: int) -> Mode:
@@ -172,7 +192,12 @@ def _mode(section: RuntimeSection, devices: int) -> Mode:
 
 
 def engine_config(
-    name: str, files: ModelFiles, folder: Path, scenario: Scenario, limit_bytes: int | None = None
+    name: str,
+    files: ModelFiles,
+    folder: Path,
+    scenario: Scenario,
+    limit_bytes: int | None = None,
+    gpus: tuple[int, ...] = (),
 ) -> EngineConfig:
     return EngineConfig(
         name=name,
@@ -186,6 +211,8 @@ def engine_config(
         max_batched_tokens=scenario.engine.token_budget,
         prefix_caching=files.prefix_caching,
         kv_limit_bytes=limit_bytes,
+        gpus=gpus,
+        stages=files.stages,
     )
 
 
@@ -240,9 +267,13 @@ def _core_spec(
         residency=scenario.system.residency,
         token_budget=scenario.engine.token_budget,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
-        gpus=tuple(GpuFacts(id=gpu, memory_bytes=_memory_bytes(host, weights)) for gpu, host in hosts.items()),
+        gpus=tuple(
+            GpuFacts(id=gpu, memory_bytes=_memory_bytes(host, gpu, weights))
+            for host in hosts.values()
+            for gpu in host.config.gpus
+        ),
         models=tuple(models),
-        stays=tuple(Stay(model=instance.model, gpu=instance.gpus[0]) for instance in placement.instances),
+        stays=tuple(Stay(model=instance.model, gpus=instance.gpus) for instance in placement.instances),
     )
 
 
@@ -255,6 +286,7 @@ def model_facts(
         id=config.name,
         rate_per_s=rate_per_s,
         slo_s=slo_s,
+        tp=len(handle.gpus),
         weight_bytes=handle.stats().weight_bytes,
         token_bytes=handle.block_bytes // config.block_tokens,
         max_tokens=min(config.max_model_len, handle.kv_capacity_tokens),
@@ -263,8 +295,9 @@ def model_facts(
     )
 
 
-def _memory_bytes(host: EngineHost, weights: Mapping[str, int]) -> int:
+def _memory_bytes(host: EngineHost, gpu: int, weights: Mapping[str, int]) -> int:
     """The region; and the weights beside it, where they are not in it."""
     if host.config.weights_in_region:
         return host.config.region_bytes
-    return host.config.region_bytes + sum(weights[handle.config.name] for handle in host.engines.values())
+    here = [handle.config.name for handle in host.engines.values() if gpu in handle.gpus]
+    return host.config.region_bytes + sum(weights[name] for name in here)

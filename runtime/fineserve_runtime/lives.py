@@ -136,7 +136,7 @@ class EngineLives:
 
     def activate(self, command: Activate) -> None:
         engine = command.engine
-        self._places.settle(engine, command.model, command.gpus[0])
+        self._places.settle(engine, command.model, command.gpus)
         self._desk.open(engine)
         now = self._owner.now()
         wait_s = self._backoff.wait_s(self._places.place(engine), now)

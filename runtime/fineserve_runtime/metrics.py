@@ -224,10 +224,13 @@ class EngineFigures(Collector):
         sums = {field: dict.fromkeys(live, 0.0) for field in (*fields, *counted)}
         usage = dict.fromkeys(live, 0.0)
         for host, handle in handles:
-            stats = handle.stats()
-            for field, values in sums.items():
-                values[handle.config.name] += getattr(stats, field)
-            usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
+            for gpu in handle.gpus:
+                stats = handle.stats(gpu)
+                for field in fields:
+                    sums[field][handle.config.name] += getattr(stats, field)
+                usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
+            for field in counted:
+                sums[field][handle.config.name] += getattr(stats, field)
         for field in counted:
             name = f"vllm:prefix_cache_{field.removeprefix('prefix_')}"
             family = CounterMetricFamily(name, "Prompt tokens, with prefix caching.", labels=_MODEL)
@@ -249,8 +252,9 @@ class EngineFigures(Collector):
 
     def _devices(self) -> Iterator[Metric]:
         family = GaugeMetricFamily("fineserve:region_bytes", "Bytes of a device's region.", labels=["device", "part"])
-        for gpu, host in self._hosts.items():
-            for part, value in host.ledger()._asdict().items():
+        devices = ((gpu, host.ledger(gpu)) for host in self._hosts.values() for gpu in host.config.gpus)
+        for gpu, ledger in devices:
+            for part, value in ledger._asdict().items():
                 family.add_metric([str(gpu), part.removesuffix("_bytes")], value)
         yield family
 

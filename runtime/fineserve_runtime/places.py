@@ -22,29 +22,32 @@ _ABORTS_S = 30.0
 
 
 class Place(NamedTuple):
-    """An engine process: its device, and its id in the host of that device."""
+    """An engine process: the first device of its host, and its id there."""
 
     gpu: int
     local: int
 
 
 class Places:
-    """Raises ValueError for a model that has no engine process on the device where it is to be."""
+    """``hosts`` by their first device. Raises ValueError for a model that has no engine process on the devices where it is to
+    be."""
 
     def __init__(self, hosts: Mapping[int, EngineHost]) -> None:
         self._hosts = dict(hosts)
+        self._host_of = {gpu: first for first, host in hosts.items() for gpu in host.config.gpus}
         self._place: dict[int, Place] = {}
         self._engine: dict[Place, int] = {}
         self._workers = {gpu: ThreadPoolExecutor(1, thread_name_prefix=f"device-{gpu}") for gpu in hosts}
 
-    def settle(self, engine: int, model: str, gpu: int) -> None:
-        """From now on the core's ``engine`` is the process of ``model`` on this device."""
-        for local, handle in self._hosts[gpu].engines.items():
-            if handle.config.name == model:
-                self._place[engine] = Place(gpu, local)
-                self._engine[Place(gpu, local)] = engine
+    def settle(self, engine: int, model: str, gpus: tuple[int, ...]) -> None:
+        """From now on the core's ``engine`` is the process of ``model`` on these devices."""
+        first = self._host_of[gpus[0]]
+        for local, handle in self._hosts[first].engines.items():
+            if handle.config.name == model and handle.gpus == gpus:
+                self._place[engine] = Place(first, local)
+                self._engine[Place(first, local)] = engine
                 return
-        raise ValueError(f"device {gpu} has no engine process for model {model}")
+        raise ValueError(f"devices {gpus} have no engine process for model {model}")
 
     def leave(self, engine: int) -> None:
         """The stay is over; reports of the process are nobody's until the next one."""
@@ -66,15 +69,17 @@ class Places:
         return self._hosts[place.gpu].engines[place.local]
 
     def engines(self, gpu: int | None = None) -> list[int]:
-        """Those that have a place (on this device), in the order of their ids."""
+        """Those that have a place (on this host), in the order of their ids."""
         return sorted(engine for engine, place in self._place.items() if gpu is None or place.gpu == gpu)
 
     def free_bytes(self, gpu: int, memory_bytes: int, weights: Mapping[str, int]) -> int:
         """What weights could take of a device's memory: all less KV in use and the weights of the engines that the core has
         there, be they still loading, but not of those that it evicted, be they still leaving. ``weights`` by model."""
-        here = [self.handle(engine).config.name for engine in self.engines(gpu)]
-        ledger = self._hosts[gpu].ledger()
-        stats = [handle.stats() for handle in self._hosts[gpu].engines.values()]
+        host = self._hosts[self._host_of[gpu]]
+        handles = [self.handle(engine) for engine in self.engines(self._host_of[gpu])]
+        here = [handle.config.name for handle in handles if gpu in handle.gpus]
+        ledger = host.ledger(gpu)
+        stats = [handle.stats(gpu) for handle in host.engines.values() if gpu in handle.gpus]
         kv_bytes = ledger.used_bytes + ledger.stranded_bytes + ledger.lost_bytes - sum(s.weight_bytes for s in stats)
         return memory_bytes - max(0, kv_bytes) - sum(weights[name] for name in here)
 

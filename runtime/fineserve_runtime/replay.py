@@ -112,7 +112,7 @@ class _Play:
         self._driver: Driver = running.driver
         self._longest = {name: files.max_model_len for name, files in file.section.models.items()}
         self._slo_s = {model.id: model.ttft_slo_s for model in scenario.models}
-        requests = len(scenario.trace.arrival_s)
+        requests = len(scenario.whole_trace.arrival_s)
         self._jobs: list[Job | None] = [None] * requests
         self._fate = np.zeros(requests, dtype=np.int8)
         self._finish_s = np.full(requests, np.nan)
@@ -141,7 +141,7 @@ class _Play:
 
     def _submit_all(self) -> None:
         alone = self._scenario.sample_s == 0
-        for index, arrival_s in enumerate(self._scenario.trace.arrival_s.tolist()):
+        for index, arrival_s in enumerate(self._scenario.whole_trace.arrival_s.tolist()):
             if alone:
                 self._wait_until_open(len(self._jobs) - index)
             else:
@@ -149,7 +149,7 @@ class _Play:
             self._submit(index)
 
     def _submit(self, index: int) -> None:
-        trace = self._scenario.trace
+        trace = self._scenario.whole_trace
         model = trace.models[int(trace.model[index])]
         length, output = int(trace.prompt_tokens[index]), int(trace.output_tokens[index])
         rng = random.Random(index)
@@ -196,14 +196,18 @@ class _Play:
     def _sample(self, now_s: float) -> None:
         """Engines are those of the placement: an engine that was evicted and came back is the same one here."""
         self._sample_s.append(now_s)
-        hosts = self._running.hosts
+        devices = self._running.devices
         handles = {
-            stay: next(each for each in hosts[stay.gpu].engines.values() if each.config.name == stay.model)
+            stay: next(
+                handle
+                for handle in devices[stay.gpus[0]].engines.values()
+                if (handle.config.name, handle.gpus) == (stay.model, stay.gpus)
+            )
             for stay in self._running.spec.stays
         }
         states = [handle.state() if handle.alive else None for handle in handles.values()]
         running = [state.running if state else 0 for state in states]
-        ledgers = [host.ledger() for host in self._running.hosts.values()]
+        ledgers = [host.ledger(gpu) for gpu, host in devices.items()]
         rows = self._samples
         rows["running"].append(running)
         rows["waiting"].append(self._waiting(list(zip(handles, states, strict=True))))
@@ -225,7 +229,7 @@ class _Play:
         shift_s = np.full(len(self._jobs), self._begin_s)
         if self._scenario.sample_s == 0:  # each request was alone: its arrival is when it was submitted
             submitted_s = np.array([job.arrival_s if job else np.nan for job in self._jobs])
-            shift_s = submitted_s - self._scenario.trace.arrival_s
+            shift_s = submitted_s - self._scenario.whole_trace.arrival_s
         hosts = self._running.hosts
         steps = sum(handle.stats().steps for host in hosts.values() for handle in host.engines.values())
         return RunResult(
@@ -248,7 +252,7 @@ class _Play:
 
     def _timeline(self) -> Timeline:
         stays = self._running.spec.stays
-        columns = {name: len(self._running.hosts if name.startswith("gpu_") else stays) for name in self._samples}
+        columns = {name: len(self._running.devices if name.startswith("gpu_") else stays) for name in self._samples}
         return Timeline(
             time_s=np.array(self._sample_s, dtype=np.float64),
             engine_models=tuple(stay.model for stay in stays),

@@ -35,21 +35,24 @@ class Roster:
         """Start engines for the model and let the core know it. ``prepare`` is called with its config.json before. Raises
         ValueError for a model that cannot be served here, RuntimeError for engines that do not start; nothing is left then."""
         self._check_system()
+        if model.stages != 1:
+            raise ValueError(f"stages: {model.stages}; an added model has one device")
         prepare(check_model(model, self._file.folder))
         slo_s = model.ttft_slo_s or self._file.experiment.file.slo.ttft_s
         if slo_s is None:
             raise ValueError("ttft_slo_s: missing, and the file has no slo.ttft_s")
         moves = self._scenario.system.residency is not None
-        gpus = list(self._running.hosts) if moves else [self._device(model.device)]
-        config = engine_config(name, model, self._file.folder, self._scenario)
+        gpus = list(self._running.devices) if moves else [self._device(model.device)]
+        hosts = self._running.devices
         started: list[int] = []
         try:
             for gpu in gpus:
-                local = self._running.hosts[gpu].add(config)
+                config = engine_config(name, model, self._file.folder, self._scenario, gpus=(gpu,))
+                local = hosts[gpu].add(config)
                 started.append(gpu)
-                handle = self._running.hosts[gpu].engines[local]
+                handle = hosts[gpu].engines[local]
                 if gpu == gpus[0]:
-                    rows = measure_engine(handle, self._running.relays[gpu])
+                    rows = measure_engine(handle, self._running.relays[hosts[gpu].config.gpus[0]])
                     facts = model_facts(handle, model.rate_per_s, slo_s, rows)
                 if moves:
                     handle.sleep()
@@ -90,15 +93,15 @@ class Roster:
             raise ValueError(f"system {name} splits its memory between the models of the start: none can come or go")
 
     def _device(self, wanted: int | None) -> int:
-        hosts = self._running.hosts
+        hosts = self._running.devices
         if wanted is None:
-            return max(hosts, key=lambda gpu: hosts[gpu].ledger().free_bytes)
+            return max(hosts, key=lambda gpu: hosts[gpu].ledger(gpu).free_bytes)
         if wanted not in hosts:
             raise ValueError(f"device: there is no {wanted}; served are {', '.join(map(str, hosts))}")
         return wanted
 
     def _end(self, name: str, gpu: int) -> None:
-        host = self._running.hosts[gpu]
+        host = self._running.devices[gpu]
         for local, handle in host.engines.items():
-            if handle.config.name == name:
+            if handle.config.name == name and handle.gpus == (gpu,):
                 host.remove(local)

@@ -264,8 +264,11 @@ def test_bad_rows_are_named(tmp_path: Path, change: Callable[[pd.DataFrame], pd.
 def test_files_that_are_no_csv(tmp_path: Path) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text("", encoding="utf-8")
-    for path in (empty, tmp_path / "absent.csv"):
-        with pytest.raises(RowError, match="not a readable CSV file"):
+    for path, problem in (
+        (empty, "not a readable CSV file"),
+        (tmp_path / "absent.csv", "cannot be read: No such file"),
+    ):
+        with pytest.raises(RowError, match=problem):
             read_chunks(path)
 
 

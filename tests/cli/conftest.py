@@ -73,6 +73,17 @@ def experiment(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results folder of the small experiment's short version."""
+    from fineserve_sim.experiment import load_experiment, run_loaded
+
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "small.yaml").write_text(EXPERIMENT, encoding="utf-8")
+    run_loaded(load_experiment(folder / "small.yaml", quick=True), folder / "results", jobs=1)
+    return folder / "results"
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """A trace of two models."""

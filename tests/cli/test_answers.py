@@ -1,13 +1,10 @@
-"""compare, size and run as somebody meets them who has a trace and a question: the answer on the screen, and one line for what
-is wrong."""
+"""compare, size and run as somebody meets them who has a trace and a question: the answer on the screen."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 MODELS = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b")
 
@@ -55,44 +52,3 @@ def test_from_a_trace_to_a_size_in_one_command(call: Any, trace: Path, tmp_path:
     assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["answer"]["choice"]["holds"]
     again = call("size", str(folder), "--target", "ttft:0.9", "--over", "rate", "--precision", "1", "-j", "1", "--json")
     assert again.code == 0 and json.loads(again.out)["systems"][0]["answer"]["value"] >= 1
-
-
-WRONG = [
-    ("size {trace} --target ttft:0.9", "a trace needs --model"),
-    ("size {trace} {models} --target tpot:0.9", "--target tpot: there is no such limit"),
-    ("size {trace} {models} --target ttft:1.5", "expected ttft:SHARE"),
-    ("size {trace} {models} --target ttft:0.9,ttft:0.8", "ttft is given twice"),
-    ("size {trace} {models} --target ttft:0.9 --gpu h101", "unknown GPU 'h101'"),
-    ("size {trace} {models} --target ttft:0.9 --gpu l40s --gpu l40s", "--gpu l40s: given twice"),
-    ("size {trace} {models} --target ttft:0.9 --tp 3", "cannot run at TP 3"),
-    ("size {trace} {models} --target ttft:0.9 --price free", "--price free: expected dollars"),
-    ("size {trace} {models} --target ttft:0.9 --price b200=3", "no --gpu b200 is searched"),
-    (
-        "size {trace} {models} --target ttft:0.9 --over rate --at rate_scale=2",
-        "--at rate_scale: it is what is searched",
-    ),
-    ("size {trace} {models} --target ttft:0.9 --ttft-slo 1 --slo-scale 5", "--slo-scale with --ttft-slo"),
-    ("size {file} {models} --target ttft:0.9", "--model: for a trace alone"),
-    ("size {file} --target tpot:0.9", "a target for TPOT needs slo.tpot_s or slo.tpot"),
-    ("size . --target ttft:0.9", "no resolved.yaml here"),
-    ("size nothing.csv {models} --target ttft:0.9", "no such file"),
-    ("compare {trace} {models} -s fineserve --target e2e:0.9", "--target e2e: there is no such limit"),
-    ("compare {trace} {models} -s fineserve --ttft-slo 1 --slo-scale 5", "--slo-scale with --ttft-slo"),
-    ("run {file} --target tpot:0.9", "--target tpot: there is no such limit"),
-]
-
-
-@pytest.mark.parametrize(("line", "said"), WRONG)
-def test_what_is_wrong_is_one_line_and_leaves_nothing(
-    call: Any, trace: Path, experiment: Path, tmp_path: Path, line: str, said: str
-) -> None:
-    words = line.format(trace=trace, file=experiment, models=" ".join(MODELS)).split()
-    done = call(*words)
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
-    assert said in done.err
-    written = (
-        {path for path in (tmp_path / "results").rglob("*") if path.is_file()}
-        if (tmp_path / "results").exists()
-        else set()
-    )
-    assert not {path for path in written if path.name != "question.yaml"}

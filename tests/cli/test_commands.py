@@ -1,4 +1,4 @@
-"""The commands that only read (list, describe, traces stats, help), and bad input: one line and exit 2."""
+"""The commands that only read: list, describe, traces stats, help."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_list_tells_sizes(call: Any) -> None:
     models = {line.split()[0]: line.split() for line in call("list", "models").out.splitlines()}
     assert models["llama-3.1-8b"][1:] == ["8.03", "B", "32", "128", "KiB"]  # Llama 3 herd: 8 KV heads of 128, 32 layers
     gpus = {line.split()[0]: line for line in call("list", "gpus").out.splitlines()}
-    assert "80 GiB" in gpus["h100-sxm"] and "measured" in gpus["h100-sxm"]
+    assert "79.22 GiB" in gpus["h100-sxm"] and "measured" in gpus["h100-sxm"]
     assert "scaled" in gpus["h200-sxm"]
 
 
@@ -117,35 +117,6 @@ def test_no_heavy_module_is_loaded_for_help() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-BAD_INPUT = {
-    ("run", "absent.yaml"): "absent.yaml: cannot be read: No such file or directory",
-    ("run", "small.yaml", "--set", "seeds"): "--set seeds: expected KEY=VALUE",
-    ("run", "small.yaml", "--set", "engine.token_budge=1"): 'did you mean "token_budget"?',
-    ("run", "small.yaml", "--set", "systems=[fineserv]"): 'unknown system "fineserv"; did you mean "fineserve"?',
-    ("run", "small.yaml", "--out", "small.yaml"): "results cannot be written",
-    ("plot", "absent"): "absent: no summary.json here",
-    ("list", "model"): 'cannot list "model"; did you mean "models"?',
-    ("describe", "fineserv"): 'unknown system "fineserv"; did you mean "fineserve"?',
-    ("traces", "stats", "absent.csv"): "absent.csv: no such file",
-    ("traces", "stats", "recorded.csv", "--format", "cvs"): "unknown format 'cvs'",
-    ("compare", "recorded.csv", "-s", "static", "-m", "A=llama-3.1-8b", "-m", "B=yi-6b"): 'did you mean "static*"?',
-    ("compare", "recorded.csv", "-s", "static*", "-m", "A=llama-3-1-8b", "-m", "B=yi-6b"): "llama-3.1-8b",
-    ("compare", "recorded.csv", "-s", "static*", "-m", "A=yi-6b:fp8:two"): "expected NAME=MODEL:PRECISION:TP",
-}
-
-
-@pytest.mark.parametrize(("arguments", "problem"), BAD_INPUT.items(), ids=map(" ".join, BAD_INPUT))
-def test_bad_input_ends_with_one_line_on_stderr_and_exit_2(
-    call: Any, experiment: Path, trace: Path, arguments: tuple[str, ...], problem: str
-) -> None:
-    failed = call(*arguments)
-    assert (failed.code, failed.out) == (2, "")
-    line = failed.err.splitlines()[-1]
-    assert line.startswith("fineserve-sim: error: ")
-    assert problem in line
-    assert failed.err.count("error:") == 1
 
 
 def test_no_traceback_reaches_the_user(spawn: Callable[..., subprocess.Popen[str]]) -> None:

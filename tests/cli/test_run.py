@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from fineserve_sim.experiment import Interrupted
 
-FIGURES = ["memory.png", "memory.svg", "rates.png", "rates.svg"]
+FIGURES = [f"{name}.{kind}" for name in ("memory", "placement", "rates") for kind in ("png", "svg")]
 
 
 def test_run_prints_tables_and_fills_the_results_folder(call: Any, experiment: Path, tmp_path: Path) -> None:
@@ -147,3 +148,22 @@ def test_a_trace_file_that_cannot_be_is_refused_before_anything_is_run(
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert problem in refused.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "size", "reproduce"])
+def test_ray_that_is_not_installed_is_one_line(
+    call: Any, experiment: Path, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "experiments").mkdir()
+    experiment.rename(tmp_path / "experiments" / "small.yaml")
+    of_trace = (str(trace), "-m", "A=llama-3.1-8b", "-m", "B=llama-3.1-8b", "-s", "fineserve")
+    arguments = {
+        "run": ("experiments/small.yaml",),
+        "compare": of_trace,
+        "size": (*of_trace, "--target", "ttft:0.9"),
+        "reproduce": ("--paper", "KunServe"),
+    }
+    refused = call(command, *arguments[command], "--executor", "ray")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == ("fineserve-sim: error: --executor ray: Ray is not installed; pip install 'fineserve[ray]'\n")

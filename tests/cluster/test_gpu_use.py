@@ -6,6 +6,7 @@ from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
+from fineserve_traces import totals
 from simkit import gpus, pinned, served, solo, system, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario, simulate
@@ -58,5 +59,6 @@ def test_merged_iterations_give_the_same_numbers(scheduler: str) -> None:
 
 
 def test_mean_prompts_are_those_of_the_models_with_requests() -> None:
-    found = looks_at(trace_of([(0.0, 100, 1, 1), (1.0, 300, 1, 1)], ["quiet", "loud"])).prompt_tokens
+    trace = trace_of([(0.0, 100, 1, 1), (1.0, 300, 1, 1)], ["quiet", "loud"])
+    found = looks_at(totals(trace), trace.models).prompt_tokens
     assert found == {"loud": 200.0} and np.isfinite(found["loud"])

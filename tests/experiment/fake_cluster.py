@@ -6,6 +6,8 @@ It lies in a module of its own so that worker processes can import it.
 from __future__ import annotations
 
 import math
+import os
+import signal
 
 import numpy as np
 
@@ -73,6 +75,12 @@ def _timeline(scenario: Scenario) -> Timeline:
         gpu_stranded_bytes=np.zeros((len(time_s), gpus), dtype=np.int64),
         gpu_free_bytes=np.zeros((len(time_s), gpus), dtype=np.int64),
     )
+
+
+def die(scenario: Scenario) -> RunResult:
+    """As a process that lacks memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def refuse_prism(scenario: Scenario) -> RunResult:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.experiment import ConfigError, load_experiment
+from fineserve_sim.experiment import ConfigError, experiment_from, load_experiment
 from fineserve_sim.experiment.file.document import parse_yaml
 from fineserve_sim.experiment.file.schema import Engine, ExperimentFile
 
@@ -143,6 +144,37 @@ CASES = {
         "systems: [{base: prism*, name: x, placement: {policy: pinned, groups: {A: [[0]], B: [[2]]}}}]",
         "groups.B: expected 1 different GPUs of 0 to 1 a replica, not [2]",
     ),
+    "too many GPUs": (
+        "count: 2",
+        "count: 1000000000",
+        ":3: cluster.count: must be less than or equal to 100000, not 1000000000",
+    ),
+    "too many requests": (
+        "requests: 60",
+        "requests: 1000000000000",
+        ":10: workload.requests: must be less than or equal to 100000000, not 1000000000000",
+    ),
+    "too long": (
+        "rate_per_s: 20",
+        "rate_per_s: 1.0e-300",
+        "loads.A.rate_per_s: arrivals of 3.5e+301 s at rate scale 2; a run simulates at most a year, 31,622,400 s",
+    ),
+    "too slow a clock": (
+        "{rate_scale: [1, 2]}",
+        "{rate_scale: [1.0e-300]}",
+        "loads.A.rate_per_s: arrivals of 3.5e+300 s",
+    ),
+    "phases that bring too many": (
+        "share: 2}",
+        "phases: [{duration_s: 60, rate_per_s: 1.0e+12}]}",
+        "models.0.phases: about 1.2e+14 requests at rate scale 2; a run simulates at most 100,000,000",
+        ("  requests: 60\n  warmup_requests: 10\n", ""),
+    ),
+    "conversations that last too long": (
+        "  requests: 60",
+        "  requests: 60\n  conversations: {turns: 2, gap_s: 1.0e+15}",
+        "workload.conversations: arrivals of 5e+14 s",
+    ),
     "no requests": ("  requests: 60\n", "", "workload.requests: missing"),
     "replay alone": ("{process: poisson}", "{process: replay}", "workload.arrivals: replay needs workload.trace"),
     "claim metric": (
@@ -174,6 +206,29 @@ def test_each_mistake_is_one_line_at_its_place(
     assert expected in text
     assert text.startswith(str(path))
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ({"trace": "far.csv", "assign": "share"}, "workload.trace: arrivals of 1e+15 s"),
+        (
+            {"lengths": "burstgpt", "arrivals": {"process": "arena", "duration_s": 1e15}},
+            "workload.arrivals: arrivals of",
+        ),
+    ],
+    ids=["one arrival of a trace", "processes of many models"],
+)
+def test_what_lasts_too_long_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: dict[str, object], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("far.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,10\n1e15,100,10\n", encoding="utf-8")
+    shares = {"share": 1} if "trace" in workload else {}
+    models = [{"id": name, "model": "llama-3.1-8b", "precision": "fp8", **shares} for name in "ABCDE"]
+    file = {"fineserve": 1, "title": "Far", "cluster": {"gpu": "h100-sxm", "count": 5}, "models": models}
+    with pytest.raises(ConfigError, match=f"{re.escape(expected)}.*; a run simulates at most a year"):
+        experiment_from(file | {"workload": workload, "slo": {"ttft_s": 1.0}, "systems": ["static*"]})
 
 
 OPTIONS = {

@@ -69,7 +69,7 @@ def test_the_life_of_a_request_in_a_group(spike: StoredRun) -> None:
     """Between its dispatch and its first chunk it waits in its group's queue, and every moment of that has a reason."""
     assert spike.data.counters["drops"] and spike.data.counters["restores"]
     reasons = set()
-    for request in range(0, len(spike.data.arrival_s), 9):
+    for request in range(0, len(spike.data.arrival_s), 3):
         life = life_of(spike, request)
         begins = [moment.after_s for moment in life.moments if moment.what.startswith("prefill begins on")]
         assert len(begins) == 1

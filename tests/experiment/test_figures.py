@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import yaml
 
 from fineserve_sim.experiment.show.figures import default_figures, draw
 from fineserve_sim.experiment.show.labels import distinct, interval, number, quantity
-from fineserve_sim.experiment.show.plot_style import SystemStyles, house_style
+from fineserve_sim.experiment.show.placement_figure import placement_figure
+from fineserve_sim.experiment.show.plot_style import SystemStyles, house_style, look_at
 from fineserve_sim.experiment.show.sweep_figure import sweep_figure
 from fineserve_sim.experiment.show.timeline_figure import Timeline, timeline_figure
 
@@ -237,3 +238,147 @@ def test_unknown_names_are_read_by_their_unit() -> None:
 )
 def test_a_half_width_has_the_decimals_of_its_mean(mean: float | None, half_width: float | None, text: str) -> None:
     assert interval(mean, half_width) == text
+
+
+def equal_cells(slo_scales: list[float]) -> list[dict[str, Any]]:
+    """Cells of systems that all do the same."""
+    cells = sweep_cells("slo", slo_scales, ["A"])
+    return [entry | {"metrics": cells[0]["metrics"]} for entry in cells]
+
+
+def test_series_differ_in_marker_and_dashes_and_hatching() -> None:
+    styles = SystemStyles([f"system {number}" for number in range(6)])
+    names = [*SYSTEMS, "dedicated", *(f"system {number}" for number in range(6))]
+    assert len({(styles.marker(name), styles.dashes(name)) for name in names}) == len(names) == 10
+    assert len({styles.hatch(name) for name in names}) == len(names)
+    assert len({(look_at(place)["marker"], look_at(place)["linestyle"]) for place in range(60)}) == 60
+
+
+def test_equal_series_stand_side_by_side_and_lie_in_one_another() -> None:
+    with house_style():
+        figure = sweep_figure(
+            equal_cells([5, 10, 20]), x="slo_scale", panels=["ttft_attainment"], columns=None, title="Equal",
+            styles=SystemStyles(SYSTEMS),
+        )  # fmt: skip
+    figure.draw_without_rendering()
+    lines = [container.lines[0] for container in figure.axes[0].containers]
+    at_px = [line.get_transform().transform(line.get_xydata())[0] for line in lines]
+    assert len({round(x, 3) for x, _ in at_px}) == len(SYSTEMS) and len({round(y, 3) for _, y in at_px}) == 1
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == len(widths)
+
+
+def drawn(cells: list[dict[str, Any]], **asked: Any) -> Any:
+    """The figure of a sweep, laid out."""
+    wanted: dict[str, Any] = {"x": None, "panels": ["ttft_attainment"], "columns": None, "title": "End to end"}
+    with house_style():
+        figure = sweep_figure(cells, **(wanted | asked), styles=SystemStyles(cell["system"] for cell in cells))
+    figure.draw_without_rendering()
+    return figure
+
+
+def texts(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
+
+
+def assert_nothing_is_cut(figure: Any) -> None:
+    """All that is drawn lies on the canvas, in inches."""
+    box, (width_in, height_in) = figure.get_tightbbox(), figure.get_size_inches()
+    assert box.x0 >= -0.01 and box.y0 >= -0.01 and box.x1 <= width_in + 0.01 and box.y1 <= height_in + 0.01
+
+
+def test_no_text_is_cut_however_long() -> None:
+    long = "A title that goes on and on, as those do that people write who want to say everything at once, and more"
+    cells = [entry | {"title": f"{entry['title']} with a variant's long name"} for entry in equal_cells([5, 10])]
+    cells = [entry | {"ttft_slo_s": {"a-model-of-a-long-name": 1.0, "another-of-a-long-name": 2.0}} for entry in cells]
+    assert_nothing_is_cut(drawn(cells, x="slo_scale", title=long))
+    assert_nothing_is_cut(drawn(cells, x=None, title=long))
+
+
+def test_labels_of_near_places_do_not_touch() -> None:
+    figure = drawn(equal_cells([1, 1.1, 1.2, 2, 8]), x="slo_scale")
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_the_note_has_gpus_and_limits_in_seconds_and_no_scale_of_an_absolute_one() -> None:
+    absolute = {"cluster": {"gpu": "h100-sxm", "count": 2}, "ttft_slo_s": {"A": 0.5, "B": 0.5}, "derived": False}
+    said = [text.replace("\n", " ") for text in texts(drawn([entry | absolute for entry in equal_cells([1])]))]
+    assert "2 h100-sxm, Rate scale 8, Load A, limits: TTFT 0.5 s, 3 seeds, whiskers: 95 % intervals" in said
+
+
+def test_bars_name_their_gpus_where_these_differ_and_a_bound_has_attainment_alone() -> None:
+    cells = equal_cells([20])
+    cells = [entry | {"cluster": {"gpu": "x", "count": 1 + n}, "gpus": [{}]} for n, entry in enumerate(cells)]
+    cells[2]["gpus"] = []
+    figure = drawn(cells, panels=["ttft_attainment", "decode_throughput_tokens_per_s"])
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["FineServe (1 GPU)", "Prism* (2 GPUs)", "Static*"]
+    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    assert not any(map(math.isnan, heights[0])) and [math.isnan(height) for height in heights[1]] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_percentile_without_a_number_says_never_and_limits_are_drawn() -> None:
+    cells = equal_cells([20])
+    found = {"ttft_p99_s": {"mean": 0.2, "half_width": None}}
+    cells = [entry | {"metrics": found, "ttft_slo_s": {"A": 0.5}} for entry in cells]
+    cells[1]["metrics"] = {"ttft_p99_s": {"mean": None, "half_width": None}}
+    figure = drawn(cells, panels=["ttft_p99_s"])
+    assert texts(figure).count("never") == 1 and "TTFT limit, 0.5 s" in texts(figure)
+
+
+def test_sweeps_at_one_place_are_one_figure() -> None:
+    cells = sweep_cells("run", [20], ["A"]) + [
+        entry | {"sweep": "dedicated", "axes": entry["axes"] | {"cluster.count": 4}}
+        for entry in sweep_cells("run", [20], ["A"])[:1]
+    ]
+    (entry,) = default_figures(cells)
+    assert (entry["name"], entry["x"]) == ("systems", None)
+
+
+def placed_cell() -> dict[str, Any]:
+    gib = 2**30
+    gpu = {"usable_bytes": 72 * gib, "weights_bytes": 45 * gib, "kv_bytes": 24 * gib, "kv_left_bytes": 20 * gib}
+    gpu |= {"kv_least_bytes": 1, "busy": 0.9, "compute": 0.5, "bandwidth": 0.6, "waiting": 0.1}
+    empty = gpu | {"gpu": 1, "models": [], "weights_bytes": 0, "kv_bytes": 72 * gib, "kv_left_bytes": None}
+    cell = equal_cells([20])[0] | {"cluster": {"gpu": "h100-sxm", "count": 2}, "models_move": False, "derived": False}
+    cell["metrics"] = cell["metrics"] | {"arrival_rate_per_s": {"mean": 5.0, "half_width": None}}
+    cell |= {"gpus": [gpu | {"gpu": 0, "models": ["chat", "code"]}, empty], "requests": 10}
+    lost = {"model": "big", "why": "it needs 131.4 GiB, the most left on a GPU is 72.0 GiB"}
+    return cell | {"unplaced": [lost], "models": {"big": {"requests": 5}}}
+
+
+def test_the_placement_shows_each_gpu_and_what_has_no_place() -> None:
+    with house_style():
+        figure = placement_figure(placed_cell(), "End to end")
+    figure.draw_without_rendering()
+    shown = texts(figure)
+    assert "GPU 0\nchat, code" in shown and "GPU 1\nno model" in shown
+    assert any(text.startswith("UNPLACED under FineServe on 2 h100-sxm, 50.0 % of the requests: big") for text in shown)
+    memory = figure.axes[0]
+    first = [container.patches[0].get_width() for container in memory.containers]
+    assert first == pytest.approx([45, 3, 4, 20])
+    assert sum(container.patches[1].get_width() for container in memory.containers) == pytest.approx(72)
+    assert_nothing_is_cut(figure)
+
+
+def test_figures_of_another_experiment_go_and_a_full_disk_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = results(tmp_path, sweep_cells("slo", [5, 10], ["A"]), [SLO_FIGURE])
+    draw(folder)
+    draw(results(tmp_path, sweep_cells("slo", [5, 10], ["A"]), [SLO_FIGURE | {"name": "other"}]))
+    assert {path.name for path in (folder / "figures").iterdir()} == {"other.png", "other.svg"}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    fresh = results(tmp_path / "fresh", sweep_cells("slo", [5, 10], ["A"]), [SLO_FIGURE])
+    with pytest.raises(ValueError, match="results cannot be written: No space left on device"):
+        draw(fresh)
+    assert not (fresh / "figures").exists()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment.file.metric_names import PERCENTILES
+from fineserve_sim.experiment.results.hits import Hits
 from fineserve_sim.experiment.results.metrics import counts, estimate, measure
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.results.stats import Estimate, difference, of_share, over_runs, ratio
@@ -177,8 +178,8 @@ def test_student_interval_over_runs() -> None:
 
 
 def test_share_of_everything_is_certain_and_of_nothing_unknown() -> None:
-    assert of_share([np.ones(100, dtype=np.bool_)]) == (1, 0)
-    assert math.isnan(of_share([np.empty(0, dtype=np.bool_)]).mean)
+    assert of_share([Hits.among(np.ones(100, dtype=np.bool_))]) == (1, 0)
+    assert math.isnan(of_share([Hits.among(np.empty(0, dtype=np.bool_))]).mean)
 
 
 def covered(correlation: float, trials: int = 300) -> float:
@@ -193,7 +194,7 @@ def covered(correlation: float, trials: int = 300) -> float:
             fresh[0] = True
             values = rng.random(2400) < 0.7
             runs.append(values[np.maximum.accumulate(np.where(fresh, np.arange(2400), 0))])
-        found = of_share(runs)
+        found = of_share([Hits.among(run) for run in runs])
         hits += abs(found.mean - 0.7) <= found.half_width
     return hits / trials
 
@@ -215,7 +216,7 @@ def test_what_a_hard_seed_adds_to_both_sides_does_not_widen_their_difference() -
     one, other = over_runs([3.0, 5.0, 9.0]), over_runs([2.0, 4.0, 8.0])
     assert difference(one, other) == pytest.approx((1.0, 0.0))
     assert ratio(over_runs([2.0, 4.0, 12.0]), over_runs([1.0, 2.0, 6.0])) == pytest.approx((2.0, 0.0))
-    shares = of_share([np.arange(40) >= 20]), of_share([np.arange(40) >= 18])
+    shares = of_share([Hits.among(np.arange(40) >= 20)]), of_share([Hits.among(np.arange(40) >= 18)])
     assert difference(*shares).half_width < math.hypot(*(share.half_width for share in shares))
 
 

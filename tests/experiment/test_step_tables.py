@@ -68,17 +68,15 @@ def test_the_resolved_file_runs_from_anywhere(file: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "error", "problem"),
+    ("key", "value", "problem"),
     [
-        ("engine.step_times", "nowhere.parquet", ConfigError, "engine.step_times.*nowhere.parquet cannot be read"),
-        ("models.0.model", "llama-2-13b", ScenarioError, "no steps of llama-2-13b bfloat16 eager; it has llama-3.1-8b"),
-        ("models.0.precision", "W4A8KV4", ScenarioError, "no steps in W4A8KV4"),
+        ("engine.step_times", "nowhere.parquet", "engine.step_times.*nowhere.parquet cannot be read"),
+        ("models.0.model", "llama-2-13b", "no steps of llama-2-13b bfloat16 eager; it has llama-3.1-8b"),
+        ("models.0.precision", "W4A8KV4", "no steps in W4A8KV4"),
     ],
 )
-def test_what_the_table_does_not_have_is_told(
-    file: Path, tmp_path: Path, key: str, value: str, error: type[Exception], problem: str
-) -> None:
-    with pytest.raises(error, match=problem):
+def test_what_the_table_does_not_have_is_told(file: Path, tmp_path: Path, key: str, value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         run_experiment(file, tmp_path / "out", jobs=1, overrides=[(key, value)])
 
 

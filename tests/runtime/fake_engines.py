@@ -84,6 +84,10 @@ class FakeEngine:
         raise NotImplementedError("fake engines have no files")
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        return self.host.config.gpus_of(self.config)
+
+    @property
     def kv_capacity_tokens(self) -> int:
         weights = 0 if self.asleep else self.host.weight_bytes
         limit = self.config.kv_limit_bytes or self.host.config.region_bytes - weights
@@ -123,7 +127,7 @@ class FakeEngine:
             free_tokens = self._free_blocks() * self.config.block_tokens
             return EngineState(len(here), decoding, left, self.config.max_sequences - len(here), free_tokens, 1.0)
 
-    def stats(self) -> EngineStats:
+    def stats(self, gpu: int | None = None) -> EngineStats:
         with self.host.lock:
             used = self.used_blocks * BLOCK_BYTES
             weights = 0 if self.asleep or not self.alive else self.host.weight_bytes
@@ -292,7 +296,7 @@ class FakeHost:
         weights = sum(self.weight_bytes for engine in engines if engine.alive and not engine.asleep)
         return self.config.region_bytes - weights - sum(engine.used_blocks * BLOCK_BYTES for engine in engines)
 
-    def ledger(self) -> KVLedger:
+    def ledger(self, gpu: int | None = None) -> KVLedger:
         with self.lock:
             free = self.free_bytes()
             return KVLedger(self.config.region_bytes, self.config.region_bytes - free, 0, free, 0)

@@ -61,7 +61,7 @@ def core_spec(
         shares_memory=True,
         gpus=tuple(GpuFacts(id=gpu, memory_bytes=blocks * BLOCK_BYTES) for gpu in range(gpus)),
         models=tuple(facts),
-        stays=tuple(Stay(model=model, gpu=gpu) for gpu in range(gpus) for model in resident or models),
+        stays=tuple(Stay(model=model, gpus=(gpu,)) for gpu in range(gpus) for model in resident or models),
     )
 
 
@@ -147,7 +147,7 @@ def runtime(
     hosts = {}
     for gpu in spec.gpus:
         engines = tuple(engine_config(model.id, **changes) for model in spec.models)
-        config = HostConfig(engines, gpu.memory_bytes, weights_in_region=weights > 0)
+        config = HostConfig(engines, gpu.memory_bytes, gpus=(gpu.id,), weights_in_region=weights > 0)
         hosts[gpu.id] = FakeHost(config, driver.listener(gpu.id), weight_bytes=weights, step_s=step_s)
     driver.start(hosts)
     try:

@@ -69,6 +69,37 @@ def test_mistakes_name_their_line_and_key(tmp_path: Path, old: str, new: str, wh
     assert place == f"{file}:{line_of(file, new.splitlines()[-1].strip() if 'models' not in where else new.strip())}"
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ([("runtime.backend", "cuda")], "a model on several devices is served by backend cpu"),
+        ([("runtime.cluster", "ray")], "a model on several devices is served by backend cpu"),
+        ([("runtime.mode", "in_process")], "a model on several devices is served by backend cpu"),
+        ([("runtime.models.tiny-bf16.stages", "3")], "2 devices do not divide into the 3 stages"),
+        ([("models.0.tp", "auto")], "auto is for the simulator"),
+        ([("runtime.models.tiny-bf16.stages", "2")], "tiny-bf16: its 3 layers do not divide into 2 equal parts"),
+    ],
+)
+def test_a_model_on_devices_that_it_cannot_have_is_refused(
+    tmp_path: Path, changes: list[tuple[str, str]], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"models.0.tp: .*{problem}"):
+        file = write_file(tmp_path, bf16={"num_hidden_layers": 3})
+        load_file(file, [("cluster.count", "2"), ("models.0.tp", "2"), *changes])
+
+
+def test_only_models_on_one_device_are_moved(tmp_path: Path) -> None:
+    changes = [
+        ("cluster.count", "2"),
+        ("models.0.tp", "2"),
+        ("systems", "[{base: prism, name: prism, memory: {policy: kv_slab}}]"),
+    ]
+    with pytest.raises(
+        ConfigError, match=r"systems.0: prism.* moves models, which real engines do with models on one device"
+    ):
+        load_file(write_file(tmp_path), [*changes, ("runtime.weights_in_region", "true")])
+
+
 def test_a_model_without_weights_or_tokenizer_or_with_an_unknown_parser_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_engines import continuation
 from filekit import start_fake, write_file
 from fineserve_runtime.config import RuntimeFile, load_file
-from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig
+from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig, Sampling
+from fineserve_runtime.jobs import Job
 from fineserve_runtime.launch import launch
 from fineserve_runtime.serve import served_scenario
+from runtimekit import Heard, eventually
 
 from fineserve_sim.cluster.scenario import ScenarioError
 
@@ -26,7 +29,7 @@ def hosts_of(file: RuntimeFile) -> list[HostConfig]:
         return start_fake(config, listener)
 
     with launch(file, served_scenario(file, None), start=start) as running:
-        assert list(running.hosts) == list(range(len(started)))
+        assert list(running.hosts) == [config.gpus[0] for config in started]
         assert all(host.config in started for host in running.hosts.values())
     return started
 
@@ -49,7 +52,40 @@ def test_engines_share_a_process_only_where_they_can_take_turns(
     assert [host.mode for host in hosts] == modes
     names = [[engine.name for engine in host.engines] for host in hosts]
     assert sorted(names) == ([["tiny-bf16", "tiny-fp8"]] if len(modes) == 1 else [["tiny-bf16"], ["tiny-fp8"]])
-    assert len({host.region_name for host in hosts}) == len(hosts)
+    assert len({host.gpus for host in hosts}) == len(hosts)
+
+
+TIED = [
+    ("cluster.count", "3"),
+    ("models.0.tp", "2"),
+    ("systems", f"[{PINNED.replace('[[0]]', '[[1, 2]]', 1).replace('[[1]]', '[[0], [2]]')}]"),
+]
+
+
+def test_devices_that_ranks_tie_together_are_one_host(tmp_path: Path) -> None:
+    """A model on devices 1 and 2, the other one on 0 and on 2."""
+    alone, tied = hosts_of(load_file(write_file(tmp_path, bf16={"num_key_value_heads": 2}), TIED))
+    assert (alone.gpus, tied.gpus) == ((0,), (1, 2))
+    assert [(engine.name, engine.gpus) for engine in alone.engines] == [("tiny-fp8", (0,))]
+    assert {(engine.name, engine.gpus) for engine in tied.engines} == {("tiny-bf16", (1, 2)), ("tiny-fp8", (2,))}
+    assert (alone.mode, tied.mode) == ("processes", "processes")
+
+
+def test_a_model_on_two_devices_is_served(tmp_path: Path) -> None:
+    file = load_file(write_file(tmp_path, bf16={"num_key_value_heads": 2}), TIED)
+    with launch(file, served_scenario(file, None), start=start_fake) as running:
+        assert [stay.gpus for stay in running.spec.stays if stay.model == "tiny-bf16"] == [(1, 2)]
+        assert [(gpu.id, gpu.memory_bytes) for gpu in running.spec.gpus] == [(gpu, 2**24) for gpu in range(3)]
+        assert {model.id: model.tp for model in running.spec.models} == {"tiny-bf16": 2, "tiny-fp8": 1}
+        for model in ("tiny-bf16", "tiny-fp8"):
+            heard = Heard()
+            running.driver.submit(lambda id: Job(id, model, (5, 6, 7), Sampling(max_tokens=4), heard, 5.0))  # noqa: B023
+            eventually(lambda: heard.end is not None)  # noqa: B023
+            assert heard.tokens_ == continuation((5, 6, 7), 4)
+        tied = running.hosts[1]
+        local = next(each.id for each in tied.engines.values() if each.gpus == (1, 2))
+        tied.kill(local)  # type: ignore[attr-defined]
+        eventually(lambda: running.driver.health("tiny-bf16").condition == "ready" and tied.engines[local].alive)
 
 
 @pytest.mark.parametrize(

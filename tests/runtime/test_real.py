@@ -77,7 +77,7 @@ class Session:
                 )
                 for name, handle in handles.items()
             ),
-            stays=(Stay(model="A", gpu=0), Stay(model="B", gpu=0), Stay(model="C", gpu=0)),
+            stays=tuple(Stay(model=model, gpus=(0,)) for model in "ABC"),
         )
         self.driver = Driver(spec, bounds=Bounds(queued_requests=1000), log=self.log.append)
         relay.to = self.driver.listener(0)

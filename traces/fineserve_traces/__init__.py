@@ -18,10 +18,12 @@ from fineserve_traces.lengths import (
     read_lengths,
 )
 from fineserve_traces.prefixes import conversations
+from fineserve_traces.provider_day import ProviderDay
 from fineserve_traces.readers import read_trace
 from fineserve_traces.scaling import upscale
 from fineserve_traces.schema import Trace, TraceError, merge
 from fineserve_traces.sketch import LengthSketch, sharegpt_sketch
+from fineserve_traces.source import Requests, Totals, totals
 from fineserve_traces.stats import TokenStats, TraceStats, describe, prefix_hit_ratio
 from fineserve_traces.vllm_bench import BenchResult, read_vllm_bench
 
@@ -35,7 +37,10 @@ __all__ = [
     "LengthSource",
     "Lognormal",
     "LognormalLengths",
+    "ProviderDay",
+    "Requests",
     "TokenStats",
+    "Totals",
     "Trace",
     "TraceError",
     "TraceStats",
@@ -54,6 +59,7 @@ __all__ = [
     "replay",
     "scale_rate",
     "sharegpt_sketch",
+    "totals",
     "upscale",
     "weibull",
     "weibull_shape",

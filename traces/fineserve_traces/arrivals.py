@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ def weibull(rng: Generator, rate_per_s: float, cv: float, n: int) -> FloatArray:
     return np.cumsum(rng.weibull(shape, n) / (mean_of_unit_scale * rate_per_s))
 
 
+@cache
 def weibull_shape(cv: float) -> float:
     """The Weibull shape k with this coefficient of variation: cv^2 + 1 = Gamma(1 + 2/k) / Gamma(1 + 1/k)^2.
 

@@ -17,6 +17,7 @@ import numpy as np
 from fineserve_traces.schema import FloatArray, TraceError, cell_error
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_PARQUET_MAGIC = b"PAR1"
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -37,6 +38,8 @@ def read_text(path: Path) -> bytes:
         raise TraceError(f"{path}: the gzip file is damaged ({error}); fetch it again") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
+    if data.startswith(_PARQUET_MAGIC):
+        raise TraceError(f"{path}: a Parquet file; a trace is CSV, JSON or JSON lines, plain or gzip")
     data = data.removeprefix(_UTF8_BOM)
     _check_utf8(data, path)
     if not data.strip():

@@ -7,7 +7,7 @@ and the column, so that a wrong value in a million-row file is found by its mess
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def arrival_column(values: npt.ArrayLike, where: str, column: str = "arrival_s",
             row = int(backwards[0]) + 1
             before = f"{seconds[row]:.12g} is earlier than the row before it ({seconds[row - 1]:.12g})"
             raise cell_error(
-                where, row, column, f"{before}; sort the rows by arrival, or read the file with strict=False"
+                where, row, column, f"{before}; sort the rows by arrival (in Python, read_trace does with strict=False)"
             )
     return seconds
 
@@ -160,6 +160,10 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    def chunks(self) -> Iterator[Trace]:
+        """The whole trace, as the one chunk of a source of requests (``source.Requests``)."""
+        yield self
 
     def take(self, rows: npt.NDArray[np.intp]) -> Trace:
         """The requests at these 0-based ``rows``, whose arrivals must be in order. Raises TraceError when there are

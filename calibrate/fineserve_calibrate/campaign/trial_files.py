@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fineserve_calibrate.probes.models import ProbedModel
-from fineserve_sim.catalog import activation_bytes, model_from_hf_config, precision, weight_bytes
+from fineserve_sim.catalog import activation_bytes, graph_bytes, model_from_hf_config, precision, weight_bytes
 
 MIB, GIB = 2**20, 2**30
 SPREAD = 0.02
@@ -87,6 +87,7 @@ def utilization(folder: Path, model: ProbedModel, play: Play, memory_bytes: int)
     spec, format_, config = model_from_hf_config(folder), precision("W16A16"), model.config
     sequences = min(play.max_sequences, play.token_budget)
     fixed = weight_bytes(spec, format_, 1) + activation_bytes(spec, 1, play.token_budget, sequences)
+    fixed += graph_bytes(spec, 1)
     block = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * play.block_tokens
     return float((2 * fixed + play.region_bytes - block + 0.5) / memory_bytes)
 

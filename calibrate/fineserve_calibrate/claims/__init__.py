@@ -57,7 +57,9 @@ def ids_of(ledger: Path) -> list[str]:
     try:
         document: Any = yaml.safe_load(ledger.read_text(encoding="utf-8"))
         return [str(claim["id"]) for claim in document["claims"] if claim["backend"] == BACKEND]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ClaimError(f"{ledger}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ClaimError(
             f"{ledger}: not a ledger of claims with id and backend ({' '.join(str(error).split())})"
         ) from error

@@ -19,7 +19,7 @@ from fineserve_calibrate.fit.contention import (
 )
 from fineserve_calibrate.fit.least_squares import Fit
 from fineserve_calibrate.fit.rows import FITTED_INPUT, REPORTED_INPUT
-from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, look_at, save
 
 COLUMNS = 3
 
@@ -73,15 +73,17 @@ def _slowdowns(panel: Axes, fitted: ContentionFit, rows: pd.DataFrame) -> None:
     alone, measured = columns_of(fitted.phase)
     rows = rows.sort_values("share").assign(fitted_s=lambda frame: curve_s(frame, fitted.phase, fitted.fit.values))
     seen = rows[rows.input_tokens == FITTED_INPUT]
-    for (batch, curve), colour in zip(seen.groupby("batch"), COLOURS, strict=False):
-        panel.plot(curve.share, curve.fitted_s / curve[alone], color=colour, linewidth=1.0, label=f"batch {batch}")
+    for place, (batch, curve) in enumerate(seen.groupby("batch")):
+        look = look_at(place)
+        colour = look["color"]
+        line = look | {"marker": ""}
+        panel.plot(curve.share, curve.fitted_s / curve[alone], **line, linewidth=1.0, label=f"batch {batch}")
         for points, face in (
             (curve, colour),
             (rows[(rows.batch == batch) & (rows.input_tokens == REPORTED_INPUT)], "none"),
         ):
-            panel.plot(
-                points.share, points[measured] / points[alone], "o", color=colour, markersize=3.5, markerfacecolor=face
-            )
+            points_look = look | {"linestyle": "", "markersize": 3.5, "markerfacecolor": face}
+            panel.plot(points.share, points[measured] / points[alone], **points_look)
     panel.legend(fontsize=6.5)
     panel.set_title(_title(fitted.fit))
 

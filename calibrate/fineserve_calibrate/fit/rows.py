@@ -31,7 +31,9 @@ def read_csv(path: Path) -> pd.DataFrame:
     """Raises RowError for a file that is missing, empty or no CSV."""
     try:
         return pd.read_csv(path)
-    except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+    except OSError as error:
+        raise RowError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise RowError(f"{path}: not a readable CSV file ({str(error).splitlines()[0]})") from None
 
 

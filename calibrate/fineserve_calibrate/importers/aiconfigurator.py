@@ -60,7 +60,9 @@ class Wheel:
     def __init__(self, path: Path) -> None:
         try:
             self._archive = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
+        except OSError as error:
+            raise TableError(f"{path}: cannot be read: {error.strerror}") from None
+        except zipfile.BadZipFile as error:
             raise TableError(f"{path}: not a wheel ({error})") from error
         dist_info = [name for name in self.names() if name.endswith(".dist-info/METADATA")]
         if not dist_info or not dist_info[0].startswith("aiconfigurator_core-"):

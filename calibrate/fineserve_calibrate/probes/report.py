@@ -16,7 +16,7 @@ from fineserve_calibrate.probes.roofline import Floats, ideal_s, measured_spec
 from fineserve_calibrate.probes.schema import KEYS
 from fineserve_calibrate.tables import COLUMNS, Table
 from fineserve_sim.catalog import GpuSpec
-from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, look_at, save
 from fineserve_sim.latency.measured_steps import fit_steps
 from fineserve_sim.latency.tables import TableError
 
@@ -170,8 +170,8 @@ def _panel(panel: Axes, table: Table, bound: Floats) -> None:
     labels = np.array(series if names else [table.operator] * len(table))
     for place, label in enumerate(dict.fromkeys(labels.tolist())):
         rows = labels == label
-        colour = COLOURS[place % len(COLOURS)]
-        panel.plot(bound[rows], seconds[rows], "o", color=colour, markersize=3.0, alpha=0.7, label=label)
+        look = look_at(place) | {"linestyle": ""}
+        panel.plot(bound[rows], seconds[rows], **look, markersize=3.0, alpha=0.7, label=label)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_title(table.operator)

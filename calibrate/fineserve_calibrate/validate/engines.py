@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from fineserve_traces import Trace
 from simpy.events import Event
 
 from fineserve_calibrate.validate.cases import Floats, Ints
@@ -21,6 +20,7 @@ from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.run import ARRIVAL
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sharing.contention import Contention
@@ -94,21 +94,13 @@ class EngineRun:
         prefixes: Sequence[Prefix] = (),
     ) -> None:
         n = len(requests.prompt_tokens)
-        names = tuple(str(model) for model in sorted({instance.model for instance in instances}))
-        trace = Trace(
-            arrival_s=np.zeros(n),
-            model=requests.model.astype(np.int32),
-            prompt_tokens=requests.prompt_tokens,
-            output_tokens=requests.output_tokens,
-            models=names,
-            source="measured set",
-        )
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
-        self._clock, self._outcomes = Clock(), Outcomes(trace)
+        self._clock, self._outcomes, self._ended = Clock(), Outcomes(), WholeTrace(n)
+        self._outcomes.begin(n, self._ended)
         memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
         self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, law, caches=caches)
-        self._cluster.prefixes = prefixes
+        self._prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
         """Request i comes at ``arrival_s[i]``, non-decreasing."""
@@ -139,13 +131,14 @@ class EngineRun:
             self._arrival_s[index] = now
             prompt, model = int(self._requests.prompt_tokens[index]), str(self._requests.model[index])
             output = int(self._requests.output_tokens[index])
-            self._cluster.arrive(Request(index, model, now, prompt), output, now, ARRIVAL)
+            prefix = self._prefixes[index] if self._prefixes else None
+            self._cluster.arrive(Request(index, model, now, prompt), output, now, ARRIVAL, prefix)
 
         return arrive
 
     def _times(self) -> Times:
-        outcomes = self._outcomes
-        return Times(self._arrival_s, np.array(outcomes.first_token_s), np.array(outcomes.finish_s))
+        self._outcomes.close()
+        return Times(self._arrival_s, self._ended.first_token_s, self._ended.finish_s)
 
 
 def _connect(

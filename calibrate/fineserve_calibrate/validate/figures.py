@@ -12,10 +12,12 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from fineserve_calibrate.validate.cases import Floats
 from fineserve_calibrate.validate.predict import Predicted
-from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, save
+from fineserve_sim.experiment.show.plot_style import house_style, look_at, save
 
 MOST_POINTS = 4000
 """Points drawn of one group: beyond, every k-th."""
+WIDE = 100
+"""An axis from a value to so many times of it has powers of ten alone for ticks."""
 
 
 def draw_sets(predictions: Mapping[str, Sequence[Predicted]], out: Path) -> list[Path]:
@@ -25,15 +27,16 @@ def draw_sets(predictions: Mapping[str, Sequence[Predicted]], out: Path) -> list
         return []
     out.mkdir(parents=True, exist_ok=True)
     with house_style():
-        figure = Figure(figsize=(8.0, 3.2 * len(shown) + 0.4), layout="constrained")
+        figure = Figure(figsize=(9.4, 3.2 * len(shown) + 0.4), layout="constrained")
         axes = figure.subplots(len(shown), 2, squeeze=False)
         for (left, right), (name, found) in zip(axes, shown.items(), strict=True):
             _panel(left, found, "ttft_s", f"{name}\nTTFT")
-            _panel(right, found, "tpot_s", "\nTPOT")
+            _panel(right, found, "tpot_s", "\nTPOT", legend=True)
         return save(figure, out / "validate")
 
 
-def _panel(axes: Axes, found: Sequence[Predicted], column: str, title: str) -> None:
+def _panel(axes: Axes, found: Sequence[Predicted], column: str, title: str, *, legend: bool = False) -> None:
+    """``legend``: of both panels of a row, beside the right one, which has the same groups."""
     groups: dict[str, list[tuple[Floats, Floats]]] = {}
     for predicted in found:
         key = f"{predicted.case.label.backend} {predicted.case.label.precision} TP{predicted.case.label.tp}"
@@ -44,16 +47,18 @@ def _panel(axes: Axes, found: Sequence[Predicted], column: str, title: str) -> N
         there = np.isfinite(measured) & np.isfinite(guess) & (measured > 0)
         step = max(1, int(there.sum()) // MOST_POINTS)
         x, y = measured[there][::step], guess[there][::step]
-        axes.plot(x, y, ".", ms=3, color=COLOURS[place % len(COLOURS)], label=key, rasterized=True)
+        axes.plot(x, y, **look_at(place) | {"linestyle": ""}, ms=3.5, mew=0.4, mec="white", label=key, rasterized=True)
         ends += [x, y]
     values = np.concatenate(ends)
     if len(values):
         line = [values.min(), values.max()]
         axes.plot(line, line, color="#555555", lw=0.8)
         axes.set(xscale="log", yscale="log")
+        subs = (1.0, 2.0, 5.0) if line[1] < WIDE * line[0] else (1.0,)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+            axis.set_major_locator(LogLocator(subs=subs, numticks=8))
             axis.set_major_formatter(FormatStrFormatter("%g"))
             axis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="measured (s)", ylabel="predicted (s)", title=title)
-    axes.legend(fontsize=5, ncols=1 + len(groups) // 8)
+    if legend:
+        axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))

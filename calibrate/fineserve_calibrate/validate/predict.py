@@ -19,17 +19,27 @@ from fineserve_calibrate.validate.cases import (
     StaticBatch,
 )
 from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
-from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.catalog import (
+    Deployment,
+    GpuSpec,
+    ModelSpec,
+    PrecisionSpec,
+    activation_bytes,
+    graph_bytes,
+    kv_token_bytes,
+    weight_bytes,
+)
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.latency import StepModel
-from fineserve_sim.latency.memory_budget import MemoryBudget, MemorySettings, predict_kv_blocks
 
 StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
 """A class of step models, called with model, precision, TP, GPU and deployment."""
 
 SEED = 20240711
 BLOCK_TOKENS = 16
+MOST_SAMPLED = 1024
+"""Rows of logits of the start-up step, where a set gives its engine no number of sequences."""
 SEND_GAP_S = 1e-5
 """Between the requests of a static batch: shorter than any step, so that only their order matters."""
 MOST_BLOCKS = 2**20
@@ -105,7 +115,7 @@ def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Float
     n = load.batch
     requests = Requests(np.zeros(n, dtype=np.int64), np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
     running = min(serving.max_sequences, serving.token_budget)
-    run = EngineRun([_instance(0, 0, step, memory_budget(serving))], requests, _settings(serving, running))
+    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
     times = run.open_loop(np.arange(n, dtype=np.float64) * (0.0 if load.together else SEND_GAP_S))
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 
@@ -135,8 +145,7 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     ]
     requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
-    budget = memory_budget(serving)
-    run = EngineRun([_instance(0, 0, step, budget)], requests, _settings(serving, running))
+    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 
@@ -179,9 +188,8 @@ def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Fl
 
 def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
     """TTFT and TPOT of each request, shape (n,)."""
-    budget = memory_budget(serving)
-    instances = [_instance(model, 0, step, budget) for model in range(load.models)]
-    instances += [_instance(0, gpu, step, budget) for gpu in range(1, load.replicas)]
+    instances = [_instance(model, 0, step, serving) for model in range(load.models)]
+    instances += [_instance(0, gpu, step, serving) for gpu in range(1, load.replicas)]
     requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
     settings = _settings(serving, serving.max_sequences)
     run = EngineRun(
@@ -203,16 +211,24 @@ def _prefixes(load: OpenLoop) -> list[Prefix]:
     return prefixes
 
 
-def memory_budget(serving: Serving) -> MemoryBudget:
-    """The KV memory that vLLM would resolve for this engine."""
-    settings = MemorySettings(serving.token_budget, min(serving.max_sequences, 1024), BLOCK_TOKENS)
-    return predict_kv_blocks(
-        serving.model, serving.precision, serving.tp, serving.gpu, serving.memory_utilization, settings
-    )
+def kv_bytes(serving: Serving) -> int:
+    """What vLLM leaves to KV on each GPU of this engine; less than nothing where the model does not fit."""
+    model, tp, settings = serving.model, serving.tp, _settings(serving, min(serving.max_sequences, MOST_SAMPLED))
+    sampled = min(settings.max_sequences, settings.token_budget)
+    engine = serving.deployment
+    activations = activation_bytes(model, tp, settings.token_budget, sampled, engine.logit_bytes)
+    graphs = graph_bytes(model, tp) if engine.replays_graphs else 0
+    fixed = weight_bytes(model, serving.precision, tp) + activations + graphs + settings.context_bytes
+    return int(serving.gpu.memory_bytes * serving.memory_utilization) - fixed
 
 
-def _instance(model: int, gpu: int, step: StepModel, budget: MemoryBudget) -> Instance:
-    return Instance(model, gpu, step, budget.kv_bytes, budget.block_bytes)
+def block_bytes(serving: Serving) -> int:
+    """One KV block on each GPU."""
+    return BLOCK_TOKENS * kv_token_bytes(serving.model, serving.precision, serving.tp)
+
+
+def _instance(model: int, gpu: int, step: StepModel, serving: Serving) -> Instance:
+    return Instance(model, gpu, step, kv_bytes(serving), block_bytes(serving))
 
 
 def _settings(serving: Serving, max_sequences: int) -> EngineSettings:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fineserve_calibrate.validate.cases import Serving
 from fineserve_calibrate.validate.names import UnsupportedRow
-from fineserve_calibrate.validate.predict import memory_budget
+from fineserve_calibrate.validate.predict import block_bytes, kv_bytes
 from fineserve_sim.catalog import CatalogError, check_tp
-from fineserve_sim.latency.memory_budget import MemoryBudgetError
 from fineserve_sim.latency.rates import resolve
 
 
@@ -17,9 +16,8 @@ def supported(serving: Serving) -> Serving:
         check_tp(serving.model, serving.tp)
         resolve(serving.gpu, serving.precision, serving.tp)
         serving.deployment.floor(serving.precision.name)
-        memory_budget(serving)
-    except MemoryBudgetError:
-        raise UnsupportedRow(f"does not fit into the memory of {serving.gpu.name} at TP {serving.tp}") from None
     except (CatalogError, ValueError) as error:
         raise UnsupportedRow(str(error)) from None
+    if kv_bytes(serving) < block_bytes(serving):
+        raise UnsupportedRow(f"does not fit into the memory of {serving.gpu.name} at TP {serving.tp}")
     return serving

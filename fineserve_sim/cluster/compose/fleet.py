@@ -55,7 +55,7 @@ def compose_fleet(scenario: Scenario) -> Parts:
     """Models that the placement finds no room for stay in host memory. Raises ScenarioError as ``compose`` does."""
     placement, demands = place(scenario)
     parts = _Builder(scenario, placement, demands)
-    outcomes = Outcomes(scenario.trace)
+    outcomes = Outcomes()
     controller = parts.controller(placement.instances)
     cluster = Cluster(
         parts.clock,

@@ -9,7 +9,7 @@ from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.compose.instances import place
-from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, usable_bytes
+from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes, usable_bytes
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
@@ -66,7 +66,7 @@ def compose_groups(scenario: Scenario) -> Parts:
     instances = _instances(scenario, placement.instances, clock)
     sizes = instances[0].sizes
     controller = _controller(scenario, instances, execution.stages, spares)
-    outcomes = Outcomes(scenario.trace)
+    outcomes = Outcomes()
     cluster = Cluster(
         clock,
         controller,
@@ -81,11 +81,7 @@ def compose_groups(scenario: Scenario) -> Parts:
         cluster,
         instances,
         builder.build,
-        TransferRules(
-            coordinated=system.drop is None or system.drop.exchange == "coordinated",
-            chunk_s=_stage_s(builder.step, scenario.engine.token_budget),
-            remap_s=0.0 if system.drop is None else system.drop.remap_s,
-        ),
+        _transfer_rules(system, _stage_s(builder.step, scenario.engine.token_budget)),
         spares=spares,
         start_s=0.0 if system.scaling is None else system.scaling.start_s,
         migrates=system.migration is not None,
@@ -105,6 +101,15 @@ def compose_groups(scenario: Scenario) -> Parts:
         fleet,
         serving,
         lambda last_arrival_s: counters(fleet, sampler, last_arrival_s),
+    )
+
+
+def _transfer_rules(system: SystemSpec, chunk_s: float) -> TransferRules:
+    drop = system.drop
+    return TransferRules(
+        coordinated=drop is None or drop.exchange == "coordinated",
+        chunk_s=chunk_s,
+        remap_s=0.0 if drop is None else drop.remap_s,
     )
 
 
@@ -255,7 +260,7 @@ def _check_system(scenario: Scenario, execution: PipelineSpec) -> None:
 def _sizes(scenario: Scenario, served: ServedModel, gpu: Gpu) -> ModelBytes:
     settings = scenario.engine
     weights = weight_bytes(served.model, served.precision, served.tp) * served.tp
-    fixed = (settings.context_bytes + peak_activation_bytes(served, settings)) * served.tp
+    fixed = (resident_bytes(served, settings) + peak_activation_bytes(served, settings)) * served.tp - weights
     block = geometry(served, settings)
     layers = served.model.layers
     sizes = ModelBytes(

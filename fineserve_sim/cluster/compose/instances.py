@@ -67,7 +67,7 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
     schedulers = build_schedulers(
         scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
     )
-    clock, outcomes = Clock(), Outcomes(scenario.trace)
+    clock, outcomes = Clock(), Outcomes()
     contention, shares = contention_of(scenario), SmShares(scenario)
     for seat in seats:
         instance = seat.instance

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fineserve_sim.catalog import activation_bytes, weight_bytes
+from fineserve_sim.catalog import activation_bytes, deployment, graph_bytes, weight_bytes
 from fineserve_sim.cluster.compose.virtual_memory import build_kvcached, build_vtensor, tokens_per_block
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ScenarioError, ServedModel
@@ -61,14 +61,17 @@ def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: M
 
 
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
-    """Weights and the context of one engine process, on each GPU."""
-    return weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes
+    """Weights, context and, where its deployment replays them, CUDA graphs of one engine process, on each GPU."""
+    graphs = graph_bytes(served.model, served.tp) if deployment(settings.deployment).replays_graphs else 0
+    return weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes + graphs
 
 
 def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Activations of a full step: the token budget, and a row of logits for every sequence."""
     sampled = min(settings.max_sequences, settings.token_budget)
-    return activation_bytes(served.model, served.tp, settings.token_budget, sampled)
+    return activation_bytes(
+        served.model, served.tp, settings.token_budget, sampled, deployment(settings.deployment).logit_bytes
+    )
 
 
 def tenants_by_gpu(

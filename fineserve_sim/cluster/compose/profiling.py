@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from fineserve_traces import Trace
+from fineserve_traces import Trace, totals
 
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
 from fineserve_sim.cluster.clock import Clock
@@ -151,26 +151,28 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
         models=(served.id,),
         source="profile sweep",
     )
+    found = totals(trace)
     run = Run(
         trace,
-        _alone(served, gpu, settings, pool_bytes, trace),
+        requests,
+        _alone(served, gpu, settings, pool_bytes),
         sample_s=0.1,
-        horizon_s=float(trace.arrival_s[-1]) + 3600.0,
-        looks=looks_at(trace),
+        horizon_s=found.last_s + 3600.0,
+        looks=looks_at(found, trace.models),
     )
     run.to_the_end()
-    timeline = run.result(0.0).timeline
+    timeline = run.parts.sampler.timeline()
     used_bytes = timeline.kv_used_bytes[timeline.waiting[:, 0] > 0, 0].mean()
     return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)
 
 
-def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int, trace: Trace) -> Parts:
+def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> Parts:
     """One engine that has its GPUs to itself."""
     gpus = tuple(range(served.tp))
     memories = [PrivatePools({0: (geometry(served, settings).block_bytes, pool_bytes)}) for _ in gpus]
     kv = CountedBlocks([memory.pool(0) for memory in memories], settings.block_tokens)
     max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
-    clock, outcomes = Clock(), Outcomes(trace)
+    clock, outcomes = Clock(), Outcomes()
     contention = Contention(dict.fromkeys(gpus, LAWS["fluid"]))
     contention.join(0, gpus)
     route = Route(0, 1.0, max_tokens, None)

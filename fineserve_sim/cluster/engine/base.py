@@ -149,30 +149,34 @@ class Engine(ABC):
 
     def load(self, *, shortest: bool = False) -> EngineLoad:
         """What a dispatcher sees; ``shortest`` names the running request that a migration would move, too."""
-        free_blocks = self.kv.free_blocks()
-        used_blocks = self.kv.used_blocks()
-        candidate, candidate_blocks = self._shortest() if shortest else (None, 0)
-        return EngineLoad(
-            used_blocks=used_blocks,
-            capacity_blocks=used_blocks + free_blocks,
-            queued_blocks=sum(queue.queued_blocks for queue in self.queues),
-            head_blocks=max(queue.head_blocks for queue in self.queues),
-            running=self.running,
-            stalled=len(self.stalled),
-            shortest=candidate,
-            shortest_blocks=candidate_blocks,
+        used_blocks, queue = self.kv.used_blocks(), self.queues[0]
+        queued_blocks, head_blocks = queue.queued_blocks, queue.head_blocks
+        if len(self.queues) > 1:
+            queued_blocks = sum([queue.queued_blocks for queue in self.queues])
+            head_blocks = max([queue.head_blocks for queue in self.queues])
+        load = EngineLoad(
+            used_blocks,
+            used_blocks + self.kv.free_blocks(),
+            queued_blocks,
+            head_blocks,
+            self.running,
+            len(self.stalled),
         )
+        if not shortest:
+            return load
+        candidate, candidate_blocks = self._shortest()
+        return load._replace(shortest=candidate, shortest_blocks=candidate_blocks)
 
     def blocks_of(self, lane: Lane, sequence: SequenceState) -> int:
         """Blocks of a sequence that decodes in ``lane``, with the one for the token under way."""
         return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + self._in_flight(lane))
 
     def _shortest(self) -> tuple[int | None, int]:
-        decoding = ((lane, member) for lane in self.lanes for member in lane.decodes if member not in lane.leaving)
-        blocks = [(self.blocks_of(lane, member), member.index) for lane, member in decoding]
-        if not blocks:
-            return None, 0
-        held, index = min(blocks)
+        block_tokens, blocks = self.kv.block_tokens, list[tuple[int, int]]()
+        for lane in self.lanes:
+            tokens = lane.decodes.cached_tokens(lane.leaving, ahead=self._in_flight(lane))
+            blocks += [(-(-cached // block_tokens), index) for cached, index in tokens]
+        held, index = min(blocks, default=(0, None))
         return index, held
 
     @abstractmethod

@@ -165,17 +165,17 @@ class StageBlocks(CountedBlocks):
         return self._shares[0].held_blocks
 
     def free_blocks(self) -> int:
-        return min(pool.free_blocks for pool in self._pools)
+        if len(self._shares) == 1:
+            return self._shares[0].free_blocks
+        return min(pool.free_blocks for pool in self._shares)
 
     def capacity_blocks(self) -> int:
-        return min(pool.capacity_blocks for pool in self._pools)
+        return min(pool.capacity_blocks for pool in self._shares)
 
     def take(self, blocks: int) -> bool:
-        if blocks > self.free_blocks():
-            return False
-        for pool in self._pools:
-            pool.take(blocks)
-        return True
+        if len(self._shares) == 1:
+            return self._shares[0].take(blocks)
+        return blocks <= self.free_blocks() and all(pool.take(blocks) for pool in self._shares)
 
 
 class PrefixBlocks(EngineKV):

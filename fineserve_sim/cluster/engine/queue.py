@@ -35,7 +35,7 @@ class Queue:
 
     @property
     def head_blocks(self) -> int:
-        return self.demand_blocks(self.waiting[0]) if self.waiting else 0
+        return -(-self.waiting[0].target_tokens // self._block_tokens) + 1 if self.waiting else 0
 
     def append(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)

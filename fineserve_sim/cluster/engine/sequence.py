@@ -9,7 +9,7 @@ whenever that number is a multiple of the block size (one bucket a residue finds
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -127,6 +127,15 @@ class Decodes:
     def cached_tokens_of(self, sequence: SequenceState) -> int:
         """Tokens of a member with KV in memory now."""
         return sequence.prompt_tokens + self._generated_tokens_of(sequence) - 1  # the last token has no KV yet
+
+    def cached_tokens(self, without: Collection[SequenceState], ahead: int) -> list[tuple[int, int]]:
+        """Of each member but these, the tokens with KV in memory after so many more iterations, and its index."""
+        done = self.iteration - 1 + ahead
+        return [
+            (member.prompt_tokens + member.output_tokens - member.finish_iteration + done, member.index)
+            for _, _, member in self._due
+            if member not in without
+        ]
 
     def steps_to_finish(self) -> int:
         """Iterations until the next sequence ends; at least 1. The set must not be empty."""

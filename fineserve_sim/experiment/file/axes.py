@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.resolve import Setup
 
 LOAD_AXES = ("load", "rate_scale", "slo_scale")
 SWEEPABLE = ("cluster", "engine", "models", "workload", "slo", "faults", "systems")
+
+
+def check_sweep(document: Document, path: KeyPath, sweep: schema.Sweep, setup: Setup) -> None:
+    """Raise ConfigError unless every axis of the sweep can be varied, by its values, and none is given twice."""
+    for axis, values in sweep.axes.items():
+        check_axis(document, (*path, "axes", axis), axis, values, setup)
+    for axis, value in sweep.at.items():
+        check_axis(document, (*path, "at", axis), axis, [value], setup)
+    if twice := set(sweep.axes) & set(sweep.at):
+        raise document.error((*path, "at", min(twice)), "given both as an axis and here")
 
 
 def check_axis(document: Document, path: KeyPath, axis: str, values: list[Any], setup: Setup) -> None:

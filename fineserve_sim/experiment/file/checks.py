@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fineserve_sim.cluster.scenario import wrong_fault
 from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file.axes import check_sweep
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.hardware_checks import check_hardware, check_pins
 from fineserve_sim.experiment.file.output_checks import check_claim, check_figure
 from fineserve_sim.experiment.file.resolve import Setup
-from fineserve_sim.systems import SystemSpec
+from fineserve_sim.systems import Sharing, SystemSpec
 from fineserve_sim.systems.spec import FcfsSpec, KvprPlacementSpec
 
 
@@ -18,6 +21,7 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
     """All checks, in the order of the file."""
     check_hardware(document, setup)
     check_pins(document, file, setup)
+    _check_systems(document, file, setup)
     _unique(document, "models", [model.id for model in file.models])
     _unique(document, "sweeps", [sweep.name for sweep in file.sweeps])
     _unique(document, "claims", [claim.id for claim in file.claims])
@@ -27,10 +31,30 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
     _check_lengths(document, file, setup)
     _check_slo(document, file, setup)
     _check_faults(document, file, setup)
+    for index, sweep in enumerate(file.sweeps):
+        check_sweep(document, ("sweeps", index), sweep, setup)
     for index, figure in enumerate(file.figures):
         check_figure(document, ("figures", index), figure, file, setup)
     for index, claim in enumerate(file.claims):
         check_claim(document, ("claims", index), claim, file, setup)
+
+
+def _check_systems(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """Each system can serve the models of the file, and shares of SMs are those of its models."""
+    ids = [model.id for model in file.models]
+    _check_shares(document, ("cluster", "sharing"), [gpu.sharing for gpu in setup.gpus], ids)
+    for index, item in enumerate(file.systems):
+        system = setup.systems[item if isinstance(item, str) else item.name]
+        if system.dispatch is not None and len(ids) > 1:
+            raise document.error(("systems", index), f"{system.name} serves one model; models has {len(ids)}")
+        _check_shares(document, ("systems", index, "sharing"), [system.sharing], ids)
+
+
+def _check_shares(document: Document, path: KeyPath, sharings: Sequence[Sharing | None], ids: Sequence[str]) -> None:
+    for sharing in sharings:
+        for name in sharing.percent if sharing is not None and isinstance(sharing.percent, dict) else ():
+            if name not in ids:
+                raise document.error(path, f'unknown model "{name}"; {nearest(name, ids)}')
 
 
 def _check_faults(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:

@@ -57,7 +57,7 @@ def experiment_for_trace(
         "sweeps": sweeps,
         "seeds": seeds,
     }
-    return build(Document(data, {(): "compare"}), trace.name.split(".")[0], Path.cwd())
+    return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
 
 
 def model_entry(text: str) -> dict[str, Any]:

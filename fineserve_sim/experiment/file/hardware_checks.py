@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fineserve_sim import catalog
 from fineserve_sim.cluster import Gpu
 from fineserve_sim.experiment.file import schema
@@ -37,6 +39,18 @@ def check_hardware(document: Document, setup: Setup) -> None:
             )
         look_up(document, (*path, "precision"), lambda core=precision.tensor_core: gpu.peak_flops_per_s(core))  # type: ignore[misc]
         look_up(document, (*path, "precision"), lambda name=precision.name: deployment.floor(name))  # type: ignore[misc]
+    _check_step_times(document, setup)
+
+
+def _check_step_times(document: Document, setup: Setup) -> None:
+    """The measured steps are a table that has rows of every model in its precision."""
+    if setup.engine.step_times is None:
+        return
+    from fineserve_sim.latency.measured_steps import check_steps  # SciPy's optimizers take a while to import
+
+    for model in setup.models:
+        table = Path(setup.engine.step_times.path)
+        look_up(document, ("engine", "step_times"), lambda: check_steps(table, model.spec, model.precision))  # noqa: B023
 
 
 def check_pins(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:

@@ -49,6 +49,8 @@ def _plain(value: Any) -> Any:
 def _loaded(
     document: Document, name: str, folder: Path, overrides: Sequence[tuple[str, str]], quick: bool, seeds: int | None
 ) -> Experiment:
+    if quick and not document.data.get("quick"):
+        raise document.error((), "--quick: the file has no section quick, such as quick: {workload.requests: 300}")
     shortened = _quick(document)
     for key, text in overrides:
         place = f"--set {key}={text}"

@@ -14,6 +14,8 @@ from fineserve_sim.experiment.file.schema import ExperimentFile
 
 _MISSING = "missing; this key is required"
 _PHRASES = {
+    "List should ": "must ",
+    "String should ": "must ",
     "Input should be ": "must be ",
     "Input should ": "must ",
     "a valid dictionary": "a mapping",
@@ -85,6 +87,8 @@ def _in_our_words(message: str) -> str:
 
 
 def _given(value: Any) -> str:
+    if value is None:
+        return ", not nothing"
     return "" if isinstance(value, dict | list | BaseModel) else f", not {value!r}"
 
 

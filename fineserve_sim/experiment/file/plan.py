@@ -7,18 +7,19 @@ A point is one place of a sweep for one system; with a seed it is one simulation
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.file import schema
-from fineserve_sim.experiment.file.axes import LOAD_AXES, check_axis
+from fineserve_sim.experiment.file.axes import LOAD_AXES
 from fineserve_sim.experiment.file.cells import matching
 from fineserve_sim.experiment.file.checks import check
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
+from fineserve_sim.experiment.file.extent import check_extent
 from fineserve_sim.experiment.file.messages import validate
 from fineserve_sim.experiment.file.resolve import Overrides, Setup, resolve
 from fineserve_sim.experiment.file.schema import SINGLE
@@ -83,22 +84,34 @@ def build(document: Document, name: str, folder: Path) -> Experiment:
     sweeps: dict[str, tuple[Point, ...]] = {}
     for index, sweep in enumerate(file.sweeps or [schema.Sweep(name="run")]):
         path: KeyPath = ("sweeps", index)
-        sweeps[sweep.name] = tuple(_points(document, path, sweep, file, setups[()]))
+        sweeps[sweep.name] = tuple(_points(document, path, sweep, file))
         for point in sweeps[sweep.name]:
             if point.overrides not in setups:
                 setups[point.overrides] = _varied(document, path, point.overrides, folder)
+            check_extent(document, setups[point.overrides], point.load, point.rate_scale)
     experiment = Experiment(name, document, file, setups, sweeps)
-    _check_claimed_cells(experiment)
-    return experiment
-
-
-def _check_claimed_cells(experiment: Experiment) -> None:
-    """Each claim finds its cells: one a side, or at least one where it looks at a whole sweep."""
     cells = [
         {"sweep": sweep, "system": point.system, "axes": point.axes}
         for sweep, points in experiment.sweeps.items()
         for point in points
     ]
+    _check_shown_cells(experiment, cells)
+    _check_claimed_cells(experiment, cells)
+    return experiment
+
+
+def _check_shown_cells(experiment: Experiment, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Each timeline finds a cell of some system."""
+    for index, figure in enumerate(experiment.file.figures):
+        if figure.timeline is None:
+            continue
+        systems = figure.systems or dict.fromkeys(cell["system"] for cell in cells)
+        if not any(matching(cells, system, figure.timeline) for system in systems):
+            raise experiment.document.error(("figures", index, "timeline"), "no cell is there")
+
+
+def _check_claimed_cells(experiment: Experiment, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Each claim finds its cells: one a side, or at least one where it looks at a whole sweep."""
     for index, claim in enumerate(experiment.file.claims):
         sides = {"of": matching(cells, claim.of, claim.at)}
         if claim.over is not None:
@@ -111,15 +124,8 @@ def _check_claimed_cells(experiment: Experiment) -> None:
                 raise experiment.document.error(("claims", index, "at"), problem)
 
 
-def _points(
-    document: Document, path: KeyPath, sweep: schema.Sweep, file: schema.ExperimentFile, setup: Setup
-) -> Iterator[Point]:
+def _points(document: Document, path: KeyPath, sweep: schema.Sweep, file: schema.ExperimentFile) -> Iterator[Point]:
     """The product of the axes in the order of the file, systems innermost."""
-    for part in ("axes", "at"):
-        for axis, values in getattr(sweep, part).items():
-            check_axis(document, (*path, part, axis), axis, values if part == "axes" else [values], setup)
-    if twice := set(sweep.axes) & set(sweep.at):
-        raise document.error((*path, "at", min(twice)), "given both as an axis and here")
     named = [item if isinstance(item, str) else item.name for item in file.systems]
     for name in sweep.systems or ():
         if name not in named:

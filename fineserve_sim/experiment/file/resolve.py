@@ -103,6 +103,9 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
 
     spec = look_up(document, (*path, "model"), geometry)
     precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
+    if not isinstance(reference, str):
+        checkpoint = folder / reference.config
+        look_up(document, (*path, "precision"), lambda: catalog.check_checkpoint_precision(checkpoint, precision))
     if isinstance(entry.tp, int):
         look_up(document, (*path, "tp"), lambda tp=entry.tp: catalog.check_tp(spec, tp))  # type: ignore[misc]
     return ResolvedModel(entry, spec, precision)

@@ -27,6 +27,12 @@ from fineserve_sim.systems import Sharing
 MAX_TOKENS = 2**20
 """No served model takes a longer prompt: 1,048,576 tokens is the largest context window in use."""
 
+MAX_REQUESTS = 100_000_000
+"""Of a run: a day of a large provider."""
+
+MAX_GPUS = 100_000
+"""Of a cluster: no provider has more of one kind behind one scheduler."""
+
 COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
 """How a claim without a number is written: ``> 1``."""
 
@@ -36,7 +42,19 @@ Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+Requests = Annotated[int, Field(strict=True, ge=1, le=MAX_REQUESTS)]
+RequestsOrZero = Annotated[int, Field(strict=True, ge=0, le=MAX_REQUESTS)]
 Name = Annotated[str, Field(min_length=1)]
+
+
+def _stem(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"\w[\w.-]*", value):
+        raise PydanticCustomError("stem", "must begin with a letter or digit and have only letters, digits, _, . and -")
+    return value
+
+
+Stem = Annotated[str, BeforeValidator(_stem)]
+"""A name that files are called by, in the results folder and never beside it."""
 
 
 def _scalar(value: Any) -> Any:
@@ -102,7 +120,7 @@ class Cluster(Strict):
     ``fineserve_sim.systems.sharing`` for its words. ``usd_per_gpu_hour``: its price; the catalog's list price if not given."""
 
     gpu: str | dict[str, Any]
-    count: Count
+    count: Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)]
     gpus_per_node: Count = 8
     network_bytes_per_s: Positive = 25e9
     sharing: SharingItem | None = None
@@ -133,7 +151,7 @@ class Phase(Strict):
 
 Degree = Annotated[
     Annotated[Count, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
-    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
+    Discriminator(lambda value: "word" if value == "auto" else "number"),
 ]
 
 
@@ -192,7 +210,7 @@ class Conversations(Strict):
     """Every drawn request opens a conversation: ``turns`` turns, ``gap_s`` apart, each with as many new tokens, after
     ``shared_tokens`` that begin every prompt."""
 
-    turns: Count = 1
+    turns: Requests = 1
     gap_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
     shared_tokens: CountOrZero = 0
 
@@ -211,8 +229,8 @@ class Workload(Strict):
     arrivals: Annotated[Poisson | Gamma | Weibull | ManyModels | Replay, Field(discriminator="process")] | None = None
     trace: str | None = None
     assign: Literal["share"] | None = None
-    requests: Count | None = None
-    warmup_requests: CountOrZero = 0
+    requests: Requests | None = None
+    warmup_requests: RequestsOrZero = 0
     conversations: Conversations | None = None
 
 
@@ -295,7 +313,7 @@ class Load(Strict):
 class Sweep(Strict):
     """The product of ``axes``; what is not an axis is ``at`` a value; ``systems`` restricts the sweep to some."""
 
-    name: Name
+    name: Stem
     axes: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = {}
     at: dict[str, Scalar] = {}
     systems: list[str] | None = None
@@ -317,7 +335,7 @@ class Assumption(Strict):
 class Figure(Strict):
     """A figure of a sweep over ``x``, or of the timeline of one point."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    name: Stem
     title: str | None = None
     sweep: str | None = None
     x: str | None = None

@@ -29,7 +29,7 @@ def check_sources(document: Document, setup: Setup) -> None:
         if setup.workload.trace is None:
             length_source(setup)
         else:
-            recorded(setup)
+            _check_length(document, setup, len(recorded(setup)))
     except ConfigError:
         raise
     except ValueError as problem:
@@ -39,6 +39,17 @@ def check_sources(document: Document, setup: Setup) -> None:
             processes_of(setup)
         except ValueError as problem:
             raise document.error(("workload", "arrivals"), str(problem)) from None
+
+
+def _check_length(document: Document, setup: Setup, there: int) -> None:
+    """A trace has the requests that a run is to measure."""
+    work = setup.workload
+    wanted = (work.requests or 1) + work.warmup_requests
+    if wanted > there:
+        key = "requests" if work.requests else "warmup_requests"
+        raise document.error(
+            ("workload", key), f"the trace has {there} requests, not {wanted}; take fewer, or all of them"
+        )
 
 
 def length_source(setup: Setup) -> LengthSource:
@@ -85,7 +96,10 @@ def recorded(setup: Setup) -> Trace:
     for name in trace.models:
         if name not in ids:
             hint = nearest(name, ids)
-            raise ValueError(f'the trace has a model "{name}" that is no id of models; {hint} Or set assign: share')
+            end = "" if hint.endswith("?") else "."
+            raise ValueError(
+                f'the trace has a model "{name}" that is no id of models; {hint}{end} Or set assign: share'
+            )
     place = np.array([ids.index(name) for name in trace.models], dtype=np.int32)
     return trace.with_models(ids, place[trace.model])
 

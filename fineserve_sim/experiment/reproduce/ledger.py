@@ -96,7 +96,9 @@ def read_ledger(path: Path) -> dict[str, Target]:
     try:
         claims = yaml.safe_load(path.read_text(encoding="utf-8"))["claims"]
         return {str(claim["id"]): _foreign(claim) for claim in claims}
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise LedgerError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         problem = " ".join(str(error).split())
         raise LedgerError(f"{path}: not a ledger of claims with id, paper, where, kind, backend ({problem})") from None
 

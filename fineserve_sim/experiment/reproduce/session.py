@@ -16,6 +16,8 @@ from fineserve_sim.experiment.reproduce.ledger import LedgerError, Target
 from fineserve_sim.experiment.reproduce.papers import DECIDERS
 from fineserve_sim.experiment.reproduce.registry import Decider
 from fineserve_sim.experiment.results.produce import run_loaded
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.runner import OnProgress
 from fineserve_sim.experiment.run.slo import reference_runs
 
@@ -61,9 +63,11 @@ def reproduce(
     out: Path,
     *,
     jobs: int | None = None,
+    executor: Executor | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Row]:
-    """Run what the targets need, below ``out``, and judge each. Finished simulations are kept and taken up again.
+    """Run what the targets need, below ``out``, and judge each. Finished simulations are kept and taken up again. ``executor``
+    and ``jobs`` are as in ``run_loaded``.
 
     Raises Interrupted after Ctrl-C. An experiment that is missing, broken or cannot run leaves its claims undecided.
     """
@@ -72,14 +76,15 @@ def reproduce(
     names = [name for name in readable if name in deciders.needed]
     progress = _Progress([readable[name] for name in names], on_progress)
     problems = dict(experiments.broken)
-    for name in names:
-        try:
-            run_loaded(readable[name], out / name, jobs=jobs, on_progress=progress.count)
-        except Interrupted:
-            raise Interrupted(progress.done, progress.total) from None
-        except (ConfigError, ScenarioError) as problem:
-            problems[name] = f"experiments/{name}.yaml: {problem}"
-        progress.finish(name)
+    with lent(executor, jobs) as lender:
+        for name in names:
+            try:
+                run_loaded(readable[name], out / name, executor=lender, on_progress=progress.count)
+            except Interrupted:
+                raise Interrupted(progress.done, progress.total) from None
+            except (ConfigError, ScenarioError) as problem:
+                problems[name] = f"experiments/{name}.yaml: {problem}"
+            progress.finish(name)
     results = Results(out, problems)
     return [deciders.row(target, results) for target in targets]
 

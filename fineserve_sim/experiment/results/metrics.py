@@ -29,20 +29,21 @@ from fineserve_sim.cluster import Fate
 from fineserve_sim.cluster.scenario import COUNTERS
 from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, METRICS, PER_MODEL, PERCENTILES
 from fineserve_sim.experiment.results import misses
+from fineserve_sim.experiment.results.hits import Hits
 from fineserve_sim.experiment.results.stats import Sample, of_share, over_runs
-from fineserve_sim.experiment.run.run_data import Floats, Limits, Mask, RunData
+from fineserve_sim.experiment.run.run_data import Columns, Floats, Limits, Mask, RunData
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """All metrics of one run: hits of measured requests for the attainments, one number each for the rest.
+    """All metrics of one run: hits among measured requests for the attainments, one number each for the rest.
 
     Keys of the inner mappings are model ids; ``""`` stands for all models together. ``misses`` counts requests by cause,
     ``tokens`` are prompt and output tokens of measured requests (output: of those that finished).
     """
 
     counts: dict[str, int]
-    hits: dict[str, dict[str, Mask]]
+    hits: dict[str, dict[str, Hits]]
     values: dict[str, dict[str, float]]
     models: tuple[str, ...] = field(default=())
     misses: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -75,13 +76,16 @@ def measure(
     groups = {"": np.ones(len(run.model), dtype=np.bool_)}
     places = {name: index for index, name in enumerate(run.models)}
     groups |= {name: run.model == places.get(name, -1) for name in ttft_slo_s}  # a seed may have no request of a model
-    hits = {metric: {name: hit[group & run.measured] for name, group in groups.items()} for metric, hit in met.items()}
+    hits = {
+        metric: {name: Hits.among(hit[group & run.measured]) for name, group in groups.items()}
+        for metric, hit in met.items()
+    }
     by_group = {
         name: _request_values(run, group, met["ttft_attainment"]) | _timeline_values(run, name)
         for name, group in groups.items()
     }
     values = {metric: {name: found[metric] for name, found in by_group.items()} for metric in PER_MODEL}
-    within = int(hits["slo_attainment"][""].sum())
+    within = hits["slo_attainment"][""].sum()
     values |= {metric: {"": value} for metric, value in _cluster_values(run, values, within).items()}
     return Measures(
         counts(run),
@@ -103,14 +107,9 @@ def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, floa
     span_s = end_s - start_s if end_s > start_s else math.nan
     ended = group & (run.finish_s >= start_s) & (run.finish_s <= end_s)
     first = group & (run.first_token_s >= start_s) & (run.first_token_s <= end_s)
-    decoded = float(_decoded_tokens(run, start_s, end_s)[group].sum())
-    values = {
-        "goodput_per_s": float(np.sum(ended & met_ttft)) / span_s,
-        "throughput_per_s": float(np.sum(ended)) / span_s,
-        "decode_throughput_tokens_per_s": decoded / span_s,
-        "token_throughput_per_s": (decoded + float(np.sum(first))) / span_s,
-        "arrival_rate_per_s": float(np.sum(group & run.measured)) / span_s,
-    }
+    decoded = float(decoded_tokens(run, start_s, end_s)[group].sum())
+    sums = (ended & met_ttft, ended, first, group & run.measured)
+    values = rates(span_s, decoded, *(float(np.sum(each)) for each in sums))
     own = group & run.measured
     due = {"ttft": own, "tpot": own & (run.output_tokens > 1), "e2e": own}
     latencies = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.finish_s - run.arrival_s}
@@ -121,6 +120,18 @@ def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, floa
         known = all_s[np.isfinite(all_s)]
         values[f"{moment}_mean_s"] = float(known.mean()) if len(known) else math.nan
     return values
+
+
+def rates(span_s: float, decoded: float, good: float, ended: float, first: float, arrived: float) -> dict[str, float]:
+    """Per second of the window: decoded tokens, and requests that ended within their TTFT limit, that ended, got their first
+    token and arrived there."""
+    return {
+        "goodput_per_s": good / span_s,
+        "throughput_per_s": ended / span_s,
+        "decode_throughput_tokens_per_s": decoded / span_s,
+        "token_throughput_per_s": (decoded + first) / span_s,
+        "arrival_rate_per_s": arrived / span_s,
+    }
 
 
 def _percentile(latency_s: Floats, percent: float) -> float:
@@ -138,7 +149,7 @@ def _percentile(latency_s: Floats, percent: float) -> float:
     return float(known[low] + (known[high] - known[low]) * (rank - low))
 
 
-def _decoded_tokens(run: RunData, start_s: float, end_s: float) -> Floats:
+def decoded_tokens(run: Columns, start_s: float, end_s: float) -> Floats:
     """Output tokens after the first that each finished request produced inside the window."""
     duration_s = run.finish_s - run.first_token_s
     inside_s = np.minimum(run.finish_s, end_s) - np.maximum(run.first_token_s, start_s)

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster import Fate
-from fineserve_sim.experiment.run.run_data import Floats, Limits, Mask, RunData
+from fineserve_sim.experiment.run.run_data import Columns, Floats, Limits, Mask
 
 CAUSES = ("late", "slow", "overdue", "dropped", "rejected", "unplaced", "unfinished")
 
 
-def met(run: RunData, limits: Limits) -> dict[str, Mask]:
+def met(run: Columns, limits: Limits) -> dict[str, Mask]:
     """Which requests finished and met each limit that is given, and all of them, by metric."""
     finished = run.fate == Fate.FINISHED
     over = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.finish_s - run.arrival_s}
@@ -30,12 +30,12 @@ def met(run: RunData, limits: Limits) -> dict[str, Mask]:
     return found | {"slo_attainment": np.logical_and.reduce([finished, *found.values()])}
 
 
-def _by_request(run: RunData, limit_s: Mapping[str, float]) -> Floats:
+def _by_request(run: Columns, limit_s: Mapping[str, float]) -> Floats:
     limits: Floats = np.array([limit_s.get(name, np.inf) for name in run.models])[run.model]
     return limits
 
 
-def causes(run: RunData, hits: Mapping[str, Mask], unplaced: Collection[str]) -> NDArray[np.int8]:
+def causes(run: Columns, hits: Mapping[str, Mask], unplaced: Collection[str]) -> NDArray[np.int8]:
     """Of each request 0, or the place of its cause in ``CAUSES``, counted from 1. ``hits``: as ``met`` gives them;
     ``unplaced``: models without an instance."""
     everything = np.ones(len(run.fate), dtype=np.bool_)

@@ -12,11 +12,13 @@ from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.writer import write_results
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare, unwritable
-from fineserve_sim.experiment.run.pool import Simulate, Workers
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.slo import reference_runs
 from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.run.work import Simulate
 
 
 def run_experiment(
@@ -45,18 +47,19 @@ def run_loaded(
     on_progress: OnProgress | None = None,
     simulate: Simulate = simulate_cluster,
     targets: Targets = DEFAULT_TARGETS,
+    executor: Executor | None = None,
 ) -> Path:
     """Simulate what ``out`` does not hold yet, write all results there and return the path of summary.json.
 
-    ``jobs`` processes (default: one a core) give the same bytes as one. ``targets`` are those of the answer. Raises
-    ConfigError (unusable output folder included), ScenarioError for a cell that cannot run, Interrupted after Ctrl-C;
-    finished simulations are kept then.
+    Simulations run on ``executor``, or in ``jobs`` processes (default: one a core) if there is none: the same bytes.
+    ``targets`` are those of the answer. Raises ConfigError (unusable output folder included), ScenarioError for a cell that
+    cannot run, Interrupted after Ctrl-C; finished simulations are kept then.
     """
     prepare(out)
     progress = Progress(len(reference_runs(experiment)) + len(experiment.points) * experiment.file.seeds, on_progress)
-    with _disk_errors(out), Workers(jobs) as workers:
+    with _disk_errors(out), lent(executor, jobs) as lender:
         try:
-            session = Session(Store(out), out, workers, decisions, simulate, progress)
+            session = Session(Store(out), out, lender, decisions, simulate, progress)
             outcomes = session.simulate_all(experiment)
             return write_results(experiment, outcomes, Store(out), out, targets)
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,16 @@ from scipy.special import stdtrit
 
 BATCHES = 20
 LEVEL = 0.95
+
+
+class Batched(Protocol):
+    """Requests of one run in batches in arrival order: how many were hits, of how many. (batches,) each, none of them empty."""
+
+    @property
+    def met(self) -> NDArray[np.int64]: ...
+
+    @property
+    def of(self) -> NDArray[np.int64]: ...
 
 
 class Estimate(NamedTuple):
@@ -62,14 +72,13 @@ def over_runs(values: Sequence[float]) -> Sample:
     return Sample.of(float(np.mean(observations)), _half_width(observations), observations.tolist())
 
 
-def of_share(runs: Sequence[NDArray[np.bool_]]) -> Sample:
-    """Share of True over all requests of all runs, (n,) each in arrival order, with its batch-means interval."""
-    total = sum(len(run) for run in runs)
+def of_share(runs: Sequence[Batched]) -> Sample:
+    """Share of hits over all requests of all runs, with its batch-means interval."""
+    total = sum(int(run.of.sum()) for run in runs)
     if total == 0:
         return Sample.of(math.nan, math.nan, ())
-    batches = [batch for run in runs for batch in np.array_split(run, min(BATCHES, max(1, len(run)))) if len(batch)]
-    means = np.array([batch.mean() for batch in batches])
-    return Sample.of(float(sum(int(run.sum()) for run in runs) / total), _half_width(means), means.tolist())
+    means = np.concatenate([run.met / run.of for run in runs])
+    return Sample.of(sum(int(run.met.sum()) for run in runs) / total, _half_width(means), means.tolist())
 
 
 def _half_width(observations: NDArray[np.float64]) -> float:

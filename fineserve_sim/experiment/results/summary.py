@@ -80,7 +80,7 @@ def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
     instances = [each for each in judged[0].places.instances if each["model"] == name] if judged[0].gpus else []
     return {
         "requests": sum(len(run.hits["slo_attainment"][name]) for run in runs),
-        "within": sum(int(run.hits["slo_attainment"][name].sum()) for run in runs),
+        "within": sum(run.hits["slo_attainment"][name].sum() for run in runs),
         "misses": _summed(run.misses[name] for run in runs),
         "tokens": _summed(run.tokens[name] for run in runs),
         "instances": [instance["gpus"] for instance in instances],

@@ -104,7 +104,7 @@ def model_rows(run: Measures, limits: Limits, instances: Mapping[str, int]) -> l
     for name in run.models:
         hits = run.hits["slo_attainment"][name]
         row: dict[str, Any] = {"model": name, "instances": instances.get(name, 0)}
-        row |= {"requests": len(hits), "within": int(hits.sum())}
+        row |= {"requests": len(hits), "within": hits.sum()}
         row |= {f"missed_{cause}": count for cause, count in run.misses[name].items()}
         row |= {f"{moment}_slo_s": (limit_s or {}).get(name) for moment, limit_s in zip(_MOMENTS, limits, strict=True)}
         row |= {f"{side}_tokens": tokens for side, tokens in run.tokens[name].items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -23,10 +24,36 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def temporaries(out: Path, pids: Collection[int | None]) -> list[Path]:
+    """What processes of these ids have begun to write below ``out``."""
+    return [path for path in out.rglob(".*.tmp") if int(path.suffixes[-2][1:]) in pids]
+
+
 def write_json(path: Path, value: Any) -> None:
     """``value`` as JSON, keys in their order, atomically. Raises ValueError for NaN, which JSON does not have."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def gone_if_unused(out: Path) -> Iterator[None]:
+    """A results folder that is new goes with an error that comes before any simulation has finished; so do the folders that
+    were made to hold it."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        yield
+    except ValueError:
+        if made and not any((out / "cells").glob("*.json")):
+            rmtree(made[-1], ignore_errors=True)
+        raise
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises ValueError, naming the option, for a path at which no file can be written."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder; name a file in it")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def prepare(out: Path) -> None:

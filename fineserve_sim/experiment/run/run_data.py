@@ -25,12 +25,8 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunData:
-    """One finished run. Arrays have one entry a request in arrival order; ``model`` indexes ``models``.
-
-    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model;
-    ``gpu_free_bytes`` has a column a GPU with KV memory.
-    """
+class Columns:
+    """Requests and what became of them, an entry each; ``model`` indexes ``models``. NaN where a moment never came."""
 
     models: tuple[str, ...]
     model: NDArray[np.int32]
@@ -42,6 +38,27 @@ class RunData:
     fate: NDArray[np.int8]
     preemptions: Ints
     engine: NDArray[np.int32]
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Seconds per output token after the first; NaN for requests of one token and for those that did not finish."""
+        later = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
+        result: Floats = (self.finish_s - self.first_token_s) / later
+        return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunData(Columns):
+    """One finished run. Columns are in arrival order.
+
+    Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model;
+    ``gpu_free_bytes`` has a column a GPU with KV memory.
+    """
+
     warmup: int
     engine_models: tuple[str, ...]
     sample_s: Floats
@@ -60,14 +77,3 @@ class RunData:
     @property
     def window_s(self) -> tuple[float, float]:
         return float(self.arrival_s[self.warmup]), float(self.arrival_s[-1])
-
-    @property
-    def ttft_s(self) -> Floats:
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def tpot_s(self) -> Floats:
-        """Seconds per output token after the first; NaN for requests of one token and for those that did not finish."""
-        later = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
-        result: Floats = (self.finish_s - self.first_token_s) / later
-        return result

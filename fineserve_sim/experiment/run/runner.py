@@ -8,11 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from fineserve_sim.experiment.file.plan import Experiment, Point
-from fineserve_sim.experiment.run.pool import Simulate, Task, Workers, keyed
+from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run
 from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.slo import BaseSlo, base_slos, e2e_limits, reference_runs, tpot_slos
+from fineserve_sim.experiment.run.spread import Spread
 from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.run.work import Cell, Simulate, keyed
 
 OnProgress = Callable[[int, int, str], None]
 """Called with simulations done, simulations in all, and the one just done."""
@@ -62,7 +64,7 @@ class Session:
 
     store: Store
     out: Path
-    workers: Workers
+    executor: Executor
     decisions: bool
     simulate: Simulate
     progress: Progress
@@ -95,9 +97,9 @@ class Session:
                 self.progress.count(run)
             else:
                 missing.setdefault(key, []).append(run)
-        tasks = [Task(group[0], key, self.out, decisions, self.simulate) for key, group in missing.items()]
-        for task in self.workers.run(tasks):
-            for run in missing[task.key]:
+        cells = [Cell(group[0], key, decisions, self.simulate) for key, group in missing.items()]
+        for cell in Spread(cells, self.executor, self.out).stored():
+            for run in missing[cell.key]:
                 self.progress.count(run)
         return keys
 

@@ -40,9 +40,9 @@ _TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 def key_of(scenario: Scenario, warmup: int) -> str:
     """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
-    fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log"))
+    fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log", "tell"))
     described = {name: plain(getattr(scenario, name)) for name in fields} | {
-        "trace": _digests(scenario.trace),
+        "trace": _digests(scenario.whole_trace),
         "warmup": warmup,
         "code": [__version__, code_digest(), FORMAT],
     }
@@ -98,7 +98,7 @@ class Store:
 
     def write(self, key: str, scenario: Scenario, warmup: int, result: RunResult) -> None:
         """Store a finished run. Raises OSError when the disk refuses; then the run is not there."""
-        trace = scenario.trace
+        trace = scenario.whole_trace
         requests = {column: getattr(trace, column) for column in _TRACE_COLUMNS}
         requests |= {column: getattr(result, column) for column in _REQUEST_COLUMNS}
         self._write_table(self._cells / f"{key}.parquet", requests)

@@ -1,6 +1,8 @@
 """How every figure looks, and how it is written so that the same results give the same bytes.
 
-Fixed hash salt, no date, text as outlines, and none of the user's own matplotlib settings.
+Fixed hash salt, no date, text as outlines, and none of the user's own matplotlib settings. Series differ by more than colour,
+so that a grey print tells them apart, and equal ones do not hide each other: lines by marker and dashes, wide ones below
+narrow ones and each a little aside; bars by hatching.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TypeAlias, cast
 
 import matplotlib
@@ -15,6 +18,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.container import Container
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation, Transform
+
+from fineserve_sim.experiment.run.files import atomic
 
 _SETTINGS: dict[Any, object] = {
     "font.family": "DejaVu Sans",
@@ -29,7 +35,9 @@ _SETTINGS: dict[Any, object] = {
     "grid.linewidth": 0.7,
     "lines.linewidth": 1.7,
     "lines.markersize": 6.0,
+    "hatch.linewidth": 0.6,
     "legend.frameon": False,
+    "legend.handlelength": 3.2,
     "savefig.dpi": 200.0,
     "svg.hashsalt": "fineserve",
     "svg.fonttype": "path",
@@ -41,20 +49,33 @@ Handle: TypeAlias = Artist | Container
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 """Okabe and Ito, "Color Universal Design" (2008): they stay apart under colour blindness."""
 
-_MARKERS = "osD^vPX"
-_DASHES = ("-", "--", ":", "-.")
+Dashes: TypeAlias = str | tuple[float, tuple[float, ...]]
+
+_MARKERS = "osD^vPX*<>ph"
+_DASHES: tuple[Dashes, ...] = (
+    "-",
+    (0, (5, 1.6)),
+    (0, (1.2, 1.2)),
+    (0, (6, 1.6, 1.2, 1.6)),
+    (0, (2.6, 1.2)),
+)
+_HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++", "||", "**")
+_WIDEST, _NARROWEST = 2.8, 1.3
+_BESIDE_PT, _ROOM_PT = 5.0, 24.0
+"""Points from one series to the next where they are drawn side by side, and from the first to the last at most."""
 
 
 class SystemStyles:
-    """Colour, marker and, where colours repeat, dashes of each system, the same in every figure.
+    """Colour, marker, dashes and hatching of each system, the same in every figure: no two of 60 have both marker and dashes in
+    common, and no two of 10 their hatching.
 
     The systems of the FineServe paper have fixed places; others follow in order of appearance.
     """
 
     _FIXED = ("fineserve", "prism*", "static*", "dedicated")
 
-    def __init__(self, systems: Iterable[str]) -> None:
-        self._place = {name: place for place, name in enumerate(dict.fromkeys((*self._FIXED, *systems)))}
+    def __init__(self, systems: Iterable[str], fixed: Iterable[str] = _FIXED) -> None:
+        self._place = {name: place for place, name in enumerate(dict.fromkeys((*fixed, *systems)))}
 
     def colour(self, system: str) -> str:
         return COLOURS[self._place[system] % len(COLOURS)]
@@ -62,8 +83,38 @@ class SystemStyles:
     def marker(self, system: str) -> str:
         return _MARKERS[self._place[system] % len(_MARKERS)]
 
-    def dashes(self, system: str) -> str:
-        return _DASHES[self._place[system] // len(COLOURS) % len(_DASHES)]
+    def dashes(self, system: str) -> Dashes:
+        return _DASHES[self._place[system] % len(_DASHES)]
+
+    def hatch(self, system: str) -> str:
+        return _HATCHES[self._place[system] % len(_HATCHES)]
+
+
+def look_at(place: int) -> dict[str, Any]:
+    """Colour, marker and dashes of the line at ``place`` where series are no systems; as distinct as those of systems."""
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "linestyle": _DASHES[place % len(_DASHES)],
+    }
+
+
+def line_width(place: int, count: int) -> float:
+    """Of the series at ``place`` of ``count`` that are drawn one over the other: the later, the narrower."""
+    return _WIDEST - (_WIDEST - _NARROWEST) * place / max(1, count - 1)
+
+
+def dashes_at(place: int) -> Dashes:
+    """Of the line at ``place``, where lines have no markers."""
+    return _DASHES[place % len(_DASHES)]
+
+
+def beside(axes: Axes, place: int, count: int, room_pt: float = _ROOM_PT) -> Transform:
+    """Data coordinates for the series at ``place`` of ``count``, moved aside so that equal points stand side by side, in
+    ``room_pt`` points at most."""
+    step_pt = min(_BESIDE_PT, min(_ROOM_PT, room_pt) / max(1, count - 1))
+    aside_in = (place - (count - 1) / 2) * step_pt / 72
+    return axes.transData + ScaledTranslation(aside_in, 0, cast("Figure", axes.figure).dpi_scale_trans)
 
 
 @contextmanager
@@ -83,22 +134,27 @@ def panel_grid(rows: int, columns: int, *, row_height_in: float = 2.2) -> tuple[
 
 
 def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]) -> None:
-    """Title with one legend for all panels above them, and one line of small print below."""
-    per_row = min(len(legend), max(2, int(figure.get_figwidth() // 1.5)))
+    """Title with one legend for all panels above them, and small print below."""
+    width_in = figure.get_figwidth()
+    entry_in = 0.65 + 0.075 * max(map(len, legend), default=0)
+    per_row = min(len(legend), max(1, int(width_in // entry_in)))
     figure.legend(
         cast("list[Artist]", list(legend.values())),  # containers serve as handles; only the annotation is narrower
         list(legend),
         loc="outside upper center",
         ncols=per_row,
-        title=title,
+        title=fill(title, int(9.5 * width_in)),
         title_fontproperties={"size": 11, "weight": "bold"},
     )
-    figure.supxlabel(note, fontsize=7.5, color="#666666")
+    figure.supxlabel(fill(note, int(16 * width_in)), fontsize=7.5, color="#666666")
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write ``stem``.png and ``stem``.svg and return their paths."""
-    png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
-    figure.savefig(png)
-    figure.savefig(svg, metadata={"Date": None})
-    return [png, svg]
+    """Write ``stem``.png and ``stem``.svg, whole or not at all, and return their paths."""
+    written = []
+    for kind, metadata in (("png", None), ("svg", {"Date": None})):
+        path = stem.with_name(f"{stem.name}.{kind}")
+        with atomic(path) as temporary:
+            figure.savefig(temporary, format=kind, metadata=metadata)
+        written.append(path)
+    return written

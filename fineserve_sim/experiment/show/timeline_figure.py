@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,17 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fineserve_sim.experiment.file.cells import matching
+from fineserve_sim.experiment.show.answer import limits_text
 from fineserve_sim.experiment.show.labels import axis_text, quantity
-from fineserve_sim.experiment.show.plot_style import COLOURS, Handle, panel_grid, set_heading
+from fineserve_sim.experiment.show.plot_style import (
+    COLOURS,
+    Dashes,
+    Handle,
+    dashes_at,
+    line_width,
+    panel_grid,
+    set_heading,
+)
 
 _ENGINE_PANELS = ("waiting", "running", "kv_used_bytes")
 _REQUEST_PANELS = ("windowed_ttft_s", "output_tokens_per_s")
@@ -116,21 +126,29 @@ def timeline_figure(
     timelines = [Timeline(results_dir, cell["runs"][0]) for cell in shown]
     figure, grid = panel_grid(len(panels), len(shown), row_height_in=1.9)
     owners = [owner for timeline in timelines for panel in panels for owner in timeline.series(panel)]
-    colour = {owner: _COLOURS[place % len(_COLOURS)] for place, owner in enumerate(dict.fromkeys(owners))}
+    looks = {
+        owner: (_COLOURS[place % len(_COLOURS)], dashes_at(place)) for place, owner in enumerate(dict.fromkeys(owners))
+    }
     legend: dict[str, Handle] = {}
     for panel, row in zip(panels, grid, strict=True):
         for timeline, axes in zip(timelines, row, strict=True):
-            legend |= _draw_panel(axes, timeline, panel, colour)
-        row[0].set_ylabel(quantity(panel).text)
+            legend |= _draw_panel(axes, timeline, panel, looks)
+        row[0].set_ylabel(fill(quantity(panel).text, 24))
         row[0].set_ylim(bottom=0)
     for axes, cell in zip(grid[0], shown, strict=True):
         axes.set_title(cell["title"])
     for axes in grid[-1]:
         axes.set_xlabel("Time (s)")
-    note = [*(axis_text(axis, value) for axis, value in shown[0]["axes"].items()), "first seed"]
-    legend = dict(sorted(legend.items(), key=lambda entry: entry[0] == _CAPACITY))
-    set_heading(figure, title, ", ".join(note), legend)
+    set_heading(figure, title, _note(shown[0]), dict(sorted(legend.items(), key=lambda entry: entry[0] == _CAPACITY)))
     return figure
+
+
+def _note(cell: Mapping[str, Any]) -> str:
+    """Where the samples are from, with limits in seconds."""
+    derived = cell.get("derived", True)
+    place = [axis_text(axis, value) for axis, value in cell["axes"].items() if axis != "slo_scale" or derived]
+    limits = limits_text(cell)
+    return ", ".join([*place, *([f"limits: {limits}"] if limits else []), "first seed"])
 
 
 def _has_engines(results_dir: Path, key: str) -> bool:
@@ -144,12 +162,17 @@ def _matching_any(cells: Sequence[Mapping[str, Any]], at: Mapping[str, Any]) -> 
     return [cell for system in systems for cell in matching(cells, system, at)]
 
 
-def _draw_panel(axes: Axes, timeline: Timeline, panel: str, colour: Mapping[str, str]) -> dict[str, Handle]:
+def _draw_panel(
+    axes: Axes, timeline: Timeline, panel: str, looks: Mapping[str, tuple[str, Dashes]]
+) -> dict[str, Handle]:
     legend: dict[str, Handle] = {}
-    for owner, values in timeline.series(panel).items():
-        legend[owner] = axes.plot(timeline.time_s, values, color=colour[owner], linewidth=1.4)[0]
-        axes.fill_between(timeline.time_s, values, color=colour[owner], alpha=0.12, linewidth=0)
+    series = timeline.series(panel)
+    for place, (owner, values) in enumerate(series.items()):
+        colour, dashes = looks[owner]
+        width_pt = line_width(place, len(series))
+        legend[owner] = axes.plot(timeline.time_s, values, color=colour, linestyle=dashes, linewidth=width_pt)[0]
+        axes.fill_between(timeline.time_s, values, color=colour, alpha=0.12, linewidth=0)
     if panel == "kv_used_bytes":
         capacity = timeline.kv_capacity_bytes * quantity(panel).scale
-        legend[_CAPACITY] = axes.axhline(capacity, color="#666666", linewidth=1.0, linestyle="--")
+        legend[_CAPACITY] = axes.axhline(capacity, color="#666666", linewidth=1.0, linestyle=(0, (8, 3)))
     return legend

@@ -92,9 +92,7 @@ def gpus_table(cell: Cell) -> Table:
         f"GPU, {cell['title']}", "models", "weights GiB", "KV GiB", "left, mean", "least", "busy %", "compute %",
         "bandwidth %", "requests wait %", left=(0, 1),
     )  # fmt: skip
-    shown = list(cell["gpus"])
-    if len(shown) > _MOST_GPUS:
-        shown = sorted(shown, key=lambda gpu: -gpu["waiting"])[:_MOST_GPUS]
+    shown = most_waiting(cell["gpus"])
     for gpu in shown:
         table.add_row(
             str(gpu["gpu"]),
@@ -105,6 +103,13 @@ def gpus_table(cell: Cell) -> Table:
     if len(shown) < len(cell["gpus"]):
         table.add_row(f"and {len(cell['gpus']) - len(shown)} more", "(gpus.parquet)")
     return table
+
+
+def most_waiting(gpus: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All GPUs, or those with the most waiting requests where there are too many to show."""
+    if len(gpus) <= _MOST_GPUS:
+        return list(gpus)
+    return sorted(gpus, key=lambda gpu: -gpu["waiting"])[:_MOST_GPUS]
 
 
 def latency(cell: Cell, metric: str, model: str | None = None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.files import write_json
 from fineserve_sim.experiment.run.runner import OnProgress
 from fineserve_sim.experiment.sizing.probe import Goal, Prober, Told
@@ -21,14 +22,20 @@ PRECISION = 0.1
 
 
 def search_around(
-    folder: Path, *, jobs: int | None = None, on_progress: OnProgress | None = None, told: Told | None = None
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    on_progress: OnProgress | None = None,
+    told: Told | None = None,
 ) -> dict[str, Any]:
     """Search around the answer of a results folder, write what is found into its summary.json, and return that."""
     summary = read_summary(folder)
     answer = summary["answer"]
     if answer is not None:
         goals = [Goal(metric, share) for metric, share in answer["targets"].items()]
-        prober = Prober(folder / "resolved.yaml", folder, goals, jobs=jobs, on_progress=on_progress, told=told)
+        path = folder / "resolved.yaml"
+        prober = Prober(path, folder, goals, jobs=jobs, executor=executor, on_progress=on_progress, told=told)
         answer["search"] = {"rate": _rate(prober, answer), "gpus": _gpus(prober, answer, _order(summary))}
         write_json(folder / "summary.json", summary)
     return summary

@@ -22,8 +22,9 @@ from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
 from fineserve_sim.experiment.results.misses import CAUSES
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare
-from fineserve_sim.experiment.run.pool import Workers
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.store import Store
 
@@ -109,7 +110,8 @@ Told = Callable[[str, "Attained"], None]
 
 @dataclass(frozen=True, slots=True)
 class Prober:
-    """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``."""
+    """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``, and
+    run on ``executor``, or in ``jobs`` processes."""
 
     path: Path
     out: Path
@@ -118,12 +120,15 @@ class Prober:
     at: Mapping[str, Any] | None = None
     quick: bool = False
     jobs: int | None = None
+    executor: Executor | None = None
     on_progress: OnProgress | None = None
     told: Told | None = None
 
     def file(self) -> Experiment:
-        """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit."""
+        """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit or
+        a place that is none."""
         found = load_experiment(self.path, [*self.overrides, *_BARE], self.quick)
+        self._check_place()
         for goal in self.goals:
             keys = _KEYS.get(goal.metric, ())
             if keys and all(getattr(found.setup.slo, key) is None for key in keys):
@@ -131,6 +136,14 @@ class Prober:
                 moment = goal.metric.removesuffix("_attainment").upper()
                 raise SizingError(f"{self.path}: a target for {moment} needs {needed}")
         return found
+
+    def _check_place(self) -> None:
+        """Other axes have values that they can have."""
+        sweep = json.dumps([{"name": "size", "at": dict(self.at or {})}])
+        try:
+            load_experiment(self.path, [*self.overrides, *_BARE, ("sweeps", sweep)], self.quick)
+        except ConfigError as problem:
+            raise SizingError(f"--at {problem.key.removeprefix('sweeps.0.at.')}: {problem.problem}") from None
 
     def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
         """Run seed after seed until the answer is sure, or all (``fully``). A scenario that cannot run does not hold."""
@@ -174,9 +187,9 @@ class Prober:
         """The runs of the one cell of an experiment, and the models that had no instance in the first."""
         store = Store(self.out)
         prepare(self.out)
-        with Workers(self.jobs) as workers:
+        with lent(self.executor, self.jobs) as executor:
             session = Session(
-                store, self.out, workers, False, simulate, Progress(experiment.file.seeds, self.on_progress)
+                store, self.out, executor, False, simulate, Progress(experiment.file.seeds, self.on_progress)
             )
             (outcome,) = session.simulate_all(experiment)
         placements = [store.meta(key)["placement"] for key in outcome.keys]
@@ -207,7 +220,7 @@ _BARE = (("claims", "[]"), ("figures", "[]"))
 def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal) -> bool | None:
     """Whether the goal will hold over all seeds, of which these are the first."""
     requests = sum(run.counts["arrived"] for run in runs)
-    hits = sum(int(run.hits[goal.metric][""].sum()) for run in runs)
+    hits = sum(run.hits[goal.metric][""].sum() for run in runs)
     return _sure(hits, requests, requests // len(runs) * seeds, goal.share)
 
 

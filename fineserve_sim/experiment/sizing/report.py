@@ -7,12 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Transform
 from rich.table import Table
 
 from fineserve_sim.experiment.show.answer import dollars, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
-from fineserve_sim.experiment.show.plot_style import Handle, SystemStyles, house_style, panel_grid, save, set_heading
+from fineserve_sim.experiment.show.plot_style import (
+    Handle,
+    SystemStyles,
+    beside,
+    house_style,
+    line_width,
+    panel_grid,
+    save,
+    set_heading,
+)
 from fineserve_sim.experiment.show.where import plain_table
 from fineserve_sim.experiment.sizing.probe import Goal
 from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
@@ -107,34 +119,50 @@ def draw(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: st
         return save(_figure(answers, axis, goals, title), folder / "size")
 
 
-def _name(answer: Answer) -> str:
-    """Of a line: the system, with its GPU and TP degree where these are searched, too."""
-    return answer.title if answer.tp is None else f"{answer.title}, {answer.gpu}, TP {answer.tp}"
+def _name(answer: Answer, several: bool) -> str:
+    """Of a line: the system, with its GPU and TP degree where several of these are searched."""
+    tp = "" if answer.tp is None else f", TP {answer.tp}"
+    return f"{answer.title}{f', {answer.gpu}' * several}{tp}"
 
 
 def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str) -> Figure:
-    styles = SystemStyles(_name(answer) for answer in answers)
+    several = len({answer.gpu for answer in answers}) > 1
+    names = [_name(answer, several) for answer in answers]
+    styles = SystemStyles(names, fixed=())
     figure, grid = panel_grid(len(goals), 1)
     legend: dict[str, Handle] = {}
     for goal, (axes,) in zip(goals, grid, strict=True):
-        for answer in answers:
-            ran = sorted((probe.value, 100 * probe.shares[goal.metric]) for probe in answer.probes if probe.shares)
-            (line,) = axes.plot(
-                [value for value, _ in ran],
-                [share for _, share in ran],
-                color=styles.colour(_name(answer)),
-                marker=styles.marker(_name(answer)),
-                linestyle=styles.dashes(_name(answer)),
-            )
-            legend[_name(answer)] = line
-            if answer.best:
-                axes.axvline(answer.best.value, color=styles.colour(_name(answer)), linewidth=0.8, linestyle=":")
-        axes.axhline(100 * goal.share, color="#333333", linewidth=0.8, linestyle="--")
+        for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
+            moved = beside(axes, place, len(answers))
+            legend[name] = _draw_probes(axes, answer, goal, styles, name, line_width(place, len(answers)), moved)
+        legend["target"] = axes.axhline(100 * goal.share, color="#333333", linewidth=0.8, linestyle=(0, (8, 3)))
         axes.set_ylabel(quantity(goal.metric).text)
         axes.set_ylim(0, 104)
-        if axis.key != "cluster.count":
+        if axis.key == "cluster.count":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: number(value))
     grid[-1][0].set_xlabel(axis.title)
-    set_heading(figure, title, "dashed: target; dotted: answer; each point is a probe, ended once it was sure", legend)
+    set_heading(figure, title, "ringed: the answer; each point is a probe, ended once it was sure", legend)
     return figure
+
+
+def _draw_probes(
+    axes: Panel, answer: Answer, goal: Goal, styles: SystemStyles, name: str, width_pt: float, moved: Transform
+) -> Handle:
+    """What a search asked and found, the answer in a ring."""
+    ran = sorted((probe.value, 100 * probe.shares[goal.metric]) for probe in answer.probes if probe.shares)
+    looks: dict[str, Any] = {
+        "color": styles.colour(name),
+        "marker": styles.marker(name),
+        "linestyle": styles.dashes(name),
+    }
+    (line,) = axes.plot([value for value, _ in ran], [share for _, share in ran], linewidth=width_pt, **looks)
+    drawn = [line]
+    if answer.best:
+        at = (answer.best.value, 100 * answer.best.shares[goal.metric])
+        drawn += axes.plot(*([each] for each in at), "o", ms=12, mfc="none", mec=styles.colour(name), clip_on=False)
+    for artist in drawn:
+        artist.set_transform(moved)
+    return line

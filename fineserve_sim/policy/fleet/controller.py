@@ -12,7 +12,7 @@ scheduler needs to know of residency.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
 from fineserve_sim.policy.controller import Controller, QueueLength, Route
@@ -30,17 +30,9 @@ from fineserve_sim.policy.events import (
 )
 from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel, SchedulerMaker
 from fineserve_sim.policy.fleet.rates import MovingRate
+from fineserve_sim.policy.fleet.roster import Roster, RosterEntry
 from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, ResidencyPolicy, Start, Status, Stop
 from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, Request
-
-
-@dataclass(slots=True)
-class _Engine:
-    model: str
-    gpus: tuple[int, ...]
-    status: Status
-    replaces: int | None = None
-    busy_s: float = 0.0  # when it was last seen with a request, or got one
 
 
 class FleetController(Controller):
@@ -73,15 +65,12 @@ class FleetController(Controller):
         self._make_schedulers = make_schedulers
         self._rates: dict[str, MovingRate] = {}
         self._largest_bytes = max(gpu.memory_bytes for gpu in gpus)
-        self._engines: dict[int, _Engine] = {}
-        self._of_model: dict[str, set[int]] = {}
-        self._on_gpu: dict[int, set[int]] = {gpu.id: set() for gpu in gpus}
+        self._roster = Roster(self._gpus)
         self._held: dict[str, dict[int, Request]] = {}
         for id, model in models.items():
             self.add_model(id, model, residency)
-        for engine, instance in enumerate(instances):
-            self._enter(engine, _Engine(instance.model, instance.gpus, Status.RESIDENT))
-        self._next_engine = len(instances)
+        for instance in instances:
+            self._roster.enter(RosterEntry(instance.model, instance.gpus, Status.RESIDENT))
         self._scopes: dict[int, tuple[int, ...]] = {}
         self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
         self._held_since_s: dict[str, float] = {}
@@ -97,18 +86,18 @@ class FleetController(Controller):
         self._residency = residency
         self._models[id] = model
         self._rates[id] = MovingRate(self._rate_window_s, model.demand.rate_per_s)
-        self._of_model[id] = set()
+        self._roster.of_model[id] = set()
         self._held[id] = {}
         self._lead(id, ())
 
     def remove_model(self, id: str, residency: ResidencyPolicy) -> None:
         """The model is no more, nor are its engines, wherever they were. Raises ValueError while requests of it wait."""
-        if self._held[id] or any(self._bound_to.get(engine) for engine in self._of_model[id]):
+        if self._held[id] or any(self._bound_to.get(engine) for engine in self._roster.of_model[id]):
             raise ValueError(f"requests wait for model {id}")
         self._residency = residency
-        for engine in sorted(self._of_model[id]):
+        for engine in sorted(self._roster.of_model[id]):
             self._remove(engine)
-        for table in (self._models, self._rates, self._of_model, self._held, self._held_since_s):
+        for table in (self._models, self._rates, self._roster.of_model, self._held, self._held_since_s):
             table.pop(id, None)
         for book in (self._routes, self._turns, self._shortest):
             book.pop(id)
@@ -129,8 +118,7 @@ class FleetController(Controller):
 
     def status(self, engine: int) -> Status | None:
         """None for an engine that is not there (any more)."""
-        found = self._engines.get(engine)
-        return found.status if found else None
+        return self._roster.status(engine)
 
     def handle(self, now: float, event: Event) -> list[Command]:
         self._now = now
@@ -171,7 +159,7 @@ class FleetController(Controller):
         held[request.id] = request
 
     def _deliver(self, request: Request, route: Route) -> list[Command]:
-        self._engines[route.engine].busy_s = self._now
+        self._roster.engines[route.engine].busy_s = self._now
         if route.scheduler is not None:
             self._requests.setdefault(route.engine, {})[request.id] = request
         return super()._deliver(request, route)
@@ -191,12 +179,12 @@ class FleetController(Controller):
         """Nobody may start: if that engine has a slot and no prompt to compute, its requests wait for memory."""
         for engine, state in engines.items():
             if self._bound_to[engine] and state.free_slots and not state.prefill_tokens:
-                self._pressed.update(self._engines[engine].gpus)
+                self._pressed.update(self._roster.engines[engine].gpus)
 
     # --- the life of engines ---------------------------------------------------------------------------------------
 
     def _ready(self, engine: int) -> list[Command]:
-        ready = self._engines.get(engine)
+        ready = self._roster.engines.get(engine)
         if ready is None or ready.status is not Status.LOADING:
             return []  # evicted or lost while it was loading
         ready.status = Status.RESIDENT
@@ -209,27 +197,18 @@ class FleetController(Controller):
 
     def _gone(self, engine: int) -> list[Command]:
         """The engine is not there any more: who waits for it or for its memory may get another."""
-        if engine not in self._engines:
+        if engine not in self._roster.engines:
             return []
         commands = self._remove(engine)
         waits = any(held and not self._coming(model) for model, held in self._held.items())
         return [*commands, Survey()] if waits else commands
 
-    def _enter(self, id: int, engine: _Engine) -> None:
-        self._engines[id] = engine
-        self._of_model[engine.model].add(id)
-        for gpu in engine.gpus:
-            self._on_gpu[gpu].add(id)
-
     def _remove(self, engine: int) -> list[Command]:
-        gone = self._engines[engine]
+        gone = self._roster.engines[engine]
         waiting = self._close(engine)
-        del self._engines[engine]
+        self._roster.remove(engine)
         self._requests.pop(engine, None)
         self._longest.pop(engine, None)
-        self._of_model[gone.model].remove(engine)
-        for gpu in gone.gpus:
-            self._on_gpu[gpu].remove(engine)
         self._remake_schedulers(gone.gpus)
         return self._distribute(gone.model, waiting)
 
@@ -237,7 +216,7 @@ class FleetController(Controller):
         """``drain`` leaves the engine on its GPUs until it is told to be empty."""
         if not drain:
             return [Evict(engine, drain), *self._remove(engine)]
-        leaving = self._engines[engine]
+        leaving = self._roster.engines[engine]
         leaving.status = Status.DRAINING
         waiting = self._close(engine)
         self._remake_schedulers(leaving.gpus)
@@ -246,7 +225,7 @@ class FleetController(Controller):
     def _resize(self, max_tokens: Mapping[int, int]) -> list[Command]:
         """Routes know what their engines can hold."""
         self._longest |= max_tokens
-        for model in {self._engines[engine].model for engine in max_tokens if engine in self._engines}:
+        for model in {self._roster.engines[engine].model for engine in max_tokens if engine in self._roster.engines}:
             routes = self._routes[model]
             limits = [self._longest.get(route.engine, route.max_tokens) for route in routes]
             turns = self._turns[model]
@@ -259,7 +238,7 @@ class FleetController(Controller):
         if engine not in self._scopes:
             return []
         waiting = self._release([engine])
-        model = self._engines[engine].model
+        model = self._roster.engines[engine].model
         self._lead(model, [route for route in self._routes[model] if route.engine != engine])
         for table in (self._bound_to, self._scopes, self._schedulers, self._queues):
             table.pop(engine, None)
@@ -291,10 +270,8 @@ class FleetController(Controller):
 
     def _remake_schedulers(self, gpus: Iterable[int]) -> None:
         """Engines on these GPUs came or went: new schedulers for all queues that they touch, with what waits in them."""
-        queues = {self._engines[id].gpus[0] for gpu in gpus for id in self._on_gpu[gpu] if self._serves(id)}
-        for queue in sorted(queues):
-            here = sorted(self._on_gpu[queue])
-            members = [id for id in here if self._serves(id) and self._engines[id].gpus[0] == queue]
+        for queue in self._roster.queues_of(gpus):
+            members = self._roster.members_of(queue)
             homes = {id: engine for engine in members for id in self._requests.get(engine, ())}
             waiting = self._release(members)
             made = self._make_schedulers([self._binding(id) for id in members])
@@ -303,13 +280,10 @@ class FleetController(Controller):
             for request in waiting:
                 self._deliver(request, self._route_of(request.model, homes[request.id]))
 
-    def _serves(self, engine: int) -> bool:
-        return self._engines[engine].status is Status.RESIDENT
-
     def _open(self, scope: tuple[int, ...], scheduler: LocalScheduler | None) -> None:
         queue = QueueLength()
         for id in scope:
-            engine = self._engines[id]
+            engine = self._roster.engines[id]
             model = self._models[engine.model]
             longest = self._longest.get(id, self._max_tokens(engine.model))  # 0: its GPUs leave it no page
             route = Route(id, model.demand.rate_per_s, longest, scheduler)
@@ -324,14 +298,15 @@ class FleetController(Controller):
         return next(route for route in self._routes[model] if route.engine == engine)
 
     def _binding(self, engine: int) -> EngineBinding:
-        here = self._engines[engine]
+        here = self._roster.engines[engine]
         kv_bytes = min(self._gpus[gpu].memory_bytes - self._taken_bytes(gpu) for gpu in here.gpus)
         kv_tokens = max(1, kv_bytes // self._models[here.model].demand.token_bytes)
         return EngineBinding(engine, here.model, here.gpus, kv_tokens)
 
     def _taken_bytes(self, gpu: int) -> int:
         """What engines take there beside KV."""
-        return sum(self._models[self._engines[id].model].demand.weight_bytes for id in self._on_gpu[gpu])
+        here = [self._roster.engines[id].model for id in self._roster.on_gpu[gpu]]
+        return sum(self._models[model].demand.weight_bytes for model in here)
 
     def _max_tokens(self, model: str) -> int:
         """The longest sequence of the model, alone on the largest GPU."""
@@ -360,7 +335,7 @@ class FleetController(Controller):
     def _view(self, event: Tick) -> FleetView:
         now, running, bound_to = self._now, event.running, self._bound_to
         engines = []
-        for id, engine in self._engines.items():
+        for id, engine in self._roster.engines.items():
             requests = running.get(id, 0) + bound_to.get(id, 0)
             if requests:
                 engine.busy_s = now
@@ -380,10 +355,10 @@ class FleetController(Controller):
 
     def _coming(self, model: str) -> bool:
         """An engine of the model serves, or will."""
-        return any(self._engines[id].status is not Status.DRAINING for id in self._of_model[model])
+        return self._roster.any_of(model, Status.LOADING, Status.RESIDENT)
 
     def _stop(self, stop: Stop, running: Mapping[int, int], free_bytes: dict[int, int]) -> list[Command]:
-        engine = self._engines.get(stop.engine)
+        engine = self._roster.engines.get(stop.engine)
         if engine is None or engine.status is Status.DRAINING:
             return []
         serves = stop.engine in running
@@ -397,15 +372,13 @@ class FleetController(Controller):
     def _start(self, start: Start, free_bytes: dict[int, int]) -> list[Command]:
         """Activate an engine if the books allow it."""
         demand = self._models[start.model].demand
-        loading = any(self._engines[id].status is Status.LOADING for id in self._of_model[start.model])
+        loading = self._roster.any_of(start.model, Status.LOADING)
         nodes = {self._gpus[gpu].node for gpu in start.gpus}
         if loading or len(set(start.gpus)) != len(start.gpus) or len(start.gpus) != demand.tp or len(nodes) != 1:
             return []
         if any(free_bytes[gpu] < demand.weight_bytes for gpu in start.gpus):
             return []
-        engine = self._next_engine
-        self._next_engine += 1
-        self._enter(engine, _Engine(start.model, start.gpus, Status.LOADING, start.replaces, self._now))
+        engine = self._roster.enter(RosterEntry(start.model, start.gpus, Status.LOADING, start.replaces, self._now))
         for gpu in start.gpus:
             free_bytes[gpu] -= demand.weight_bytes
         self._remake_schedulers(start.gpus)

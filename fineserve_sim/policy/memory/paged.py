@@ -97,7 +97,8 @@ class PoolShare:
 
     @property
     def free_blocks(self) -> int:
-        return self.pool.free_bytes // self.block_bytes
+        pool = self.pool
+        return (pool.limit_bytes - pool.used_bytes) // self.block_bytes
 
     @property
     def capacity_blocks(self) -> int:
@@ -109,10 +110,11 @@ class PoolShare:
         return self.held_blocks * self.block_bytes
 
     def take(self, blocks: int) -> bool:
-        if blocks > self.free_blocks:
+        pool, bytes = self.pool, blocks * self.block_bytes
+        if pool.used_bytes + bytes > pool.limit_bytes:
             return False
         self.held_blocks += blocks
-        self.pool.used_bytes += blocks * self.block_bytes
+        pool.used_bytes += bytes
         return True
 
     def give(self, blocks: int) -> None:

@@ -47,6 +47,10 @@ class EngineConfig:
     ``kv_cache_dtype`` and ``quantization`` take vLLM's words; unknown or unsafe ones are refused (formats.py).
     ``kv_limit_bytes`` bounds how much of the region the engine may lease for KV; None: all of it. Limits that sum up to the
     region make a static split.
+
+    ``gpus`` are those of its host that hold the engine's ranks, one each, in vLLM's order; by default the host's first. They
+    split each layer (tensor parallelism), or with ``stages`` the layers into so many consecutive parts (pipeline parallelism),
+    each of which ``len(gpus) / stages`` of them split.
     """
 
     name: str
@@ -60,14 +64,17 @@ class EngineConfig:
     max_batched_tokens: int = 512
     prefix_caching: bool = False
     kv_limit_bytes: int | None = None
+    gpus: tuple[int, ...] = ()
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """One device and its engines.
+    """One device and its engines; or several ``gpus``, which engines with ranks tie together.
 
-    ``region_name`` names the shared files ``<region_dir>/fineserve-<region_name>.{kv,table}``: a second host on the same
-    name is refused. ``region_bytes`` covers KV and, with ``weights_in_region``, weights (only then can engines sleep).
+    Each has a region of its own in the shared files ``<region_dir>/fineserve-<region_name><gpu>.{kv,table}``: a second host on
+    the same name is refused. ``region_bytes`` (of each) covers KV and, with ``weights_in_region``, weights (only then can
+    engines sleep).
     ``slab_multiple`` is the paper's k: a slab is so many times the least common multiple of the block sizes. ``poison_freed``
     fills every slab that is given back with 0xFF (tests, debugging).
     """
@@ -76,12 +83,21 @@ class HostConfig:
     region_bytes: int
     mode: Mode = "in_process"
     device: Device = "cpu"
-    region_name: str = "device0"
+    region_name: str = "device"
+    gpus: tuple[int, ...] = (0,)
     region_dir: Path = Path("/dev/shm")
     slab_multiple: int = 1
     weights_in_region: bool = False
     poison_freed: bool = False
     cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "fineserve")
+
+    def gpus_of(self, engine: EngineConfig) -> tuple[int, ...]:
+        """Where its ranks are. Raises ValueError for a device that is not this host's."""
+        gpus = engine.gpus or self.gpus[:1]
+        for gpu in gpus:
+            if gpu not in self.gpus:
+                raise ValueError(f"{engine.name}: device {gpu} is not among those of its host ({self.gpus})")
+        return gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +171,9 @@ class StepReport(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """Bytes of the region that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
+    """Of one rank, on its device.
+
+    Bytes of the region that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
     cached prefixes (evictable), those of weights; and counters since the start. ``prefix_queries`` are prompt tokens that were
     looked up in the cache, ``prefix_hits`` those that were there."""
 
@@ -204,7 +222,14 @@ class EngineHandle(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def block_bytes(self) -> int: ...
+    def gpus(self) -> tuple[int, ...]:
+        """The devices of its ranks."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a KV block, on each device of the engine."""
+        ...
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -236,7 +261,9 @@ class EngineHandle(Protocol):
         """As of the last boundary, plus what was submitted since. ``free_kv_tokens`` counts evictable prefixes."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self, gpu: int | None = None) -> EngineStats:
+        """Of the rank on ``gpu``, by default the first."""
+        ...
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no request is left; False when time ran out. Do not call it from a listener."""
@@ -254,7 +281,8 @@ class EngineHandle(Protocol):
 
 
 class EngineHost(Protocol):
-    """One device: ``start_host(config, listener)`` (host.py) builds it and returns when every engine is ready."""
+    """One device, or several that engines tie together: ``start_host(config, listener)`` (host.py) builds it and returns when
+    every engine is ready."""
 
     @property
     def config(self) -> HostConfig: ...
@@ -267,8 +295,9 @@ class EngineHost(Protocol):
         """False when a thread of this process hangs that steps engines: only a restart of the process helps."""
         ...
 
-    def ledger(self) -> KVLedger:
-        """Bytes of the region: used by blocks, stranded in partly used slabs, free, lost to the null slab and the tail.
+    def ledger(self, gpu: int | None = None) -> KVLedger:
+        """Bytes of the region of ``gpu`` (the host's first): used by blocks,
+        stranded in partly used slabs, free, lost to the null slab and the tail.
         Weights and idle cached prefixes count as used."""
         ...
 

@@ -1,4 +1,4 @@
-"""One device: its region, its engines, and what can be read of both.
+"""One device, or several that engines with ranks tie together: regions, engines, and what can be read of both.
 
 A host (host.py) knows its device by this protocol alone: engines are sent commands and answer with messages, and figures
 can be looked up at any time. `LocalDevice` is a device of this machine; ray_device.py has one behind a Ray actor.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from fineserve_runtime.engines.links import Link, ProcessLink, Receive, ThreadLi
 from fineserve_runtime.engines.loop import Build, Died, EngineCommand, Message
 from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, read_config
 from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
+from fineserve_runtime.engines.ranks import end_process
 from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import MAX_ENGINES, SlabTable, lock_holder
@@ -27,11 +29,12 @@ from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
 
 
 class EngineFacts(NamedTuple):
-    """What never changes of an engine. ``model_dir`` is a folder of the device's machine."""
+    """What never changes of an engine. ``model_dir`` is a folder of the device's machine; ``gpus`` are those of its ranks."""
 
     model_dir: Path
     eos_token_ids: tuple[int, ...]
     block_bytes: int
+    gpus: tuple[int, ...]
 
 
 class DeviceFacts(NamedTuple):
@@ -80,13 +83,17 @@ class Device(Protocol):
         """Does not block; a command to a dead engine is dropped."""
         ...
 
-    def stats(self, engine: int) -> EngineStats: ...
+    def stats(self, engine: int, gpu: int | None = None) -> EngineStats:
+        """Of its rank on ``gpu``, by default the first."""
+        ...
 
     def free_kv_tokens(self, engine: int) -> int: ...
 
     def kv_capacity_tokens(self, engine: int) -> int: ...
 
-    def ledger(self) -> KVLedger: ...
+    def ledger(self, gpu: int | None = None) -> KVLedger:
+        """Of the region on ``gpu``, by default the first."""
+        ...
 
     def close(self) -> None: ...
 
@@ -117,16 +124,13 @@ class LocalDevice:
         self._deliver = receive
         self._build = build
         self._links: dict[int, Link] = {}
-        engines = tuple(_engine_facts(engine, config.cache_dir) for engine in config.engines)
+        engines = tuple(_engine_facts(engine, config) for engine in config.engines)
         plan = plan_slabs([facts.block_bytes for facts in engines], multiple=config.slab_multiple)
-        self._paths = RegionPaths(config.region_dir, config.region_name)
-        self._lock = RegionLock(self._paths)
-        try:
-            self._region, self._table = _create_region(config, self._paths, plan)
-        except BaseException:
-            self._lock.release()
-            raise
-        self.facts = DeviceFacts(engines, plan, self._paths.table, self._lock.stale)
+        self._memory = _create_memory(config, plan)
+        first = self._memory[config.gpus[0]]
+        self._shape = first.table.header
+        stale = any(memory.lock.stale for memory in self._memory.values())
+        self.facts = DeviceFacts(engines, plan, first.paths.table, stale)
         self._engines: dict[int, _Engine] = {}  # a new one when it changes: other threads read it
         for number, (engine, facts) in enumerate(zip(config.engines, engines, strict=True)):
             self._take_in(number, engine, facts)
@@ -154,8 +158,8 @@ class LocalDevice:
             self._thread.send(Build(number, build))
 
     def add(self, engine: EngineConfig) -> tuple[int, EngineFacts]:
-        header = self._table.header
-        facts = _engine_facts(engine, self._config.cache_dir)
+        header = self._shape
+        facts = _engine_facts(engine, self._config)
         if header.slab_bytes % facts.block_bytes and header.slab_bytes < 2 * facts.block_bytes:
             raise ValueError(
                 f"{engine.name}: its KV blocks of {facts.block_bytes} bytes do not fit in slabs of {header.slab_bytes}; "
@@ -186,10 +190,9 @@ class LocalDevice:
         return (engine,)
 
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
-        """Who holds the table's lock goes first: others may wait for it. A thread cannot be killed, so its engines count as
+        """Who holds a table's lock goes first: others may wait for it. A thread cannot be killed, so its engines count as
         dead, and keep their slabs: it may wake up and write."""
-        pid = lock_holder(self._paths.table)
-        holds = [engine for engine in engines if self._table.counters[engine].get("pid") == pid]
+        holds = [engine for engine in engines for memory in self._memory_of(engine) if memory.locked_by(engine)]
         link = self._links[(holds or list(engines))[0]]
         if isinstance(link, ProcessLink):
             link.kill()
@@ -201,8 +204,8 @@ class LocalDevice:
     def send(self, command: EngineCommand) -> None:
         self._links[command.engine].send(command)
 
-    def stats(self, engine: int) -> EngineStats:
-        return self._engines[engine].figures.stats()
+    def stats(self, engine: int, gpu: int | None = None) -> EngineStats:
+        return self._engines[engine].figures.stats(gpu)
 
     def free_kv_tokens(self, engine: int) -> int:
         return self._engines[engine].figures.free_kv_tokens()
@@ -210,62 +213,99 @@ class LocalDevice:
     def kv_capacity_tokens(self, engine: int) -> int:
         return self._engines[engine].figures.kv_capacity_tokens()
 
-    def ledger(self) -> KVLedger:
-        header = self._table.header
+    def ledger(self, gpu: int | None = None) -> KVLedger:
+        gpu = self._config.gpus[0] if gpu is None else gpu
+        header = self._shape
         total = self._config.region_bytes
-        stranded = sum(each.figures.stats().stranded_bytes for each in self._engines.values())
-        free = self._table.free_slabs() * header.slab_bytes
+        here = [each.figures for each in self._engines.values() if gpu in each.facts.gpus]
+        stranded = sum(figures.stats(gpu).stranded_bytes for figures in here)
+        free = self._memory[gpu].table.free_slabs() * header.slab_bytes
         lost = total - (header.slab_count - header.reserved_slabs) * header.slab_bytes
         return KVLedger(total, total - stranded - free - lost, stranded, free, lost)
 
     def close(self) -> None:
-        """Stop every engine and remove the region. Idempotent."""
+        """Stop every engine and remove the regions. Idempotent."""
         if self._closed:
             return
         self._closed = True
         for link in set(self._links.values()):
             link.close()
-        self._table.close()
-        self._region.close()
-        self._lock.release()
+        for number in self._engines:
+            self._end_ranks(number)
+        for memory in self._memory.values():
+            memory.close()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _take_in(self, number: int, engine: EngineConfig, facts: EngineFacts) -> None:
-        figures = TableFigures(self._table, number, engine, facts.block_bytes)
+        tables = {gpu: self._memory[gpu].table for gpu in facts.gpus}
+        figures = TableFigures(tables, number, engine, facts.block_bytes)
         self._engines = self._engines | {number: _Engine(engine, facts, figures)}
 
     def _arguments(self, number: int) -> tuple[Any, ...]:
         """What ``build`` takes."""
         engine, facts, _ = self._engines[number]
-        region_bytes = self._table.header.slab_count * self._table.header.slab_bytes
+        region_bytes = self._shape.slab_count * self._shape.slab_bytes
         settings = self._settings(number)
         return (engine, facts.model_dir, settings, region_bytes, facts.eos_token_ids)
 
     def _settings(self, number: int) -> SlabSettings:
         config = self._config
         limit = self._engines[number].config.kv_limit_bytes
+        ranks = [(str(memory.paths.table), str(memory.paths.bytes_file)) for memory in self._memory_of(number)]
         return SlabSettings(
-            table=str(self._paths.table),
-            region=str(self._paths.bytes_file),
+            table=ranks[0][0],
+            region=ranks[0][1],
             device=config.device,
             engine=number,
             block_bytes=self._engines[number].facts.block_bytes,
-            limit_slabs=None if limit is None else limit // self._table.header.slab_bytes,
+            limit_slabs=None if limit is None else limit // self._shape.slab_bytes,
             poison_freed=config.poison_freed,
             weights_in_region=config.weights_in_region,
+            peers=tuple(ranks[1:]),
         )
 
+    def _memory_of(self, number: int) -> list[_Memory]:
+        """Of the devices of the engine's ranks, in their order."""
+        return [self._memory[gpu] for gpu in self._engines[number].facts.gpus]
+
     def _attach(self, number: int, link: Link, pid: int) -> None:
-        self._table.counters[number].set("pid", pid)
+        for memory in self._memory_of(number):
+            memory.table.counters[number].set("pid", pid)
         self._links[number] = link
 
     def _receive(self, message: Message) -> None:
-        """A dead engine's slabs are free before anybody hears of its death."""
+        """A dead engine's slabs are free before anybody hears of its death, and nobody writes into them any more."""
         if isinstance(message, Died):
-            with self._table.lock():
-                self._table.reclaim(message.engine)
+            self._end_ranks(message.engine)
+            for memory in self._memory_of(message.engine):
+                with memory.table.lock():
+                    memory.table.reclaim(message.engine)
         self._deliver(message)
+
+    def _end_ranks(self, number: int) -> None:
+        for memory in self._memory_of(number):
+            if pid := memory.table.counters[number].get("rank_pid"):
+                end_process(pid)
+
+
+class _Memory(NamedTuple):
+    """The region of one device."""
+
+    paths: RegionPaths
+    lock: RegionLock
+    region: Region
+    table: SlabTable
+
+    def locked_by(self, engine: int) -> bool:
+        holder = lock_holder(self.paths.table)
+        row = self.table.counters[engine]
+        return holder is not None and holder in (row.get("pid"), row.get("rank_pid"))
+
+    def close(self) -> None:
+        self.table.close()
+        self.region.close()
+        self.lock.release()
 
 
 def model_folder(engine: EngineConfig, cache_dir: Path) -> Path:
@@ -277,17 +317,35 @@ def model_folder(engine: EngineConfig, cache_dir: Path) -> Path:
     return engine.model
 
 
-def _engine_facts(engine: EngineConfig, cache_dir: Path) -> EngineFacts:
-    folder = model_folder(engine, cache_dir)
+def _engine_facts(engine: EngineConfig, host: HostConfig) -> EngineFacts:
+    gpus = host.gpus_of(engine)
+    if len(gpus) > 1 and (host.mode == "in_process" or host.device == "cuda"):
+        raise ValueError(
+            f"{engine.name}: engines of several devices need mode 'processes', and are served on CPUs alone"
+        )
+    folder = model_folder(engine, host.cache_dir)
     config = read_config(folder)
-    return EngineFacts(folder, eos_token_ids(folder, config), kv_geometry(config, engine).block_bytes)
+    return EngineFacts(folder, eos_token_ids(folder, config), kv_geometry(config, engine).block_bytes, gpus)
+
+
+def _create_memory(config: HostConfig, plan: SlabPlan) -> dict[int, _Memory]:
+    """A region for each device, all of one shape. Nothing is left behind where one of them cannot be."""
+    with ExitStack() as undo:
+        memory = {}
+        for gpu in config.gpus:
+            paths = RegionPaths(config.region_dir, f"{config.region_name}{gpu}")
+            lock = RegionLock(paths)
+            undo.callback(lock.release)
+            memory[gpu] = _Memory(paths, lock, *_create_region(config, paths, plan))
+        undo.pop_all()
+    return memory
 
 
 def _create_region(config: HostConfig, paths: RegionPaths, plan: SlabPlan) -> tuple[Region, SlabTable]:
     slab_count = config.region_bytes // plan.slab_bytes
     region_bytes = slab_count * plan.slab_bytes
     if config.device == "cpu":
-        _check_space(config.region_dir, region_bytes)
+        _check_space(config.region_dir, region_bytes * len(config.gpus))
     table = SlabTable.create(
         paths.table, slab_count, plan.slab_bytes, min(MAX_ENGINES, len(config.engines) + SPARE_ENGINES)
     )

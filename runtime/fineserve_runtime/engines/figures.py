@@ -1,25 +1,31 @@
-"""What one engine has of its device's memory, read from the owner table as it is now."""
+"""What one engine has of its devices' memory, read from the owner tables as it is now."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fineserve_runtime.engines.api import EngineConfig, EngineStats
+from fineserve_runtime.engines.ranks import free_in_all
 from fineserve_runtime.engines.table import SlabTable
 
 
 class TableFigures:
-    """Other engines take and free slabs between two reports of this one, so nothing is kept."""
+    """``tables``: of its ranks' devices, the first rank's first. Other engines take and free slabs between two reports of this
+    one, so nothing is kept."""
 
-    def __init__(self, table: SlabTable, engine: int, config: EngineConfig, block_bytes: int) -> None:
-        self._table = table
+    def __init__(self, tables: Mapping[int, SlabTable], engine: int, config: EngineConfig, block_bytes: int) -> None:
+        self._tables = dict(tables)
+        self._first = next(iter(self._tables.values()))
         self._engine = engine
         self._config = config
         self._block_bytes = block_bytes
 
-    def stats(self) -> EngineStats:
-        row = self._table.counters[self._engine]
-        slab_bytes = self._table.header.slab_bytes
+    def stats(self, gpu: int | None = None) -> EngineStats:
+        table = self._first if gpu is None else self._tables[gpu]
+        row = table.counters[self._engine]
+        slab_bytes = table.header.slab_bytes
         weight_bytes = -(-row.get("weight_bytes") // slab_bytes) * slab_bytes
-        leased_bytes = self._table.owned_slabs(self._engine) * slab_bytes - weight_bytes
+        leased_bytes = table.owned_slabs(self._engine) * slab_bytes - weight_bytes
         used_bytes, cached_bytes = row.get("used_bytes"), row.get("cached_bytes")
         return EngineStats(
             leased_bytes=leased_bytes,
@@ -38,24 +44,29 @@ class TableFigures:
 
     def kv_capacity_tokens(self) -> int:
         """Tokens that fit when no other engine holds KV; weights in the region stay where they are."""
-        header = self._table.header
-        slabs = header.slab_count - header.reserved_slabs
-        slabs -= sum(-(-row.get("weight_bytes") // header.slab_bytes) for row in self._table.counters)
+        slabs = min(map(_slabs_for_kv, self._tables.values()))
         return self._blocks_in(min(slabs, self._limit_slabs())) * self._config.block_tokens
 
     def free_kv_tokens(self) -> int:
         """Tokens that the engine could take now, idle cached prefixes counted as free."""
         stats = self.stats()
-        slab_bytes = self._table.header.slab_bytes
-        leasable = min(self._table.free_slabs(), self._limit_slabs() - stats.leased_bytes // slab_bytes)
+        slab_bytes = self._first.header.slab_bytes
+        free_slabs = free_in_all(tuple(self._tables.values()))
+        leasable = min(free_slabs, self._limit_slabs() - stats.leased_bytes // slab_bytes)
         own_blocks = (stats.stranded_bytes + stats.cached_bytes) // self._block_bytes
         return (own_blocks + self._blocks_in(max(0, leasable))) * self._config.block_tokens
 
     def _limit_slabs(self) -> int:
         limit = self._config.kv_limit_bytes
-        return self._table.header.slab_count if limit is None else limit // self._table.header.slab_bytes
+        return self._first.header.slab_count if limit is None else limit // self._first.header.slab_bytes
 
     def _blocks_in(self, slabs: int) -> int:
-        slab_bytes = self._table.header.slab_bytes
+        slab_bytes = self._first.header.slab_bytes
         per_slab = slab_bytes // self._block_bytes - (slab_bytes % self._block_bytes != 0)
         return slabs * per_slab
+
+
+def _slabs_for_kv(table: SlabTable) -> int:
+    header = table.header
+    weights = sum(-(-row.get("weight_bytes") // header.slab_bytes) for row in table.counters)
+    return header.slab_count - header.reserved_slabs - weights

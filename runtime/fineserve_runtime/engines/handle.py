@@ -23,7 +23,7 @@ class Handle:
     def __init__(self, engine: int, config: EngineConfig, facts: EngineFacts, device: Device) -> None:
         self.id = engine
         self.config = config
-        self.model_dir, self.eos_token_ids, self.block_bytes = facts
+        self.model_dir, self.eos_token_ids, self.block_bytes, self.gpus = facts
         self.ready = threading.Event()
         self.death: str | None = None
         self.asleep = False
@@ -79,8 +79,8 @@ class Handle:
                 free_kv_tokens=self._device.free_kv_tokens(self.id),
             )
 
-    def stats(self) -> EngineStats:
-        return self._device.stats(self.id)
+    def stats(self, gpu: int | None = None) -> EngineStats:
+        return self._device.stats(self.id, gpu)
 
     def drain(self, timeout_s: float) -> bool:
         with self._changed:

@@ -1,4 +1,4 @@
-"""The engines of one device as their driver sees them: passes messages between them and the listener."""
+"""The engines of one host as their driver sees them: passes messages between them and the listener."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Host:
 
     @property
     def table_path(self) -> Path:
-        """The owner table: anybody on the device's machine can watch the region there (table.py)."""
+        """The owner table of the first device: anybody on the device's machine can watch the region there (table.py)."""
         return self._device.facts.table_path
 
     @property
@@ -73,8 +73,8 @@ class Host:
         self._start(tuple(self._handles))
         self._check_capacity(*self._handles.values())
 
-    def ledger(self) -> KVLedger:
-        return self._device.ledger()
+    def ledger(self, gpu: int | None = None) -> KVLedger:
+        return self._device.ledger(gpu)
 
     def restart(self, engine: int) -> None:
         if self._handles[engine].alive:

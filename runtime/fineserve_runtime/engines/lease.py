@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from fineserve_runtime.engines.ranks import RankTables
 from fineserve_runtime.engines.region import Region
 from fineserve_runtime.engines.table import SlabTable
 from fineserve_sim.policy.memory.slab import KVSlabManager, SlabPlan
@@ -41,7 +42,7 @@ class SlabLease:
 
     def __init__(
         self,
-        table: SlabTable,
+        table: SlabTable | RankTables,
         region: Region,
         engine: int,
         block_bytes: int,
@@ -153,8 +154,7 @@ class SlabLease:
 
     def crowded(self) -> bool:
         """Whether idle prefixes should make room: somebody else starves, or hardly a slab is free."""
-        starving = self._table.first_starving()
-        return starving not in (None, self._engine) or self._table_free < self._reserve
+        return self._table.others_starve(self._engine) or self._table_free < self._reserve
 
     def close(self) -> None:
         self._table.close()
@@ -163,7 +163,7 @@ class SlabLease:
 
     def may_start(self) -> bool:
         """Whether the engine may start or resume sequences now."""
-        return self._table.first_starving() in (None, self._engine)
+        return not self._table.others_starve(self._engine)
 
     def starve(self) -> None:
         """No sequence of the engine finds room. Call it inside ``exclusive``."""

@@ -104,6 +104,10 @@ class Beat(NamedTuple):
 Message = Ready | Stepped | Reply | Died | Beat
 
 
+class RankDied(RuntimeError):
+    """The engine is gone because a process that it consists of is: no request is to blame."""
+
+
 class Inbox(Protocol):
     """Where commands arrive. ``take`` waits up to ``timeout_s`` (None: for ever) and returns None when nothing came."""
 
@@ -233,7 +237,10 @@ class EngineLoop:
         core = self._cores.pop(engine)
         with contextlib.suppress(Exception):  # it is broken; what it leased is reclaimed by who hears of its death
             core.close()
-        self._emit(Died(engine, one_line(error), crashed=True, details=_traceback(error)))
+        if isinstance(error, RankDied):
+            self._emit(Died(engine, str(error)))
+        else:
+            self._emit(Died(engine, one_line(error), crashed=True, details=_traceback(error)))
 
 
 def one_line(error: BaseException) -> str:

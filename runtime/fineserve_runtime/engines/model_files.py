@@ -29,22 +29,35 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def kv_geometry(config: Mapping[str, Any], engine: EngineConfig) -> KVGeometry:
-    """The KV cache of the model as this engine keeps it. Raises ValueError for formats or models the slab does not serve."""
+    """The KV cache of the model as each rank of this engine keeps it. Raises ValueError for formats or models the slab does not
+    serve, or that do not divide between the ranks."""
     check_format(config, engine.dtype, engine.kv_cache_dtype)
     text = config.get("text_config", config)
     if "kv_lora_rank" in text:
         raise ValueError(f"{engine.name}: multi-head latent attention is not served by the KV slab")
     try:
         heads = int(text["num_attention_heads"])
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+        shards = max(1, len(engine.gpus)) // engine.stages
+        _share(engine, heads, shards, "attention heads")
         return KVGeometry(
-            layers=int(text["num_hidden_layers"]),
-            kv_heads=int(text.get("num_key_value_heads") or heads),
+            layers=_share(engine, int(text["num_hidden_layers"]), engine.stages, "layers"),
+            kv_heads=_share(
+                engine, max(kv_heads, shards), shards, "KV heads"
+            ),  # vLLM copies them where they are too few
             head_dim=int(text.get("head_dim") or text["hidden_size"] // heads),
             element_bytes=_ELEMENT_BYTES[_kv_dtype(text, engine)],
             tokens_per_block=engine.block_tokens,
         )
     except KeyError as missing:
         raise ValueError(f"{engine.name}: its config.json lacks {missing}") from None
+
+
+def _share(engine: EngineConfig, count: int, parts: int, what: str) -> int:
+    """Each rank has the same bytes of a block, because a slab has the same number on all devices."""
+    if parts < 1 or count % parts:
+        raise ValueError(f"{engine.name}: its {count} {what} do not divide into {parts} equal parts")
+    return count // parts
 
 
 def _kv_dtype(config: Mapping[str, Any], engine: EngineConfig) -> str:

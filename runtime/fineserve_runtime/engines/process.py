@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def main(
     """Serve one engine until told to stop or the host is gone. In a session of its own: signals to the host's process group,
     from a terminal or a supervisor, are the host's business, which then drains its engines."""
     os.setsid()
+    multiprocessing.current_process().daemon = False  # ranks are processes of their own below it
     sending = threading.Lock()
 
     def emit(message: Message) -> None:

@@ -220,7 +220,7 @@ class RayDevice:
     def send(self, command: EngineCommand) -> None:
         self._link.send(command)
 
-    def stats(self, engine: int) -> EngineStats:
+    def stats(self, engine: int, gpu: int | None = None) -> EngineStats:
         return self._figures.stats[engine]
 
     def free_kv_tokens(self, engine: int) -> int:
@@ -229,7 +229,7 @@ class RayDevice:
     def kv_capacity_tokens(self, engine: int) -> int:
         return self._figures.kv_capacity_tokens[engine]
 
-    def ledger(self) -> KVLedger:
+    def ledger(self, gpu: int | None = None) -> KVLedger:
         return self._figures.ledger
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ back needs no lock: only the owner writes a byte that is not FREE, and a byte is
 A second byte remembers who wrote into the slab last, so that the next owner knows whether the bytes mean anything to it.
 
 The kernel drops the lock of a process that dies, and a half-done take leaves nothing but slabs owned by the dead, which
-`reclaim` frees. Each engine also has a row of counters for onlookers, and a *ticket* against livelock (lease.py).
+`reclaim` frees. Each engine also has a row of counters for onlookers, and a *ticket* against livelock (lease.py). Engines of
+several devices have a row in the table of each (ranks.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 FREE = 0
 STRANGER = 254
@@ -72,7 +74,8 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class Counters:
-    """One engine's row, readable by every process; the engine's own process is its only writer, tickets apart."""
+    """One engine's row, readable by every process; the engine's own process is its only writer, tickets apart. ``rank_pid``:
+    the process of its rank on this device, where that is another one."""
 
     FIELDS = (
         "pid",
@@ -88,6 +91,7 @@ class Counters:
         "block_bytes",
         "prefix_queries",
         "prefix_hits",
+        "rank_pid",
     )
 
     _WORD = MappingProxyType({field: word for word, field in enumerate(FIELDS)})
@@ -187,8 +191,7 @@ class SlabTable:
                 return None
             slabs.append(at - self._first_byte)
             at += 1
-        for slab in slabs:
-            self._owners[slab] = engine + 1
+        self.take_these(engine, slabs)
         return slabs
 
     def take_run(self, engine: int, count: int) -> int | None:
@@ -245,6 +248,19 @@ class SlabTable:
         if not any(self._tickets):
             return None
         return min((ticket, engine) for engine, ticket in enumerate(self._tickets) if ticket)[1]
+
+    def others_starve(self, engine: int) -> bool:
+        """Whether somebody else starves, and has for longer than this engine."""
+        return self.first_starving() not in (None, engine)
+
+    def free_marks(self) -> npt.NDArray[np.bool_]:
+        """Which slabs are free, as of now."""
+        return np.equal(self._marks, FREE)
+
+    def take_these(self, engine: int, slabs: Sequence[int]) -> None:
+        """Take slabs that are free. Hold the lock."""
+        for slab in slabs:
+            self._owners[slab] = engine + 1
 
     def close(self) -> None:
         """Detach. The file stays."""

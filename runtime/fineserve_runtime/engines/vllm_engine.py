@@ -15,7 +15,9 @@ from fineserve_runtime.engines.api import (
     Submission,
     TokenChunk,
 )
+from fineserve_runtime.engines.loop import RankDied
 from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_runtime.engines.table import RegionError
 from fineserve_runtime.engines.vllm_sampling import logprobs, vllm_sampling
 from fineserve_sim.policy.interfaces import EngineState
 
@@ -27,9 +29,11 @@ ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Set, where the user has not, before vllm is imported: engine cores in process, nothing fetched or sent, one thread an
-engine (two threads of two engines on two cores turn steps of 3 ms into 50)."""
+engine (two threads of two engines on two cores turn steps of 3 ms into 50) on whatever core is free (else vLLM
+wants a NUMA node a rank)."""
 
 _SCHEDULER = {"cpu": "SlabScheduler", "cuda": "SlabAsyncScheduler"}
 _WORKER = {"cpu": "vllm_cpu.SlabCPUWorker", "cuda": "vllm_worker.SlabWorker"}
@@ -45,6 +49,13 @@ def prepare_environment() -> None:
 
 def engine_arguments(config: EngineConfig, model_dir: Path, device: Device, region_bytes: int) -> dict[str, Any]:
     """The arguments of vLLM's EngineArgs that a stock engine of this configuration would get."""
+    ranks = max(1, len(config.gpus))
+    several = {
+        "tensor_parallel_size": ranks // config.stages,
+        "pipeline_parallel_size": config.stages,
+        "distributed_executor_backend": "mp",
+        "async_scheduling": False,
+    }
     return {
         "model": str(model_dir),
         "skip_tokenizer_init": not (model_dir / "tokenizer_config.json").exists(),  # structured outputs need it
@@ -62,7 +73,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, device: Device, regi
         "scheduling_policy": "priority",
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
-    }
+    } | (several if ranks > 1 else {})
 
 
 def slab_arguments(config: EngineConfig, model_dir: Path, settings: SlabSettings, region_bytes: int) -> dict[str, Any]:
@@ -136,6 +147,8 @@ class SteppedCore:
 
     @property
     def has_work(self) -> bool:
+        """Raises RankDied."""
+        self._check_ranks()
         return bool(self.core.scheduler.has_requests() or self._aborted or self.core.batch_queue)
 
     @property
@@ -147,11 +160,21 @@ class SteppedCore:
     def unfinished(self) -> tuple[int, ...]:
         return tuple(map(int, self.core.scheduler.requests))
 
+    def _check_ranks(self) -> None:
+        """vLLM ends the other ranks when one is gone, and fails whatever waits for them."""
+        if getattr(self.core.model_executor, "is_failed", False):
+            raise RankDied("the process of one of its ranks ended")
+
     def step(self) -> StepReport | None:
-        """Run one step. None when nothing came of it: no request, no room for any, or the GPU's first step in flight."""
+        """Run one step. None when nothing came of it: no request, no room for any, or the first step of several in flight.
+        Raises RankDied."""
         scheduler = self.core.scheduler
         started_s = time.monotonic()
-        outputs, _ = self.core.step_fn()
+        try:
+            outputs, _ = self.core.step_fn()
+        except Exception:
+            self._check_ranks()
+            raise
         chunks = tuple(_chunk(output) for batch in (outputs or {}).values() for output in batch.outputs)
         chunks += tuple(self._aborted)
         self._aborted.clear()
@@ -201,22 +224,27 @@ class SteppedCore:
         """Weights to host memory, all slabs back. Raises RuntimeError while requests are left or weights lie elsewhere."""
         if self.unfinished:
             raise RuntimeError(f"engine {self.engine} still has {len(self.unfinished)} requests; drain it first")
-        weights = self._weights()
         self.core.scheduler.reset_prefix_cache()
-        weights.evict()
+        self._ask_ranks("evict_weights")
 
     def wake(self) -> None:
-        """Raises RegionError when no run of free slabs is long enough."""
-        self._weights().activate()
+        """Raises RegionError when no run of free slabs is long enough on a device; then no rank keeps its weights there."""
+        try:
+            self._ask_ranks("activate_weights")
+        except RegionError:
+            self._ask_ranks("evict_weights")
+            raise
 
-    def _weights(self) -> Any:
-        weights = self.core.model_executor.driver_worker.worker.weights
-        if weights is None:
-            raise RuntimeError("an engine can sleep only when weights_in_region is set")
-        return weights
+    def _ask_ranks(self, method: str) -> None:
+        problems = [problem for problem in self.core.model_executor.collective_rpc(method) if problem]
+        if problems:
+            raise RegionError("; ".join(problems))
 
     def close(self) -> None:
-        """Let go of the region. vLLM's own shutdown would also take the process groups that other engines here still use."""
+        """Let go of the region, and end ranks that are processes of their own. In this process vLLM's own shutdown would also
+        take the process groups that other engines here still use."""
+        if self.core.vllm_config.parallel_config.world_size > 1:
+            self.core.model_executor.shutdown()
         self.core.scheduler.shutdown()
         self.core.scheduler.lease.close()
 

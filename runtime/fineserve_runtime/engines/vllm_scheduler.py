@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from fineserve_runtime.engines import vllm_seams
+from fineserve_runtime.engines.ranks import RankRegions
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.torch_region import open_region
 from fineserve_runtime.engines.vllm_block_pool import SlabBlockPool
@@ -39,7 +40,8 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = SlabSettings.of(vllm_config.additional_config)
-        self.region, _ = open_region(settings.region_path, settings.device)
+        regions = [open_region(rank.region_path, rank.device)[0] for rank in settings.ranks]
+        self.region = regions[0] if len(regions) == 1 else RankRegions(regions)
         self.lease = settings.open_lease(self.region)
         with vllm_seams.block_pool(partial(SlabBlockPool, lease=self.lease)):
             super().__init__(vllm_config, *args, **kwargs)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from fineserve_runtime.engines import vllm_seams
 from fineserve_runtime.engines.settings import SlabSettings
+from fineserve_runtime.engines.table import RegionError
 from fineserve_runtime.engines.torch_region import open_region
 from fineserve_runtime.engines.weights import RegionWeights
 
@@ -23,9 +26,13 @@ class SlabWorker(Worker):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self._settings = SlabSettings.of(vllm_config.additional_config)
+        ranks = SlabSettings.of(vllm_config.additional_config).ranks
+        self._settings = ranks[self.rank]
         self._region, self._bytes = open_region(self._settings.region_path, self._settings.device)
         self.weights: RegionWeights | None = None
+        self._table = self._settings.open_table()
+        if len(ranks) > 1:  # whoever reclaims the engine's slabs ends this process first
+            self._table.counters[self._settings.engine].set("rank_pid", os.getpid())
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """The slab's layout alone. CPU attention declares another one only; it honours the block stride all the same."""
@@ -44,6 +51,32 @@ class SlabWorker(Worker):  # type: ignore[misc]
         if self._settings.weights_in_region:
             self.weights = RegionWeights(self.model_runner.get_model(), self._settings, self._bytes)
             self.weights.activate()
+        if not get_pp_group().is_first_rank:
+            self._make_room_for_inputs()
+
+    def _make_room_for_inputs(self) -> None:
+        """What a stage is sent by the one before it: on a GPU vLLM makes room when it profiles, on a CPU nobody does."""
+        runner = self.model_runner
+        if getattr(runner, "intermediate_tensors", None) is None and self._settings.device == "cpu":
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    def evict_weights(self) -> str:
+        """What went wrong, or nothing: an exception would end the engine."""
+        if self.weights is None:
+            return "an engine can sleep only when weights_in_region is set"
+        self.weights.evict()
+        return ""
+
+    def activate_weights(self) -> str:
+        """As ``evict_weights``."""
+        assert self.weights is not None
+        try:
+            self.weights.activate()
+        except RegionError as problem:
+            return str(problem)
+        return ""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         _check_geometry(kv_cache_config, self._settings.block_bytes, self._bytes.numel())

@@ -122,8 +122,10 @@ def stock_outputs(
         core.scheduler.requests[str(request.request_id)].sampling_params.logprobs = logprobs
     while core.scheduler.has_requests():
         outputs, _ = core.step_fn()
-        for batch in outputs.values():
+        for batch in (outputs or {}).values():
             yield from batch.outputs
+    if len(config.gpus) > 1:
+        core.model_executor.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +138,7 @@ def stock(vllm_installed: None, cache_dir: Path) -> Callable[[EngineConfig, list
     known: dict[Any, Tokens] = {}
 
     def answer(config: EngineConfig, requests: list[Submission]) -> Tokens:
-        key = (config.model, config.kv_cache_dtype, tuple(requests))
+        key = (config.model, config.kv_cache_dtype, len(config.gpus), config.stages, tuple(requests))
         if key not in known:
             known[key] = stock_tokens(config, requests, cache_dir)
         return known[key]

@@ -1,0 +1,62 @@
+"""The parts of the pages that come from the code: ``python -m docs.generate`` writes them, a test holds them.
+
+A page has them between ``<!-- generated: NAME -->`` and ``<!-- end -->``; the rest of a page is written by hand. What a block
+holds is Markdown that a function of this package returns. Meanings of keys and options are in the YAML files beside it, numbers
+that take minutes in ``docs/data`` (``python -m docs.generate --measure DIR`` makes these anew).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from docs.generate import assumptions, commands, contention, errors, hardware, schema, steps, systems
+
+DOCS = Path(__file__).parents[1]
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "experiment-file": schema.experiment_file,
+    "systems": systems.systems,
+    "policies": systems.policies,
+    "gpus": hardware.gpus,
+    "models": hardware.models,
+    "precisions": hardware.precisions,
+    "deployments": hardware.deployments,
+    "commands-sim": commands.fineserve_sim,
+    "commands-calibrate": commands.fineserve_calibrate,
+    "commands-run": commands.fineserve_run,
+    "latency-numbers": assumptions.latency_numbers,
+    "engine-defaults": assumptions.engine_defaults,
+    "experiment-assumptions": assumptions.of_experiments,
+    "sensitivity": assumptions.sensitivity,
+    "step-parts": steps.parts_table,
+    "errors": errors.all_sets,
+    "errors-summary": errors.summary,
+    "contention": contention.contention,
+    "sharing": errors.sharing,
+    "sharing-summary": errors.sharing_summary,
+}
+
+
+def written(text: str) -> str:
+    """A page with its blocks as the code has them now. Raises KeyError for a block that nobody makes."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found['name']]().strip()}\n\n{found[3]}", text)
+
+
+def pages() -> list[Path]:
+    """The pages that have blocks."""
+    return [path for path in sorted(DOCS.rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
+def write() -> list[Path]:
+    """Renew all pages; those that changed."""
+    changed = []
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        after = written(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            changed.append(path)
+    return changed

@@ -1,0 +1,87 @@
+"""Every assumed and fitted number, the engines' defaults, and what single experiments assume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from docs.generate.errors import read
+from docs.generate.markdown import table
+from fineserve_sim.catalog import deployments, gpu, model, precisions
+from fineserve_sim.cluster import EngineSettings
+from fineserve_sim.latency import Provenance, StepModel
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+ENGINE_REASONS = {
+    "token_budget": "the papers give none; vLLM's own default has ranged from 512 to 8192",
+    "max_sequences": "vLLM's default on smaller GPUs; our figures set 1024, its value for an 80 GB H100",
+    "block_tokens": "vLLM's default",
+    "memory_utilization": "vLLM's default",
+    "context_bytes": "0.5 GiB of CUDA context an engine process",
+    "deployment": (
+        "CUDA graphs and no other host time; our figures set the generation that a paper names or must have had: "
+        "`vllm-v1-eager` (FineServe), `sglang-0.5` (Prism), `vllm-v1` (KunServe), `vllm-0.5` (vTensor)"
+    ),
+    "contention": "cheaper, and [the same result](../fidelity.md#contention)",
+    "latency": "measured tables where they ship for the GPU (h100-sxm), rooflines elsewhere",
+    "step_times": (
+        "steps of real engines that `fineserve-calibrate` measured, for engines of one GPU "
+        "([probes](../probes.md#an-engines-steps-as-a-step-model))"
+    ),
+}
+
+
+def latency_numbers() -> str:
+    """A row for each number of the H100's step models that no published measurement gives."""
+    found: dict[Provenance, dict[str, None]] = {}
+    for deployed in deployments().values():
+        for precision in precisions().values():
+            if deployed.host_floors is not None and precision.name not in deployed.host_floors:
+                continue
+            for tp in (1, 2):
+                step = StepModel(model("llama-3.1-8b"), precision, tp, gpu("h100-sxm"), deployed)
+                for line in step.provenance():
+                    if line.kind in ("assumed", "fitted"):
+                        used = deployed.name if line.quantity.startswith("host.") else precision.name
+                        found.setdefault(line, {})[used] = None
+    rows = [
+        (
+            f"`{line.quantity}`",
+            ", ".join(f"`{name}`" for name in users),
+            f"{line.value:g} {line.unit}",
+            line.kind,
+            line.source,
+        )
+        for line, users in found.items()
+    ]
+    return table(("quantity", "of", "value", "kind", "source or reason"), rows)
+
+
+def engine_defaults() -> str:
+    settings = EngineSettings()
+    rows = [(f"`{name}`", getattr(settings, name), ENGINE_REASONS[name]) for name in EngineSettings.__slots__]
+    return table(("setting", "default", "source or reason"), rows)
+
+
+def of_experiments() -> str:
+    """What the files in ``experiments`` assume; files that say the same share a row."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for path in sorted(EXPERIMENTS.glob("*.yaml")):
+        for one in yaml.safe_load(path.read_text(encoding="utf-8")).get("assumptions", []):
+            key = (one["what"], _value(one["value"]), one["why"])
+            found.setdefault(key, []).append(f"`{path.stem}`")
+    rows = [(", ".join(files), *said) for said, files in found.items()]
+    return table(("experiment", "what", "value", "why"), rows)
+
+
+def sensitivity() -> str:
+    """What 20 % less and 20 % more of a number do to Fig. 10, where they do anything."""
+    rows = read("sensitivity.csv")
+    return table([name.replace("_", " ") for name in rows[0]], (tuple(row.values()) for row in rows))
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

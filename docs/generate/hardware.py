@@ -1,0 +1,77 @@
+"""What the catalog knows: GPUs, models, precisions, generations of engines."""
+
+from __future__ import annotations
+
+from docs.generate.markdown import table
+from fineserve_sim import catalog
+from fineserve_sim.catalog import Quantity
+
+NUMBERS = ("memory GiB", "BF16 TFLOP/s", "FP8 TFLOP/s", "bandwidth TB/s", "$ an hour")
+
+
+def gpus() -> str:
+    prices = catalog.list_prices().usd_per_gpu_hour
+    rows = [
+        (
+            f"`{gpu.name}`",
+            f"{gpu.memory_gib:g}",
+            f"{gpu.bf16_flops_per_s / 1e12:.0f}",
+            f"{gpu.fp8_flops_per_s / 1e12:.0f}" if gpu.fp8_flops_per_s else "none",
+            f"{gpu.memory_bytes_per_s / 1e12:.2f}",
+            f"{prices[gpu.name]:.2f}" if gpu.name in prices else "none",
+            "measured" if gpu.efficiency == "measured" else "scaled by its peaks",
+        )
+        for gpu in catalog.gpus().values()
+    ]
+    return table(("GPU", *NUMBERS, "kernel rates"), rows, right=NUMBERS)
+
+
+def models() -> str:
+    half = catalog.precision("W16A16")
+    rows = [
+        (
+            f"`{model.name}`",
+            f"{catalog.parameters(model) / 1e9:.2f} B",
+            model.layers,
+            f"{catalog.kv_token_bytes(model, half, 1) / 1024:g}",
+            f"{model.max_context_tokens:,}",
+        )
+        for model in catalog.models().values()
+    ]
+    numbers = ("parameters", "layers", "KV KiB a token, 16 bit", "longest context")
+    return table(("model", *numbers), rows, right=numbers)
+
+
+def precisions() -> str:
+    rows = [
+        (
+            f"`{one.name}`",
+            ", ".join(f"`{alias}`" for alias in one.aliases),
+            f"{one.effective_weight_bits:g}",
+            one.activation_bits,
+            one.kv_bits,
+            one.tensor_core,
+        )
+        for one in catalog.precisions().values()
+    ]
+    return table(("precision", "also called", "bits a weight", "activation", "KV", "computes in"), rows)
+
+
+def deployments() -> str:
+    """Host times by generation, with what they rest on."""
+    rows = []
+    for name, one in catalog.deployments().items():
+        floors = {f"{floor.value * 1e3:g}" for floor in (one.host_floors or {}).values()}
+        rows.append((
+            f"`{name}`",
+            _ms(one.overhead_s),
+            _ms(one.sequence_s) if one.sequence_s else "-",
+            " to ".join(sorted({min(floors), max(floors)})) if floors else "none: CUDA graphs",
+            one.overhead_s.kind,
+            one.overhead_s.source,
+        ))  # fmt: skip
+    return table(("deployment", "ms a step", "ms a sequence", "floor, ms", "kind", "source"), rows)
+
+
+def _ms(time: Quantity) -> str:
+    return f"{time.value * 1e3:g}"

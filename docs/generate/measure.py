@@ -1,0 +1,98 @@
+"""What takes minutes: the errors of every measured set, kept in ``docs/data``."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fineserve_calibrate.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_errors, read_authors_caps, read_caps
+from fineserve_calibrate.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
+from fineserve_calibrate.validate import KNOWN_FILES, error_rows, predict_set, read_set
+
+from docs.generate import contention
+from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS
+from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.tables import shipped
+
+SYSTEMS = ("FineServe", "Prism*", "Static*")
+SENSITIVITY_COLUMNS = ("number", "load", *SYSTEMS)
+MAKE_STEP = partial(StepModel, tables=shipped())
+
+
+def measure(folder: Path) -> Iterator[Path]:
+    """Predict all sets below ``folder``, run Fig. 10 under each way of sharing, and write the numbers; the files written."""
+    sets = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()]
+    yield write("errors.csv", COLUMNS, [row for path in sets for row in errors_of(path)])
+    yield write("caps.csv", list(CapErrors._fields), caps_of(folder))
+    yield write("pairs.csv", PAIR_COLUMNS, pairs_of(folder))
+    yield write("contention.csv", contention.COLUMNS, [contention.row_of(way) for way in contention.WAYS])
+
+
+def errors_of(path: Path) -> list[dict[str, object]]:
+    """The errors of one measured set, as ``errors.csv`` has them."""
+    found = error_rows(predict_set(read_set(path, MAKE_STEP), MAKE_STEP))
+    return [{name: rounded(value) for name, value in row.as_dict().items()} for row in found]
+
+
+def caps_of(folder: Path) -> list[dict[str, object]]:
+    """Errors of engines under a cap of SMs, as ``caps.csv`` has them."""
+    profiles = [read_authors_caps(folder / "e2e" / name, MAKE_STEP) for name in AUTHORS_FILES]
+    found = [read_caps(folder / "sharing" / FILE, MAKE_STEP), *profiles]
+    return [
+        {name: rounded(value) for name, value in one._asdict().items()} for rows in found for one in cap_errors(rows)
+    ]
+
+
+def pairs_of(folder: Path) -> list[dict[str, object]]:
+    """Predictions for engines that share a GPU and their errors, as ``pairs.csv`` has them; what was measured is the sources'
+    to publish."""
+    sharing = folder / "sharing"
+    found = [*compare_replicas(sharing / REPLICAS), *compare_pairs(sharing / PAIRS, MAKE_STEP)]
+    return [dict(zip(PAIR_COLUMNS, _cells(one), strict=True)) for one in found]
+
+
+def _cells(one: Compared) -> Sequence[object]:
+    predicted = "-" if one.predicted is None else f"{one.predicted:.2f}"
+    known = one.predicted is not None and one.measured is not None
+    error = f"{one.predicted / one.measured - 1:+.0%}"[:-1] if known else "-"  # type: ignore[operator]
+    numbers = (predicted, error, "yes" if one.fitted else "")
+    return (one.source, one.gpu, one.mode, one.engines, one.workload, one.beside, one.metric, *numbers)
+
+
+def rounded(value: object) -> object:
+    """Numbers to the ten-thousandth of a percent."""
+    return "" if value is None else round(value, 6) if isinstance(value, float) else value
+
+
+def write(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Path:
+    path = DATA / name
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def sensitivity(report: Path) -> Path:
+    """Keep what ``benchmarks/sensitivity.py --json`` has written: a row for each number and load with a change."""
+    found = json.loads(report.read_text(encoding="utf-8"))["changes"]
+    rows = [row for one in found for load in ("A", "B") if (row := _moved(one, load)) is not None]
+    return write("sensitivity.csv", SENSITIVITY_COLUMNS, rows)
+
+
+def _moved(one: Mapping[str, Any], load: str) -> dict[str, object] | None:
+    """Changes in points with 20 % less / 20 % more; a dash where a model then fits on no GPU."""
+    cells = {name: f"{load} {name.lower()}" for name in SYSTEMS}
+    changes = {
+        name: "/".join(f"{run[cell] - one['base'][cell]:+.1f}" if run else "-" for run in one["moved"])
+        for name, cell in cells.items()
+    }
+    if all(change == "+0.0/+0.0" for change in changes.values()):
+        return None
+    return {"number": one["assumption"], "load": load} | {
+        name: change.replace("+0.0", "0").replace("-0.0", "0") for name, change in changes.items()
+    }

@@ -1,0 +1,26 @@
+"""Where simulations run: processes of this machine, or a Ray cluster. Nothing above knows which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fineserve_sim.experiment.run.work import Work
+
+W = TypeVar("W", bound=Work)
+
+
+class Executor(Protocol):
+    """Does work, as much at a time as it has workers."""
+
+    @property
+    def workers(self) -> int:
+        """How much is done at a time."""
+
+    def each(self, works: Iterable[W], out: Path) -> Iterator[tuple[W, Any]]:
+        """Do all ``works`` and yield each with what came of it, in order of completion; its files are in ``out`` then. Work is
+        taken from the iterable as it is needed, and done again where a worker died.
+
+        Raises what the work raises, ConfigError when workers die again and again.
+        """

@@ -1,0 +1,78 @@
+"""Which work a list of runs is: a run each, or, where they are fewer than the workers, components of large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fineserve_sim.cluster import simulate
+from fineserve_sim.cluster.components import why_whole
+from fineserve_sim.cluster.merge import Piece
+from fineserve_sim.cluster.simulation import Apart, taken_apart
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.run import scenario
+from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.run.work import Cell, Part, named
+
+WORTH_REQUESTS = 20_000
+"""A run of fewer requests is done before other processes have started."""
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """A run that is out in components, and what has come back of it."""
+
+    cell: Cell
+    apart: Apart
+    found: dict[int, Piece] = field(default_factory=dict)
+
+    def store(self, out: Path) -> None:
+        """The run as its components make it, in their order; all are back."""
+        pieces = [self.found[number] for number in range(len(self.apart.components))]
+        Store(out).write(self.cell.key, self.apart.scenario, self.cell.run.warmup, self.apart.merged(pieces))
+
+
+class Spread:
+    """Gives an executor its work, and stores what comes back in components."""
+
+    def __init__(self, cells: Sequence[Cell], executor: Executor, out: Path) -> None:
+        self._cells = cells
+        self._executor = executor
+        self._out = out
+        self._apart: dict[str, _Pieces] = {}
+
+    def stored(self) -> Iterator[Cell]:
+        """Do all cells; each when it is stored, in order of completion."""
+        for work, found in self._executor.each(self._works(), self._out):
+            if isinstance(work, Cell):
+                yield work
+                continue
+            pieces = self._apart[work.key]
+            pieces.found[work.number] = found
+            if len(pieces.found) == len(pieces.apart.components):
+                del self._apart[work.key]
+                pieces.store(self._out)
+                yield pieces.cell
+
+    def _works(self) -> Iterator[Cell | Part]:
+        """Runs that stay whole first: they take longest."""
+        few = len(self._cells) < self._executor.workers
+        divisible = {cell.key: cell for cell in self._cells if few and _may_divide(cell)}
+        yield from (cell for cell in self._cells if cell.key not in divisible)
+        for key, cell in divisible.items():
+            with named(str(cell.run)):
+                apart = taken_apart(scenario(cell.run))
+            if apart is None:
+                yield cell
+                continue
+            self._apart[key] = _Pieces(cell, apart)
+            for number, component in enumerate(apart.components):
+                yield Part(key, str(cell.run), number, component)
+
+
+def _may_divide(cell: Cell) -> bool:
+    if cell.decisions or cell.simulate is not simulate:
+        return False
+    described = scenario(cell.run)
+    return len(described.whole_trace) >= WORTH_REQUESTS and why_whole(described) is None

@@ -1,0 +1,153 @@
+"""What is done elsewhere: a run, or one component of a run. Each is idempotent: done twice, it leaves the same bytes."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from fineserve_sim.cluster import RunResult, Scenario, ScenarioError
+from fineserve_sim.cluster.components import Component
+from fineserve_sim.cluster.merge import Piece
+from fineserve_sim.cluster.simulation import simulate_component
+from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.run.run import Run, scenario
+from fineserve_sim.experiment.run.store import Store, key_of
+
+Simulate = Callable[[Scenario], RunResult]
+
+
+class Work(Protocol):
+    """Something that a process does by itself, here or on another machine."""
+
+    def __call__(self, out: Path) -> Any:
+        """Do it; files go to the results folder ``out``."""
+
+    def packed(self) -> Work:
+        """The same with all that it reads from files of this machine, as data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A run that is not stored yet. ``simulate`` is a function that workers can import."""
+
+    run: Run
+    key: str
+    decisions: bool
+    simulate: Simulate
+
+    def __call__(self, out: Path) -> None:
+        self._described()(out)
+
+    def packed(self) -> Work:
+        return self._described().packed()
+
+    def _described(self) -> Described:
+        run = self.run
+        return Described(scenario(run), self.key, run.warmup, str(run), self.decisions, self.simulate)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A run as the scenario that it is, requests and all."""
+
+    scenario: Scenario
+    key: str
+    warmup: int
+    name: str
+    decisions: bool
+    simulate: Simulate
+    table: bytes | None = None
+
+    def __call__(self, out: Path) -> None:
+        """Simulate and store. Raises ScenarioError naming the run, OSError when the disk refuses."""
+        store, described = Store(out), _with_table(self.scenario, self.table)
+        with named(self.name):
+            if self.decisions:
+                with store.decision_log(self.key) as log:
+                    result = self.simulate(replace(described, log=log))
+            else:
+                result = self.simulate(described)
+        store.write(self.key, self.scenario, self.warmup, result)
+
+    def packed(self) -> Work:
+        described, table = _without_table(self.scenario)
+        return replace(self, scenario=described, table=table)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The component ``number`` of a run, whose piece comes back; it leaves no file."""
+
+    key: str
+    name: str
+    number: int
+    component: Component
+    table: bytes | None = None
+
+    def __call__(self, out: Path) -> Piece:
+        described = _with_table(self.component.scenario, self.table)
+        with named(self.name):
+            return simulate_component(replace(self.component, scenario=described))
+
+    def packed(self) -> Work:
+        described, table = _without_table(self.component.scenario)
+        return replace(self, component=replace(self.component, scenario=described), table=table)
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """A ScenarioError says which run it is about."""
+    try:
+        yield
+    except ScenarioError as problem:
+        raise ScenarioError(f"{name}: {problem}") from None
+
+
+def keyed(run: Run) -> str:
+    """The key of a run. Raises ConfigError when it has no requests."""
+    try:
+        return key_of(scenario(run), run.warmup)
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise ConfigError("", str(run), str(problem)) from None
+
+
+def _without_table(described: Scenario) -> tuple[Scenario, bytes | None]:
+    """A scenario with the bytes of its table of measured step times, the one file that a simulation reads, and without the
+    folder of that."""
+    steps = described.engine.step_times
+    if steps is None:
+        return described, None
+    path = Path(steps.path)
+    return _naming(described, path.name), path.read_bytes()
+
+
+def _with_table(described: Scenario, table: bytes | None) -> Scenario:
+    """The scenario that finds ``table`` in a file of this machine."""
+    steps = described.engine.step_times
+    return described if table is None or steps is None else _naming(described, _written(steps.path, table))
+
+
+@lru_cache(maxsize=8)
+def _written(name: str, table: bytes) -> str:
+    """A file with the contents ``table`` for as long as this process lives: the step times that follow from it are kept by its
+    path."""
+    folder = tempfile.mkdtemp(prefix="fineserve-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / name
+    path.write_bytes(table)
+    return str(path)
+
+
+def _naming(described: Scenario, path: str) -> Scenario:
+    engine = described.engine
+    assert engine.step_times is not None
+    return replace(described, engine=replace(engine, step_times=replace(engine.step_times, path=path)))

@@ -1,0 +1,147 @@
+"""A run whose requests stream in and whose outcomes stream out has the bits of one that holds them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import pytest
+from fineserve_traces import Trace, TraceError, conversations, totals
+from randomkit import scenario_of
+from simkit import trace_of
+
+from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate, simulate_streamed
+from fineserve_sim.cluster import arrivals as slices
+from fineserve_sim.cluster.components import why_whole
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.cluster.scenario import Ended, EndedRequests, Timeline
+from fineserve_sim.cluster.simulation import simulate_whole
+
+KINDS = ("static", "prism", "qlm", "llumnix", "kunserve")
+SEEDS = 12
+TRACE = ("model", "arrival_s", "prompt_tokens", "output_tokens")
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A trace that comes some rows at a time."""
+
+    trace: Trace
+    rows: int
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self.trace.models
+
+    @property
+    def source(self) -> str:
+        return self.trace.source
+
+    def chunks(self) -> Iterator[Trace]:
+        for first in range(0, len(self.trace), self.rows):
+            yield self.trace.take(np.arange(first, min(first + self.rows, len(self.trace))))
+
+
+def streamed(scenario: Scenario) -> tuple[RunResult, list[EndedRequests], list[Timeline]]:
+    """The run with everything that it handed on."""
+    ended: list[EndedRequests] = []
+    samples: list[Timeline] = []
+    result = simulate_streamed(scenario, ended.append, samples.append)
+    return result, ended, samples
+
+
+def in_order(ended: list[EndedRequests]) -> tuple[Ended, dict[str, np.ndarray]]:
+    """Outcomes and trace columns in the order of arrival."""
+    whole = Ended(*(np.concatenate([getattr(one.ended, each.name) for one in ended]) for each in fields(Ended)))
+    order = np.argsort(whole.request)
+    return whole.take(order), {name: np.concatenate([getattr(one, name) for one in ended])[order] for name in TRACE}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_clusters_have_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "ROWS", 5)
+    compared = 0
+    for seed in range(SEEDS):
+        scenario = scenario_of(kind, seed)
+        scenario = scenario if seed % 2 else replace(scenario, drain_s=0.0)
+        try:
+            whole = simulate_whole(scenario)
+        except ScenarioError:
+            continue
+        result, ended, samples = streamed(replace(scenario, trace=Chunked(scenario.whole_trace, 1 + seed)))
+        outcomes, trace = in_order(ended)
+        assert outcomes.request.tolist() == list(range(len(scenario.whole_trace)))
+        for name in ("first_token_s", "finish_s", "fate", "preemptions", "engine"):
+            one, other = getattr(outcomes, name), getattr(whole, name)
+            assert one.dtype == other.dtype and one.tobytes() == other.tobytes(), name
+        for name in TRACE:
+            assert trace[name].tobytes() == getattr(scenario.whole_trace, name).tobytes()
+        for name in ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes"):
+            together = np.concatenate([getattr(one, name) for one in samples])
+            assert together.tobytes() == getattr(whole.timeline, name).tobytes(), name
+        for name in ("end_s", "iterations", "gpu_use", "counters", "step_samples", "kv_capacity_bytes", "placement"):
+            assert getattr(result, name) == getattr(whole, name), name
+        assert len(result.fate) == len(result.timeline.time_s) == 0
+        compared += 1
+    assert compared > SEEDS / 2
+
+
+def test_the_shares_of_step_times_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fineserve_sim.cluster import simulation
+
+    monkeypatch.setattr(simulation, "MOST_NOTES", 7)
+    scenario = scenario_of("static", 1)
+    whole, (result, _, _) = simulate_whole(scenario), streamed(scenario)
+    assert result.step_samples == whole.step_samples > 7
+    assert result.step_times.keys() == whole.step_times.keys()
+    for part, shares in whole.step_times.items():
+        assert result.step_times[part] == pytest.approx(dict(shares))
+
+
+def test_prefixes_come_with_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of three requests, whose prefixes must not get lost at the end of a slice."""
+    monkeypatch.setattr(slices, "ROWS", 3)
+    trace = conversations(trace_of([(float(i), 600, 10) for i in range(8)]), shared_tokens=512)
+    arrivals, found = slices.Arrivals(Chunked(trace, 5), caches=True), []
+    while arrivals.next_s < np.inf:
+        found.append(arrivals.take())
+    assert [request.id for request, _, _ in found] == list(range(8))
+    assert [prefix for _, _, prefix in found] == slices.prefixes_of(trace)
+
+
+def test_what_streams_in_stays_whole() -> None:
+    scenario = scenario_of("static", 0)
+    chunked = replace(scenario, trace=Chunked(scenario.whole_trace, 4))
+    assert "stream in" in str(why_whole(chunked))
+    with pytest.raises(ScenarioError, match="read them first"):
+        simulate(chunked)
+
+
+def test_requests_must_come_in_order_and_at_all() -> None:
+    @dataclass(frozen=True)
+    class Backwards(Chunked):
+        def chunks(self) -> Iterator[Trace]:
+            yield from reversed([*super().chunks()])
+
+    @dataclass(frozen=True)
+    class Nothing(Chunked):
+        def chunks(self) -> Iterator[Trace]:
+            yield from ()
+
+    trace = trace_of([(0.0, 10, 1), (1.0, 10, 1)])
+    with pytest.raises(TraceError, match="the one before ends later"):
+        totals(Backwards(trace, 1))
+    with pytest.raises(TraceError, match="no request comes"):
+        totals(Nothing(trace, 1))
+
+
+def test_a_request_ends_once() -> None:
+    outcomes = Outcomes()
+    outcomes.begin(2, lambda ended: None)
+    outcomes.arrive(0)
+    outcomes.end(0, 1.0, Fate.FINISHED)
+    for number in (0, 1):
+        with pytest.raises(AssertionError, match=f"request {number} is not there, or ends twice"):
+            outcomes.end(number, 2.0, Fate.DROPPED)
+    assert outcomes.open == 1
