@@ -206,13 +206,22 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_activations_count_where_engines_are_charged() -> None:
-    """70 of weights and 20 of activations beside 10 of weights: weights alone fit together, whole engines do not."""
-    models = [replace(model("a", 2, 70), activation_bytes=20), model("b", 1, 10)]
-    gpus = cluster(100, 15)
+    """70 of weights and 15 of activations, then 10 of weights: by weights the second is better off beside the first (3/20
+    against 1/6 on the GPU of 16), by whole engines it is not (3/5)."""
+    models = [replace(model("a", 2, 70), activation_bytes=15), model("b", 1, 10)]
+    gpus = cluster(100, 16)
     assert where(KvprPlacement("post").place(models, gpus)) == [("a", (0,)), ("b", (0,))]
     assert where(KvprPlacement("post", charges="engine").place(models, gpus)) == [("a", (0,)), ("b", (1,))]
     with pytest.raises(ValueError, match="charges is 'all': use 'weights' or 'engine'"):
         KvprPlacement(charges="all")  # type: ignore[arg-type]
+
+
+def test_no_engine_goes_where_it_could_not_start() -> None:
+    """Weights of 70 and 10 fit on a GPU of 100, the engines of 90 and 10 do not, whatever the ratio is judged by."""
+    models = [replace(model("a", 2, 70), activation_bytes=20), model("b", 1, 10)]
+    assert where(KvprPlacement("post").place(models, cluster(100, 11))) == [("a", (0,)), ("b", (1,))]
+    alone = KvprPlacement("post").place(models, cluster(100))
+    assert where(alone) == [("a", (0,))] and alone.unplaced == ("b",)
 
 
 def literal(

@@ -2,8 +2,8 @@
 
 KV pressure ratio of a GPU = SLO-weighted request rate of its models / memory left for their KV caches. Models, by
 falling weight, go where the ratio is lowest, so that the largest ratio stays small. A GPU must keep some memory for KV
-after taking a model, else it is skipped. Prism* charges memory with weights only; who measures what is left for KV, as
-Prism's engines do, charges an engine's activations, too.
+after taking a model, activations included, else it is skipped: an engine without KV memory does not start. The ratio of
+Prism* charges memory with weights only; who measures what is left for KV, as Prism's engines do, charges activations, too.
 
 A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. Parts go to distinct GPUs of
 one node: if the lowest ratio is on a GPU that hosts a sibling, the next lowest one takes the part. For equal parts this
@@ -77,7 +77,7 @@ class KvprPlacement:
         weights = {model.id: self.part_weight(model, model.rate_per_s) for model in models}
         instances = []
         for model in sorted(models, key=lambda model: (-weights[model.id], model.id)):
-            part = _Part(model.tp, weights[model.id], charges[model.id])
+            part = _Part(model.tp, weights[model.id], charges[model.id], model.engine_bytes)
             group = self._target(part, ranking, current.get(model.id))
             if group is None:
                 continue
@@ -120,19 +120,23 @@ class KvprPlacement:
 
 
 class _Part(NamedTuple):
-    """What each part of a model adds to its GPU: its weight, and the bytes that it takes from KV memory."""
+    """What each part of a model adds to its GPU: its weight, the bytes by which its ratio is judged to take from KV memory,
+    and those that its engine takes."""
 
     tp: int
     weight: float
     charge_bytes: int
+    engine_bytes: int
 
 
 @dataclass(slots=True)
 class _Load:
-    """One GPU during a pass: the memory that its models leave for KV, and the sum of their part weights."""
+    """One GPU during a pass: the memory that its models leave for KV by what they are charged, what their engines leave, and
+    the sum of their part weights."""
 
     node: int
     shared_kv_bytes: int
+    left_bytes: int
     weight: float = 0.0
 
     def ratio(self, added_weight: float, added_bytes: int) -> float:
@@ -152,7 +156,7 @@ class _Ranking:
     """
 
     def __init__(self, gpus: Sequence[GpuSlot], least_bytes: int) -> None:
-        self.loads = {gpu.id: _Load(gpu.node, gpu.memory_bytes) for gpu in gpus}
+        self.loads = {gpu.id: _Load(gpu.node, gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
         self._least_bytes = least_bytes
         self._most_bytes = max((gpu.memory_bytes for gpu in gpus), default=0)
         self._members: defaultdict[int, list[int]] = defaultdict(list)
@@ -163,13 +167,16 @@ class _Ranking:
         )
 
     def has_room(self, gpu: int, part: _Part) -> bool:
-        return self.loads[gpu].shared_kv_bytes > part.charge_bytes
+        """An engine that is left no KV memory does not start, whatever it is charged."""
+        load = self.loads[gpu]
+        return load.shared_kv_bytes > part.charge_bytes and load.left_bytes > part.engine_bytes
 
     def add(self, gpu: int, part: _Part) -> None:
         load = self.loads[gpu]
         del self._ranked[bisect_left(self._ranked, (load.ratio(0.0, 0), gpu))]
         load.weight += part.weight
         load.shared_kv_bytes -= part.charge_bytes
+        load.left_bytes -= part.engine_bytes
         if load.shared_kv_bytes > self._least_bytes:
             insort(self._ranked, (load.ratio(0.0, 0), gpu))
 
@@ -181,7 +188,7 @@ class _Ranking:
             if best is not None and (not adds_first or self._least_with(part, ratio) >= best[0]):
                 break
             load = self.loads[gpu]
-            if load.shared_kv_bytes <= part.charge_bytes or load.node in passed:
+            if load.node in passed or not self.has_room(gpu, part):
                 continue
             if part.tp > 1 and len(self._roomy(load.node, part)) < part.tp:
                 passed.add(load.node)
