@@ -147,7 +147,7 @@ ASSUMPTIONS = (
     ),
     Assumption("isolated SLO reference: prompts", _references),
     of_file("base rate A", "loads.A.rate_per_s", 0.888),
-    of_file("base rate B", "loads.B.rate_per_s", 9.0),
+    of_file("base rate B", "loads.B.rate_per_s", 4.0),
 )
 
 
