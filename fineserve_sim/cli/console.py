@@ -43,7 +43,7 @@ ExecutorOption = Annotated[
     ),
 ]
 
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 240
 """Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
 
 

@@ -332,6 +332,7 @@ def _parting(
         )
         rate_scale *= 2
         experiment = experiment_at(rate_scale=rate_scale)
+    console(stderr=True).print(f"They part at no rate scale up to {MOST_RATE_SCALE:g}: what follows is at 1.")
     return first
 
 

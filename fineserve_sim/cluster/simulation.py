@@ -152,11 +152,7 @@ def _to_the_end(run: Run) -> float:
 def prepare(scenario: Scenario, placed: Placed | None = None, ended: Callable[[Ended], None] | None = None) -> Run:
     """A run before its first event; requests that have ended go to ``ended``, or are kept. ScenarioError as ``simulate``."""
     parts = _composed(scenario, placed)
-    if scenario.faults and parts.fleet is None:
-        raise ScenarioError(
-            f"system {scenario.system.name}: faults are for clusters of one model (systems with dispatch)"
-        )
-    if wrong := wrong_fault(scenario.faults, parts.serving):
+    if wrong := wrong_fault(scenario.faults, scenario.system, parts.serving, len(scenario.gpus)):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
     found = totals(scenario.trace)

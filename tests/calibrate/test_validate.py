@@ -38,6 +38,7 @@ from fineserve_calibrate.validate import (
 from fineserve_calibrate.validate.authors import fitted_on
 from fineserve_calibrate.validate.cases import Label
 from fineserve_calibrate.validate.hosts import FRONT_END_S, SYNCHRONOUS_V1
+from fineserve_calibrate.validate.kvcached import ends_of
 from fineserve_calibrate.validate.lmbench import FITTED_QPS
 from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
 from fineserve_calibrate.validate.profile_fit import Profile, fit_host, fit_rate, fit_shares
@@ -77,16 +78,15 @@ DISTSERVE = (
 KVCACHED = (
     "set,file,hardware,kvcached,model_id,completed,request_rate,burstiness,total_input_tokens,total_output_tokens,"
     "mean_ttft_ms,mean_tpot_ms,request_throughput\n"
-    "m,x-1-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,5,10.0,1.0,500,50,60,30,9.9\n"
-    "m,x-2-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31,0.1\n"
-    "m,x-3-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31,0.1\n"
-    "m,y-1-delay-30-model-num-1.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,inf,1.0,400,40,70,31,0.1\n"
+    "m,x-completion_16-1-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,5,10.0,1.0,500,50,60,30,9.9\n"
+    "m,x-completion_16-2-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31,0.1\n"
+    "m,x-completion_16-3-delay-30-model-num-3.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,10.0,1.0,400,40,70,31,0.1\n"
+    "m,y-completion_16-1-delay-30-model-num-1.json,A100-80G,False,meta-llama/Llama-3.1-8B-Instruct,4,inf,1.0,400,40,70,31,0.1\n"
 )
-RAMP = (
-    KVCACHED.splitlines()[0]
-    + "\nm-0.3,ramp-up-down-0to3to1-inc1-1-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,2100,210,60,30,1"
-    + "\nm-0.3,ramp-up-down-0to3to1-inc1-2-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,2100,210,60,30,1"
-    + "\nm-0.3,ramp-up-down-0to3to1-inc1-3-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,2100,210,60,30,1\n"
+RAMP = KVCACHED.splitlines()[0] + "".join(
+    f"\nm-0.3,ramp-up-down-0to3to1-inc1-completion_16-{copy}-delay-4-model-num-3.json,A100-80G,True,Llama-3.1-8B,21,inf,1.0,"
+    "2100,210,60,30,1"
+    for copy in (1, 2, 3)
 )
 
 
@@ -243,8 +243,18 @@ def test_a_ramp_is_read_off_names(tmp_path: Path) -> None:
     assert sum(counts[:6]) > sum(counts[12:])  # nine are due in the ramp's six seconds, six in the last six
 
 
+def test_outputs_end_as_their_means_say() -> None:
+    """Of 10 requests 8 are left between 0 and 100 tokens on average, and 6 of them between 100 and 200: so 6 never end."""
+    ends = ends_of(pd.DataFrame({"asked": ["100", "200"], "completed": [10, 10], "total_output_tokens": [800, 1400]}))
+    lengths = ends.lengths(np.random.default_rng(0), 1000, 200)
+    assert np.mean(lengths == 200) == pytest.approx(0.6, abs=0.01)
+    assert lengths.mean() == pytest.approx(140, rel=0.05)
+    assert ends.lengths(np.random.default_rng(0), 1000, 100).mean() == pytest.approx(80, rel=0.1)
+    assert lengths.min() >= 1
+
+
 def test_runs_with_two_copies_were_fitted_on(tmp_path: Path) -> None:
-    lines = [line.replace("num-3", "num-2") for line in KVCACHED.splitlines() if "x-3" not in line]
+    lines = [line.replace("num-3", "num-2") for line in KVCACHED.splitlines() if "x-completion_16-3" not in line]
     found = read(tmp_path, "\n".join(lines) + "\n")
     assert not found.cases
     assert found.kind == "fitted on part of the set"

@@ -194,6 +194,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.delenv("PYTHONPATH", raising=False)
         folder = tmp_path_factory.mktemp("r")
         patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # on loopback, as on a laptop
         nodes = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
         nodes.folder = folder
         nodes.add_node(**NODE)

@@ -4,7 +4,8 @@ What a run is stands in its names. The set's name ends on vLLM's memory utilizat
 names none). A file's name has the lengths asked for, the copies, and the delay from one copy's start to the next. Fixed rates
 send for their duration. A ramp ``0to12to1-inc1`` sends r requests in second r, up to 12 and down to 1, and then one a second
 for as long as all copies' delays last: the number of requests says so (p^2 while ramping, copies x delay after), and so do
-the durations.
+the durations. Outputs end by themselves, or where they were asked to: the means of runs that asked for 128 to 1,024 tokens
+say how many are left where (``Ends``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -39,18 +40,43 @@ UTILIZATION = 0.9
 KEPT_UP = 0.95
 """Of the throughput asked: below saturation."""
 _FILE = re.compile(r"-(?P<instance>\d+)-delay-(?P<delay_s>\d+)-model-num-(?P<models>\d+)\.json$")
+_ASKED = re.compile(r"-completion_(?P<asked>\d+)-")
 _RAMP = re.compile(r"ramp-up-down-(?P<start>\d+)to(?P<peak>\d+)to(?P<end>\d+)-inc(?P<step>\d+)")
 _SHARE = re.compile(r"-(?P<share>0\.\d+)(-\d+)?$")
+
+
+class Ends(NamedTuple):
+    """Where outputs end by themselves: of all requests the part ``left``, falling, goes on beyond so many ``tokens``."""
+
+    tokens: Floats
+    left: Floats
+
+    def lengths(self, rng: np.random.Generator, n: int, asked: int) -> Floats:
+        """Output tokens of ``n`` requests, spread evenly over the law and shuffled, which end where they were asked to at the
+        latest."""
+        part = rng.permutation((np.arange(n) + 0.5) / n)
+        found: Floats = np.clip(np.round(np.interp(part, self.left[::-1], self.tokens[::-1], left=asked)), 1, asked)
+        return found
+
+
+def ends_of(rows: pd.DataFrame) -> Ends:
+    """From the mean outputs under each length asked for: from one to the next they grow by the part of the requests that is
+    left there, times what lies between."""
+    means = (rows["total_output_tokens"] / rows["completed"]).groupby(rows["asked"].astype(float)).mean()
+    asked, tokens = (np.concatenate([[0.0], values]) for values in (means.index, means))
+    left = np.minimum.accumulate(np.diff(tokens) / np.diff(asked))
+    return Ends(np.concatenate([[0.0], (asked[1:] + asked[:-1]) / 2]), np.concatenate([[1.0], left]))
 
 
 def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """One case a run, one row of means a copy. Runs whose neighbours the set does not record, and those on other vendors' GPUs,
     are unsupported; those with two copies were fitted on."""
     cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
-    frame = frame.assign(run=frame["file"].str.replace(_FILE, "", regex=True), **frame["file"].str.extract(_FILE))
+    frame = _with_names(frame)
+    ends = ends_of(frame[_on_one_gpu(frame)])
     for (_, _, served), rows in frame.groupby(["set", "run", "model_id"], sort=False):
         try:
-            case = _case(rows, path)
+            case = _case(rows, ends, path)
         except UnsupportedRow as reason:
             unsupported["vllm", str(served), str(reason)] += len(rows)
             continue
@@ -63,8 +89,9 @@ def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         tuple(cases),
         unsupported,
         assumptions=(
-            "copies, delays, ramps and memory shares as in file and set names; mean lengths; elastic copies draw on one KV "
-            "memory; token budget 2048 (vLLM's default on an A100), 256 sequences",
+            "copies, delays, ramps and memory shares as in file and set names; mean prompts; outputs end as their means under "
+            "each length asked for say; elastic copies draw on one KV memory; token budget 2048 (vLLM's default on an A100), "
+            "256 sequences",
             f"host time and time-slicing fitted on the runs with {FITTED_MODELS} models: {fitted} rows, not reported",
             "below and above saturation by measured throughput: at least 95 % of what was asked, or less",
         ),
@@ -78,17 +105,31 @@ def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
 
 def fitted_cases(frame: pd.DataFrame, path: Path) -> list[Case]:
     """The runs with two models."""
-    frame = frame.assign(run=frame["file"].str.replace(_FILE, "", regex=True), **frame["file"].str.extract(_FILE))
-    frame = frame[frame.hardware.str.startswith("A100") & (frame.models == str(FITTED_MODELS))]
-    return [_case(rows, path) for _, rows in frame.groupby(["set", "run", "model_id"], sort=False)]
+    frame = _with_names(frame)
+    frame = frame[_on_one_gpu(frame)]
+    ends, frame = ends_of(frame), frame[frame.models == str(FITTED_MODELS)]
+    return [_case(rows, ends, path) for _, rows in frame.groupby(["set", "run", "model_id"], sort=False)]
 
 
-def _case(rows: pd.DataFrame, path: Path) -> Case:
+def _with_names(frame: pd.DataFrame) -> pd.DataFrame:
+    """With what stands in the files' names."""
+    name = frame["file"].str
+    return frame.assign(run=name.replace(_FILE, "", regex=True), **name.extract(_FILE), **name.extract(_ASKED))
+
+
+def _on_one_gpu(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Rows of runs that are known: on NVIDIA's GPUs, with all copies recorded."""
+    return frame.hardware.str.startswith("A100") & frame.models.notna()
+
+
+def _case(rows: pd.DataFrame, ends: Ends, path: Path) -> Case:
     first = rows.iloc[0]
     if not str(first["hardware"]).startswith("A100"):
         raise UnsupportedRow(f"hardware {first['hardware']}")
     if pd.isna(first["models"]) or len(rows) != int(first["models"]):
         raise UnsupportedRow("models that ran beside it are not recorded")
+    if pd.isna(first["asked"]):
+        raise UnsupportedRow("the output length asked for is not recorded")
     rows = rows.assign(instance=rows["instance"].astype(int)).sort_values("instance")
     check_positive(rows, ("completed", "total_input_tokens", "total_output_tokens", "mean_ttft_ms"), path)
     served, elastic = model_named(str(first["model_id"])), bool(first["kvcached"])
@@ -98,7 +139,7 @@ def _case(rows: pd.DataFrame, path: Path) -> Case:
     kind = "kvcached" if elastic else "fixed shares"
     label = Label(f"{stem(path)}, {kind}", "vllm", served.name, "W16A16", 1)
     ttft_s, tpot_s = (rows[column].to_numpy(np.float64) / 1e3 for column in ("mean_ttft_ms", "mean_tpot_ms"))
-    load = _load(rows, elastic)
+    load = _load(rows, ends, elastic)
     return Case(
         label,
         supported(serving),
@@ -119,15 +160,16 @@ def _parts(rows: pd.DataFrame) -> Iterator[str]:
         yield "below saturation" if row["request_throughput"] >= KEPT_UP * asked_per_s else "above saturation"
 
 
-def _load(rows: pd.DataFrame, elastic: bool) -> OpenLoop:
-    """The copies' arrivals, merged in time; requests of a copy have its mean lengths."""
+def _load(rows: pd.DataFrame, ends: Ends, elastic: bool) -> OpenLoop:
+    """The copies' arrivals, merged in time; prompts of a copy have its mean length, outputs end as all do."""
     rng = np.random.default_rng(SEED)
     columns: list[np.ndarray[Any, np.dtype[np.float64]]] = []
     for copy, row in enumerate(rows.to_dict("records")):
         n = int(row["completed"])
         times = copy * float(row["delay_s"]) + _arrivals(rng, row, n)
-        prompt, output = (max(1, round(row[name] / n)) for name in ("total_input_tokens", "total_output_tokens"))
-        columns.append(np.stack([times, np.full(n, copy), np.full(n, prompt), np.full(n, output)]))
+        prompt = max(1, round(row["total_input_tokens"] / n))
+        outputs = ends.lengths(np.random.default_rng((SEED, copy)), n, int(row["asked"]))
+        columns.append(np.stack([times, np.full(n, copy), np.full(n, prompt), outputs]))
     merged = np.concatenate(columns, axis=1)
     times, copies, prompts, outputs = merged[:, np.argsort(merged[0], kind="stable")]
     return OpenLoop(

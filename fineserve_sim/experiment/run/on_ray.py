@@ -1,10 +1,11 @@
-"""Work on a Ray cluster. Nothing is shared with its nodes: our code goes there as two packages, what a work reads goes with it
+"""Work on a Ray cluster. Nothing is shared with its nodes: our code goes there as a folder, what a work reads goes with it
 as data, and the files that it writes come back as bytes."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,29 +97,26 @@ class RayCluster:
         return self._jobs or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def each(self, works: Iterable[W], out: Path, tell: Callable[[W, float], None]) -> Iterator[tuple[W, Any]]:
-        """As ``Executor.each``."""
+        """As ``Executor.each``. After an error what is on its way goes on to its end, unheard: Ray 2.60 ends this process if a
+        task is cancelled as it returns."""
         left, running = iter(works), dict[Any, tuple[int, W]]()
-        try:
-            while True:
-                room = self._jobs or 2 * self.workers  # the next work is there before a CPU is free
-                for work in islice(left, room - len(running)):
-                    number = next(self._numbers)
-                    ref = self._carry_out.remote(work.packed(), number, self._board, self._libraries)
-                    running[ref] = number, work
-                if not running:
-                    return
-                for done in ray.wait(list(running), timeout=LOOKS_S)[0]:
-                    files, found = _result(done)
-                    _, work = running.pop(done)
-                    _write(files, out)
-                    yield work, found
-                shares = self._noted([number for number, _ in running.values()])
-                for number, work in running.values():
-                    if number in shares:
-                        tell(work, shares[number])
-        finally:
-            for ref in running:
-                ray.cancel(ref, force=True)
+        while True:
+            room = self._jobs or 2 * self.workers  # the next work is there before a CPU is free
+            for work in islice(left, room - len(running)):
+                number = next(self._numbers)
+                ref = self._carry_out.remote(work.packed(), number, self._board, self._libraries)
+                running[ref] = number, work
+            if not running:
+                return
+            for done in ray.wait(list(running), timeout=LOOKS_S)[0]:
+                files, found = _result(done)
+                _, work = running.pop(done)
+                _write(files, out)
+                yield work, found
+            shares = self._noted([number for number, _ in running.values()])
+            for number, work in running.values():
+                if number in shares:
+                    tell(work, shares[number])
 
     def _noted(self, numbers: list[int]) -> dict[int, float]:
         """How far work is, by its number; nothing while Ray looks for another place for the board."""
@@ -137,7 +136,7 @@ def _result(done: Any) -> tuple[dict[str, bytes], Any]:
     except ray.exceptions.RayError as problem:
         told = str(problem).strip().splitlines()[0]
         raise ConfigError(
-            "", "", f"a Ray worker died {RETRIES + 1} times, perhaps for want of memory: {told}"
+            "", "", f"Ray gave up after {RETRIES + 1} tries, perhaps for want of memory: {told}"
         ) from None
     return files, found
 
@@ -156,14 +155,14 @@ def ray_cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster]:
     """Be a driver of the cluster at ``address``; None: the one that RAY_ADDRESS names or that runs on this machine, else one of
     this machine alone, for as long as the block lasts. Raises ValueError when none answers."""
     _check_answers(address or os.environ.get("RAY_ADDRESS"))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     before = signal.getsignal(signal.SIGTERM)
-    code = {"py_modules": [fineserve_sim, fineserve_traces], "excludes": ["__pycache__"]}
     options = {} if address else {"include_dashboard": False}
     try:
-        ray.init(address, runtime_env=code, log_to_driver=False, logging_level="ERROR", **options)
+        with _our_code() as code:
+            ray.init(address, runtime_env={"working_dir": code}, log_to_driver=False, logging_level="ERROR", **options)
     except (ConnectionError, RuntimeError, ValueError) as problem:
-        raise ValueError(f"--executor ray: {str(problem).strip().splitlines()[0]}") from None
+        told = str(problem).strip().splitlines()[0]
+        raise ValueError(f"--executor ray: {told}; if it takes a token, set RAY_AUTH_MODE=token") from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray sets a handler of its own
@@ -171,6 +170,19 @@ def ray_cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster]:
         yield RayCluster(jobs)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _our_code() -> Iterator[str]:
+    """A folder with our two packages, and the module that a compiled build has beside them."""
+    with TemporaryDirectory(prefix="fineserve-") as folder:
+        for package in (fineserve_sim, fineserve_traces):
+            place = Path(folder) / package.__name__
+            shutil.copytree(package.__path__[0], place, ignore=shutil.ignore_patterns("__pycache__"))
+        compiled = find_spec("fineserve_sim__mypyc")
+        if compiled is not None and compiled.origin is not None:
+            shutil.copy(compiled.origin, folder)
+        yield folder
 
 
 def _check_answers(address: str | None) -> None:

@@ -91,4 +91,4 @@ def _may_divide(cell: Cell) -> bool:
     if cell.decisions or cell.summed is not None or cell.simulate is not simulate:
         return False
     described = scenario(cell.run)
-    return len(described.whole_trace) >= WORTH_REQUESTS and why_whole(described) is None
+    return why_whole(described) is None and len(described.whole_trace) >= WORTH_REQUESTS
