@@ -7,9 +7,8 @@ many there are. Then the replicas, largest footprint first, each go to the candi
 with the best score (module ``mme``) after taking them in.
 
 The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
-the score would prefer models that use memory badly, and whole engines must fit beside the KV of their operating points: an
-engine reserves more activations than a small batch has, and vLLM starts none without room for KV. All bytes are per GPU;
-K_rem of a group is that of its fullest GPU.
+the score would prefer models that use memory badly, and whole engines must fit: an engine reserves more activations than a
+small batch has, and vLLM starts none without room for KV. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
 """
 
 from __future__ import annotations
@@ -154,16 +153,14 @@ class FineServePlacement:
             if model.id in full:
                 continue
             footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
-            reserved_bytes = max(0, model.activation_bytes - footprints[model.id].point.activation_bytes)
-            engine_bytes = footprint_bytes + reserved_bytes
-            roomy = [each for each in candidates[model.tp] if each.room_bytes >= engine_bytes]
+            roomy = [each for each in candidates[model.tp] if each.room_bytes >= model.engine_bytes]
             best = self._best(efficiency, footprint_bytes, roomy, hosts[model.id])
             if best is None:
                 full.add(model.id)
                 continue
             for gpu in best.gpus:
                 left_bytes[gpu] -= footprint_bytes
-                room_bytes[gpu] -= engine_bytes
+                room_bytes[gpu] -= max(footprint_bytes, model.engine_bytes)
                 residents[gpu][model.id, replica] = efficiency
             for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
                 candidate.count(left_bytes, room_bytes, residents)
