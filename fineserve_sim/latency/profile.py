@@ -55,7 +55,7 @@ def _extra_s(step: StepModel, batch: int, mean_context: int, prompt_tokens: int,
     return extra_s, steps
 
 
-def _point(step: StepModel, batch: int, prompt: int, output: int, budget: int, activation_bytes: int) -> OperatingPoint:
+def _point(step: StepModel, batch: int, prompt: int, output: int, budget: int) -> OperatingPoint:
     mean_context = prompt + output // 2
     extra_s, prefill_steps = _extra_s(step, batch, mean_context, prompt, budget)
     decode_s = step.step_s(batch, batch * mean_context, 0, 0, 0, batch)
@@ -65,7 +65,7 @@ def _point(step: StepModel, batch: int, prompt: int, output: int, budget: int, a
         batch=batch,
         throughput_per_s=batch / stay_s,
         ttft_s=batch_prefill_s(step, batch, prompt, budget),
-        activation_bytes=activation_bytes,
+        activation_bytes=activation_bytes(step.model, step.tp, budget, batch, step.deployment.logit_bytes),
         kv_bytes=batch * mean_context * kv_token_bytes(step.model, step.precision, step.tp),
     )
 
@@ -76,11 +76,9 @@ def profile(
     """Operating points at 1, 2, 4, ... ``max_sequences`` concurrent requests of mean length.
 
     TTFT is that of a static batch: all prompts prefilled together on an idle engine. KV bytes are those of requests
-    midway through their output; activation bytes are what the engine sets aside at its start, for a full step of all
-    sequences, whatever the batch. Both are per GPU.
+    midway through their output; activation bytes are the peak of a full step. Both are per GPU.
     Batch sizes that leave no token of ``budget`` for prefill are left out.
     """
     prompt, output = max(1, math.ceil(mean_prompt_tokens)), max(1, math.ceil(mean_output_tokens))
     sizes = batch_sizes(min(max_sequences, budget))
-    activations = activation_bytes(step.model, step.tp, budget, sizes[-1], step.deployment.logit_bytes)
-    return tuple(_point(step, batch, prompt, output, budget, activations) for batch in sizes)
+    return tuple(_point(step, batch, prompt, output, budget) for batch in sizes)

@@ -120,6 +120,15 @@ class TestFineServePlacement:
     def test_a_model_may_fill_a_gpu_to_the_last_byte(self) -> None:
         assert where(FineServePlacement().place([model("m", 100)], cluster(100))) == [("m", (0,))]
 
+    def test_a_whole_engine_must_fit(self) -> None:
+        """Its operating point needs 10 bytes beside the weights, the engine itself reserves 30."""
+        models = [
+            model("a", 50, profile=(point(1, 100.0, 0.1, 10),), activation_bytes=30),
+            model("b", 25, profile=(point(1, 100.0, 0.1, 10),), activation_bytes=30),
+        ]
+        assert where(FineServePlacement().place(models, cluster(110))) == [("a", (0,))]
+        assert where(FineServePlacement().place(models, cluster(140))) == [("a", (0,)), ("b", (0,))]
+
     def test_equal_footprints_go_by_weights_then_id(self) -> None:
         profile = (point(1, 100.0, 0.1, kv=10),)
         models = [model("b", 20), model("a", 20), model("0", 10, profile=profile)]

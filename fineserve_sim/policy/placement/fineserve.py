@@ -7,7 +7,8 @@ many there are. Then the replicas, largest footprint first, each go to the candi
 with the best score (module ``mme``) after taking them in.
 
 The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
-the score would prefer models that use memory badly. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
+the score would prefer models that use memory badly, and whole engines must fit: an engine reserves more activations than a
+small batch has, and vLLM starts none without room for KV. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
 """
 
 from __future__ import annotations
@@ -135,9 +136,11 @@ class FineServePlacement:
     ) -> list[Instance]:
         """Every replica of ``models``, in their order, on its best group; those that find no room are left out."""
         left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        room_bytes = dict(left_bytes)  # what whole engines leave
         residents: dict[int, dict[tuple[str, int], float]] = {gpu: {} for gpu in left_bytes}
         candidates = {
-            tp: [_Candidate(group, min(left_bytes[gpu] for gpu in group)) for group in groups[tp]] for tp in groups
+            tp: [_Candidate(group, least := min(left_bytes[gpu] for gpu in group), least) for group in groups[tp]]
+            for tp in groups
         }
         with_gpu: defaultdict[int, list[_Candidate]] = defaultdict(list)
         for candidate in chain.from_iterable(candidates.values()):
@@ -150,15 +153,17 @@ class FineServePlacement:
             if model.id in full:
                 continue
             footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
-            best = self._best(efficiency, footprint_bytes, candidates[model.tp], hosts[model.id])
+            roomy = [each for each in candidates[model.tp] if each.room_bytes >= model.engine_bytes]
+            best = self._best(efficiency, footprint_bytes, roomy, hosts[model.id])
             if best is None:
                 full.add(model.id)
                 continue
             for gpu in best.gpus:
                 left_bytes[gpu] -= footprint_bytes
+                room_bytes[gpu] -= max(footprint_bytes, model.engine_bytes)
                 residents[gpu][model.id, replica] = efficiency
             for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
-                candidate.count(left_bytes, residents)
+                candidate.count(left_bytes, room_bytes, residents)
             hosts[model.id].update(best.gpus)
             instances.append(Instance(model.id, replica, best.gpus, 0.0, footprint_bytes))
         return instances
@@ -197,10 +202,12 @@ class FineServePlacement:
 
 @dataclass(slots=True)
 class _Candidate:
-    """GPUs that may take a replica: what is left of the fullest one, and what a score needs of all residents."""
+    """GPUs that may take a replica: what footprints and what whole engines leave of the fullest one, and what a score needs
+    of all residents."""
 
     gpus: tuple[int, ...]
     remaining_bytes: int
+    room_bytes: int
     residents: int = 0
     efficiency_sum: float = 0.0
     efficiency_max: float = 0.0
@@ -210,10 +217,16 @@ class _Candidate:
         """Among equal scores the lowest comes first."""
         return self.residents, self.gpus
 
-    def count(self, left_bytes: Mapping[int, int], residents: Mapping[int, Mapping[tuple[str, int], float]]) -> None:
-        """A resident came to a member; both maps are by GPU, the residents are efficiencies by (model, replica)."""
+    def count(
+        self,
+        left_bytes: Mapping[int, int],
+        room_bytes: Mapping[int, int],
+        residents: Mapping[int, Mapping[tuple[str, int], float]],
+    ) -> None:
+        """A resident came to a member; all maps are by GPU, the residents are efficiencies by (model, replica)."""
         here = {resident: efficiency for gpu in self.gpus for resident, efficiency in residents[gpu].items()}
         self.remaining_bytes = min(left_bytes[gpu] for gpu in self.gpus)
+        self.room_bytes = min(room_bytes[gpu] for gpu in self.gpus)
         self.residents = len(here)
         self.efficiency_sum = sum(here.values())
         self.efficiency_max = max(here.values())
