@@ -39,8 +39,8 @@ def caption() -> str:
     fineserve, prism, static = (own[f"{name}, attainment %"] for name in SYSTEMS.values())
     return (
         "*Seven models on four H100 (`experiments/fig10.yaml`). Under load B at SLO scale 20, FineServe holds "
-        f"{fineserve} % of its TTFT\nlimits, Static\\* {static} %, Prism\\* {prism} %. Under tight limits Prism\\* is ahead "
-        "([why](docs/reproduction.md)).*"
+        f"{fineserve} % of its TTFT\nlimits, Static\\* {static} %, Prism\\* {prism} % "
+        "([why](docs/reproduction/fineserve.md#fig-10-end-to-end-on-one-node)).*"
     )
 
 
