@@ -92,6 +92,9 @@ class Store:
         return logged and (self._cells / f"{key}.json").exists() and self._has_tables(key)
 
     def _has_tables(self, key: str) -> bool:
+        """Or its metrics, where they alone were kept."""
+        if (self._cells / f"{key}.summary.json").exists():
+            return True
         requests, samples = (self._cells / f"{key}{kind}.parquet" for kind in ("", ".timeline"))
         return _is_parquet(requests) and (not samples.exists() or _is_parquet(samples))
 
