@@ -4,6 +4,7 @@
     PYTHONPATH=build/compiled python benchmarks/record.py day          100 models, 1,200 H100, 10,000,000 requests
     python benchmarks/record.py hour --scale 0.01                      a hundredth of models, GPUs and requests
     python benchmarks/record.py day --part 0.1 --system fineserve      its first tenth, of one system
+    python benchmarks/record.py hour --scale 0.05 --gpus 2             on twice as many GPUs
 
 Popularity, bursts and lengths are those of ``fineserve_traces.ProviderDay``. Requests stream in and outcomes stream out
 (``simulate_streamed``); metrics are tallied on the way. Each system is a process of its own, so that its peak of memory is its
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fineserve_traces import ProviderDay, length_source
@@ -40,7 +41,7 @@ from fineserve_sim.systems import load_systems
 
 NODE_GPUS = 8
 TTFT_S = 1.0
-SAMPLE_S = 1.0
+SAMPLE_S = 10.0
 TOLD_S = 30.0
 
 
@@ -224,6 +225,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--system", action="append", help="only this one; may be repeated")
     parser.add_argument("--scale", type=float, default=1.0, help="of models, GPUs and requests")
+    for part in ("models", "gpus", "requests"):
+        parser.add_argument(f"--{part}", type=float, default=1.0, metavar="FACTOR", help=f"times as many {part}")
     parser.add_argument("--part", type=float, default=1.0, help="of the time, with its requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON, a line a system")
@@ -237,13 +240,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     tier = TIERS[args.tier]
+    for part in ("models", "gpus", "requests"):
+        tier = replace(tier, **{part: round(getattr(tier, part) * getattr(args, part))})
     if args.here:
         print(json.dumps(measure(tier, args.system[0], args.scale, args.part, args.seed)))
         return 0
     if not args.json:
         print(f"{tier.title}, scale {args.scale:g}, part {args.part:g}, seed {args.seed}; {machine()}")
         print("".join(f"{name:>{len(format.format(0))}}" for name, format in COLUMNS))
-    options = [args.tier, "--scale", str(args.scale), "--part", str(args.part), "--seed", str(args.seed), "--here"]
+    given = ("models", "gpus", "requests", "scale", "part", "seed")
+    options = [args.tier, "--here", *(f"--{name}={getattr(args, name)}" for name in given)]
     for system in args.system or tier.systems:
         command = [sys.executable, __file__, *options, "--system", system]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

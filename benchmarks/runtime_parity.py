@@ -60,6 +60,7 @@ title: Two tiny models on real engines and in the simulator
 
 cluster:
   count: 1
+  sharing: in_turn  # engines of one process
   gpu: {{name: cpu, memory_gib: 1, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
          efficiency: roofline-scaled, source: "not used: steps are measured"}}
 engine: {{block_tokens: 32, max_sequences: {sequences}, token_budget: {budget}, context_bytes: 0,

@@ -2,11 +2,11 @@
 
     python benchmarks/sensitivity.py [--quick] [--seeds N] [--only TEXT] [--jobs N] [--json]
 
-One line an assumption of ``docs/fidelity.md`` that is a number and acts on ``experiments/fig10.yaml``: change in points of
-TTFT attainment of FineServe, Prism* and Static* when it is 20 % smaller / 20 % larger, at SLO scale 20 and rate scale 8,
-under loads A and B. All runs see the same requests (common random numbers), so a change is the assumption's own; the base
-SLOs are computed anew each time, as they depend on the assumption too. ``--quick`` takes the file's short version. The first
-line tells the command, the seeds and the requests of a run, as ``docs/fidelity.md`` states them.
+One line an assumption of ``docs/reference/assumptions.md`` that is a number and acts on ``experiments/fig10.yaml``: change in
+points of TTFT attainment of FineServe, Prism* and Static* when it is 20 % smaller / 20 % larger, at SLO scale 20 and rate
+scale 8, under loads A and B. All runs see the same requests (common random numbers), so a change is the assumption's own; the
+base SLOs are computed anew each time, as they depend on the assumption too. ``--quick`` takes the file's short version. The
+first line tells the command, the seeds and the requests of a run, as that page states them.
 
 Catalog numbers (kernel rates, launches, host times, driver independent) are changed in the catalog of a fresh process;
 engine settings and policy options by the keys of the experiment file.

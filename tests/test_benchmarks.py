@@ -37,7 +37,7 @@ def bench() -> dict[str, ModuleType]:
     """The modules of the folder benchmarks, which is no installed package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import cluster_costs, costs, engine, peers, scaling
+        from benchmarks import cluster_costs, costs, engine, peers, record, scaling
 
         return {
             "engine": engine,
@@ -45,6 +45,7 @@ def bench() -> dict[str, ModuleType]:
             "scaling": scaling,
             "costs": costs,
             "cluster_costs": cluster_costs,
+            "record": record,
         }
 
 
@@ -231,3 +232,24 @@ def test_a_cost_above_its_bound_is_marked(bench: dict[str, ModuleType]) -> None:
     slow = costs.Measured("thing", "a look", [10, 20], [1e-4, 4e-4], 2.0, 3e-4)
     assert quick.holds and not slow.holds
     assert "ABOVE" not in costs.table([quick]) and costs.table([slow]).endswith("400 us  ABOVE")
+
+
+@pytest.mark.parametrize("system", ["static*", "prism"])
+def test_the_record_in_small(bench: dict[str, ModuleType], system: str) -> None:
+    """A hundredth of the cluster, the first minutes: every request ends, and the hash is the same again."""
+    record = bench["record"]
+    first, again = (record.measure(record.TIERS["hour"], system, 0.01, 0.05, 0) for _ in range(2))
+    assert first["hash"] == again["hash"] != record.measure(record.TIERS["hour"], system, 0.01, 0.05, 1)["hash"]
+    assert first["models"] == 20 and first["gpus"] == 8
+    assert first["requests"] == first["finished"] > 200
+    assert first["within_ttft"] > 0.9 and first["gpu_hours"] == pytest.approx(8 * 180 / 3600, rel=0.1)
+
+
+def test_the_record_measures_each_system_in_a_process_of_its_own(
+    bench: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["day", "--scale", "0.05", "--part", "0.0005", "--json"]
+    assert bench["record"].main(options) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["system"] for row in rows] == ["fineserve", "prism"]
+    assert all(row["peak_mb"] > 30 and row["cpu_s"] > 0 for row in rows)

@@ -21,6 +21,7 @@ import yaml
 
 from fineserve_sim.catalog import deployment, gpu, model, precisions
 from fineserve_sim.experiment import load_experiment
+from fineserve_sim.experiment.file.metric_names import METRICS, PERCENTILES
 from fineserve_sim.latency import Provenance, StepModel
 
 ROOT = Path(__file__).parents[1]
@@ -192,6 +193,13 @@ def assumed() -> list[Provenance]:
 def test_every_assumed_number_is_in_the_table(line: Provenance) -> None:
     rows = [row for row in text("docs/reference/assumptions.md").splitlines() if f"`{line.quantity}`" in row]
     assert any(f"| {line.value:g} {line.unit} |" in row for row in rows)
+
+
+def test_every_metric_is_defined() -> None:
+    page = text("docs/experiments.md")
+    for metric in METRICS:
+        assert f"`{re.sub(r'_p[0-9.]+_', '_pN_', metric)}`" in page
+    assert all(f"{percent:g}" in page for percent in PERCENTILES)
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)

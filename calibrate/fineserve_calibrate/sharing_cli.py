@@ -37,7 +37,6 @@ def sharing(
         Path, typer.Option("--data", metavar="DIR", help="Folder with the measurements, in it or in sharing/.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as docs/fidelity.md has them.")] = False,
 ) -> None:
     """Slowdowns of engines under thread caps, MPS, time-slicing and MIG: measured, and predicted by the laws."""
     folder = data / "sharing" if (data / "sharing").is_dir() else data
@@ -54,42 +53,11 @@ def sharing(
         found = {"caps": [one._asdict() for one in caps], "compared": [one._asdict() for one in compared]}
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
         return
-    if markdown:
-        typer.echo("\n".join((*cap_lines(caps), "", *compared_lines(compared))))
-        return
     console = Console(highlight=False, width=WIDTH)
     console.print(_cap_table(caps))
     fitted = fit_saturation(rows)
     console.print(f"memory saturates at {fitted:.3f} of the SMs on LLaMA-7B and 13B; in use {MEMORY_SATURATION}\n")
     console.print(_compared_table(compared))
-
-
-def cap_lines(caps: list[CapErrors]) -> list[str]:
-    """The caps' rows of docs/fidelity.md, errors in %."""
-    lines = ["| model | TP | phase | | rows | median | p90 | bias |", f"|{'---|' * 8}"]
-    for one in caps:
-        numbers = f"{one.n} | {one.median_abs:.1%} | {one.p90_abs:.1%} | {one.bias:+.1%}".replace("%", "")
-        lines.append(
-            f"| {one.model} | {one.tp} | {one.phase} | {'held out' if one.held_out else 'fitted'} | {numbers} |"
-        )
-    return lines
-
-
-def compared_lines(compared: list[Compared]) -> list[str]:
-    """The pairs' rows of docs/fidelity.md: predictions and errors; what was measured is the sources' to publish."""
-    lines = [
-        "| source | GPU | mode | engines | workload | beside | metric | predicted | error % | |",
-        f"|{'---|' * 10}",
-    ]
-    for one in compared:
-        numbers = (
-            _number(one.predicted),
-            _error(one).rstrip("%"),
-            "fitted" if one.fitted else "",
-        )
-        cells = (one.source, one.gpu, one.mode, str(one.engines), one.workload, one.beside, one.metric, *numbers)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def _cap_table(caps: list[CapErrors]) -> Table:

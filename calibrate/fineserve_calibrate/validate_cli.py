@@ -60,7 +60,6 @@ def validate(
     latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.TABLES,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the figures here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows to stdout, and nothing else there.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as docs/fidelity.md has them.")] = False,
     with_sensitivity: Annotated[
         bool, typer.Option("--sensitivity/--no-sensitivity", help="Also predict under other readings of each set.")
     ] = True,
@@ -72,8 +71,6 @@ def validate(
     rows = [row for found in predictions for row in error_rows(found)]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1, ensure_ascii=False, allow_nan=False))
-    elif markdown:
-        typer.echo("\n".join(markdown_lines(rows)))
     else:
         _report(sets, predictions, make_step if with_sensitivity else None)
     if out is not None:
@@ -126,30 +123,6 @@ def _other_readings(measured: MeasuredSet, make_step: StepFactory) -> Iterator[s
             taken = " (taken)" if mine.cases[0].reading == reading.what else ""
             ttft, tpot = (_median(predict_set(read, make_step), column) for column in ("ttft_s", "tpot_s"))
             yield f"reading of {engine}, {reading.what}: TTFT {ttft:.1%}, TPOT {tpot:.1%}{taken}"
-
-
-def markdown_lines(rows: Sequence[ErrorRow]) -> list[str]:
-    """The rows of docs/fidelity.md: errors in %, a dash where nothing was measured."""
-    header = (
-        "set | engine | model | TP | rows | TTFT median | p90 | bias | TPOT median | p90 | bias | requests/s median"
-    )
-    lines = [f"| {header} |", f"|{'---|' * (header.count('|') + 1)}"]
-    for row in rows:
-        errors = (
-            row.ttft_median_abs,
-            row.ttft_p90_abs,
-            row.tpot_median_abs,
-            row.tpot_p90_abs,
-            row.throughput_median_abs,
-        )
-        ttft, ttft_p90, tpot, tpot_p90, throughput = ("-" if value is None else f"{value:.1%}"[:-1] for value in errors)
-        ttft_bias, tpot_bias = (
-            "-" if value is None else f"{value:+.1%}"[:-1] for value in (row.ttft_bias, row.tpot_bias)
-        )
-        model = f"{row.model.rsplit('/', 1)[-1]} {row.precision}"
-        cells = (row.set, row.backend, model, str(row.tp), f"{row.n:,}", ttft, ttft_p90, ttft_bias)
-        lines.append(f"| {' | '.join((*cells, tpot, tpot_p90, tpot_bias, throughput))} |")
-    return lines
 
 
 def _table(title: str, rows: Sequence[ErrorRow]) -> Table:

@@ -14,6 +14,7 @@ from pathlib import Path
 from docs.generate import assumptions, commands, contention, errors, hardware, schema, steps, systems
 
 DOCS = Path(__file__).parents[1]
+README = DOCS.parent / "README.md"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
@@ -35,6 +36,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "errors": errors.all_sets,
     "errors-summary": errors.summary,
     "contention": contention.contention,
+    "fig10-caption": contention.caption,
     "sharing": errors.sharing,
     "sharing-summary": errors.sharing_summary,
 }
@@ -46,8 +48,8 @@ def written(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    """The pages that have blocks."""
-    return [path for path in sorted(DOCS.rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+    """The pages that have blocks, README.md among them."""
+    return [path for path in (README, *sorted(DOCS.rglob("*.md"))) if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def write() -> list[Path]:

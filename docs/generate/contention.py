@@ -33,6 +33,17 @@ def contention() -> str:
     )
 
 
+def caption() -> str:
+    """What README.md says under its picture."""
+    own = read("contention.csv")[0]
+    fineserve, prism, static = (own[f"{name}, attainment %"] for name in SYSTEMS.values())
+    return (
+        "*Seven models on four H100 (`experiments/fig10.yaml`). Under load B at SLO scale 20, FineServe holds "
+        f"{fineserve} % of its TTFT\nlimits, Static\\* {static} %, Prism\\* {prism} % "
+        "([why](docs/reproduction/fineserve.md#fig-10-end-to-end-on-one-node)).*"
+    )
+
+
 def row_of(way: str) -> dict[str, object]:
     """Attainment and decode throughput of each system with their intervals, as ``contention.csv`` has them. Takes seconds."""
     with tempfile.TemporaryDirectory() as folder:

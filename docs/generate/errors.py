@@ -10,15 +10,18 @@ from statistics import median
 from typing import NamedTuple
 
 from fineserve_calibrate.sharing.caps import CapErrors
-from fineserve_calibrate.sharing_cli import cap_lines
 from fineserve_calibrate.validate import ErrorRow
-from fineserve_calibrate.validate_cli import markdown_lines
 
 from docs.generate.markdown import table
 
 DATA = Path(__file__).parents[1] / "data"
+COLUMNS = [field.name for field in fields(ErrorRow)]
 TEXT = {"set", "backend", "model", "precision", "phase"}
 COUNTS = {"tp", "n"}
+SET_COLUMNS = (
+    "set", "engine", "model", "TP", "rows", "TTFT median", "p90", "bias", "TPOT median", "p90", "bias", "requests/s median"
+)  # fmt: skip
+CAP_COLUMNS = ("model", "TP", "phase", "", "rows", "median", "p90", "bias")
 PAIR_COLUMNS = ("source", "GPU", "mode", "engines", "workload", "beside", "metric", "predicted", "error %", "fitted")
 
 
@@ -71,7 +74,19 @@ def rows() -> list[ErrorRow]:
 
 
 def all_sets() -> str:
-    return "\n".join(markdown_lines(rows()))
+    return error_table(rows())
+
+
+def error_table(found: Iterable[ErrorRow]) -> str:
+    """A row a set: errors in %, a dash where nothing was measured."""
+    return table(SET_COLUMNS, map(_set_cells, found), right=SET_COLUMNS[3:])
+
+
+def _set_cells(row: ErrorRow) -> tuple[object, ...]:
+    ttft = (_percent(row.ttft_median_abs), _percent(row.ttft_p90_abs), _signed(row.ttft_bias))
+    tpot = (_percent(row.tpot_median_abs), _percent(row.tpot_p90_abs), _signed(row.tpot_bias))
+    model = f"{row.model.rsplit('/', 1)[-1]} {row.precision}"
+    return (row.set, row.backend, model, row.tp, f"{row.n:,}", *ttft, *tpot, _percent(row.throughput_median_abs))
 
 
 def summary() -> str:
@@ -93,7 +108,7 @@ def _summed(group: Group, found: Sequence[ErrorRow]) -> tuple[object, ...]:
 
 def _range(values: Iterable[float | None]) -> str:
     known = sorted(value for value in values if value is not None)
-    ends = list(dict.fromkeys(f"{value:.1%}"[:-1] for value in (known[0], known[-1]))) if known else ["-"]
+    ends = list(dict.fromkeys(map(_percent, (known[0], known[-1])))) if known else ["-"]
     return " to ".join(ends)
 
 
@@ -101,7 +116,19 @@ def sharing() -> str:
     """Caps of SMs by model, then every published pair."""
     caps = [CapErrors(**_typed(row)) for row in read("caps.csv")]  # type: ignore[arg-type]
     pairs = table(PAIR_COLUMNS, (tuple(row.values()) for row in read("pairs.csv")))
-    return "\n".join(cap_lines(caps)) + "\n\n" + pairs
+    return f"{cap_table(caps)}\n\n{pairs}"
+
+
+def cap_table(caps: Iterable[CapErrors]) -> str:
+    """A row a model, TP degree and phase: errors in %."""
+    cells = [
+        (
+            *(one.model, one.tp, one.phase, "held out" if one.held_out else "fitted", one.n),
+            *(_percent(one.median_abs), _percent(one.p90_abs), _signed(one.bias)),
+        )
+        for one in caps
+    ]
+    return table(CAP_COLUMNS, cells, right=CAP_COLUMNS[4:])
 
 
 def sharing_summary() -> str:
@@ -139,8 +166,9 @@ def _number(value: str) -> float | None:
     return float(value) if value else None
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"[:-1]
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"[:-1]
 
 
-COLUMNS = [field.name for field in fields(ErrorRow)]
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"[:-1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +43,7 @@ ExecutorOption = Annotated[
     ),
 ]
 
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 240
 """Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
 
 
@@ -102,26 +104,70 @@ def escaped(text: str) -> str:
     return escape(text)
 
 
+LOOKS_S, LINE_S = 1.0, 60.0
+"""Where there is no terminal: seconds that do not count for the pace, and between two lines that say how far a run is."""
+
+
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr with the time left, on terminals only; yields what the runner calls after each simulation."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bar() -> Iterator[Callable[[float, int, str], None]]:
+    """How far a run is and the time left, on stderr: a bar on terminals, else a line now and then. Yields what the runner calls
+    after each simulation, and while one lasts."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     stderr = console(stderr=True)
+    if not stderr.is_terminal:
+        yield _Lines().advance
+        return
     columns = (
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("simulations,"),
+        TextColumn("{task.fields[done]} simulations,"),
         TimeRemainingColumn(),
         TextColumn("left [dim]{task.description}"),
     )
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=None)
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        task = progress.add_task("", total=None, done="")
 
-        def advance(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total, description=escaped(name))
+        def advance(done: float, total: int, name: str) -> None:
+            told = told_of(done, total)
+            progress.update(task, completed=done, total=total, done=told, description=escaped(name))
 
         yield advance
+
+
+class _Lines:
+    """Prints how far a run is, now and then."""
+
+    def __init__(self) -> None:
+        self._told_s = time.monotonic()
+        self._first_s = self._base_s = math.inf
+        self._base = 0.0
+
+    def advance(self, done: float, total: int, name: str) -> None:
+        """As the runner calls it."""
+        now_s = time.monotonic()
+        self._first_s = min(self._first_s, now_s)
+        if (
+            now_s - self._first_s <= LOOKS_S
+        ):  # what was in the folder already comes at once and says nothing of the pace
+            self._base_s, self._base = now_s, done
+        if now_s - self._told_s < LINE_S or done >= total:
+            return
+        self._told_s = now_s
+        gone_s, gone = now_s - self._base_s, done - self._base
+        left = f", {span((total - done) * gone_s / gone)} left" if gone > 0 else ""
+        typer.echo(f"{told_of(done, total)} simulations{left}{name and f' ({name})'}", err=True)
+
+
+def told_of(done: float, total: int) -> str:
+    """``3 of 20``, or ``3.4 of 20`` with those under way."""
+    return f"{done:.{0 if done == int(done) else 2 if total < 10 else 1}f} of {total}"
+
+
+def span(seconds: float) -> str:
+    """A time for people: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def axis_and_value(text: str, option: str = "--at") -> tuple[str, str]:

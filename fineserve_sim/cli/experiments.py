@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -61,6 +61,13 @@ ModelsOption = Annotated[
 AnchorsOption = Annotated[
     bool,
     typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
+]
+MetricsOption = Annotated[
+    Literal["rows", "summary"],
+    typer.Option(
+        metavar="rows|summary",
+        help="Keep every request and sample, or metrics alone, in memory that does not grow with them.",
+    ),
 ]
 DecisionsOption = Annotated[bool, typer.Option("--decisions", help="Log every event and decision, a file a run.")]
 
@@ -124,6 +131,7 @@ def run(
             show_default=False,
         ),
     ] = None,
+    metrics: MetricsOption = "rows",
     targets: TargetsOption = None,
     price: PriceOption = None,
     as_json: JsonOption = False,
@@ -144,10 +152,14 @@ def run(
         at = dict(axis_and_value(text, "--cell") for text in cell or ())
         traced = _traced(experiment, trace_out, at)
         folder = out or Path("results") / file.stem
+        if metrics == "summary" and (exact_steps or trace_out):
+            other = "--exact-steps" if exact_steps else "--trace-out"
+            raise ValueError(f"--metrics summary keeps no request that {other} could tell of; leave one of them out")
         logged, slo = decisions or trace_out is not None, experiment.setup.slo
         wanted = shares_of(targets, slo.tpot_s or slo.tpot, slo.e2e_s)
         with executor_of(executor, jobs) as where:
-            _run(experiment, folder, where, logged, as_json, exact_steps, targets=wanted)
+            rows = metrics == "rows"
+            _run(experiment, folder, where, logged, as_json, exact_steps, targets=wanted, rows=rows)
         if trace_out:
             from fineserve_sim.experiment.show.timelines.chrome import write_trace
             from fineserve_sim.experiment.show.timelines.stored import stored_run
@@ -320,6 +332,7 @@ def _parting(
         )
         rate_scale *= 2
         experiment = experiment_at(rate_scale=rate_scale)
+    console(stderr=True).print(f"They part at no rate scale up to {MOST_RATE_SCALE:g}: what follows is at 1.")
     return first
 
 
@@ -333,8 +346,9 @@ def _run(
     *,
     targets: Mapping[str, float],
     search: bool = False,
+    rows: bool = True,
 ) -> None:
-    """Simulate, draw and report; ``search``: around the answer, too."""
+    """Simulate, draw and report; ``search``: around the answer, too. Without ``rows`` there is nothing to make the page of."""
     from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.summary import read_summary
@@ -347,10 +361,18 @@ def _run(
         prepare(out)
         _say_what_is_run(experiment, executor)
         run_loaded(
-            experiment, out, executor=executor, decisions=decisions, on_progress=advance, simulate=how, targets=targets
+            experiment,
+            out,
+            executor=executor,
+            decisions=decisions,
+            on_progress=advance,
+            simulate=how,
+            targets=targets,
+            summary=not rows,
         )
-    figures = draw(out)
-    write_page([out], out / "report.html")
+    figures = draw(out, timelines=rows)
+    if rows:
+        write_page([out], out / "report.html")
     summary = read_summary(out)
     if search:
         from fineserve_sim.experiment.sizing.around import search_around
@@ -366,9 +388,8 @@ def _run(
     from fineserve_sim.experiment.show.report import report
 
     console().print(report(summary))
-    typer.echo(
-        f"Results in {out}: report.html, summary.json, tables (*.parquet), {len(figures)} figure files in figures/"
-    )
+    page = "report.html, " if rows else ""
+    typer.echo(f"Results in {out}: {page}summary.json, tables (*.parquet), {len(figures)} figure files in figures/")
 
 
 def _say_what_is_run(experiment: Experiment, executor: Executor) -> None:

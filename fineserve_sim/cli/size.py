@@ -167,6 +167,7 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.run.files import prepare, write_json
+    from fineserve_sim.experiment.show.page.build import write_page
     from fineserve_sim.experiment.show.report import report
     from fineserve_sim.experiment.sizing import cheapest
     from fineserve_sim.experiment.sizing.report import as_json as data_of
@@ -178,10 +179,12 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     if chosen is not None and chosen.best is not None:
         own = next(each for answer, each in found if answer is chosen)
         summary = _chosen_results(own, chosen, axis.key, folder)
-    data = data_of(answers, axis, prober.goals)
+    title = prober.file().file.title
+    data = data_of(answers, axis, prober.goals, title)
     prepare(folder)
     write_json(folder / "size.json", data)
-    draw(answers, axis, prober.goals, prober.file().file.title, folder)
+    draw(answers, axis, prober.goals, title, folder)
+    write_page([folder], folder / "report.html")
     if as_json:
         print_json(data)
         return
@@ -191,7 +194,9 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
         console().print(line, markup=False)
     if summary is not None:
         console().print(report(read_summary(folder)))
-    typer.echo(f"Results in {folder}: size.json, figures/size.svg" + (", summary.json, tables" if summary else ""))
+    typer.echo(
+        f"Results in {folder}: report.html, size.json, figures/size.svg" + (", summary.json, tables" if summary else "")
+    )
 
 
 def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path) -> Path:

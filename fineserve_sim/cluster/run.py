@@ -26,7 +26,7 @@ FAULT = order_of(Kind.TIMER, 1 << 19)
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""
 
-MOST_NOTES = 1 << 16
+MOST_NOTES = 1 << 13
 """Steps in flight that a run keeps whose requests stream in, before their shares are put together."""
 
 
@@ -122,14 +122,14 @@ class Run:
 
 
 def plan_faults(parts: Parts, faults: Sequence[Fault]) -> None:
-    """Instances will be lost, and come back; there must be as many as ``parts`` serves."""
+    """What faults take is lost, and comes back; the cluster must have it."""
     for fault in faults:
         assert parts.fleet is not None
-        order = FAULT + fault.instance
-        parts.clock.at(fault.time_s, order, partial(_call, parts.fleet.fail, fault.instance))
+        order = FAULT + fault.number
+        parts.clock.at(fault.time_s, order, partial(_call, parts.fleet.fail, fault.number))
         if fault.repair_s is not None:
             at_s = fault.time_s + fault.repair_s
-            parts.clock.at(at_s, order, partial(_call, parts.fleet.repair, fault.instance))
+            parts.clock.at(at_s, order, partial(_call, parts.fleet.repair, fault.number))
 
 
 def _call(happens: Callable[[int], None], instance: int, _: Event) -> None:

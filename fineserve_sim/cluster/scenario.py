@@ -87,27 +87,36 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Instance ``instance`` of a single-model cluster is lost at ``time_s``, with all KV of its group; with ``repair_s`` it is
-    back so much later, and loads its weights then."""
+    """What is lost at ``time_s``, with all KV of the engines on it: instance ``number`` of a single-model cluster, or a GPU of
+    models that come and go. With ``repair_s`` it is back so much later, with nothing in its memory."""
 
     time_s: float
-    instance: int
+    number: int
     repair_s: float | None = None
+    what: Literal["instance", "gpu"] = "instance"
 
 
-def wrong_fault(faults: Sequence[Fault], instances: int) -> tuple[int, str] | None:
-    """The first fault, by its place, that a cluster of so many serving instances cannot have, and why; else None."""
+def wrong_fault(faults: Sequence[Fault], system: SystemSpec, instances: int, gpus: int) -> tuple[int, str] | None:
+    """The first fault, by its place, that a cluster of this system with so many serving instances, or GPUs, cannot have, and
+    why; else None."""
+    if not faults or (system.dispatch is None and system.residency is None):
+        kinds = "clusters of one model (systems with dispatch) and models that come and go (residency)"
+        return (0, f"system {system.name} keeps its engines: faults are for {kinds}") if faults else None
+    what, there = ("instance", instances) if system.dispatch is not None else ("gpu", gpus)
     for index, fault in enumerate(faults):
-        if not 0 <= fault.instance < instances:
-            return index, f"there is no serving instance {fault.instance}; expected 0 to {instances - 1}"
+        if fault.what != what:
+            return index, f"system {system.name} loses one {what} at a time; say which by {what}, not by {fault.what}"
+        if not 0 <= fault.number < there:
+            return index, f"there is no {_lost(what)} {fault.number}; expected 0 to {there - 1}"
         for other in faults:
             back_s = math.inf if other.repair_s is None else other.time_s + other.repair_s
-            if other is not fault and other.instance == fault.instance and other.time_s <= fault.time_s < back_s:
-                return (
-                    index,
-                    f"instance {fault.instance} is lost at {other.time_s:g} s and not back at {fault.time_s:g} s",
-                )
+            if other is not fault and other.number == fault.number and other.time_s <= fault.time_s < back_s:
+                return index, f"{what} {fault.number} is lost at {other.time_s:g} s and not back at {fault.time_s:g} s"
     return None
+
+
+def _lost(what: str) -> str:
+    return "serving instance" if what == "instance" else "GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,7 @@ class Scenario:
     the timeline samples (0: none); ``exact_steps`` plans every engine iteration by itself instead of merging equal ones
     (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a
     JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
-    arrival the run may go on; ``faults`` are for single-model clusters alone."""
+    arrival the run may go on; ``faults`` are for the systems that ``wrong_fault`` accepts."""
 
     system: SystemSpec
     models: tuple[ServedModel, ...]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from fineserve_traces import Trace, totals
@@ -83,7 +84,8 @@ def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResul
     apart = _apart(scenario, placed)
     if apart is None:
         return simulate_whole(scenario, placed)
-    return apart.merged(spread(simulate_component, apart.components))
+    found = apart.components if scenario.tell is None else _in_turn(apart, scenario.tell)
+    return apart.merged(spread(simulate_component, found))
 
 
 class Apart(NamedTuple):
@@ -97,6 +99,20 @@ class Apart(NamedTuple):
     def merged(self, pieces: Iterable[Piece]) -> RunResult:
         """The result of the whole from the pieces of all components, in their order."""
         return merged(self.scenario, self.placement, self.steps, zip(self.components, pieces, strict=True))
+
+
+def _in_turn(apart: Apart, tell: Callable[[int, int], None]) -> Iterator[Component]:
+    """The components, which tell how far the whole is when they are simulated one after the other."""
+    before, of_all = 0, len(apart.scenario.whole_trace)
+    for component in apart.components:
+        tell(before, of_all)
+        own = partial(_tell_of_all, tell, before, of_all)
+        yield replace(component, scenario=replace(component.scenario, tell=own))
+        before += len(component.requests)
+
+
+def _tell_of_all(tell: Callable[[int, int], None], before: int, of_all: int, ended: int, _: int) -> None:
+    tell(before + ended, of_all)
 
 
 def taken_apart(scenario: Scenario) -> Apart | None:
@@ -136,11 +152,7 @@ def _to_the_end(run: Run) -> float:
 def prepare(scenario: Scenario, placed: Placed | None = None, ended: Callable[[Ended], None] | None = None) -> Run:
     """A run before its first event; requests that have ended go to ``ended``, or are kept. ScenarioError as ``simulate``."""
     parts = _composed(scenario, placed)
-    if scenario.faults and parts.fleet is None:
-        raise ScenarioError(
-            f"system {scenario.system.name}: faults are for clusters of one model (systems with dispatch)"
-        )
-    if wrong := wrong_fault(scenario.faults, parts.serving):
+    if wrong := wrong_fault(scenario.faults, scenario.system, parts.serving, len(scenario.gpus)):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
     found = totals(scenario.trace)

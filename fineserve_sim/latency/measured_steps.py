@@ -202,7 +202,10 @@ class MeasuredStepModel(StepModel):
         step_s: float | None = None,
     ) -> Demand:
         """What a step needs of its device: the measured engine does not say what bounds it, so all alike."""
-        return Demand(self.share, self.share, self.share)
+        if step_s is None:
+            chunks = (prefill_tokens, prefill_pairs, prefill_context)
+            step_s = self.step_s(decodes, decode_context, *chunks, sampled)
+        return Demand(self.share, self.share, self.share, step_s=step_s)
 
 
 def check_steps(

@@ -7,6 +7,7 @@ the whole GPU. Nothing depends on time, so steps between two changes of composit
 ``time_slice``   contexts take turns while kernels of several are resident, however little those need; a switch costs
 ``mps``          kernels run side by side and take turns for the compute units, and for the bandwidth, that they need
 ``mps`` capped   an engine's own SMs first (``under_cap``); bandwidth is everybody's, compute as far as the caps overlap
+``in_turn``      one step of each, as engines of one process take them: nobody's step is longer, everybody waits for the others'
 ``mig``          the slice is the engine's own (a cluster has slices as GPUs: ``cluster.compose.sharing``)
 
 ``turns`` is behind two of them: whoever wants something waits for those who want it at that moment, and wants it longer for
@@ -37,12 +38,14 @@ CLOSE = 1e-12
 class Demand(NamedTuple):
     """What an engine's batch needs, as fractions of its step alone on the whole GPU: the time in which compute units and
     memory bandwidth are busy (``StepModel.shares``), and in which any kernel is resident (``StepModel.resident``).
-    ``sm_share``: the part of the SMs that it may take; an engine without work needs nothing."""
+    ``sm_share``: the part of the SMs that it may take; ``step_s``: how long the step lasts alone. An engine without work needs
+    nothing."""
 
     compute: float
     bandwidth: float
     resident: float = 1.0
     sm_share: float = 1.0
+    step_s: float = 1.0
 
     @property
     def works(self) -> bool:
@@ -115,6 +118,16 @@ def time_slice(demands: Sequence[Demand]) -> list[float]:
     return turns([need.resident for need in demands], SWITCH_SHARE)
 
 
+def in_turn(demands: Sequence[Demand], switch_share: float = 0.0) -> list[float]:
+    """A step of each engine that has work, one after the other: a short step waits for a neighbour's long one, a long one for
+    a short one. A step after another engine's takes ``switch_share`` longer, because caches hold what that one used."""
+    working = [need.step_s for need in demands if need.works]
+    if len(working) < 2:
+        return [1.0] * len(demands)
+    round_s = sum(working) * (1.0 + switch_share)
+    return [round_s / need.step_s if need.works else 1.0 for need in demands]
+
+
 def mps(demands: Sequence[Demand]) -> list[float]:
     """Kernels side by side: an engine waits for compute units or for bandwidth, whichever is worse.
 
@@ -165,6 +178,15 @@ def _resident_alone(need: Demand, sm_share: float) -> Demand:
     return Demand(0.0, 0.0, int(100.0 * need.resident + 0.5) / 100.0)
 
 
+def _step_alone(need: Demand, sm_share: float) -> Demand:
+    """Three digits: a context that grew by a token is no news."""
+    return Demand(1.0, 0.0, step_s=float(f"{need.step_s:.3g}")) if need.works else IDLE
+
+
+def steps_in_turn(switch_share: float = 0.0) -> SharingLaw:
+    return SharingLaw(lambda demands: in_turn(demands, switch_share), _step_alone)
+
+
 def _kernels_alone(need: Demand, sm_share: float) -> Demand:
     hundredths = int(100.0 * need.compute + 0.5), int(100.0 * need.bandwidth + 0.5)
     return Demand(hundredths[0] / 100.0, hundredths[1] / 100.0, 1.0, sm_share)
@@ -175,5 +197,6 @@ LAWS: dict[str, SharingLaw] = {
     "fluid": SharingLaw(fluid, _all),
     "time_slice": SharingLaw(lru_cache(_KEPT)(time_slice), _resident_alone),
     "mps": SharingLaw(lru_cache(_KEPT)(mps), _kernels_alone),
+    "in_turn": steps_in_turn(),
 }
 """By mode, of those that the demands alone decide."""

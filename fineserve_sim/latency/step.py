@@ -224,7 +224,7 @@ class StepModel:
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
         device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + prefill_s
         device_s += max(decode_s, self._attention_floor_s) if prefill_tokens else decode_s
-        return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s))
+        return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s), step_s=step_s)
 
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
         """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.

@@ -74,8 +74,8 @@ class EngineDrained(NamedTuple):
 
 
 class EngineFailed(NamedTuple):
-    """An engine is lost, be it loading, serving or draining, for the GPUs ``lost`` failed; its memory is free. The requests
-    that it had are told one by one, after this, by ``RequestReturned``."""
+    """An engine is lost, be it loading, serving or draining, for the GPUs ``lost`` failed, and with it all others on them; its
+    memory is free. The requests that it had are told one by one, after this, by ``RequestReturned``."""
 
     engine: int
     lost: tuple[int, ...] = ()

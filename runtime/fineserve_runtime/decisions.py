@@ -7,17 +7,42 @@ can be replayed (``replay_log``). A log that was rotated has that line at the he
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
 Entry = dict[str, Any]
+Log = Callable[[Entry], None]
 
 
 class LogError(ValueError):
     """A decision log that cannot be read, in one line that names the line of the file."""
+
+
+class Decisions:
+    """What the core hears and says, told to ``log`` until that fails once; then ``on_failure`` hears why, and nothing more is
+    told. None: nobody listens."""
+
+    def __init__(self, log: Log | None, on_failure: Callable[[Exception], None]) -> None:
+        self._log = log
+        self._on_failure = on_failure
+
+    def begin(self, core: BaseModel) -> None:
+        if self._log is not None:
+            self._log({"core": core.model_dump(mode="json")})
+
+    def note(self, now: float, event: Any, commands: Sequence[Any]) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log(event_entry(now, event))
+            for command in commands:
+                self._log(command_entry(now, command))
+        except Exception as problem:
+            self._log = None
+            self._on_failure(problem)
 
 
 def event_entry(now: float, event: Any) -> Entry:

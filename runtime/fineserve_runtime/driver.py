@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from fineserve_runtime.alarm import Alarm
 from fineserve_runtime.bounds import Bounds, Deadlines, Pace
 from fineserve_runtime.core import Core, CoreSpec, ModelAdded, ModelFacts, ModelRemoved, RuntimeEvent, StepMeasured
-from fineserve_runtime.decisions import Entry, command_entry, event_entry
+from fineserve_runtime.decisions import Decisions, Log
 from fineserve_runtime.desk import Desk
 from fineserve_runtime.engines.api import EngineDied, EngineHost, StepReport, TokenChunk
 from fineserve_runtime.jobs import End, Job, Observer, Refused, finish_end
@@ -30,9 +30,7 @@ from fineserve_runtime.places import Place, Places
 from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evict, Reject, Survey
 from fineserve_sim.policy.events import EngineStepped, RequestAborted, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.views import Status
-from fineserve_sim.policy.interfaces import EngineState, Request
-
-Log = Callable[[Entry], None]
+from fineserve_sim.policy.interfaces import Request
 
 _LEAST_WAIT_S = 0.001
 """A scheduler that may answer otherwise in an instant is not asked by the clock more often than an engine would ask it."""
@@ -59,8 +57,8 @@ class Driver:
         self._weights = {model.id: model.weight_bytes for model in spec.models}
         self._bounds = bounds or Bounds()
         self._deadlines = Deadlines(spec.scheduler, self._bounds, self._slo_s)
-        self._log = log
         self.incident = on_incident
+        self._decisions = Decisions(log, lambda problem: on_incident("decision log failed", {"reason": repr(problem)}))
         self._places: Places
         self._lock = threading.RLock()
         self._empty = threading.Condition(self._lock)
@@ -71,8 +69,7 @@ class Driver:
         self._draining = False
         self._retry_after_s: float | None = None
         self._epoch_s = time.monotonic()
-        if log is not None:
-            log({"core": spec.model_dump(mode="json")})
+        self._decisions.begin(spec)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +228,7 @@ class Driver:
         request = Request(job.id, job.model, self._deadlines.core_arrival_s(job), len(job.prompt) + len(job.generated))
         self.tell(RequestReturned(request) if again else RequestArrived(request))
         engine = self._controller.engine_of(job.id)
-        if engine is not None and self._is_idle(engine):
+        if engine is not None and self._places.is_idle(engine):
             self.consult(engine)
 
     def give_up(self, job: Job, end: End) -> None:
@@ -300,7 +297,7 @@ class Driver:
         """The engine stands between two iterations: let its scheduler start requests."""
         if not self._controller.waiting(engine):
             return
-        states = self._states(self._controller.scope_of(engine))
+        states = self._places.states(self._controller.scope_of(engine))
         if engine not in states:
             return
         self.tell(EngineStepped(engine, states))
@@ -308,7 +305,7 @@ class Driver:
 
     def _ask_again(self, engine: int) -> None:
         """Busy engines ask at every step. Where all are idle and somebody still waits, the clock has to."""
-        states = self._states(self._controller.scope_of(engine))
+        states = self._places.states(self._controller.scope_of(engine))
         if engine in states and self._controller.waiting(engine) and not any(s.running for s in states.values()):
             at_s = self._controller.unchanged_until(self.now(), engine, states)
             self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
@@ -316,16 +313,8 @@ class Driver:
     def _consult_neighbours(self, gpu: int, engine: int) -> None:
         """Memory that this engine freed may be what an idle one beside it waits for."""
         for other in self._places.engines(gpu):
-            if other != engine and self._controller.waiting(other) and self._is_idle(other):
+            if other != engine and self._controller.waiting(other) and self._places.is_idle(other):
                 self.consult(other)
-
-    def _is_idle(self, engine: int) -> bool:
-        handle = self._places.handle(engine)
-        return handle.alive and handle.state().running == 0
-
-    def _states(self, engines: Sequence[int]) -> dict[int, EngineState]:
-        handles = {engine: self._places.handle(engine) for engine in engines}
-        return {engine: handle.state() for engine, handle in handles.items() if handle.alive and not handle.asleep}
 
     # --- the clock -------------------------------------------------------------------------------------------------
 
@@ -337,7 +326,7 @@ class Driver:
                 self._lives.watch(self._bounds.silent_s)
                 self._expire()
             for engine in self._places.engines():
-                if self._controller.waiting(engine) and self._is_idle(engine):
+                if self._controller.waiting(engine) and self._places.is_idle(engine):
                     self.consult(engine)
             self._alarm.set(self._epoch_s + max(self._controller.next_tick_s, self.now() + _LEAST_WAIT_S))
 
@@ -349,7 +338,7 @@ class Driver:
     def _tick(self) -> Tick:
         ready = [e for e in self._places.engines() if self._controller.status(e) in (Status.RESIDENT, Status.DRAINING)]
         free = {gpu: self._places.free_bytes(gpu, self._memory[gpu], self._weights) for gpu in self._memory}
-        states = self._states(ready)
+        states = self._places.states(ready)
         return Tick({engine: state.running for engine, state in states.items() if state.running}, free)
 
     def _expire(self) -> None:
@@ -366,20 +355,9 @@ class Driver:
         """Log the event, let the core decide, log the commands and carry them out."""
         now = self.now()
         commands = self._core.handle(now, event)
-        if self._log is not None:
-            self._note(self._log, now, event, commands)
+        self._decisions.note(now, event, commands)
         for command in commands:
             self._carry_out(command)
-
-    def _note(self, log: Log, now: float, event: RuntimeEvent, commands: Sequence[Command]) -> None:
-        """A log that fails is closed, and nothing else is touched."""
-        try:
-            log(event_entry(now, event))
-            for command in commands:
-                log(command_entry(now, command))
-        except Exception as problem:
-            self._log = None
-            self.incident("decision log failed", {"reason": repr(problem)})
 
     def _carry_out(self, command: Command) -> None:
         match command:

@@ -12,7 +12,8 @@ from pathlib import Path
 from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.config import ModelFiles, RuntimeFile, RuntimeSection
 from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
-from fineserve_runtime.driver import Driver, Log
+from fineserve_runtime.decisions import Log
+from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep, read_table

@@ -8,11 +8,12 @@ when the activation behind it looks for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from fineserve_runtime.engines.api import EngineDied, EngineHandle, EngineHost
+from fineserve_sim.policy.interfaces import EngineState
 
 _WAKE_S = 10.0
 """A core that sees enough free memory may be a moment ahead, or the memory in pieces: so long an engine waits for it."""
@@ -67,6 +68,15 @@ class Places:
     def handle(self, engine: int) -> EngineHandle:
         place = self._place[engine]
         return self._hosts[place.gpu].engines[place.local]
+
+    def states(self, engines: Sequence[int]) -> dict[int, EngineState]:
+        """Of those that can be given work."""
+        handles = {engine: self.handle(engine) for engine in engines}
+        return {engine: handle.state() for engine, handle in handles.items() if handle.alive and not handle.asleep}
+
+    def is_idle(self, engine: int) -> bool:
+        handle = self.handle(engine)
+        return handle.alive and handle.state().running == 0
 
     def engines(self, gpu: int | None = None) -> list[int]:
         """Those that have a place (on this host), in the order of their ids."""

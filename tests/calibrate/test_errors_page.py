@@ -9,10 +9,9 @@ import pytest
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
 from fineserve_calibrate.sharing.caps import AUTHORS_FILES, FILE, cap_errors, read_authors_caps, read_caps
-from fineserve_calibrate.sharing_cli import cap_lines
 from fineserve_calibrate.validate import error_rows, predict_set, read_set
-from fineserve_calibrate.validate_cli import markdown_lines
 
+from docs.generate.errors import cap_table, error_table
 from docs.generate.markdown import cell
 from docs.generate.measure import MAKE_STEP, pairs_of
 
@@ -36,7 +35,7 @@ def page() -> list[str]:
 @needs_data
 @pytest.mark.parametrize("name", QUICK)
 def test_rows_of_measured_sets(name: str, page: list[str]) -> None:
-    for line in markdown_lines(error_rows(predict_set(read_set(DATA / "e2e" / name, MAKE_STEP), MAKE_STEP))):
+    for line in error_table(error_rows(predict_set(read_set(DATA / "e2e" / name, MAKE_STEP), MAKE_STEP))).splitlines():
         assert line in page
 
 
@@ -44,7 +43,7 @@ def test_rows_of_measured_sets(name: str, page: list[str]) -> None:
 def test_rows_of_engines_that_share_a_gpu(page: list[str]) -> None:
     profiles = [read_authors_caps(DATA / "e2e" / name, MAKE_STEP) for name in AUTHORS_FILES]
     found = [read_caps(DATA / "sharing" / FILE, MAKE_STEP), *profiles]
-    for line in cap_lines([one for rows in found for one in cap_errors(rows)]):
+    for line in cap_table(one for rows in found for one in cap_errors(rows)).splitlines():
         assert line in page
     for row in pairs_of(DATA):
         assert f"| {' | '.join(map(cell, row.values()))} |" in page

@@ -45,3 +45,16 @@ def test_diff_tells_what_changed_as_text_and_as_json(call: Any, experiment: Path
     found = json.loads(call("diff", "out", "other", "--json").out)
     assert found["inputs"] == [{"key": "slo.ttft_s", "a": 0.5, "b": 0.25}]
     assert "The same in all 4 cells" in call("diff", "out", "out").out
+
+
+def test_a_size_leaves_its_page_whether_it_finds_one_or_none(call: Any, trace: Path, tmp_path: Path) -> None:
+    models = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b", "-s", "fineserve", "-s", "dedicated")
+    size = ("size", str(trace), *models, "--target", "ttft:0.9", "--most-gpus", "2", "-j", "1")
+    assert call(*size, "--ttft-slo", "0.3", "--out", "some").code == 0
+    page = (tmp_path / "some" / "report.html").read_text(encoding="utf-8")
+    assert "<h2>Search</h2>" in page and "The cheapest that keeps 90 % within the limit of TTFT: FineServe on 1" in page
+    assert "<h2>Placement</h2>" in page and '"0/search/ttft_attainment":' in page
+    assert call(*size, "--ttft-slo", "0.0001", "--out", "none").code == 0
+    page = (tmp_path / "none" / "report.html").read_text(encoding="utf-8")
+    assert "No system keeps 90 % within the limit of TTFT." in page and "of the misses 100 % late" in page
+    assert not (tmp_path / "none" / "summary.json").exists()

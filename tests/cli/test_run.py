@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fineserve_sim.cli.console import span, told_of
 from fineserve_sim.experiment import Interrupted
 
 FIGURES = [f"{name}.{kind}" for name in ("memory", "placement", "rates") for kind in ("png", "svg")]
@@ -167,3 +169,64 @@ def test_ray_that_is_not_installed_is_one_line(
     refused = call(command, *arguments[command], "--executor", "ray")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == ("fineserve-sim: error: --executor ray: Ray is not installed; pip install 'fineserve[ray]'\n")
+
+
+def test_a_damaged_simulation_is_run_again_and_what_a_killed_run_left_goes(
+    call: Any, experiment: Path, tmp_path: Path
+) -> None:
+    command = ("run", str(experiment), "--jobs", "1", "--quick", "--out", "here")
+    assert call(*command).code == 0
+    cells, summary = tmp_path / "here" / "cells", (tmp_path / "here" / "summary.json").read_bytes()
+    for path in sorted(cells.glob("*.parquet"))[:3]:
+        path.write_bytes(path.read_bytes()[:50])
+    (cells / ".old.parquet.4711.tmp").write_bytes(b"x")
+    os.utime(cells / ".old.parquet.4711.tmp", (0, 0))
+    (cells / ".new.parquet.4711.tmp").write_bytes(b"x")
+    assert call(*command).code == 0
+    assert (tmp_path / "here" / "summary.json").read_bytes() == summary
+    assert [path.name for path in cells.glob(".*.tmp")] == [".new.parquet.4711.tmp"]
+    damaged = next(path for path in cells.glob("*.parquet") if "timeline" not in path.name)
+    damaged.write_bytes(b"PAR1" + bytes(60) + b"PAR1")
+    done = call(*command)
+    assert (done.code, done.err.splitlines()[-1].endswith("damaged; delete it and run again")) == (2, True)
+
+
+def test_nothing_is_written_outside_the_chosen_folder(call: Any, experiment: Path, trace: Path, tmp_path: Path) -> None:
+    models = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b", "-s", "fineserve", "-j", "1")
+    before = {*tmp_path.iterdir()}
+    for command in (
+        ("run", experiment.name, "--quick", "--decisions", "--jobs", "1"),
+        ("compare", trace.name, *models, "--ttft-slo", "0.5", "--rate-scale", "1"),
+        ("size", trace.name, *models, "--ttft-slo", "0.5", "--target", "ttft:0.9", "--most-gpus", "2"),
+    ):
+        assert call(*command, "--out", "a/b").code == 0
+    for command in (("plot", "a/b"), ("report", "a/b"), ("diff", "a/b", "a/b"), ("explain", "a/b", "1")):
+        call(*command)
+    assert {*tmp_path.iterdir()} - before == {tmp_path / "a"}
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_a_model_without_traffic_is_a_row_without_numbers(call: Any, tmp_path: Path) -> None:
+    rows = [f"{0.1 * index:.1f},default,512,16" for index in range(20)]
+    text = "\n".join(["arrival_s,model,prompt_tokens,output_tokens", *rows, ""])
+    (tmp_path / "one.csv").write_text(text, encoding="utf-8")
+    models = ("--model", "default=llama-3.1-8b", "--model", "x=llama-3-8b", "--ttft-slo", "1", "--no-anchors")
+    done = call("compare", "one.csv", *models, "-s", "fineserve", "--rate-scale", "1", "--no-search", "-j", "1")
+    assert done.code == 0, done.err
+    assert [line.split()[:4] for line in done.out.splitlines() if line.startswith("x ")] == [["x", "0", "0", "–"]]
+
+
+def test_into_a_pipe_a_line_says_now_and_then_how_far_a_run_is(
+    call: Any, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fineserve_sim.cli.console.LINE_S", 0.0)
+    monkeypatch.setattr("fineserve_sim.cli.console.LOOKS_S", 0.0)
+    lines = call("run", str(experiment), "--jobs", "1").err.splitlines()[2:]
+    assert lines[0] == "1 of 8 simulations (fineserve, rate scale 1, seed 0)"
+    assert re.fullmatch(r"7 of 8 simulations, 0 s left \(static\*, rate scale 2, seed 0\)", lines[6]), lines
+    assert len(lines) == 7 and [span(s) for s in (12.3, 200, 9000)] == ["12 s", "3 min", "2.5 h"]
+    assert [told_of(done, total) for done, total in ((3, 4), (3.25, 4), (3.25, 40))] == [
+        "3 of 4",
+        "3.25 of 4",
+        "3.2 of 40",
+    ]

@@ -23,7 +23,7 @@ Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue")
+MAY_WAIT = ("prism", "qlm", "requeue", "failing")
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
@@ -144,6 +144,13 @@ def qlm(random: Random) -> Scenario:
 def requeue(random: Random) -> Scenario:
     """The same, and whose turn ends stops at once: in mid-iteration, with requests that start again elsewhere."""
     return _fleet(random, _qlm(random, "requeue"), {"policy": "dedicated"}, PRIVATE)
+
+
+def failing(random: Random) -> Scenario:
+    """Fleets of either kind whose GPUs are lost, most of them for a while."""
+    scenario = random.choice([prism, qlm, requeue])(random)
+    faults = _faults(random, len(scenario.gpus), span_s=8.0, repairs_s=[0.001, 1.0, 6.0])
+    return replace(scenario, faults=tuple(replace(fault, what="gpu") for fault in faults))
 
 
 def still(random: Random) -> Scenario:
@@ -269,13 +276,15 @@ def _groups(random: Random, base: str, axes: Mapping[str, Any]) -> Scenario:
     return Scenario(spec, (model,), gpus, trace_of(rows), settings, sample_s=0.05, faults=faults)
 
 
-def _faults(random: Random, serving: int) -> tuple[Fault, ...]:
+def _faults(
+    random: Random, serving: int, span_s: float = 0.6, repairs_s: Sequence[float] = (0.001, 0.05, 1.0)
+) -> tuple[Fault, ...]:
     """Up to three faults; an instance that is back may be lost again, even while it loads its weights."""
     back_s = dict.fromkeys(range(serving), 0.0)
     faults = []
     for _ in range(random.randint(1, 3)):
         instance = random.randrange(serving)
-        fault = Fault(back_s[instance] + random.uniform(0.001, 0.6), instance, random.choice([0.001, 0.05, 1.0]))
+        fault = Fault(back_s[instance] + random.uniform(0.001, span_s), instance, random.choice(repairs_s))
         back_s[instance] = fault.time_s + (fault.repair_s or 0.0)
         faults.append(fault)
     return tuple(faults)
@@ -329,5 +338,5 @@ def _spec(**axes: Any) -> SystemSpec:
 
 KINDS: dict[str, Callable[[Random], Scenario]] = {
     draw.__name__: draw
-    for draw in (static, prism, qlm, requeue, still, replicas, instances, swap, llumnix, pipelines, kunserve)
+    for draw in (static, prism, qlm, requeue, failing, still, replicas, instances, swap, llumnix, pipelines, kunserve)
 }

@@ -31,7 +31,7 @@ def test_laws_hold_for_every_system_under_random_load_and_faults(
 ) -> None:
     """With faults that may come again, even while the instance loads its weights."""
     anyhow = st.builds(Fault, st.floats(0.01, 1), st.integers(0, 3), st.sampled_from([0.001, 0.05, 1.0]))
-    faults = data.draw(st.lists(anyhow, max_size=4).filter(lambda faults: not wrong_fault(faults, 4)))
+    faults = data.draw(st.lists(anyhow, max_size=4).filter(lambda faults: not wrong_fault(faults, system(name), 4, 4)))
     lawful(cluster(name, rows, blocks=blocks, per_node=data.draw(st.sampled_from([1, 2, 4]))), faults)
 
 
@@ -75,7 +75,7 @@ def test_laws_hold_for_systems_of_any_options(
 ) -> None:
     serving = 4 - (0 if spec.scaling is None else spec.scaling.instances)
     anyhow = st.builds(Fault, st.floats(0.01, 1), st.integers(0, serving - 1), st.sampled_from([0.02, 0.3]))
-    faults = data.draw(st.lists(anyhow, max_size=2).filter(lambda faults: not wrong_fault(faults, serving)))
+    faults = data.draw(st.lists(anyhow, max_size=2).filter(lambda faults: not wrong_fault(faults, spec, serving, 4)))
     network = data.draw(st.sampled_from([1e8, 25e9]))
     lawful(cluster(spec, rows, blocks=blocks, network_bytes_per_s=network), faults)
 
@@ -250,7 +250,7 @@ def test_faults_that_cannot_be_are_refused(faults: list[Fault], message: str) ->
     spares = system("kunserve").model_copy(update={"scaling": SpareInstancesSpec(instances=1)})
     with pytest.raises(ScenarioError, match="there is no serving instance 3; expected 0 to 2"):
         lawful(cluster(spares, [(0.0, 8, 2)]), [Fault(1.0, 3)])
-    with pytest.raises(ScenarioError, match="faults are for clusters of one model"):
+    with pytest.raises(ScenarioError, match="keeps its engines: faults are for clusters of one model"):
         simulate(replace(solo([(0.0, 8, 2)]), faults=(Fault(1.0, 0),)))
 
 

@@ -15,6 +15,7 @@ CASES = {
     "static": (12, {"preemptions": 20, "rejected": 30, "dropped": 3}),
     "prism": (5, {"activations": 5, "evictions": 5, "preemptions": 1}),
     "qlm": (9, {"activations": 30, "evictions": 30}),
+    "failing": (8, {"faults": 10, "activations": 20, "finished": 150}),
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),
     "llumnix": (6, {"preemptions": 30, "faults": 5, "migrations": 10}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from fineserve_sim.experiment.results.answer import answer_of
 from fineserve_sim.experiment.results.binding import binds
 from fineserve_sim.experiment.results.cost import costs, price_of
 from fineserve_sim.experiment.results.misses import CAUSES
+from fineserve_sim.experiment.sizing import around
 from fineserve_sim.experiment.sizing.around import search_around
+from fineserve_sim.experiment.sizing.probe import Attained
 
 NONE = dict.fromkeys(CAUSES, 0)
 IDLE = {"waiting": 0.0, "kv_short": 0.0, "slots_short": 0.0, "compute": 0.1, "bandwidth": 0.4}
@@ -134,3 +137,27 @@ def test_the_search_around_an_answer_finds_where_it_breaks(folder: Path) -> None
     assert answer["choice"]["holds"] == (rate["value"] >= 1.0)
     assert gpus["value"] is None or gpus["value"] <= gpus["most"]
     assert len(told) == len(set(told)) and told[0] == "static*, rate_scale 1"
+
+
+@dataclass(frozen=True)
+class FakeProber:
+    """Keeps its target on these numbers of GPUs alone."""
+
+    holds_on: tuple[int, ...]
+    at: Any = None
+
+    def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
+        share = 0.96 if value in self.holds_on else 0.9
+        return Attained(value, share > 0.95, {"slo_attainment": share}, None, 1, False, usd_per_hour=value)
+
+
+@pytest.mark.parametrize(
+    ("holds_on", "value", "not_on"), [((11, 12), 11, 16), ((13, 14, 15, 16), 13, None), ((), None, None)]
+)
+def test_more_gpus_that_do_not_help_hide_no_fewer_that_do(
+    holds_on: tuple[int, ...], value: int | None, not_on: int | None
+) -> None:
+    choice = {"system": "mine", "title": "Mine", "gpus": 8, "holds": False}
+    answer = {"choice": choice, "axes": {"rate_scale": 1.0}, "targets": {"slo_attainment": 0.95}}
+    found = around._gpus(FakeProber(holds_on), answer, [("mine", "Mine"), ("other", "Other")])  # type: ignore[arg-type]
+    assert (found["value"], found.get("not_on"), found["most"]) == (value, not_on, 16)

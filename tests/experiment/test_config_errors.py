@@ -51,7 +51,7 @@ CASES = {
     "unknown sharing": (
         "count: 2",
         "count: 2, sharing: msp",
-        ":3: cluster.sharing: must be exclusive, fluid, time_slice, mps, {mps: {MODEL: percent}}, {mps: by_rate} or {mig:",
+        ":3: cluster.sharing: must be exclusive, fluid, time_slice, in_turn, mps, {mps: {MODEL: percent}}",
     ),
     "sharing of too many GPUs": (
         "count: 2",

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fineserve_sim.cluster import run
 from fineserve_sim.experiment import ConfigError, ScenarioError, load_experiment, run_loaded
-from fineserve_sim.experiment.run import local, spread
+from fineserve_sim.experiment.run import local, runner, spread
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.experiment.run.work import Cell, Part
@@ -99,7 +101,7 @@ def test_a_packed_cell_needs_no_file_of_this_machine(file: Path, tmp_path: Path)
     (tmp_path / "out" / "cells").mkdir(parents=True)
     for cell in cells:
         assert str(tmp_path).encode() not in cell, "no path of this machine goes along"
-        pickle.loads(cell)(tmp_path / "out")
+        pickle.loads(cell)(tmp_path / "out", print)
     found = results(tmp_path / "out")
     assert found and found == {name: whole[name] for name in whole if name.startswith("cells/")}
 
@@ -111,10 +113,10 @@ def packed_cells(file: Path, tmp_path: Path) -> list[bytes]:
     class Packs:
         workers = 1
 
-        def each(self, works: Any, out: Path) -> Iterator[tuple[Any, Any]]:
+        def each(self, works: Any, out: Path, tell: Any) -> Iterator[tuple[Any, Any]]:
             for work in works:
                 packed.append(pickle.dumps(work.packed()))
-                yield work, work(out)
+                yield work, work(out, print)
 
     ran(file, tmp_path / "packed", Packs(), *ALONE)
     return packed
@@ -126,8 +128,8 @@ def test_one_run_uses_all_workers_where_it_falls_apart(file: Path, tmp_path: Pat
     class Counts:
         workers = 3
 
-        def each(self, works: Any, out: Path) -> Iterator[tuple[Any, Any]]:
-            done = [(work, work(out)) for work in works]
+        def each(self, works: Any, out: Path, tell: Any) -> Iterator[tuple[Any, Any]]:
+            done = [(work, work(out, partial(tell, work))) for work in works]
             found.extend(work for work, _ in done)
             return reversed(done)  # type: ignore[return-value]
 
@@ -167,6 +169,20 @@ def test_processes_that_always_die_are_given_up(
         ran(file, tmp_path / "out", executor, simulate=fake.die)
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_long_run_tells_how_far_it_is(
+    file: Path, tmp_path: Path, divide: None, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    """In shares of a simulation, which only grow, in this process, and out in components."""
+    monkeypatch.setattr(runner, "LOOKS_S", 0.0)
+    monkeypatch.setattr(run, "TOLD_S", 0.0)
+    heard: list[float] = []
+    with executor_of("local", jobs) as executor:
+        ran(file, tmp_path / "out", executor, *ALONE, on_progress=lambda done, total, what: heard.append(done))
+    assert heard == sorted(heard) and heard[-1] == 1
+    assert len(heard) > 100 * (jobs == 1) and set(heard) - {0.0, 1.0}
+
+
 # --- Ray ----------------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +194,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.delenv("PYTHONPATH", raising=False)
         folder = tmp_path_factory.mktemp("r")
         patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # on loopback, as on a laptop
         nodes = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
         nodes.folder = folder
         nodes.add_node(**NODE)

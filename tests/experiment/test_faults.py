@@ -49,6 +49,35 @@ def test_an_instance_is_away_from_its_fault_to_its_repair(tmp_path: Path) -> Non
         assert told == [(at_s, "EngineFailed"), (at_s + 6, "GpusRepaired"), (20, "EngineFailed")]
 
 
+FLEET = """\
+fineserve: 1
+title: A GPU fails under models that come and go
+cluster: {gpu: h100-sxm, count: 2}
+models:
+  - {id: A, model: llama-3.1-8b, precision: fp16, rate_per_s: 3}
+  - {id: B, model: llama-3.2-3b, precision: fp16, rate_per_s: 3}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 64}, requests: 240}
+slo: {ttft_s: 2.0}
+faults:
+  - {time_s: 10, gpu: 0, repair_s: 15}
+systems: [prism]
+seeds: 1
+"""
+
+
+def test_models_of_a_lost_gpu_come_back_on_another(tmp_path: Path) -> None:
+    run_experiment(written(tmp_path, FLEET), tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out", "prism")
+    assert (run.data.fate == 1).all()
+    told = list(run.decisions())
+    (lost,) = (entry for entry in told if entry.get("event") == "EngineFailed")
+    (back, *_) = (entry for entry in told if entry.get("command") == "Activate" and entry["now_s"] >= 10)
+    assert lost["now_s"] == back["now_s"] == 10 and lost["lost"] == [0] and back["gpus"] == [1]
+    again = [entry for entry in told if entry.get("event") == "RequestReturned"]
+    assert again and all(entry["now_s"] == 10 for entry in again)
+    assert not any(entry.get("gpus") == [0] for entry in told if 10 <= entry["now_s"] < 25)
+
+
 def test_what_the_file_says_is_what_fails(tmp_path: Path) -> None:
     plain = load_experiment(written(tmp_path, FILE.replace("repair_s: 6", "repair_s: 7")), [("sweeps", "[]")])
     assert plain.setup_of(plain.points[0]).faults == (Fault(5, 2, 7), Fault(20, 2))
@@ -57,7 +86,18 @@ def test_what_the_file_says_is_what_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("vllm-pp]", '"static*"]', r"yaml:8: faults: system static\* has no dispatch"),
+        (
+            "vllm-pp]",
+            '"static*"]',
+            r"yaml:9: faults.0: system static\* keeps its engines: faults are for clusters of one model",
+        ),
+        (
+            "vllm-pp]",
+            "prism]",
+            r"yaml:9: faults.0: system prism loses one gpu at a time; say which by gpu, not by instance",
+        ),
+        ("instance: 2}", "gpu: 2}", r"yaml:10: faults.1: system vllm-dp loses one instance"),
+        ("instance: 2}", "instance: 2, gpu: 2}", r"yaml:10: faults.1: say what is lost: an instance of"),
         ("instance: 2}", "instance: 4}", r"yaml:10: faults.1: there is no serving instance 4; expected 0 to 3"),
         ("repair_s: 6}", "repair_s: 15.5}", r"faults.1: instance 2 is lost at 5 s and not back at 20 s"),
         ("repair_s: 6}", "repair: 6}", r'yaml:9: faults.0.repair: unknown key; did you mean "repair_s"'),

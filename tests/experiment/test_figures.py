@@ -52,7 +52,7 @@ def sweep_cells(sweep: str, slo_scales: list[float], loads: list[str]) -> list[d
 
 def results(folder: Path, cells: list[dict[str, Any]], figures: list[dict[str, Any]] | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    summary = {"schema": 1, "title": "End to end on one node", "cells": cells, "claims": []}
+    summary = {"schema": 2, "title": "End to end on one node", "cells": cells, "claims": []}
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     (folder / "resolved.yaml").write_text(yaml.safe_dump({"fineserve": 1, "figures": figures}), encoding="utf-8")
     return folder

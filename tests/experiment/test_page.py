@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -240,6 +241,15 @@ def repeat(path: Path, rows: int) -> None:
     if "time_s" in found.column_names:
         found = found.set_column(0, "time_s", pa.array(np.arange(float(rows))))
     pq.write_table(found, path)
+
+
+def test_the_page_costs_less_than_two_seconds(folder: Path, tmp_path: Path) -> None:
+    def cpu_s() -> float:
+        start_s = time.process_time()
+        write_page([folder], tmp_path / "page.html")
+        return time.process_time() - start_s
+
+    assert min(cpu_s() for _ in range(3)) < 2.0
 
 
 def test_a_folder_without_results_says_so(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from fineserve_sim.experiment.results.answer import answer_of
@@ -72,8 +73,10 @@ def claim(verdict: str, paper: Any = 2.2, ours: Any = 2.0) -> dict[str, Any]:
     }
 
 
-def shown(cells: list[dict[str, Any]], claims: list[dict[str, Any]] | None = None, **more: Any) -> str:
-    console = Console(width=240, force_terminal=False, color_system=None)
+def shown(
+    cells: list[dict[str, Any]], claims: list[dict[str, Any]] | None = None, *, width: int = 240, **more: Any
+) -> str:
+    console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
         price = {"usd_per_gpu_hour": 3.5, "default": True, "source": "list price of X", "read_on": "2026-01-02"}
         summary = {"cells": cells, "claims": claims or [], "step_times": {}, "warnings": [], "price": price} | more
@@ -118,10 +121,8 @@ def test_the_answer_its_models_and_its_gpus() -> None:
     text = shown(cells, answer=answer_of(cells, 1))
     assert "None of 2 systems keeps 95 % of the requests within their limits on 1 h100-sxm." in text
     assert "Closest: Mine on 1 h100-sxm: 50.0 ± 1.2 %, 45.0 points below the target." in text
-    assert (
-        "Cost: $3.50 an hour, $0.25 a thousand requests within limits ($3.50 a GPU-hour, list price of X of 2026-01-02"
-        in text
-    )
+    assert "Cost of 1 h100-sxm: $3.50 an hour, $0.25 a thousand requests within limits ($3.50 a GPU-hour," in text
+    assert "list price of X of 2026-01-02" in text
     assert "Misses: 40.0 % dropped by the scheduler, 10.0 % late (first token after its limit)." in text
     assert "Worst models: B 0 % within" in text
     assert "Binds: compute (100 % of the misses of B, A; a queue 70 % of the time)." in text
@@ -141,6 +142,44 @@ def test_a_system_that_keeps_the_targets_is_taken_the_cheapest_first() -> None:
     assert "above the target, which its interval does not settle" in shown(
         [cell("mine", 5.0, "A", 0.955, [])], answer=unsure
     )
+
+
+def test_where_nothing_holds_the_cluster_that_the_search_found_comes_first() -> None:
+    cells = [cell("mine", 5.0, "A", 0.9, []), cell("static", 5.0, "A", 0.8, [])]
+    answer = answer_of(cells, 1)
+    assert answer is not None
+    margins = {"slo_attainment": {"mean": 0.962, "half_width": 0.008, "margin": 0.012, "sure": True}}
+    found = {
+        "system": "mine",
+        "title": "Mine",
+        "value": 3,
+        "margins": margins,
+        "usd_per_hour": 10.5,
+        "most": 16,
+        "why": "",
+        "not_on": None,
+    }
+    rate = {"value": 4.0, "fails_at": 5.0, "least": 0.1}
+    text = shown(cells, answer=answer | {"search": {"gpus": found, "rate": rate}})
+    assert (
+        "Take Mine on 3 h100-sxm, the fewest found on which a system keeps 95 % of the requests within their limits:"
+        in text
+    )
+    assert "96.2 ± 0.8 %, 1.2 points above the target, $10.50 an hour." in text
+    assert "On 1 h100-sxm none does; closest Mine: 90.0 ± 1.2 %, 5.0 points below the target." in " ".join(text.split())
+    none = found | {"value": None, "why": "at 16: 90 %"}
+    text = shown(cells, answer=answer | {"search": {"gpus": none, "rate": rate}})
+    assert "on the numbers of h100-sxm that were tried, up to 16 (Mine at 16: 90 %). On 1 h100-sxm none does;" in text
+    text = shown(cells, answer=answer | {"search": {"gpus": found | {"not_on": 16}, "rate": rate}})
+    assert "$10.50 an hour (not on 16: more are another placement)." in text
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60])
+def test_numbers_are_whole_on_narrow_screens(width: int) -> None:
+    cells = [cell("mine", 5.0, "A", 0.5, []), cell("static", 5.0, "A", 0.4, [])]
+    text = shown(cells, width=width, answer=answer_of(cells, 1))
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert any(line.split()[:5] == ["Mine", "1", "50.0", "±", "1.2"] for line in text.splitlines())
 
 
 def test_claims_show_the_papers_value_ours_and_the_verdict_and_are_counted() -> None:

@@ -30,13 +30,27 @@ def run(found: Experiment, system: str = "fineserve") -> RunResult:
 
 
 @pytest.mark.parametrize(
-    "words", ["exclusive", "fluid", "time_slice", "mps", {"mps": {"A": 50}}, {"mps": "by_rate"}, {"mig": "3g"}]
+    "words",
+    [
+        "exclusive",
+        "fluid",
+        "time_slice",
+        "in_turn",
+        {"in_turn": 0.1},
+        "mps",
+        {"mps": {"A": 50}},
+        {"mps": "by_rate"},
+        {"mig": "3g"},
+    ],
 )
 def test_words_come_back_as_they_were(words: Any) -> None:
     assert Sharing.model_validate(words).model_dump() == words
 
 
-@pytest.mark.parametrize("words", ["mig", "MPS", {"mps": {"A": 0}}, {"mig": 3}, {"mps": {}, "mig": "3g"}, 5, {}])
+@pytest.mark.parametrize(
+    "words",
+    ["mig", "MPS", {"mps": {"A": 0}}, {"mig": 3}, {"mps": {}, "mig": "3g"}, {"in_turn": -1}, {"in_turn": "x"}, 5, {}],
+)
 def test_other_words_are_refused(words: Any) -> None:
     with pytest.raises(ValidationError):
         Sharing.model_validate(words)

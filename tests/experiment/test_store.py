@@ -98,7 +98,7 @@ def changed(value: Any) -> Iterator[Any]:
             yield from (value.model_copy(update={name: each}) for each in changed(getattr(value, name)))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            if field.name not in ("trace", "log"):
+            if field.name not in ("trace", "log", "tell"):
                 yield from (replace(value, **{field.name: each}) for each in changed(getattr(value, field.name)))
     elif isinstance(value, tuple | list):
         for place, item in enumerate(value):

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fineserve_traces import generate, merge, poisson
 
 from fineserve_sim.experiment import ConfigError, experiment_for_trace, load_experiment, run_experiment
 from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.sources import length_source
 from fineserve_sim.experiment.run.rates import base_rates, expected_rates, mean_lengths
 from fineserve_sim.experiment.run.streams import stream
 from fineserve_sim.experiment.run.workload import alone_trace, build_trace, isolated_trace
@@ -27,6 +29,24 @@ def test_streams_depend_on_seed_and_name_alone() -> None:
     draws = {(seed, name): stream(seed, name).random() for seed in (0, 1) for name in ("arrivals/A", "arrivals/B")}
     assert len(set(draws.values())) == 4
     assert stream(0, "arrivals/A").random() == draws[0, "arrivals/A"]
+
+
+@pytest.mark.parametrize("lengths", ["sharegpt_v3_first_turn", "burstgpt", "{prompt_tokens: 512, output_tokens: 20}"])
+@pytest.mark.parametrize("share", ["0.0001", "2"])
+def test_the_first_requests_are_those_of_whole_processes(write_file, lengths: str, share: str) -> None:
+    """Of two full processes merged; also where one of them has no request among the first."""
+    path = write_file(("share: 2}", f"share: {share}}}"), ("{prompt_tokens: 512, output_tokens: 20}", lengths))
+    setup, source = load_experiment(path).setup, length_source(load_experiment(path).setup)
+    parts = [
+        generate(poisson(stream(1, f"arrivals/{name}"), rate_per_s, 70), source, stream(1, f"lengths/{name}"), name)
+        for name, rate_per_s in base_rates(setup, "A").items()
+    ]
+    expected, found = merge(parts).head(70), build_trace(setup, "A", 1.0, 1)
+    assert found.models == expected.models == ("A", "B")
+    for column in ("arrival_s", "model", "prompt_tokens", "output_tokens"):
+        one, other = getattr(found, column), getattr(expected, column)
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes(), column
+    assert (share == "2") == (0 in found.model)
 
 
 def test_a_rate_scale_changes_times_only(write_file) -> None:

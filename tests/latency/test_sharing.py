@@ -16,13 +16,14 @@ from fineserve_sim.latency.sharing import (
     Demand,
     Slice,
     fluid,
+    in_turn,
     mig,
     mps,
     time_slice,
     under_cap,
 )
 
-FUNCTIONS = {"fluid": fluid, "time_slice": time_slice, "mps": mps}
+FUNCTIONS = {"fluid": fluid, "time_slice": time_slice, "mps": mps, "in_turn": in_turn}
 shares = st.floats(0.0, 1.0)
 needs_of_one = st.builds(
     lambda compute, bandwidth, rest: Demand(compute, bandwidth, max(compute, bandwidth, rest)), shares, shares, shares
@@ -69,6 +70,16 @@ def test_kept_answers_are_those_of_demands_in_hundredths(needs: list[Demand]) ->
 @pytest.mark.parametrize("law", FUNCTIONS.values())
 def test_alone_is_alone(law: object) -> None:
     assert law([Demand(0.9, 0.4, 1.0)]) == [1.0]  # type: ignore[operator]
+
+
+def test_in_turn_a_short_step_waits_for_the_long_one_and_not_the_other_way_round() -> None:
+    """Rounds of 21 + 3 ms: each engine has one step in each, and a tenth is lost where caches change hands."""
+    prompt, decode, idle = Demand(1.0, 1.0, step_s=0.021), Demand(0.3, 0.3, step_s=0.003), Demand(0.0, 0.0, 0.0)
+    assert in_turn([prompt, decode, idle]) == pytest.approx([24 / 21, 8.0, 1.0])
+    assert in_turn([prompt, decode], 0.1) == pytest.approx([1.1 * 24 / 21, 8.8])
+    assert in_turn([decode, idle], 0.1) == [1.0, 1.0]
+    seen = LAWS["in_turn"].seen
+    assert seen(decode._replace(step_s=0.0030001), 1.0) == seen(decode, 1.0)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])

@@ -29,7 +29,7 @@ def engine(id: int, model: str, *on: int, requests: int = 0, status: Status = RE
 
 
 def view(*engines: EngineView, pending: tuple[Pending, ...] = ()) -> FleetView:
-    return FleetView(engines, pending, {}, {}, frozenset())
+    return FleetView(engines, pending, {}, dict.fromkeys(range(16), 0), frozenset())
 
 
 def group(model: str, requests: int = 1, oldest_s: float = 0.0) -> Pending:

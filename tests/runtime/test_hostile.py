@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import socket
@@ -162,11 +163,28 @@ def test_headers_are_bounded() -> None:
         assert status == 400 and "headers" in error["message"]
 
 
-def test_who_sends_nothing_or_half_a_request_is_closed() -> None:
+def test_a_client_may_connect_long_before_it_sends_anything() -> None:
+    """As one does that opens a thousand connections at once on a busy machine."""
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with served(limits=HttpLimits(head_s=0.05, silent_s=30)) as here, connected(here) as early, connected(here) as half:
+        half.sendall(request[:5])
+        assert answer_on(half)[0] == 408
+        early.sendall(request)
+        assert early.recv(1000).startswith(b"HTTP/1.1 200")
+        eventually(lambda: here.metric("fineserve:http_refused_total", reason="slow_head") == 1)
+
+
+def test_who_connects_and_says_nothing_is_let_go() -> None:
+    with served(limits=HttpLimits(silent_s=0.05)) as here, connected(here) as silent:
+        assert silent.recv(1000) == b""
+        eventually(lambda: here.metric("fineserve:http_refused_total", reason="silent") == 1)
+
+
+def test_who_sends_half_a_request_is_closed() -> None:
     limits = HttpLimits(head_s=0.2, body_s=0.2)
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     with served(limits=limits) as here:
-        for sent in (b"", b"GET /ver", post, post + b"Content-Length: 100\r\n\r\n{"):
+        for sent in (b"GET /ver", post, post + b"Content-Length: 100\r\n\r\n{"):
             with connected(here) as connection:
                 connection.sendall(sent)
                 begun_s = time.monotonic()
@@ -228,6 +246,31 @@ def test_health_answers_at_once_while_large_prompts_and_many_requests_come() -> 
         assert httpx.get(here.url + "/health").status_code == 200
         answered.set()
         client.join()
+
+
+def test_full_garbage_collections_wait_until_nobody_is_here() -> None:
+    """They hold up the whole process. Here a request makes more garbage than would bring some."""
+    with served() as here:
+        full: list[int] = []
+
+        def note(phase: str, facts: dict[str, int]) -> None:
+            if phase == "start" and facts["generation"] == 2:
+                full.append(len(here.server.server_state.tasks))
+
+        encode = here.service.models["A"].tokenizer.encode
+
+        def wasteful(text: str, *, special: bool = True) -> list[int]:
+            kept = [[number] for number in range(1_000_000)]
+            return encode(text[: len(kept)], special=special)
+
+        here.service.models["A"].tokenizer.encode = wasteful  # type: ignore[method-assign]
+        gc.callbacks.append(note)
+        try:
+            assert here.post("/v1/completions", ASK).status_code == 200
+            eventually(lambda: bool(full))
+        finally:
+            gc.callbacks.remove(note)
+        assert full == [0] * len(full)
 
 
 def test_health_is_503_when_only_a_restart_of_the_process_helps() -> None:

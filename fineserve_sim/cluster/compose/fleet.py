@@ -87,6 +87,7 @@ def compose_fleet(scenario: Scenario) -> Parts:
         usable,
         placement,
         fleet.iterations,
+        fleet,
     )
 
 

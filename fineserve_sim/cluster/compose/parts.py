@@ -15,7 +15,7 @@ from fineserve_sim.policy.interfaces import Placement
 
 
 class Fallible(Protocol):
-    """A fleet that can lose instances, by their number in the placement."""
+    """A fleet that can lose instances, by their number in the placement, or GPUs."""
 
     def fail(self, number: int) -> None: ...
     def repair(self, number: int) -> None: ...

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from fineserve_sim.cluster.compose.profiling import demand_of, mean_lengths, step_model
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.contention import Contention
-from fineserve_sim.latency.sharing import LAWS, Demand, SharingLaw, under_cap
+from fineserve_sim.latency.sharing import LAWS, Demand, SharingLaw, steps_in_turn, under_cap
 from fineserve_sim.policy.interfaces import Instance, OperatingPoint
+from fineserve_sim.systems.sharing import Sharing
 from fineserve_sim.systems.spec import PrismResidencySpec
 
 PERCENTS = range(30, 101, 10)
@@ -20,19 +21,21 @@ def contention_of(scenario: Scenario) -> Contention:
     return Contention({gpu.id: law_of(_on(gpu, scenario)) for gpu in scenario.gpus})
 
 
-def _on(gpu: Gpu, scenario: Scenario) -> str:
-    return (gpu.sharing or scenario.system.sharing).mode
+def _on(gpu: Gpu, scenario: Scenario) -> Sharing:
+    return gpu.sharing or scenario.system.sharing
 
 
-def law_of(mode: str) -> SharingLaw:
+def law_of(sharing: Sharing) -> SharingLaw:
     """Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine."""
-    return LAWS.get(mode, LAWS["time_slice"])
+    if sharing.switch_share is not None:
+        return steps_in_turn(sharing.switch_share)
+    return LAWS.get(sharing.mode, LAWS["time_slice"])
 
 
 def check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
     """Raises ScenarioError when two engines are on a GPU that is for one, or will be."""
     here: dict[int, str] = {}
-    alone = {gpu.id for gpu in scenario.gpus if _on(gpu, scenario) == "exclusive"}
+    alone = {gpu.id for gpu in scenario.gpus if _on(gpu, scenario).mode == "exclusive"}
     if alone and isinstance(scenario.system.residency, PrismResidencySpec):
         raise ScenarioError(
             f"system {scenario.system.name} brings several models to a GPU: it cannot run with sharing exclusive"

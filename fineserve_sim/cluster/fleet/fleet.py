@@ -23,12 +23,13 @@ from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.latency.sharing import IDLE
 from fineserve_sim.policy.commands import Activate, Evict, Survey
-from fineserve_sim.policy.events import EngineDrained, EngineReady, EnginesResized, Tick
+from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized, GpusRepaired, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.memory.kvcached import VirtualKV
 
 TICK = order_of(Kind.TIMER, 1)
 LOADED = order_of(Kind.TIMER, 2)
+FAILED = order_of(Kind.TIMER, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class ModelFleet:
         self._loaded: ClockEvent | None = None
         self._told: set[int] = set()  # engines whose limit the controller knows
         self._iterations_gone = 0
+        self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
         cluster.actions |= {Survey: self._survey, Activate: self._activate, Evict: self._evict}
 
@@ -157,6 +159,8 @@ class ModelFleet:
             cluster.settle_now(engine, now)
         running = {id: requests for id, engine in serving.items() if (requests := engine.requests)}
         free_bytes = self._memory.free_bytes({id: self._residents[id].gpus for id in serving})
+        for gpu in self._lost:
+            del free_bytes[gpu]
         commands = cluster.tell(now, Tick(running, free_bytes))
         for id in self._controller.waited_for():  # a look clears what schedulers noted about memory: ask them again
             cluster.ask_again(cluster.engines[id], now)
@@ -194,6 +198,40 @@ class ModelFleet:
             if command.drain:
                 cluster.hear(now, EngineDrained(command.engine))
         self._change(gpus)
+
+    # --- GPUs that are lost and come back ---------------------------------------------------------------------------
+
+    def fail(self, gpu: int) -> None:
+        """A GPU is lost, with all that its engines hold; their requests start again elsewhere."""
+        cluster = self._cluster
+        now: float = cluster.clock.now
+        cluster.settle_all(now, FAILED)
+        self._lost.add(gpu)
+        hit = [id for id, resident in self._residents.items() if gpu in resident.gpus]
+        lost: list[tuple[Engine, list[SequenceState]]] = []
+        for id in hit:
+            self._change(self._residents[id].gpus)
+            engine = cluster.engines.get(id)
+            if engine is None:
+                self._loader.cancel(now, id)
+                self._give_up(id, now)
+            else:
+                lost.append((engine, engine.abandon()))
+                self._leave(engine, now)
+        self._await_loading()
+        for id in hit:  # the first takes all others with it
+            cluster.hear(now, EngineFailed(id, (gpu,)))
+        for engine, sequences in lost:
+            cluster.returned(engine, sequences, now)
+        self.reform(now)
+
+    def repair(self, gpu: int) -> None:
+        """A lost GPU is back, with nothing in its memory."""
+        cluster = self._cluster
+        now: float = cluster.clock.now
+        cluster.settle_all(now, FAILED)
+        self._lost.remove(gpu)
+        cluster.hear(now, GpusRepaired((gpu,)))
 
     # --- the fleet -------------------------------------------------------------------------------------------------
 

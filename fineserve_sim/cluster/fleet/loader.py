@@ -34,7 +34,10 @@ def transfer_rates(cost: ActivationCost, loadings: Sequence[Loading], node_of: M
     rates = [0.0] * len(loadings)
     growing = set(range(len(loadings)))
     while growing:
-        load = {link: sum(users[index].get(link, 0) for index in growing) for link in links}
+        load = dict.fromkeys(links, 0)
+        for index in growing:
+            for link, shards in users[index].items():
+                load[link] += shards
         step = min(links[link] / load[link] for link in links if load[link])
         full = {link for link in links if load[link] and links[link] / load[link] <= step * (1 + 1e-12)}
         for link in links:

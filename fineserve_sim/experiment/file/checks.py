@@ -58,15 +58,12 @@ def _check_shares(document: Document, path: KeyPath, sharings: Sequence[Sharing 
 
 
 def _check_faults(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
-    """Instances that fail are those of single-model clusters; which of them serve, the simulation knows of each system."""
-    if not file.faults:
-        return
+    """What fails is there, in each system; which instances serve, the simulation knows."""
     for item in file.systems:
-        name = item if isinstance(item, str) else item.name
-        if setup.systems[name].dispatch is None:
-            raise document.error(("faults",), f"system {name} has no dispatch: only clusters of one model have faults")
-    if wrong := wrong_fault(setup.faults, len(setup.gpus) // least_degree(setup, setup.models[0])):
-        raise document.error(("faults", wrong[0]), wrong[1])
+        system = setup.systems[item if isinstance(item, str) else item.name]
+        instances = len(setup.gpus) // least_degree(setup, setup.models[0])
+        if wrong := wrong_fault(setup.faults, system, instances, len(setup.gpus)):
+            raise document.error(("faults", wrong[0]), wrong[1])
 
 
 def _unique(document: Document, part: str, names: list[str]) -> None:

@@ -76,10 +76,16 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         workload=file.workload,
         loads=file.loads,
         slo=file.slo,
-        faults=tuple(Fault(fault.time_s, fault.instance, fault.repair_s) for fault in file.faults),
+        faults=tuple(map(_fault, file.faults)),
         folder=folder,
         usd_per_gpu_hour=file.cluster.usd_per_gpu_hour,
     )
+
+
+def _fault(fault: schema.Fault) -> Fault:
+    if fault.gpu is not None:
+        return Fault(fault.time_s, fault.gpu, fault.repair_s, "gpu")
+    return Fault(fault.time_s, fault.instance or 0, fault.repair_s)
 
 
 def _step_times(document: Document, engine: schema.Engine, folder: Path) -> MeasuredSteps | None:

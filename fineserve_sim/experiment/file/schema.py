@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -36,7 +36,11 @@ MAX_GPUS = 100_000
 COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
 """How a claim without a number is written: ``> 1``."""
 
+MAX_RATE_PER_S = 1e6
+"""No cluster is asked more: beyond, all requests come at once and a second means nothing."""
+
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE_PER_S, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -88,11 +92,19 @@ def _shape(value: Any) -> str:
 
 
 class Fault(Strict):
-    """An instance of a single-model cluster is lost at ``time_s``, and back after ``repair_s`` (never, without)."""
+    """An instance of a single-model cluster, or a GPU of models that come and go, is lost at ``time_s``, and back after
+    ``repair_s`` (never, without)."""
 
     time_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-    instance: CountOrZero
+    instance: CountOrZero | None = None
+    gpu: CountOrZero | None = None
     repair_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Self:
+        if (self.instance is None) == (self.gpu is None):
+            raise PydanticCustomError("lost", "say what is lost: an instance of a single-model cluster, or a gpu")
+        return self
 
 
 class ConfigJson(Strict):
@@ -146,7 +158,7 @@ class Phase(Strict):
     """A stretch of time with one arrival rate at rate scale 1."""
 
     duration_s: Positive
-    rate_per_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+    rate_per_s: NonNegative
 
 
 Degree = Annotated[
@@ -167,7 +179,7 @@ class Model(Strict):
     precision: str
     tp: Degree = 1
     share: Positive | None = None
-    rate_per_s: Positive | None = None
+    rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)
     ttft_slo_s: Positive | None = None
 
@@ -306,7 +318,7 @@ SystemItem = Annotated[
 class Load(Strict):
     """A named total base rate over all models that have a share, at rate scale 1."""
 
-    rate_per_s: Positive
+    rate_per_s: Rate
     reason: str = ""
 
 

@@ -99,10 +99,10 @@ class _Progress:
         self.total = sum(self._sizes.values())
         self.done = 0
 
-    def count(self, done: int, _: int, what: str) -> None:
-        self.done = self._before + done
+    def count(self, done: float, _: int, what: str) -> None:
+        self.done = self._before + int(done)
         if self._tell is not None:
-            self._tell(self.done, self.total, what)
+            self._tell(self._before + done, self.total, what)
 
     def finish(self, name: str) -> None:
         self._before += self._sizes[name]

@@ -114,9 +114,13 @@ def _closest(candidates: Sequence[Cell], gpus: int, targets: Targets) -> Cell:
 
 
 def _margin(cell: Cell, metric: str, share: float) -> dict[str, Any]:
-    """Attainment less target; ``sure`` when this is beyond the interval."""
+    """The margin of a cell, whose attainment is none where it has no such metric."""
     found = cell["metrics"].get(metric, {"mean": None, "half_width": None})
-    mean, half_width = found["mean"] or 0.0, found["half_width"]
+    return margin(found["mean"] or 0.0, found["half_width"], share)
+
+
+def margin(mean: float, half_width: float | None, share: float) -> dict[str, Any]:
+    """An attainment against its target; ``sure`` when what lies between is beyond the interval."""
     sure = half_width is not None and abs(mean - share) > half_width
     return {"mean": mean, "half_width": half_width, "margin": mean - share, "sure": sure}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,13 +46,14 @@ def sizes(requests: int) -> Ints:
 
 class Batches:
     """Where the batches of each model begin, and those of all together (the last row), by the number of a request. Found by
-    reading the requests twice. ``window_s``: from the first measured arrival to the last one."""
+    reading the requests twice. ``models`` may name more than have requests. ``window_s``: from the first measured arrival to
+    the last one."""
 
-    def __init__(self, requests: Requests, warmup: int) -> None:
-        self.models = requests.models
+    def __init__(self, requests: Requests, warmup: int, models: Sequence[str] = ()) -> None:
+        self.models = (*requests.models, *(name for name in models if name not in requests.models))
         self.warmup = warmup
-        self.measured, self.window_s = _measured(requests, warmup)
-        self.sizes = [sizes(count) for count in (*self.measured.tolist(), int(self.measured.sum()))]
+        counts, self.window_s = _measured(requests, warmup, len(self.models))
+        self.sizes = [sizes(count) for count in (*counts.tolist(), int(counts.sum()))]
         self._starts = np.full((len(self.sizes), BATCHES), np.iinfo(np.int64).max)
         ranks = [np.cumsum(each) - each for each in self.sizes]
         self._starts[-1, : len(ranks[-1])] = ranks[-1] + warmup
@@ -73,8 +74,8 @@ class Batches:
         return found
 
 
-def _measured(requests: Requests, warmup: int) -> tuple[Ints, tuple[float, float]]:
-    counts, seen, start_s, end_s = np.zeros(len(requests.models), dtype=np.int64), 0, 0.0, 0.0
+def _measured(requests: Requests, warmup: int, models: int) -> tuple[Ints, tuple[float, float]]:
+    counts, seen, start_s, end_s = np.zeros(models, dtype=np.int64), 0, 0.0, 0.0
     for chunk in requests.chunks():
         skipped = min(max(0, warmup - seen), len(chunk))
         counts += np.bincount(chunk.model[skipped:], minlength=len(counts))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,7 +87,12 @@ def measure(
     }
     values = {metric: {name: found[metric] for name, found in by_group.items()} for metric in PER_MODEL}
     within = hits["slo_attainment"][""].sum()
-    values |= {metric: {"": value} for metric, value in _cluster_values(run, values, within).items()}
+    used = run.kv_used_bytes[_samples(run)].sum(axis=1)
+    of_cluster = Cluster(run.gpus, run.kv_capacity_bytes, run.counters)
+    mean_and_peak = (float(used.mean()), float(used.max())) if len(used) else (math.nan, math.nan)
+    tokens_per_s = values["token_throughput_per_s"][""]
+    wide = cluster_values(of_cluster, mean_and_peak, tokens_per_s, run.window_s, within)
+    values |= {metric: {"": value} for metric, value in wide.items()}
     return Measures(
         counts(run),
         hits,
@@ -178,17 +184,29 @@ def _samples(run: RunData) -> Mask:
     return (run.sample_s >= start_s) & (run.sample_s <= end_s)
 
 
-def _cluster_values(run: RunData, values: Mapping[str, Mapping[str, float]], within: int) -> dict[str, float]:
-    used = run.kv_used_bytes[_samples(run)].sum(axis=1)
-    known = len(used) > 0 and run.kv_capacity_bytes > 0
-    tokens_per_s = values["token_throughput_per_s"][""]
-    start_s, end_s = run.window_s
+class Cluster(NamedTuple):
+    """What metrics of a whole cluster are taken of, beside its requests."""
+
+    gpus: int
+    kv_capacity_bytes: int
+    counters: Mapping[str, float]
+
+
+def cluster_values(
+    cluster: Cluster,
+    used_bytes: tuple[float, float],
+    tokens_per_s: float,
+    window_s: tuple[float, float],
+    within: int,
+) -> dict[str, float]:
+    """``used_bytes``: mean and peak of its KV memory in use, NaN without samples; ``within``: requests within all limits."""
+    capacity_bytes, seconds = cluster.kv_capacity_bytes or math.nan, window_s[1] - window_s[0]
     return {
-        "kv_use_mean": float(used.mean()) / run.kv_capacity_bytes if known else math.nan,
-        "kv_use_peak": float(used.max()) / run.kv_capacity_bytes if known else math.nan,
-        "gpu_hours_per_mtoken": run.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
-        "gpu_hours_per_1000_within": run.gpus * (end_s - start_s) / 3600 / within * 1000 if within else math.nan,
-    } | ({name: run.counters.get(name, math.nan) for name in COUNTERS} if run.counters else {})
+        "kv_use_mean": used_bytes[0] / capacity_bytes,
+        "kv_use_peak": used_bytes[1] / capacity_bytes,
+        "gpu_hours_per_mtoken": cluster.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
+        "gpu_hours_per_1000_within": cluster.gpus * seconds / 3600 / within * 1000 if within else math.nan,
+    } | ({name: cluster.counters.get(name, math.nan) for name in COUNTERS} if cluster.counters else {})
 
 
 def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Sample:

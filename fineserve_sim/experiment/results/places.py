@@ -115,10 +115,12 @@ class Places:
             return f"{needs}, the most left on a GPU is {_gib(most)}{after}"
         return f"{needs}, up to {_gib(most)} are left on a GPU{after}, too little with the KV memory that the placement wants"
 
-    def gpus(self, run: RunData) -> list[dict[str, Any]]:
-        """One entry a GPU: what is there, and how its time and memory were used until the last arrival."""
-        uses = {use.gpu: use for use in run.gpu_use}
-        left = _kv_left(run, self)
+    def gpus(self, gpu_use: Sequence[GpuUse], kv_left: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        """One entry a GPU: what is there, and how its time and memory were used until the last arrival. ``kv_left``: mean and
+        least free bytes of each GPU with KV memory."""
+        uses = {use.gpu: use for use in gpu_use}
+        known = zip(self._kv_gpus(len(kv_left)), kv_left, strict=False)
+        left = {gpu: {"kv_left_bytes": mean, "kv_least_bytes": least} for gpu, (mean, least) in known}
         return [
             {
                 "gpu": gpu.id,
@@ -133,23 +135,21 @@ class Places:
             for gpu in self._setup.gpus
         ]
 
+    def _kv_gpus(self, number: int) -> list[int]:
+        """Which GPUs have KV memory, if so many have: all, or those with an instance; none where it is another number."""
+        found = sorted({gpu for instance in self.instances for gpu in instance["gpus"]})
+        every = list(range(len(self.usable_bytes)))
+        return next((gpus for gpus in (every, found) if len(gpus) == number), [])
 
-def _kv_left(run: RunData, places: Places) -> dict[int, dict[str, int]]:
-    """By GPU, free KV bytes over the samples in the window, their mean and their least."""
-    free_bytes = run.gpu_free_bytes
-    if free_bytes.shape[1] == len(places.usable_bytes):
-        gpus = list(range(free_bytes.shape[1]))
-    else:
-        gpus = sorted({gpu for instance in places.instances for gpu in instance["gpus"]})
+
+def kv_left(run: RunData) -> list[tuple[int, int]]:
+    """Of each GPU with KV memory, free KV bytes over the samples in the window, their mean and their least."""
     start_s, end_s = run.window_s
     rows = (run.sample_s >= start_s) & (run.sample_s <= end_s)
-    if not rows.any() or free_bytes.shape[1] != len(gpus):
-        return {}
-    seen = free_bytes[rows]
-    return {
-        gpu: {"kv_left_bytes": int(np.mean(seen[:, at])), "kv_least_bytes": int(np.min(seen[:, at]))}
-        for at, gpu in enumerate(gpus)
-    }
+    if not rows.any():
+        return []
+    seen = run.gpu_free_bytes[rows]
+    return [(int(np.mean(seen[:, at])), int(np.min(seen[:, at]))) for at in range(seen.shape[1])]
 
 
 def mean_over_seeds(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from fineserve_sim.experiment.file.errors import Interrupted
 from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
+from fineserve_sim.experiment.results.summarised import summarised
 from fineserve_sim.experiment.results.writer import write_results
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.executors import lent
@@ -48,18 +49,20 @@ def run_loaded(
     simulate: Simulate = simulate_cluster,
     targets: Targets = DEFAULT_TARGETS,
     executor: Executor | None = None,
+    summary: bool = False,
 ) -> Path:
     """Simulate what ``out`` does not hold yet, write all results there and return the path of summary.json.
 
     Simulations run on ``executor``, or in ``jobs`` processes (default: one a core) if there is none: the same bytes.
-    ``targets`` are those of the answer. Raises ConfigError (unusable output folder included), ScenarioError for a cell that
-    cannot run, Interrupted after Ctrl-C; finished simulations are kept then.
+    ``targets`` are those of the answer. With ``summary`` metrics alone are kept of the cells: no row a request, no sample, and
+    percentiles are right to half a percent; runs that limits are taken from keep theirs. Raises ConfigError (unusable output
+    folder included), ScenarioError for a cell that cannot run, Interrupted after Ctrl-C; finished simulations are kept then.
     """
     prepare(out)
     progress = Progress(len(reference_runs(experiment)) + len(experiment.points) * experiment.file.seeds, on_progress)
     with _disk_errors(out), lent(executor, jobs) as lender:
         try:
-            session = Session(Store(out), out, lender, decisions, simulate, progress)
+            session = Session(Store(out), out, lender, decisions, simulate, progress, summarised if summary else None)
             outcomes = session.simulate_all(experiment)
             return write_results(experiment, outcomes, Store(out), out, targets)
         except KeyboardInterrupt:

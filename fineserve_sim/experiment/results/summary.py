@@ -20,12 +20,15 @@ from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, warnings
+from fineserve_sim.experiment.results.summarised import NOTE
 from fineserve_sim.experiment.run.rates import mean_lengths
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import Store
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
-SCHEMA = 1
+SCHEMA = 2
+"""Raised whenever summary.json loses or changes what its readers ask for."""
+
 ENOUGH_REQUESTS = 2000
 ENOUGH_PRECISION = 0.02
 """A cell says so when it measured fewer requests a run, or when its attainment is less certain than two points."""
@@ -155,10 +158,15 @@ def summary_of(
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
         "step_times": step_times,
-        "warnings": list(warnings(step_times, setup.gpus[0].spec, setup.engine)),
+        "warnings": [*warnings(step_times, setup.gpus[0].spec, setup.engine), *_kept(outcomes, store)],
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }
+
+
+def _kept(outcomes: Sequence[Outcome], store: Store) -> list[str]:
+    """A line where metrics alone were kept."""
+    return [NOTE] if any(store.summary(key) is not None for outcome in outcomes for key in outcome.keys) else []
 
 
 def _bounds(experiment: Experiment) -> list[str]:
@@ -196,7 +204,7 @@ def _placement(outcome: Outcome, store: Store) -> dict[str, Any]:
 
 
 def read_summary(results_dir: Path) -> dict[str, Any]:
-    """summary.json of a results folder. Raises ValueError when there is none."""
+    """summary.json of a results folder. Raises ValueError when there is none, or one of another version."""
     path = results_dir / "summary.json"
     if not path.is_file():
         raise ValueError(f"{results_dir}: no summary.json here; give a folder that `fineserve-sim run` has written")
@@ -204,4 +212,8 @@ def read_summary(results_dir: Path) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise ValueError(f"{path}: damaged ({problem}); run the experiment again to write it anew") from None
+    if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path}: written by another version; run the same command again, which keeps the simulations that it can"
+        )
     return summary

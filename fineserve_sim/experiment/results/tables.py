@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results import misses
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
+from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import PARQUET
@@ -31,25 +33,29 @@ def axis_names(experiment: Experiment) -> list[str]:
 
 
 class RequestWriter:
-    """Streams requests.parquet, one row group a run."""
+    """Streams requests.parquet, one row group a run. The file is there when all are written, and not where there is none; an
+    older one goes."""
 
     def __init__(self, path: Path, experiment: Experiment) -> None:
         self._path = path
         self._axes = axis_names(experiment)
+        self._open = ExitStack()
         self._writer: Any = None
 
     def __enter__(self) -> RequestWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    def __exit__(self, *raised: Any) -> None:
+        if self._writer is None and raised[0] is None:
+            self._path.unlink(missing_ok=True)
+        self._open.__exit__(*raised)
 
     def write(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str] = ()) -> None:
         """``unplaced``: models that had no instance in the run."""
         table = self._table(outcome, seed, run, unplaced)
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._path, table.schema, **PARQUET)
+            temporary = self._open.enter_context(atomic(self._path))
+            self._writer = self._open.enter_context(pq.ParquetWriter(temporary, table.schema, **PARQUET))
         self._writer.write_table(table)
 
     def _table(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str]) -> Any:

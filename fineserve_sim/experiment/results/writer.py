@@ -2,7 +2,8 @@
 are made of.
 
 Nothing here is a time, a path or a host name, and everything is written in the order of the file, so equal inputs give
-equal bytes. Requests are streamed cell by cell; no more than one cell is in memory.
+equal bytes. Requests are streamed cell by cell; no more than one cell is in memory. Where metrics alone were kept there is no
+table of requests.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fineserve_sim import __version__
+from fineserve_sim.cluster import GpuUse
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.metrics import measure
-from fineserve_sim.experiment.results.places import Places
+from fineserve_sim.experiment.results.places import Places, kv_left
 from fineserve_sim.experiment.results.resolved import write_resolved
+from fineserve_sim.experiment.results.summarised import measures_of
 from fineserve_sim.experiment.results.summary import Judged, cell_entry, summary_of
 from fineserve_sim.experiment.results.tables import RequestWriter, model_rows, place_row, run_row
 from fineserve_sim.experiment.run.files import atomic, write_json
-from fineserve_sim.experiment.run.run_data import RunData
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import PARQUET, Store, code_digest
 
@@ -44,13 +46,11 @@ def write_results(
     write_json(out / "environment.json", environment())
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     cells: dict[Point, dict[str, Any]] = {}
-    with atomic(out / "requests.parquet") as temporary, RequestWriter(temporary, experiment) as requests:
+    with RequestWriter(out / "requests.parquet", experiment) as requests:
         for outcome in outcomes:
             runs = []
-            for seed, key in enumerate(outcome.keys):
-                run, placement = store.read(key), store.meta(key)["placement"]
-                requests.write(outcome, seed, run, placement["unplaced"])
-                runs.append(_judged(experiment, outcome, run, placement))
+            for seed in range(len(outcome.keys)):
+                runs.append(_judged(experiment, outcome, seed, store, requests))
                 _add_rows(rows, experiment, outcome, seed, runs[-1])
             cells[outcome.point] = cell_entry(experiment, outcome, runs)
     for name, table in rows.items():
@@ -59,10 +59,19 @@ def write_results(
     return out / "summary.json"
 
 
-def _judged(experiment: Experiment, outcome: Outcome, run: RunData, placement: Mapping[str, Any]) -> Judged:
-    places = Places(experiment.setup_of(outcome.point), placement)
-    measures = measure(run, outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
-    return Judged(measures, places, places.gpus(run) if run.engine_models else [])
+def _judged(experiment: Experiment, outcome: Outcome, seed: int, store: Store, requests: RequestWriter) -> Judged:
+    """One run by its limits. Its requests are written, where they were kept."""
+    key = outcome.keys[seed]
+    meta, summary = store.meta(key), store.summary(key)
+    places = Places(experiment.setup_of(outcome.point), meta["placement"])
+    if summary is not None:
+        measures, left = measures_of(summary), summary["kv_left"]
+    else:
+        run, unplaced = store.read(key), meta["placement"]["unplaced"]
+        requests.write(outcome, seed, run, unplaced)
+        measures, left = measure(run, outcome.limits_s, *outcome.limits[1:], unplaced), kv_left(run)
+    uses = [GpuUse(**use) for use in meta["gpu_use"]]
+    return Judged(measures, places, places.gpus(uses, left) if meta["engine_models"] else [])
 
 
 def _add_rows(

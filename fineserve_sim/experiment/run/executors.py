@@ -9,6 +9,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.local import LocalProcesses
 
+_QUIET = {
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else dead workers are told of on stdout, beside JSON
+    "RAY_NUM_REDIS_GET_RETRIES": "5",  # seconds until a cluster that does not let us in is given up
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""What Ray looks up when it is imported."""
+
 
 @contextmanager
 def executor_of(text: str, jobs: int | None = None) -> Iterator[Executor]:
@@ -21,7 +28,8 @@ def executor_of(text: str, jobs: int | None = None) -> Iterator[Executor]:
         with LocalProcesses(jobs) as local:
             yield local
     elif name == "ray" and bool(colon) == bool(address):
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else dead workers are told of on stdout, beside JSON
+        for variable, value in _QUIET.items():
+            os.environ.setdefault(variable, value)
         try:
             import ray  # noqa: F401
         except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from shutil import rmtree
 from typing import Any
 
 from fineserve_sim.experiment.file.errors import ConfigError
+
+_STALE_S = 86_400.0
 
 
 @contextmanager
@@ -63,8 +66,17 @@ def prepare(out: Path) -> None:
         with atomic(out / "cells" / "probe") as temporary:
             temporary.write_bytes(b"x")
         (out / "cells" / "probe").unlink()
+        _sweep(out)
     except OSError as problem:
         raise unwritable(out, problem) from None
+
+
+def _sweep(out: Path) -> None:
+    """What writers left that were killed goes after a day; nobody writes one file for so long."""
+    for folder in (out, out / "cells", out / "decisions", out / "figures"):
+        for left in folder.glob(".*.tmp"):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                left.unlink(missing_ok=True)
 
 
 def unwritable(out: Path, problem: OSError) -> ConfigError:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 from fineserve_sim.experiment.file.plan import Experiment, Point
-from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.executor import LOOKS_S, Executor
 from fineserve_sim.experiment.run.run import Run
 from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.slo import BaseSlo, base_slos, e2e_limits, reference_runs, tpot_slos
 from fineserve_sim.experiment.run.spread import Spread
 from fineserve_sim.experiment.run.store import Store
-from fineserve_sim.experiment.run.work import Cell, Simulate, keyed
+from fineserve_sim.experiment.run.work import Cell, Simulate, Summarise, Summed, keyed
 
-OnProgress = Callable[[int, int, str], None]
-"""Called with simulations done, simulations in all, and the one just done."""
+OnProgress = Callable[[float, int, str], None]
+"""Called with simulations done, with their shares those under way; simulations in all; and the one just done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,25 @@ class Outcome:
 
 
 class Progress:
-    """Counts simulations done and tells the caller."""
+    """Counts simulations done and tells the caller; of those under way once in a while."""
 
     def __init__(self, total: int, tell: OnProgress | None) -> None:
         self.done = 0
         self.total = total
         self._tell = tell
+        self._last = ""
+        self._told_s = time.monotonic()
 
     def count(self, run: Run) -> None:
         self.done += 1
+        self._last = str(run)
         if self._tell is not None:
-            self._tell(self.done, self.total, str(run))
+            self._tell(self.done, self.total, self._last)
+
+    def under_way(self, simulations: float) -> None:
+        if self._tell is not None and time.monotonic() - self._told_s >= LOOKS_S:
+            self._told_s = time.monotonic()
+            self._tell(self.done + simulations, self.total, self._last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class Session:
     decisions: bool
     simulate: Simulate
     progress: Progress
+    summarise: Summarise | None = None
 
     def simulate_all(self, experiment: Experiment) -> list[Outcome]:
         """Reference runs first, then every cell under the SLOs that they give; the outcome of each point."""
@@ -82,23 +92,33 @@ class Session:
         slos = [base_slos(experiment, point, read) for point in points]
         tpots = [tpot_slos(experiment, point, read) for point in points]
         cells = [_cells(experiment, *limits) for limits in zip(points, slos, tpots, strict=True)]
-        keys = iter(self._ensure([run for runs in cells for run in runs], self.decisions))
+        limits = zip(points, slos, tpots, strict=True)
+        outcomes = [Outcome(point, slo, tpot, (), e2e_limits(experiment, point)) for point, slo, tpot in limits]
+        summed = [
+            None if self.summarise is None else Summed(outcome.limits, self.summarise)
+            for outcome, runs in zip(outcomes, cells, strict=True)
+            for _ in runs
+        ]
+        keys = iter(self._ensure([run for runs in cells for run in runs], self.decisions, summed))
         return [
-            Outcome(point, slo, tpot, tuple(next(keys) for _ in runs), e2e_limits(experiment, point))
-            for point, slo, tpot, runs in zip(points, slos, tpots, cells, strict=True)
+            replace(outcome, keys=tuple(next(keys) for _ in runs))
+            for outcome, runs in zip(outcomes, cells, strict=True)
         ]
 
-    def _ensure(self, runs: Sequence[Run], decisions: bool) -> list[str]:
-        """Simulate the runs that are not stored yet, equal ones once. Returns the key of each, in order."""
-        keys = [keyed(run) for run in runs]
+    def _ensure(self, runs: Sequence[Run], decisions: bool, summed: Sequence[Summed | None] = ()) -> list[str]:
+        """Simulate the runs that are not stored yet, equal ones once. Returns the key of each, in order. Of those that are
+        ``summed`` metrics alone are kept."""
+        how = summed or [None] * len(runs)
+        keys = [keyed(*each) for each in zip(runs, how, strict=True)]
         missing: dict[str, list[Run]] = {}
+        how_of: dict[str, Summed | None] = dict(zip(keys, how, strict=True))
         for run, key in zip(runs, keys, strict=True):
             if self.store.has(key, decisions):
                 self.progress.count(run)
             else:
                 missing.setdefault(key, []).append(run)
-        cells = [Cell(group[0], key, decisions, self.simulate) for key, group in missing.items()]
-        for cell in Spread(cells, self.executor, self.out).stored():
+        cells = [Cell(group[0], key, decisions, self.simulate, how_of[key]) for key, group in missing.items()]
+        for cell in Spread(cells, self.executor, self.out, self.progress.under_way).stored():
             for run in missing[cell.key]:
                 self.progress.count(run)
         return keys

@@ -13,10 +13,10 @@ from fineserve_sim.cluster.simulation import Apart, taken_apart
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import scenario
 from fineserve_sim.experiment.run.store import Store
-from fineserve_sim.experiment.run.work import Cell, Part, named
+from fineserve_sim.experiment.run.work import Cell, Part, TellShare, named
 
-WORTH_REQUESTS = 20_000
-"""A run of fewer requests is done before other processes have started."""
+WORTH_REQUESTS = 100_000
+"""A run of fewer requests is done in about the time that other processes need to start."""
 
 
 @dataclass(slots=True)
@@ -27,6 +27,10 @@ class _Pieces:
     apart: Apart
     found: dict[int, Piece] = field(default_factory=dict)
 
+    def share_of(self, part: Part) -> float:
+        """Of the run's requests."""
+        return len(part.component.requests) / len(self.apart.scenario.whole_trace)
+
     def store(self, out: Path) -> None:
         """The run as its components make it, in their order; all are back."""
         pieces = [self.found[number] for number in range(len(self.apart.components))]
@@ -34,26 +38,38 @@ class _Pieces:
 
 
 class Spread:
-    """Gives an executor its work, and stores what comes back in components."""
+    """Gives an executor its work, and stores what comes back in components. ``tell`` hears how much of the cells that are not
+    stored yet is done, in cells."""
 
-    def __init__(self, cells: Sequence[Cell], executor: Executor, out: Path) -> None:
+    def __init__(self, cells: Sequence[Cell], executor: Executor, out: Path, tell: TellShare) -> None:
         self._cells = cells
         self._executor = executor
         self._out = out
+        self._tell = tell
         self._apart: dict[str, _Pieces] = {}
+        self._shares: dict[str, dict[int, float]] = {}
 
     def stored(self) -> Iterator[Cell]:
         """Do all cells; each when it is stored, in order of completion."""
-        for work, found in self._executor.each(self._works(), self._out):
-            if isinstance(work, Cell):
-                yield work
-                continue
-            pieces = self._apart[work.key]
-            pieces.found[work.number] = found
-            if len(pieces.found) == len(pieces.apart.components):
+        for work, found in self._executor.each(self._works(), self._out, self._note):
+            if isinstance(work, Part):
+                pieces = self._apart[work.key]
+                pieces.found[work.number] = found
+                self._note(work, 1.0)
+                if len(pieces.found) < len(pieces.apart.components):
+                    continue
                 del self._apart[work.key]
                 pieces.store(self._out)
-                yield pieces.cell
+            self._shares.pop(work.key, None)
+            yield work if isinstance(work, Cell) else pieces.cell
+
+    def _note(self, work: Cell | Part, share: float) -> None:
+        of_key = self._shares.setdefault(work.key, {})
+        if isinstance(work, Part):
+            of_key[work.number] = share * self._apart[work.key].share_of(work)
+        else:
+            of_key[0] = share
+        self._tell(sum(share for of_key in self._shares.values() for share in of_key.values()))
 
     def _works(self) -> Iterator[Cell | Part]:
         """Runs that stay whole first: they take longest."""
@@ -72,7 +88,7 @@ class Spread:
 
 
 def _may_divide(cell: Cell) -> bool:
-    if cell.decisions or cell.simulate is not simulate:
+    if cell.decisions or cell.summed is not None or cell.simulate is not simulate:
         return False
     described = scenario(cell.run)
-    return len(described.whole_trace) >= WORTH_REQUESTS and why_whole(described) is None
+    return why_whole(described) is None and len(described.whole_trace) >= WORTH_REQUESTS

@@ -2,6 +2,7 @@
 
 cells/<key>.parquet            one row a request
 cells/<key>.timeline.parquet   one row a sample (absent for runs without samples)
+cells/<key>.summary.json       instead of both, where metrics alone are kept
 cells/<key>.json               placement, capacities, counters
 decisions/<key>.jsonl          every event and command, on request
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -26,6 +28,7 @@ from pydantic import BaseModel
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario
+from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
@@ -84,7 +87,13 @@ class Store:
         self._decisions = out / "decisions"
 
     def has(self, key: str, decisions: bool = False) -> bool:
-        return (self._cells / f"{key}.json").exists() and (not decisions or self.decisions_path(key).exists())
+        """Whether the run is there and whole, as far as its ends tell; one that is damaged is simulated again."""
+        logged = not decisions or self.decisions_path(key).exists()
+        return logged and (self._cells / f"{key}.json").exists() and self._has_tables(key)
+
+    def _has_tables(self, key: str) -> bool:
+        requests, samples = (self._cells / f"{key}{kind}.parquet" for kind in ("", ".timeline"))
+        return _is_parquet(requests) and (not samples.exists() or _is_parquet(samples))
 
     def decisions_path(self, key: str) -> Path:
         return self._decisions / f"{key}.jsonl"
@@ -104,8 +113,18 @@ class Store:
         self._write_table(self._cells / f"{key}.parquet", requests)
         if len(result.timeline.time_s):
             self._write_table(self._cells / f"{key}.timeline.parquet", _timeline_columns(result))
+        self._write_meta(key, scenario, warmup, result)
+
+    def write_summary(
+        self, key: str, scenario: Scenario, warmup: int, result: RunResult, summary: Mapping[str, Any]
+    ) -> None:
+        """Store a finished run of which metrics alone are kept."""
+        write_json(self._cells / f"{key}.summary.json", summary)
+        self._write_meta(key, scenario, warmup, result)
+
+    def _write_meta(self, key: str, scenario: Scenario, warmup: int, result: RunResult) -> None:
         meta = {
-            "models": list(trace.models),
+            "models": list(scenario.trace.models),
             "engine_models": list(result.timeline.engine_models),
             "kv_capacity_bytes": list(result.kv_capacity_bytes),
             "gpus": len(scenario.gpus),
@@ -128,14 +147,25 @@ class Store:
         found: dict[str, Any] = json.loads((self._cells / f"{key}.json").read_text(encoding="utf-8"))
         return found
 
+    def summary(self, key: str) -> dict[str, Any] | None:
+        """The metrics of a run, where they alone were kept."""
+        path = self._cells / f"{key}.summary.json"
+        if not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
     def read(self, key: str) -> RunData:
-        """A stored run with its timeline."""
+        """A stored run with its timeline. Raises ValueError where metrics alone were kept of it."""
+        if self.summary(key) is not None:
+            path = self._cells / f"{key}.parquet"
+            raise ValueError(f"{path}: not there, metrics alone were kept; run it again without --metrics summary")
         meta = self.meta(key)
-        table = pq.read_table(self._cells / f"{key}.parquet")
+        table = _read_table(self._cells / f"{key}.parquet")
         columns = {name: table.column(name).to_numpy() for name in table.column_names}
         engines = len(meta["engine_models"])
         path = self._cells / f"{key}.timeline.parquet"
-        samples = pq.read_table(path) if path.exists() else None
+        samples = _read_table(path) if path.exists() else None
         return RunData(
             models=tuple(meta["models"]),
             **columns,
@@ -150,6 +180,25 @@ class Store:
             gpu_free_bytes=_columns(samples, "gpu_free_bytes"),
             gpu_use=tuple(GpuUse(**use) for use in meta["gpu_use"]),
         )
+
+
+def _is_parquet(path: Path) -> bool:
+    """Whether a file begins and ends as a Parquet file does."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(4)
+            file.seek(-4, os.SEEK_END)
+            return first == file.read(4) == b"PAR1"
+    except OSError:
+        return False
+
+
+def _read_table(path: Path) -> pa.Table:
+    """A stored table. Raises ConfigError for a damaged one."""
+    try:
+        return pq.read_table(path)
+    except (OSError, pa.ArrowException):
+        raise ConfigError(str(path), "", "damaged; delete it and run again") from None
 
 
 def placement(result: RunResult) -> dict[str, Any]:

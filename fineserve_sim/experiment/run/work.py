@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fineserve_sim.cluster import RunResult, Scenario, ScenarioError
 from fineserve_sim.cluster.components import Component
@@ -18,15 +20,35 @@ from fineserve_sim.cluster.merge import Piece
 from fineserve_sim.cluster.simulation import simulate_component
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.run import Run, scenario
+from fineserve_sim.experiment.run.run_data import Limits
 from fineserve_sim.experiment.run.store import Store, key_of
 
 Simulate = Callable[[Scenario], RunResult]
+TellShare = Callable[[float], None]
+"""Called now and then with the share of some work that is done."""
+
+
+Summarise = Callable[[Scenario, int, Limits], tuple[RunResult, dict[str, Any]]]
+"""Simulates and measures at once; what it comes to is a JSON document."""
+
+
+class Summed(NamedTuple):
+    """Metrics alone are kept of a run, which is judged by ``limits``: ``how``, a function that workers can import."""
+
+    limits: Limits
+    how: Summarise
+
+    @property
+    def digest(self) -> str:
+        """One for each limits: metrics are of them, other than rows."""
+        told = [None if each is None else sorted(each.items()) for each in self.limits]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
 
 
 class Work(Protocol):
     """Something that a process does by itself, here or on another machine."""
 
-    def __call__(self, out: Path) -> Any:
+    def __call__(self, out: Path, tell: TellShare) -> Any:
         """Do it; files go to the results folder ``out``."""
 
     def packed(self) -> Work:
@@ -41,16 +63,17 @@ class Cell:
     key: str
     decisions: bool
     simulate: Simulate
+    summed: Summed | None = None
 
-    def __call__(self, out: Path) -> None:
-        self._described()(out)
+    def __call__(self, out: Path, tell: TellShare) -> None:
+        self._described()(out, tell)
 
     def packed(self) -> Work:
         return self._described().packed()
 
     def _described(self) -> Described:
         run = self.run
-        return Described(scenario(run), self.key, run.warmup, str(run), self.decisions, self.simulate)
+        return Described(scenario(run), self.key, run.warmup, str(run), self.decisions, self.simulate, self.summed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +86,25 @@ class Described:
     name: str
     decisions: bool
     simulate: Simulate
+    summed: Summed | None = None
     table: bytes | None = None
 
-    def __call__(self, out: Path) -> None:
+    def __call__(self, out: Path, tell: TellShare) -> None:
         """Simulate and store. Raises ScenarioError naming the run, OSError when the disk refuses."""
-        store, described = Store(out), _with_table(self.scenario, self.table)
+        store, described = Store(out), _telling(_with_table(self.scenario, self.table), tell)
         with named(self.name):
             if self.decisions:
                 with store.decision_log(self.key) as log:
-                    result = self.simulate(replace(described, log=log))
+                    self._store(store, replace(described, log=log))
             else:
-                result = self.simulate(described)
-        store.write(self.key, self.scenario, self.warmup, result)
+                self._store(store, described)
+
+    def _store(self, store: Store, described: Scenario) -> None:
+        if self.summed is None:
+            store.write(self.key, self.scenario, self.warmup, self.simulate(described))
+            return
+        result, summary = self.summed.how(described, self.warmup, self.summed.limits)
+        store.write_summary(self.key, self.scenario, self.warmup, result, summary)
 
     def packed(self) -> Work:
         described, table = _without_table(self.scenario)
@@ -91,8 +121,8 @@ class Part:
     component: Component
     table: bytes | None = None
 
-    def __call__(self, out: Path) -> Piece:
-        described = _with_table(self.component.scenario, self.table)
+    def __call__(self, out: Path, tell: TellShare) -> Piece:
+        described = _telling(_with_table(self.component.scenario, self.table), tell)
         with named(self.name):
             return simulate_component(replace(self.component, scenario=described))
 
@@ -110,10 +140,11 @@ def named(name: str) -> Iterator[None]:
         raise ScenarioError(f"{name}: {problem}") from None
 
 
-def keyed(run: Run) -> str:
+def keyed(run: Run, summed: Summed | None = None) -> str:
     """The key of a run. Raises ConfigError when it has no requests."""
     try:
-        return key_of(scenario(run), run.warmup)
+        key = key_of(scenario(run), run.warmup)
+        return key if summed is None else f"{key}-{summed.digest}"
     except ConfigError:
         raise
     except ValueError as problem:
@@ -145,6 +176,10 @@ def _written(name: str, table: bytes) -> str:
     path = Path(folder) / name
     path.write_bytes(table)
     return str(path)
+
+
+def _telling(described: Scenario, tell: TellShare) -> Scenario:
+    return replace(described, tell=lambda ended, of_all: tell(ended / of_all))
 
 
 def _naming(described: Scenario, path: str) -> Scenario:

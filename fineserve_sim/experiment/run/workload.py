@@ -7,7 +7,8 @@ every rate. Phases are the exception: their durations are fixed, so a higher rat
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import fineserve_traces as traces
 import numpy as np
@@ -50,15 +51,51 @@ def build_trace(setup: Setup, load: str | None, rate_scale: float, seed: int) ->
 
 def _stationary(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
     """The first requests of the merged processes of all models. Each process is long enough to make up all of them, so
-    where it is cut does not matter, and the order of requests does not depend on the rate scale."""
+    where it is cut does not matter, and the order of requests does not depend on the rate scale. Only one process at a time
+    is there in its full length: all are drawn twice, first to know the last arrival of them all."""
     work, lengths = setup.workload, length_source(setup)
     count = (work.requests or 0) + work.warmup_requests
+    rates = base_rates(setup, load)
+
+    def arrivals(name: str) -> traces.schema.FloatArray:
+        rng = stream(seed, f"arrivals/{name}")
+        return _arrivals(work.arrivals or schema.Poisson(), rng, rates[name], count)
+
+    last_s = _last_of_first(map(arrivals, rates), count)
     parts = []
-    for name, rate_per_s in base_rates(setup, load).items():
-        arrival_s = _arrivals(work.arrivals or schema.Poisson(), stream(seed, f"arrivals/{name}"), rate_per_s, count)
-        parts.append(traces.generate(arrival_s, lengths, stream(seed, f"lengths/{name}"), model=name))
+    for name in rates:
+        arrival_s = arrivals(name)
+        arrival_s = arrival_s[: np.searchsorted(arrival_s, last_s, side="right")].copy()
+        if len(arrival_s):
+            first = _First(lengths, count)
+            parts.append(traces.generate(arrival_s, first, stream(seed, f"lengths/{name}"), model=name))
     merged = replace(traces.merge(parts), source=lengths.source).head(count)
-    return merged.with_arrivals(merged.arrival_s / rate_scale)
+    place = np.array([list(rates).index(name) for name in merged.models], dtype=np.int32)
+    return merged.with_models(tuple(rates), place[merged.model]).with_arrivals(merged.arrival_s / rate_scale)
+
+
+def _last_of_first(arrivals: Iterable[traces.schema.FloatArray], count: int) -> float:
+    """When the last of the first ``count`` arrivals of all processes comes."""
+    first = np.empty(0)
+    for arrival_s in arrivals:
+        first = np.partition(np.concatenate([first, arrival_s]), count - 1)[:count]
+    return float(first.max())
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """Lengths as the first of ``count`` draws have them, however few are asked for."""
+
+    lengths: traces.LengthSource
+    count: int
+
+    @property
+    def source(self) -> str:
+        return self.lengths.source
+
+    def sample(self, rng: np.random.Generator, n: int) -> tuple[traces.schema.IntArray, traces.schema.IntArray]:
+        prompt_tokens, output_tokens = self.lengths.sample(rng, self.count)
+        return prompt_tokens[:n].copy(), output_tokens[:n].copy()
 
 
 def _arrivals(

@@ -22,7 +22,7 @@ MEANINGS = {
 _MOMENTS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "slo": "all limits"}
 _WHATS = {
     "placement": "the placement",
-    "policy": "the policy's own rule, which drops what it expects to be late",
+    "policy": "the policy's own rule (it drops what it expects to be late)",
     "bursts": "bursts, too short for a queue to be seen",
     "weights": "weights that are not on a GPU when requests come",
     "slots": "slots (engine.max_sequences)",
@@ -113,17 +113,49 @@ def targets_text(targets: Mapping[str, float]) -> str:
 
 
 def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
+    """What to take: the chosen system where it keeps the targets, the cluster that the search found where it does not."""
     choice, targets = answer["choice"], targets_text(answer["targets"])
-    found = "; ".join(_margin(metric, margin, len(choice["margins"])) for metric, margin in choice["margins"].items())
+    found = _margins(choice["margins"])
     rivals = answer["as_good"]
     as_good = f" No worse within the interval: {', '.join(rivals)}." if rivals else ""
     own = f"{choice['title']} on {gpus_text(cell)}"
     if choice["holds"]:
         return f"Take {own}, which keeps {targets}: {found}.{as_good}"
+    if "search" in answer:
+        return f"{_found(answer, cell, targets)} {_asked(answer, cell)}: {found}.{as_good}"
     systems, most = answer["systems"], answer["most_gpus"]
     up_to = f"up to {most}" if most > choice["gpus"] else str(choice["gpus"])
     who = f"None of {systems} systems keeps" if systems > 1 else f"{choice['title']} does not keep"
     return f"{who} {targets} on {up_to} {cell['cluster']['gpu']}. Closest: {own}: {found}.{as_good}"
+
+
+def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
+    """What the search for more GPUs came to."""
+    found, gpu = answer["search"]["gpus"], cell["cluster"]["gpu"]
+    if found["value"] is None:
+        tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
+        return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
+    price = _hourly(found["usd_per_hour"])
+    where = f"{found['title']} on {found['value']} {gpu}"
+    more = f" (not on {found['not_on']}: more are another placement)" if found["not_on"] else ""
+    return (
+        f"Take {where}, the fewest found on which a system keeps {targets}: {_margins(found['margins'])}{price}{more}."
+    )
+
+
+def _hourly(usd: float | None) -> str:
+    return "" if usd is None else f", ${usd:,.2f} an hour"
+
+
+def _asked(answer: Mapping[str, Any], cell: Cell) -> str:
+    """Of the GPUs that were asked for: nobody keeps the targets, and who comes closest."""
+    title = answer["choice"]["title"]
+    closest = f"none does; closest {title}" if answer["systems"] > 1 else f"{title} comes to"
+    return f"On {gpus_text(cell)} {closest}"
+
+
+def _margins(margins: Mapping[str, Mapping[str, Any]]) -> str:
+    return "; ".join(_margin(metric, margin, len(margins)) for metric, margin in margins.items())
 
 
 def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
@@ -151,7 +183,7 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
         if cost[key] is not None:
             parts.append(f"${dollars(cost[key])} {text}")
     each = cost["usd_per_hour"] / cell["cluster"]["count"]
-    return f"Cost: {', '.join(parts)} (${each:,.2f} a GPU-hour, {whose})."
+    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} (${each:,.2f} a GPU-hour, {whose})."
 
 
 def _misses(cell: Cell) -> str:
@@ -230,18 +262,15 @@ def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
 
 
 def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
-    """What the search along the number of GPUs found: fewer for the chosen system, or enough for any."""
-    if "search" not in answer:
+    """Fewer GPUs for a system that keeps the targets; where none does, ``_found`` has told already."""
+    if "search" not in answer or not answer["choice"]["holds"]:
         return
     found = answer["search"]["gpus"]
-    if found["value"] is None:
-        yield f"GPUs: at this load no system keeps the targets on up to {found['most']} ({found['title']} {found['why']})."
-    elif found["value"] == cell["cluster"]["count"]:
+    if found["value"] == cell["cluster"]["count"]:
         yield f"GPUs: at this load {found['value']} are the fewest on which {found['title']} keeps the targets."
     else:
-        dollars = "" if found["usd_per_hour"] is None else f", ${found['usd_per_hour']:,.2f} an hour"
-        attained = percent(found["mean"], found["half_width"])
-        yield f"GPUs: at this load {found['title']} keeps the targets on {found['value']} ({attained}{dollars})."
+        keeps = f"{found['title']} keeps the targets on {found['value']}"
+        yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}."
 
 
 def _base_per_s(answer: Mapping[str, Any], cell: Cell) -> float | None:

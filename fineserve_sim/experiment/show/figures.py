@@ -24,16 +24,17 @@ _SYSTEMS, _PLACEMENT = "systems", "placement"
 """Names of figures: all systems at the one place that there is, and the GPUs of the chosen one."""
 
 
-def draw(results_dir: Path) -> list[Path]:
+def draw(results_dir: Path, *, timelines: bool = True) -> list[Path]:
     """Draw the ``figures`` of resolved.yaml, or a default set when it names none, and the placement of the system that the
-    answer chose, into the folder ``figures/``. Figures of another experiment that were there go.
+    answer chose, into the folder ``figures/``; without ``timelines`` where no samples were kept. Figures of another experiment
+    that were there go.
 
     Returns the files written. Raises ValueError when the folder holds no results or a figure names what they lack.
     """
     summary = read_summary(results_dir)
     resolved = read_yaml(results_dir / "resolved.yaml").data
     with house_style():
-        drawn = dict(_figures(summary, resolved, results_dir))
+        drawn = dict(_figures(summary, resolved, results_dir, timelines))
         folder = results_dir / "figures"
         folder.mkdir(exist_ok=True)
         try:
@@ -48,11 +49,12 @@ def draw(results_dir: Path) -> list[Path]:
 
 
 def _figures(
-    summary: Mapping[str, Any], resolved: Mapping[str, Any], results_dir: Path
+    summary: Mapping[str, Any], resolved: Mapping[str, Any], results_dir: Path, timelines: bool
 ) -> Iterator[tuple[str, Figure]]:
     """Every figure with its name."""
     styles = SystemStyles(cell["system"] for cell in summary["cells"])
     entries = resolved.get("figures") or default_figures(summary["cells"])
+    entries = [entry for entry in entries if timelines or "timeline" not in entry]
     for entry in entries:
         yield entry["name"], _figure(entry, summary, results_dir, styles)
     cell = chosen_cell(summary)

@@ -12,22 +12,11 @@ from matplotlib.figure import Figure
 from fineserve_sim.experiment.show.answer import gpus_text, place_text, unplaced_lines
 from fineserve_sim.experiment.show.labels import number
 from fineserve_sim.experiment.show.plot_style import COLOURS, Handle, set_heading
-from fineserve_sim.experiment.show.where import most_waiting
+from fineserve_sim.experiment.show.where import MEMORY_PARTS, TIME_PARTS, memory_gib, most_waiting
 
-_GIB = 2**30
 _ROW_IN = 0.62
-_MEMORY = (
-    ("Weights", COLOURS[6], ""),
-    ("Activations and contexts", "#999999", "xxxx"),
-    ("KV in use, mean", COLOURS[0], "////"),
-    ("KV left, mean", COLOURS[5], ""),
-)
-_TIME = (
-    ("busy", "Busy", COLOURS[3], "----"),
-    ("compute", "Compute needed", COLOURS[1], "////"),
-    ("bandwidth", "Bandwidth needed", COLOURS[2], "...."),
-    ("waiting", "Requests wait", COLOURS[4], "xxxx"),
-)
+_FILLS = ((COLOURS[6], ""), ("#999999", "xxxx"), (COLOURS[0], "////"), (COLOURS[5], ""))
+_BARS = ((COLOURS[3], "----"), (COLOURS[1], "////"), (COLOURS[2], "...."), (COLOURS[4], "xxxx"))
 
 
 def placement_figure(cell: Mapping[str, Any], title: str) -> Figure:
@@ -58,10 +47,10 @@ def _label(gpu: Mapping[str, Any]) -> str:
 def _draw_memory(axes: Axes, gpus: Sequence[Mapping[str, Any]]) -> dict[str, Handle]:
     """What fills each GPU's usable memory, in GiB, stacked; numbers where there is room."""
     legend: dict[str, Handle] = {}
-    rows = [_parts(gpu) for gpu in gpus]
+    rows = [memory_gib(gpu) for gpu in gpus]
     most = max(sum(parts) for parts in rows)
     starts = [0.0] * len(rows)
-    for place, (name, colour, hatch) in enumerate(_MEMORY):
+    for place, (name, (colour, hatch)) in enumerate(zip(MEMORY_PARTS, _FILLS, strict=True)):
         widths = [parts[place] for parts in rows]
         bars = axes.barh(range(len(rows)), widths, 0.62, starts, color=(colour, 0.5), edgecolor=colour, hatch=hatch)
         labels = [number(round(width, 1)) if width > 0.06 * most else "" for width in widths]
@@ -75,21 +64,12 @@ def _draw_memory(axes: Axes, gpus: Sequence[Mapping[str, Any]]) -> dict[str, Han
     return legend
 
 
-def _parts(gpu: Mapping[str, Any]) -> tuple[float, float, float, float]:
-    """GiB of weights, of what else engines need, of KV in use and of KV left."""
-    left = gpu["kv_left_bytes"] if gpu["kv_left_bytes"] is not None else gpu["kv_bytes"]
-    left = min(left, gpu["kv_bytes"])
-    other = max(0, gpu["usable_bytes"] - gpu["weights_bytes"] - gpu["kv_bytes"])
-    parts = (gpu["weights_bytes"], other, gpu["kv_bytes"] - left, left)
-    return tuple(part / _GIB for part in parts)
-
-
 def _draw_time(axes: Axes, gpus: Sequence[Mapping[str, Any]]) -> dict[str, Handle]:
     """Shares of the time, bar beside bar."""
-    height = 0.8 / len(_TIME)
+    height = 0.8 / len(TIME_PARTS)
     legend: dict[str, Handle] = {}
-    for place, (key, name, colour, hatch) in enumerate(_TIME):
-        at = [row + height * (place - (len(_TIME) - 1) / 2) for row in range(len(gpus))]
+    for place, ((key, name), (colour, hatch)) in enumerate(zip(TIME_PARTS.items(), _BARS, strict=True)):
+        at = [row + height * (place - (len(TIME_PARTS) - 1) / 2) for row in range(len(gpus))]
         shares = [100 * gpu[key] for gpu in gpus]
         legend[name] = axes.barh(at, shares, height, color=(colour, 0.5), edgecolor=colour, hatch=hatch)
     axes.set_xlim(0, 104)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,26 +18,79 @@ Cell = Mapping[str, Any]
 
 _GIB = 2**30
 _MOST_GPUS = 16
+_ANY_WIDTH = 10_000
 _NEVER = "never"
 """A percentile that falls on a request that never got so far."""
 
 
-def plain_table(*headers: str, left: Sequence[int] = (0,)) -> Table:
-    """Columns of numbers, but for those in ``left``."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for at, header in enumerate(headers):
-        table.add_column(header, justify="left" if at in left else "right", no_wrap=True)
-    return table
+class PlainTable:
+    """Columns of numbers, but for those in ``left``. Where the screen is too narrow for all, columns go until the rest fits,
+    those of ``ranks`` from the highest down: a number is whole or not there."""
+
+    def __init__(self, *headers: str, left: Sequence[int] = (0,), ranks: Mapping[int, int] | None = None) -> None:
+        self._headers, self._left = headers, left
+        self._going = sorted(ranks or {}, key=lambda at: -(ranks or {})[at])
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        self._rows.append((*cells, *[""] * (len(self._headers) - len(cells))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        kept = list(range(len(self._headers)))
+        for at in (*self._going, None):
+            table = self._table(kept)
+            wanted = Measurement.get(console, options.update(width=_ANY_WIDTH), table).maximum
+            if at is None or wanted <= options.max_width:
+                break
+            kept.remove(at)
+        yield table
+
+    def _table(self, kept: Sequence[int]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for at in kept:
+            table.add_column(self._headers[at], justify="left" if at in self._left else "right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[at] for at in kept))
+        return table
 
 
-def systems_table(cells: Sequence[Cell]) -> Table:
+def ranked(headers: Sequence[str], order: Sequence[str], first: int) -> dict[int, int]:
+    """Which columns from ``first`` on may go, the last of ``order`` first."""
+    return {at: order.index(header) for at, header in enumerate(headers) if at >= first and header in order}
+
+
+_CAUSES_GO = tuple(f"{cause} %" for cause in reversed(CAUSES))
+_SYSTEMS_GO = (
+    *("TTFT %", "TPOT %", "E2E %", "Worst model", *_CAUSES_GO, "$/Mtok", "TTFT p99 s", "TPOT p99 s", "E2E p99 s"),
+    *("tokens/s", "$/1000 ok", "TTFT p50 s", "TPOT p50 s"),
+)
+_MODELS_GO = (
+    *("GPUs", *_CAUSES_GO, "TTFT limit s", "TTFT p99 s", "TPOT p99 s", "E2E p99 s", "tokens/s"),
+    *("TTFT p50 s", "TPOT p50 s", "E2E p50 s"),
+)
+_GPUS_GO = ("requests wait %", "busy %", "weights GiB", "left, mean", "least", "compute %", "bandwidth %")
+"""Columns that may go where the screen is narrow, the last first."""
+
+
+def systems_table(cells: Sequence[Cell]) -> PlainTable:
     """A row a system: attainment, misses by cause in percent of the requests, latencies of all requests, and dollars."""
     causes = [cause for cause in CAUSES if any(cell["misses"][cause] for cell in cells)]
     limited = [moment for moment in ("ttft", "tpot", "e2e") if f"{moment}_attainment" in cells[0]["metrics"]]
     each = [f"{moment.upper()} %" for moment in limited] if len(limited) > 1 else []
     headers = ["System", "GPUs", "Within limits %", *each, *(f"{cause} %" for cause in causes)]
-    headers += ["TTFT p50 s", "p99", "TPOT p50 s", "p99", "E2E p99 s", "tokens/s", "$/h", "$/Mtok", "$/1000 ok"]
-    table = plain_table(*headers, "Worst model", "Binds", left=(0, len(headers), len(headers) + 1))
+    headers += [
+        "TTFT p50 s",
+        "TTFT p99 s",
+        "TPOT p50 s",
+        "TPOT p99 s",
+        "E2E p99 s",
+        "tokens/s",
+        "$/h",
+        "$/Mtok",
+        "$/1000 ok",
+    ]
+    headers += ["Worst model", "Binds"]
+    table = PlainTable(*headers, left=(0, len(headers) - 2, len(headers) - 1), ranks=ranked(headers, _SYSTEMS_GO, 3))
     best = max((cell["metrics"]["slo_attainment"]["mean"] or 0.0 for cell in cells if cell["gpus"]), default=None)
     for cell in cells:
         within = cell["metrics"]["slo_attainment"]
@@ -61,15 +116,16 @@ def systems_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def models_table(cell: Cell) -> Table:
+def models_table(cell: Cell) -> PlainTable:
     """A row a model of one cell: where it is, attainment, misses by cause in percent of its requests, latencies, tokens."""
     causes = [cause for cause in CAUSES if cell["misses"][cause]]
     limit_s = cell["ttft_slo_s"]
     differ = len(set(limit_s.values())) > 1
     headers = [f"Model, {cell['title']}", "GPUs", "requests", "Within %", *(f"{cause} %" for cause in causes)]
     headers += ["TTFT limit s"] * differ
-    headers += ["TTFT p50 s", "p99", "TPOT p50 s", "p99", "E2E p50 s", "p99", "tokens/s"]
-    table = plain_table(*headers, left=(0, 1))
+    headers += [f"{moment} p{percent} s" for moment in ("TTFT", "TPOT", "E2E") for percent in (50, 99)]
+    headers += ["tokens/s"]
+    table = PlainTable(*headers, left=(0, 1), ranks=ranked(headers, _MODELS_GO, 1))
     moments = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "e2e_p50_s", "e2e_p99_s")
     for name, model in cell["models"].items():
         share = model["within"] / model["requests"] if model["requests"] else None
@@ -86,12 +142,11 @@ def models_table(cell: Cell) -> Table:
     return table
 
 
-def gpus_table(cell: Cell) -> Table:
+def gpus_table(cell: Cell) -> PlainTable:
     """A row a GPU of one cell, the one with the most waiting requests first where there are too many to show."""
-    table = plain_table(
-        f"GPU, {cell['title']}", "models", "weights GiB", "KV GiB", "left, mean", "least", "busy %", "compute %",
-        "bandwidth %", "requests wait %", left=(0, 1),
-    )  # fmt: skip
+    headers = [f"GPU, {cell['title']}", "models", "weights GiB", "KV GiB", "left, mean", "least", "busy %", "compute %"]
+    headers += ["bandwidth %", "requests wait %"]
+    table = PlainTable(*headers, left=(0, 1), ranks=ranked(headers, _GPUS_GO, 2))
     shown = most_waiting(cell["gpus"])
     for gpu in shown:
         table.add_row(
@@ -110,6 +165,23 @@ def most_waiting(gpus: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if len(gpus) <= _MOST_GPUS:
         return list(gpus)
     return sorted(gpus, key=lambda gpu: -gpu["waiting"])[:_MOST_GPUS]
+
+
+MEMORY_PARTS = ("Weights", "Activations and contexts", "KV in use, mean", "KV left, mean")
+TIME_PARTS = {
+    "busy": "Busy",
+    "compute": "Compute needed",
+    "bandwidth": "Bandwidth needed",
+    "waiting": "Requests wait",
+}
+"""What fills a GPU's usable memory, and what is told of its time, by the key of an entry of ``gpus``."""
+
+
+def memory_gib(gpu: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    """GiB of each of ``MEMORY_PARTS``. A GPU of which no sample is there counts as empty of KV."""
+    left = gpu["kv_bytes"] if gpu["kv_left_bytes"] is None else min(gpu["kv_left_bytes"], gpu["kv_bytes"])
+    other = max(0, gpu["usable_bytes"] - gpu["weights_bytes"] - gpu["kv_bytes"])
+    return gpu["weights_bytes"] / _GIB, other / _GIB, (gpu["kv_bytes"] - left) / _GIB, left / _GIB
 
 
 def latency(cell: Cell, metric: str, model: str | None = None) -> str:

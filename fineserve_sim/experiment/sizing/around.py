@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.experiment.results.answer import margin
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.files import write_json
 from fineserve_sim.experiment.run.runner import OnProgress
-from fineserve_sim.experiment.sizing.probe import Goal, Prober, Told
+from fineserve_sim.experiment.sizing.probe import Attained, Goal, Prober, Told
 from fineserve_sim.experiment.sizing.search import LIMIT, RATE, Answer, fewest_gpus, turning_point
 
 MOST_GPUS = 16
@@ -66,26 +67,48 @@ def _gpus(prober: Prober, answer: Mapping[str, Any], order: Sequence[tuple[str, 
     own = (choice["system"], choice["title"])
     least, most = (1, choice["gpus"]) if choice["holds"] else (choice["gpus"] + 1, max(2 * choice["gpus"], MOST_GPUS))
     place = {axis: value for axis, value in answer["axes"].items() if axis != "cluster.count"}
+    there = replace(prober, at=place)
     found: list[Answer] = []
     for system, title in [own] if choice["holds"] else order:
         best = next((each.best for each in reversed(found) if each.best), None)
         limit = most if best is None else int(best.value) - 1
         if limit >= least:
-            found.append(fewest_gpus(replace(prober, at=place), system, title, least, limit))
+            found.append(fewest_gpus(there, system, title, least, limit))
+    if not choice["holds"] and not any(each.best for each in found):
+        found += _fewer(there, max(found, key=_best_share), least, most)
     chosen = next((each for each in reversed(found) if each.best), max(found, key=_best_share))
-    return _told(chosen, list(answer["targets"])) | {"most": most, "why": chosen.why}
+    probes = [probe for each in found if each.system == chosen.system for probe in each.probes]
+    return _told(chosen, answer["targets"], probes) | {"most": most, "why": chosen.why}
+
+
+def _fewer(prober: Prober, closest: Answer, least: int, most: int) -> Iterator[Answer]:
+    """The system that comes closest on fewer GPUs than the most: a placement is another on each number, so that more of them do
+    not always help. Ends where the targets are kept."""
+    for quarters in (3, 2, 1):
+        limit = least + (most - least) * quarters // 4
+        if limit < most:
+            found = fewest_gpus(prober, closest.system, closest.title, least, limit)
+            yield found
+            if found.best:
+                return
 
 
 def _best_share(found: Answer) -> float:
     return max((min(probe.shares.values(), default=-1.0) for probe in found.probes), default=-1.0)
 
 
-def _told(found: Answer, metrics: Sequence[str]) -> dict[str, Any]:
+def _told(found: Answer, targets: Mapping[str, float], probes: Sequence[Attained]) -> dict[str, Any]:
+    """What was found; ``not_on``: more GPUs on which the targets are missed, where there are any."""
     told: dict[str, Any] = {"system": found.system, "title": found.title, "value": None}
     best = found.best
     if best is None:
         return told
-    worst = min(metrics, key=lambda metric: best.shares[metric])
-    half_width = (best.half_widths or {}).get(worst)
-    numbers = {"mean": best.shares[worst], "half_width": half_width, "usd_per_hour": best.usd_per_hour}
-    return told | numbers | {"value": int(best.value)}
+    widths = best.half_widths or {}
+    margins = {metric: margin(best.shares[metric], widths.get(metric), share) for metric, share in targets.items()}
+    missed = max((int(probe.value) for probe in probes if probe.value > best.value and not probe.holds), default=None)
+    return told | {
+        "value": int(best.value),
+        "margins": margins,
+        "usd_per_hour": best.usd_per_hour,
+        "not_on": missed,
+    }

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Transform
-from rich.table import Table
 
 from fineserve_sim.experiment.show.answer import dollars, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
@@ -25,12 +24,12 @@ from fineserve_sim.experiment.show.plot_style import (
     save,
     set_heading,
 )
-from fineserve_sim.experiment.show.where import plain_table
+from fineserve_sim.experiment.show.where import PlainTable
 from fineserve_sim.experiment.sizing.probe import Goal
 from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
 
 
-def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Table:
+def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> PlainTable:
     """A row a system and type of GPU: the answer with its attainment and cost, and what the search took."""
     several = len({answer.gpu for answer in answers}) > 1
     degrees = any(answer.tp for answer in answers)
@@ -38,7 +37,7 @@ def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Table
     headers += [quantity(goal.metric).text for goal in goals]
     headers += ["$/h", "$/Mtok", "Probes"]
     left = [at for at, header in enumerate(headers) if header in ("System", "GPU")]
-    found = plain_table(*headers, left=left)
+    found = PlainTable(*headers, left=left)
     for answer in answers:
         place = [*([answer.gpu] * several), *([str(answer.tp or "own")] * degrees)]
         found.add_row(answer.title, *place, *_numbers(answer, goals), _probes(answer))
@@ -88,12 +87,16 @@ def _probes(answer: Answer) -> str:
     return f"{len(answer.probes)}, {early} stopped early" if early else str(len(answer.probes))
 
 
-def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Mapping[str, Any]:
-    """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take."""
+def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experiment: str) -> Mapping[str, Any]:
+    """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take; ``found``:
+    whether it was run in full, beside this."""
     chosen = cheapest(answers) if axis is GPUS else None
     return {
         "cheapest": None if chosen is None else list(answers).index(chosen),
+        "found": cheapest(answers) is not None,
+        "experiment": experiment,
         "over": axis.key,
+        "title": axis.title,
         "best": axis.best,
         "targets": {goal.metric: goal.share for goal in goals},
         "systems": [

@@ -28,7 +28,7 @@ class Books:
         idle: Sequence[EngineView],
         headroom_fraction: float,
     ) -> None:
-        self._gpus = gpus
+        self._gpus = {gpu: slot for gpu, slot in gpus.items() if gpu in view.free_bytes}
         self._models = models
         self._free = dict(view.free_bytes)
         self._headroom_fraction = headroom_fraction

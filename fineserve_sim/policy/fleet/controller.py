@@ -11,8 +11,9 @@ scheduler needs to know of residency.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
 from fineserve_sim.policy.controller import Controller, QueueLength, Route
@@ -23,6 +24,7 @@ from fineserve_sim.policy.events import (
     EnginesResized,
     EngineStepped,
     Event,
+    GpusRepaired,
     RequestAborted,
     RequestArrived,
     RequestReturned,
@@ -77,6 +79,14 @@ class FleetController(Controller):
         self._pressed: set[int] = set()
         self._longest: dict[int, int] = {}  # tokens, by engine that was told of
         self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
+            Tick: self._tick,
+            EngineReady: lambda event: self._ready(event.engine),
+            EnginesResized: lambda event: self._resize(event.max_tokens),
+            EngineDrained: lambda event: self._gone(event.engine),
+            EngineFailed: lambda event: self._gone(event.engine, event.lost),
+            GpusRepaired: lambda event: self._look_for_waiting(),
+        }
         self._remake_schedulers(self._gpus)
 
     # --- models that come and go -----------------------------------------------------------------------------------
@@ -122,15 +132,8 @@ class FleetController(Controller):
 
     def handle(self, now: float, event: Event) -> list[Command]:
         self._now = now
-        if isinstance(event, Tick):
-            return self._tick(event)
-        if isinstance(event, EngineReady):
-            return self._ready(event.engine)
-        if isinstance(event, EnginesResized):
-            return self._resize(event.max_tokens)
-        if isinstance(event, EngineDrained | EngineFailed):
-            return self._gone(event.engine)
-        return super().handle(now, event)
+        handler = self._handlers.get(type(event))
+        return super().handle(now, event) if handler is None else handler(event)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -195,28 +198,34 @@ class FleetController(Controller):
             commands += self._evict(ready.replaces, drain=True)
         return commands
 
-    def _gone(self, engine: int) -> list[Command]:
-        """The engine is not there any more: who waits for it or for its memory may get another."""
-        if engine not in self._roster.engines:
-            return []
-        commands = self._remove(engine)
-        waits = any(held and not self._coming(model) for model, held in self._held.items())
-        return [*commands, Survey()] if waits else commands
+    def _gone(self, engine: int, lost: Iterable[int] = ()) -> list[Command]:
+        """It is not there any more, nor is any on the GPUs that are lost: who waits for them or for their memory may get
+        others."""
+        ids = {engine}.union(*(self._roster.on_gpu[gpu] for gpu in lost)) & self._roster.engines.keys()
+        models = [self._roster.engines[id].model for id in sorted(ids)]
+        waiting = [self._remove(id) for id in sorted(ids)]
+        commands = [c for model, those in zip(models, waiting, strict=True) for c in self._distribute(model, those)]
+        return [*commands, *self._look_for_waiting()] if ids else []
 
-    def _remove(self, engine: int) -> list[Command]:
+    def _look_for_waiting(self) -> list[Command]:
+        """Ask for the state of everything, if requests wait for an engine that nobody has asked for."""
+        return [Survey()] if any(held and not self._coming(model) for model, held in self._held.items()) else []
+
+    def _remove(self, engine: int) -> list[Request]:
+        """The requests that waited for it, which are now bound to none."""
         gone = self._roster.engines[engine]
         waiting = self._close(engine)
         self._roster.remove(engine)
         self._requests.pop(engine, None)
         self._longest.pop(engine, None)
         self._remake_schedulers(gone.gpus)
-        return self._distribute(gone.model, waiting)
+        return waiting
 
     def _evict(self, engine: int, *, drain: bool) -> list[Command]:
         """``drain`` leaves the engine on its GPUs until it is told to be empty."""
-        if not drain:
-            return [Evict(engine, drain), *self._remove(engine)]
         leaving = self._roster.engines[engine]
+        if not drain:
+            return [Evict(engine, drain), *self._distribute(leaving.model, self._remove(engine))]
         leaving.status = Status.DRAINING
         waiting = self._close(engine)
         self._remake_schedulers(leaving.gpus)
@@ -376,7 +385,7 @@ class FleetController(Controller):
         nodes = {self._gpus[gpu].node for gpu in start.gpus}
         if loading or len(set(start.gpus)) != len(start.gpus) or len(start.gpus) != demand.tp or len(nodes) != 1:
             return []
-        if any(free_bytes[gpu] < demand.weight_bytes for gpu in start.gpus):
+        if any(free_bytes.get(gpu, 0) < demand.weight_bytes for gpu in start.gpus):
             return []
         engine = self._roster.enter(RosterEntry(start.model, start.gpus, Status.LOADING, start.replaces, self._now))
         for gpu in start.gpus:

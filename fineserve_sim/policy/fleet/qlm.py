@@ -66,6 +66,8 @@ class QlmSwapping:
         for engine in view.engines:
             engines_on[engine.gpus].append(engine)
         for worker, gpus in enumerate(self._workers):
+            if not view.free_bytes.keys() >= set(gpus):
+                continue  # a GPU is lost
             here = engines_on[gpus]
             late = self._is_late(now, worker, here, groups)
             if late:

@@ -49,8 +49,8 @@ class FleetView:
     """All that a residency policy sees at one moment.
 
     ``engines`` in the order of their ids, ``pending`` in the order in which models began to wait, ``rates_per_s`` the moving
-    averages by model, ``free_bytes`` by GPU what weights could take now, ``pressed`` the GPUs where a request waited
-    for memory alone since the last look.
+    averages by model, ``free_bytes`` by GPU what weights could take now (a GPU that is lost is not in it), ``pressed`` the GPUs
+    where a request waited for memory alone since the last look.
     """
 
     engines: tuple[EngineView, ...]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fineserve_runtime.cli.options import FileArgument, SetOption, pairs
+
+if TYPE_CHECKING:
+    from fineserve_runtime.config import RuntimeFile
 
 
 def replay(
@@ -39,11 +42,7 @@ def replay(
     Results of NAME.yaml go to results/NAME-real unless --out names a folder.
     """
     from fineserve_runtime.config import load_file
-    from fineserve_runtime.replay import claim_folder, replay_on, with_trace, without_model_warnings
-    from fineserve_sim.experiment import run_loaded
-    from fineserve_sim.experiment.results.summary import read_summary
-    from fineserve_sim.experiment.show.figures import draw
-    from fineserve_sim.experiment.show.report import report
+    from fineserve_runtime.replay import with_trace
 
     changes: list[tuple[str, Any, str]] = [] if seeds is None else [("seeds", seeds, f"--seeds {seeds}")]
     if trace is not None:
@@ -51,11 +50,22 @@ def replay(
     elif speed != 1 or requests is not None:
         raise ValueError("--speed and --requests are for --trace; set rate_scale or workload.requests in the file")
     loaded = load_file(file, pairs(overrides), changes, serving=False)
-    folder = out or Path("results") / f"{file.stem}-real"
+    _play(loaded, out or Path("results") / f"{file.stem}-real", as_json=as_json)
+
+
+def _play(loaded: RuntimeFile, folder: Path, *, as_json: bool) -> None:
+    """Play it into the folder, draw it, and say what came of it."""
+    from fineserve_runtime.replay import claim_folder, replay_on, without_model_warnings
+    from fineserve_sim.cli.console import console
+    from fineserve_sim.experiment import run_loaded
+    from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.show.figures import draw
+    from fineserve_sim.experiment.show.report import report
+
     claim_folder(folder, loaded.section.backend)
 
-    def tell(done: int, total: int, name: str) -> None:
-        typer.echo(f"{done}/{total}: {name}", err=True)
+    def tell(done: float, total: int, name: str) -> None:
+        typer.echo(f"{done:g}/{total}: {name}", err=True)
 
     summary = run_loaded(
         loaded.experiment, folder, jobs=1, decisions=True, on_progress=tell, simulate=replay_on(loaded)
@@ -65,8 +75,6 @@ def replay(
     if as_json:
         typer.echo(json.dumps(json.loads(summary.read_text(encoding="utf-8")), indent=1, ensure_ascii=False))
         return
-    from fineserve_sim.cli.console import console
-
     console().print(report(read_summary(folder)))
     typer.echo(
         f"Results in {folder}: summary.json, cells.parquet, requests.parquet, decisions, {len(figures)} figure files"

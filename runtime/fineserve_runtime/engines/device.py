@@ -19,7 +19,7 @@ from fineserve_runtime.engines.links import Link, ProcessLink, Receive, ThreadLi
 from fineserve_runtime.engines.loop import Build, Died, EngineCommand, Message
 from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, read_config
 from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
-from fineserve_runtime.engines.ranks import end_process
+from fineserve_runtime.engines.ranks import end_rank
 from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import MAX_ENGINES, SlabTable, lock_holder
@@ -285,8 +285,9 @@ class LocalDevice:
 
     def _end_ranks(self, number: int) -> None:
         for memory in self._memory_of(number):
-            if pid := memory.table.counters[number].get("rank_pid"):
-                end_process(pid)
+            row = memory.table.counters[number]
+            if pid := row.get("rank_pid"):
+                end_rank(pid, row.get("pid"))
 
 
 class _Memory(NamedTuple):

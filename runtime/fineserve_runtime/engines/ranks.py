@@ -128,17 +128,19 @@ def free_in_all(tables: Sequence[SlabTable]) -> int:
     return int(np.count_nonzero(np.logical_and.reduce([table.free_marks() for table in tables])))
 
 
-def end_process(pid: int) -> None:
-    """Kill a rank that outlived its engine, and wait until it is gone: it could still write into slabs that others get."""
+def end_rank(pid: int, engine_pid: int) -> None:
+    """Kill a rank that outlived its engine, and wait until it is gone: it could still write into slabs that others get. Another
+    process may have its number by now; a rank is in the session that its engine's process leads."""
     try:
         file = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        signal.pidfd_send_signal(file, signal.SIGKILL)
-        gone = select.poll()
-        gone.register(file, select.POLLIN)
-        gone.poll()
+        if os.getsid(pid) == engine_pid:
+            signal.pidfd_send_signal(file, signal.SIGKILL)
+            gone = select.poll()
+            gone.register(file, select.POLLIN)
+            gone.poll()
     except ProcessLookupError:
         pass
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -13,17 +14,22 @@ from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 
 
-def guarded(limits: HttpLimits) -> type[H11Protocol]:
-    """The protocol of a server with these limits."""
-    return type("Guarded", (GuardedProtocol,), {"limits": limits})
+def guarded(limits: HttpLimits, count: Callable[[str], None]) -> type[H11Protocol]:
+    """The protocol of a server with these limits. ``count`` is told why a connection was refused or closed."""
+    return type("Guarded", (GuardedProtocol,), {"limits": limits, "count": staticmethod(count)})
 
 
 class GuardedProtocol(H11Protocol):
     """h11's protocol with limits: connections, bytes of and time for the head of a request, bytes after a body that was
-    refused, and time for which a client may leave unread what it is sent. Errors are in OpenAI's shape."""
+    refused, and time for which a client may leave unread what it is sent. Errors are in OpenAI's shape.
+
+    The time for the head begins with its first byte: a client that opens a thousand connections before it sends anything is
+    slow, but does nothing wrong.
+    """
 
     limits = HttpLimits()
     _head_timer: asyncio.TimerHandle | None = None
+    _head_begun = False
     _unread_timer: asyncio.TimerHandle | None = None
     _ignored_bytes = 0
 
@@ -32,7 +38,7 @@ class GuardedProtocol(H11Protocol):
         if len(self.connections) > self.limits.connections:
             self._refuse(ApiError(503, "too many connections", code="connections", reason="connections"))
         else:
-            self._await_head()
+            self._head_timer = self.loop.call_later(self.limits.silent_s, self._never_spoke)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -43,12 +49,13 @@ class GuardedProtocol(H11Protocol):
         if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
             self._ignored_bytes += len(data)
             if self._ignored_bytes > _MOST_IGNORED_BYTES:
+                self.count("ignored_body")
                 self.transport.abort()
                 return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._forget_head()
-        elif self._head_timer is None:
+        elif not self._head_begun:
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,7 +67,7 @@ class GuardedProtocol(H11Protocol):
         """The client reads more slowly than it is answered. ``close`` would wait for it, so it is cut."""
         super().pause_writing()
         if self._unread_timer is None:
-            self._unread_timer = self.loop.call_later(self.limits.unread_s, self.transport.abort)
+            self._unread_timer = self.loop.call_later(self.limits.unread_s, self._never_reads)
 
     def resume_writing(self) -> None:
         if self._unread_timer is not None:
@@ -71,21 +78,38 @@ class GuardedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP request, or has too long a head."""
         problem = f"no valid HTTP request, or its headers are longer than {self.limits.head_bytes} bytes"
-        self._refuse(ApiError(400, problem, code="bad_http"))
+        self._refuse(ApiError(400, problem, code="bad_http", reason="bad_http"))
 
     def _await_head(self) -> None:
+        self._forget_head()
+        self._head_begun = True
         self._head_timer = self.loop.call_later(self.limits.head_s, self._too_slow)
 
     def _forget_head(self) -> None:
+        self._head_begun = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
     def _too_slow(self) -> None:
         if not self.transport.is_closing():
-            self._refuse(ApiError(408, f"no request came in {self.limits.head_s:g} s", code="timeout"))
+            problem = f"the headers did not come in {self.limits.head_s:g} s"
+            self._refuse(ApiError(408, problem, code="timeout", reason="slow_head"))
+
+    def _never_spoke(self) -> None:
+        if not self.transport.is_closing():
+            self.count("silent")
+            self.transport.close()
+
+    def _never_reads(self) -> None:
+        self.count("unread")
+        self.transport.abort()
+
+    def count(self, reason: str) -> None:
+        """Replaced by ``guarded``."""
 
     def _refuse(self, problem: ApiError) -> None:
+        self.count(problem.reason or str(problem.status))
         self.transport.write(_response(problem))
         self.transport.close()
 

@@ -8,8 +8,8 @@ from fineserve_sim.experiment.file.schema import Count, Positive, Strict
 class HttpLimits(Strict):
     """``body_bytes`` of a request, ``head_bytes`` of its headers; ``connections`` at a time; ``choices`` of a request (prompts
     times ``n``); entries of a list of stop strings, token ids or words: ``entries``; characters of one of them:
-    ``entry_chars``. A client has ``head_s`` to send its headers, ``body_s`` for the body, and may leave what it is sent
-    unread for ``unread_s``."""
+    ``entry_chars``. A client has ``head_s`` to send its headers once it has begun, ``body_s`` for the body, may be
+    silent for ``silent_s`` after it connected, and may leave what it is sent unread for ``unread_s``."""
 
     body_bytes: Count = 4 * 2**20
     head_bytes: Count = 32 * 2**10
@@ -19,4 +19,5 @@ class HttpLimits(Strict):
     entry_chars: Count = 1024
     head_s: Positive = 10.0
     body_s: Positive = 30.0
+    silent_s: Positive = 60.0
     unread_s: Positive = 60.0

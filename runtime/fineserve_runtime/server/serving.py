@@ -18,6 +18,7 @@ import uvicorn
 
 from fineserve_runtime.server.app import create_app
 from fineserve_runtime.server.connection import guarded
+from fineserve_runtime.server.garbage import CalmGarbage
 from fineserve_runtime.server.service import Service
 
 _LAST_WORDS_S = 5
@@ -60,7 +61,7 @@ class DrainingServer(uvicorn.Server):
         self._ended = threading.Event()
         config = uvicorn.Config(
             create_app(service),
-            http=guarded(service.limits),
+            http=guarded(service.limits, service.metrics.http_refused),
             h11_max_incomplete_event_size=service.limits.head_bytes,
             ws="none",
             log_config=None,
@@ -72,6 +73,15 @@ class DrainingServer(uvicorn.Server):
             ssl_keyfile=tls and tls.key,
         )
         super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with CalmGarbage() as self._garbage:
+            await super().serve(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Uvicorn's clock, ten times a second."""
+        self._garbage.tick(busy=bool(self.server_state.tasks))
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -13,7 +13,7 @@ import pytest
 from fineserve_runtime.engines.api import EngineConfig, TinyModel
 from fineserve_runtime.engines.lease import SlabLease
 from fineserve_runtime.engines.model_files import kv_geometry
-from fineserve_runtime.engines.ranks import RankRegions, RankTables, end_process
+from fineserve_runtime.engines.ranks import RankRegions, RankTables, end_rank
 from fineserve_runtime.engines.region import CpuRegion
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import SlabTable
@@ -108,12 +108,15 @@ def test_regions_of_two_shapes_are_refused(tmp_path: Path) -> None:
         RankTables(tables, (0, 1))
 
 
-def test_a_stopped_rank_is_ended_too_and_one_that_is_gone_is_no_error() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+def test_a_stopped_rank_is_ended_too_and_neither_one_that_is_gone_nor_a_stranger() -> None:
+    waits = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, start_new_session=True) as rank:
+        end_rank(rank.pid, engine_pid=os.getpid() + 1)  # its number is another process's now
+        assert rank.poll() is None
         os.kill(rank.pid, signal.SIGSTOP)
-        end_process(rank.pid)
+        end_rank(rank.pid, engine_pid=rank.pid)
         assert rank.wait(5) == -signal.SIGKILL
-        end_process(rank.pid)
+        end_rank(rank.pid, engine_pid=rank.pid)
 
 
 CONFIG = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}

@@ -22,11 +22,15 @@ from fineserve_sim.experiment.show.page.figures import sweep_figures, sweeps, sy
 from fineserve_sim.experiment.show.page.html import Html, joined, tag
 from fineserve_sim.experiment.show.page.overview import overview
 from fineserve_sim.experiment.show.page.places import Places, places_of
+from fineserve_sim.experiment.show.page.search import read_search, search_charts, search_section
 from fineserve_sim.experiment.show.page.style import Looks, Spec
 from fineserve_sim.experiment.show.page.sweep_charts import Sweep
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 _FEW_CELLS = 12
+_LIBRARY = "/* the library that draws */"
+"""Where it goes in the document: it is much longer than all else, so that it is written by itself."""
+
 _MODELS_FIRST_COLOUR = 3
 """Models start at other colours than systems, so that nobody takes one for the other."""
 
@@ -39,10 +43,18 @@ def write_page(folders: Sequence[Path], path: Path) -> Path:
         part, own = _part(folder, index)
         parts.append(part)
         figures |= own
-    title = read_summary(folders[0])["title"] if len(folders) == 1 else f"{len(folders)} experiments"
-    with atomic(path) as temporary:
-        temporary.write_text(_document(title, joined(parts), figures), encoding="utf-8")
+    title = _title(folders[0]) if len(folders) == 1 else f"{len(folders)} experiments"
+    before, _, after = _document(title, joined(parts), figures).rpartition(_LIBRARY)
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(before)
+        file.write(files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"))
+        file.write(after)
     return path
+
+
+def _title(folder: Path) -> str:
+    searched = read_search(folder)
+    return str(read_summary(folder)["title"] if searched is None else searched["experiment"])
 
 
 def _document(title: str, body: Html, figures: Mapping[str, Spec]) -> str:
@@ -57,7 +69,7 @@ def _document(title: str, body: Html, figures: Mapping[str, Spec]) -> str:
     data = Html(json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"))
     scripts = [
         tag("script", data, type="application/json", id="figures"),
-        tag("script", Html(files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"))),
+        tag("script", Html(_LIBRARY)),
         tag("script", Html(_own("page.js"))),
     ]
     foot = tag("footer", tag("p", f"FineServe {__version__}"))
@@ -70,20 +82,44 @@ def _own(name: str) -> str:
 
 def _part(folder: Path, index: int) -> tuple[Html, dict[str, Spec]]:
     """The part of one folder and its figures by their names in the page."""
+    searched, prefix = read_search(folder), f"{index}/"
+    if searched is not None and not searched["found"]:
+        return _nothing_held(searched, prefix)
     summary, resolved = read_summary(folder), read_yaml(folder / "resolved.yaml").data
     places = places_of(summary["cells"])
     models = Looks([model["id"] for model in resolved["models"]], _MODELS_FIRST_COLOUR)
     here = by_place(folder, places, resolved, system_looks(summary), models)
     swept = sweep_figures(folder, summary)
-    prefix = f"{index}/"
+    charts = {} if searched is None else search_charts(searched)
     inner = [
         tag("h1", summary["title"]),
         sections.setting(summary, resolved),
         _filters(summary, resolved, places),
+        *([] if searched is None else [_search(searched, prefix)]),
         *_sections(folder, summary, resolved, here, swept, prefix),
     ]
-    figures = {prefix + name: spec for name, spec in (swept | here.figures).items()}
+    figures = {prefix + name: spec for name, spec in (swept | here.figures | charts).items()}
     return tag("main", *inner, class_="run"), figures
+
+
+def _search(searched: Mapping[str, Any], prefix: str) -> Html:
+    """What a search found, before the results of what it chose."""
+    figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
+    return _section("Search", search_section(searched), _grid(figures))
+
+
+def _nothing_held(searched: Mapping[str, Any], prefix: str) -> tuple[Html, dict[str, Spec]]:
+    """The part of a search that found nothing to run in full: no results, and so no filters that choose anything."""
+    figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
+    return tag(
+        "main", tag("h1", searched["experiment"]), _no_filters(), _search(searched, prefix), class_="run"
+    ), figures
+
+
+def _no_filters() -> Html:
+    """What the page looks for in every part, with nothing to choose."""
+    empty = [tag("select", tag("option", "all", value=""), data_filter=name) for name in ("model", "place")]
+    return tag("nav", *empty, hidden=True)
 
 
 def _filters(summary: Mapping[str, Any], resolved: Mapping[str, Any], places: Places) -> Html:
@@ -132,12 +168,12 @@ def _sections(
     latencies = {prefix + name: spec for name, spec in here.figures.items() if name.startswith("latency/")}
     yield _section("Latencies", _where(), tag("p", note), _grid(latencies))
     yield _section("Placement", _where(), here.placements)
+    for system in here.placed_systems:
+        yield _of_system(summary, system, "GPUs", f"{prefix}gpus/{system}")
     for title, rows in here.tables.items():
         yield _section(title, _where(), rows)
     for system in here.memory_systems:
-        title = next(cell["title"] for cell in summary["cells"] if cell["system"] == system)
-        figure = tag("div", class_="figure tall", data_figure=f"{prefix}memory/{system}", data_by_place=True)
-        yield _section(f"KV memory over time: {title} (GiB)", _where(), figure, data_system=system)
+        yield _of_system(summary, system, "KV memory over time (GiB)", f"{prefix}memory/{system}")
     yield _section(
         "Slowest requests",
         _where(),
@@ -145,6 +181,13 @@ def _sections(
         here.stories,
     )
     yield from _closing(folder, summary, resolved)
+
+
+def _of_system(summary: Mapping[str, Any], system: str, title: str, figure: str) -> Html:
+    """The section of a figure that each place has for itself."""
+    name = next(cell["title"] for cell in summary["cells"] if cell["system"] == system)
+    box = tag("div", class_="figure tall", data_figure=figure, data_by_place=True)
+    return _section(f"{title}: {name}", _where(), box, data_system=system)
 
 
 def _numbers(sweep: Sweep) -> Html:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.page.curves import LATENCIES, latency_chart, latency_traces
+from fineserve_sim.experiment.show.page.gpus import gpus_chart
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
 from fineserve_sim.experiment.show.page.memory import memory_chart
 from fineserve_sim.experiment.show.page.places import Places
@@ -26,10 +27,12 @@ _STORIES = 240
 
 @dataclass(frozen=True, slots=True)
 class ByPlace:
-    """Figures by name (those of memory: ``memory/<system>/<place>``), who is where at the start, tables by title, stories."""
+    """Figures by name (of memory and GPUs: ``memory/<system>/<place>``, ``gpus/...``), who is where at the start, tables by
+    title, stories."""
 
     figures: dict[str, Spec]
     memory_systems: tuple[str, ...]
+    placed_systems: tuple[str, ...]
     placements: Html
     tables: dict[str, Html]
     stories: Html
@@ -54,8 +57,20 @@ def by_place(folder: Path, places: Places, resolved: Mapping[str, Any], systems:
             chart = memory_chart(folder, run, moves=system in moving, points=points, looks=models)
             if chart is not None:
                 figures[f"memory/{system}/{index}"] = chart
-    with_memory = dict.fromkeys(name.split("/")[1] for name in figures if name.startswith("memory/"))
-    return ByPlace(figures, tuple(with_memory), _placements(folder, places), _tables(places), joined(told))
+            if (placed := gpus_chart(place.cells[system])) is not None:
+                figures[f"gpus/{system}/{index}"] = placed
+
+    def systems_with(kind: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.split("/")[1] for name in figures if name.startswith(f"{kind}/")))
+
+    return ByPlace(
+        figures,
+        systems_with("memory"),
+        systems_with("gpus"),
+        _placements(folder, places),
+        _tables(places),
+        joined(told),
+    )
 
 
 def _points(runs: list[list[StoredRun]]) -> int:

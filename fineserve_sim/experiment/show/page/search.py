@@ -1,0 +1,100 @@
+"""What a search for a size found, as ``size.json`` has it: the answers, their reasons, and every probe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fineserve_sim.experiment.show.answer import dollars, percent, targets_text
+from fineserve_sim.experiment.show.labels import number, quantity
+from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
+from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
+
+SIZE = "size.json"
+
+
+def read_search(folder: Path) -> dict[str, Any] | None:
+    """What is in a results folder of a search; None in one of a run. Raises ValueError for a damaged file."""
+    path = folder / SIZE
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path}: damaged; search again") from None
+    return found
+
+
+def search_section(found: Mapping[str, Any]) -> Html:
+    """The answers as a table with the reason of each none, and one line before it."""
+    metrics = list(found["targets"])
+    headers = ["System", "GPU", "TP", f"{found['title']}, {found['best']}", *(quantity(name).text for name in metrics)]
+    headers += ["$ an hour", "$ a million tokens", "Probes", "Why none"]
+    rows = [Row(list(_cells(answer, metrics))) for answer in found["systems"]]
+    return joined([tag("p", _headline(found)), table(headers, rows, numeric=range(2, len(headers) - 1))])
+
+
+def _headline(found: Mapping[str, Any]) -> str:
+    targets = targets_text(found["targets"])
+    if found["cheapest"] is None:
+        held = any(answer["answer"] for answer in found["systems"])
+        axis = found["title"].lower() if found["title"] != "GPUs" else "GPUs"
+        return f"The {found['best']} {axis} that keeps {targets}." if held else f"No system keeps {targets}."
+    chosen = found["systems"][found["cheapest"]]
+    cost = chosen["answer"]["usd_per_hour"]
+    price = "" if cost is None else f", ${cost:,.2f} an hour"
+    tp = f" at TP {chosen['tp']}" if chosen["tp"] else ""
+    where = f"{chosen['title']} on {chosen['answer']['value']:g} {chosen['gpu']}{tp}"
+    return f"The cheapest that keeps {targets}: {where}{price}."
+
+
+def _cells(answer: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
+    yield from (answer["title"], answer["gpu"], str(answer["tp"] or "own"))
+    best = answer["answer"]
+    if best is None:
+        yield from ("none", *("–" for _ in metrics), "–", "–", str(len(answer["probes"])), answer["why"])
+        return
+    widths = best["half_widths"] or {}
+    yield number(best["value"])
+    yield from (percent(best["shares"][name], widths.get(name)).removesuffix(" %") for name in metrics)
+    yield from ("–" if best[key] is None else dollars(best[key]) for key in ("usd_per_hour", "usd_per_mtoken"))
+    yield from (str(len(answer["probes"])), "")
+
+
+def search_charts(found: Mapping[str, Any]) -> dict[str, Spec]:
+    """A figure a target: what each probe attained, a line a system and cluster."""
+    names = [_name(answer, found["systems"]) for answer in found["systems"]]
+    looks = Looks(names)
+    return {f"search/{metric}": _chart(found, metric, names, looks) for metric in found["targets"]}
+
+
+def _name(answer: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    several = len({other["gpu"] for other in others}) > 1
+    tp = f", TP {answer['tp']}" if answer["tp"] else ""
+    gpu = f", {answer['gpu']}" * several
+    return f"{answer['title']}{gpu}{tp}"
+
+
+def _chart(found: Mapping[str, Any], metric: str, names: Sequence[str], looks: Looks) -> Spec:
+    data: list[Spec] = []
+    for name, answer in zip(names, found["systems"], strict=True):
+        ran = sorted((probe["value"], probe["shares"][metric]) for probe in answer["probes"] if probe["shares"])
+        line = {"x": [value for value, _ in ran], "y": [rounded(100 * share) for _, share in ran], "name": name}
+        data.append({"type": "scatter", "mode": "lines+markers", "meta": {}} | line | looks.line(name))
+    share = 100 * found["targets"][metric]
+    across: Spec = {"title": found["title"]} | ({} if found["title"] == "GPUs" else {"type": "log"})
+    shape = layout(quantity(metric).label, x=across, y={"title": "%", "range": [0, 104]})
+    shape["shapes"] = [
+        {
+            "type": "line",
+            "xref": "paper",
+            "x0": 0,
+            "x1": 1,
+            "y0": share,
+            "y1": share,
+            "line": {"dash": "dash", "width": 1},
+        }
+    ]
+    return {"data": data, "layout": shape}
