@@ -76,8 +76,8 @@ def _same_slabs_in_both_regions(host: Any, heard: Any, requests: list[Any], othe
     for one, other in zip(requests, others, strict=True):
         host.engines[0].submit(one)
         host.engines[1].submit(other)
-    assert host.engines[0].drain(120)
-    assert host.engines[1].drain(120)
+    assert host.engines[0].drain(400)
+    assert host.engines[1].drain(400)
     heard.then = lambda report: None
     assert max(map(len, both)) > 4
 
