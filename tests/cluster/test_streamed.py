@@ -10,6 +10,7 @@ import pytest
 from fineserve_traces import Trace, TraceError, conversations, totals
 from randomkit import scenario_of
 from simkit import trace_of
+from tracekit import Chunked
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate, simulate_streamed
 from fineserve_sim.cluster import arrivals as slices
@@ -21,26 +22,6 @@ from fineserve_sim.cluster.simulation import simulate_whole
 KINDS = ("static", "prism", "qlm", "llumnix", "kunserve")
 SEEDS = 12
 TRACE = ("model", "arrival_s", "prompt_tokens", "output_tokens")
-
-
-@dataclass(frozen=True)
-class Chunked:
-    """A trace that comes some rows at a time."""
-
-    trace: Trace
-    rows: int
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self.trace.models
-
-    @property
-    def source(self) -> str:
-        return self.trace.source
-
-    def chunks(self) -> Iterator[Trace]:
-        for first in range(0, len(self.trace), self.rows):
-            yield self.trace.take(np.arange(first, min(first + self.rows, len(self.trace))))
 
 
 def streamed(scenario: Scenario) -> tuple[RunResult, list[EndedRequests], list[Timeline]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from fineserve_traces import Trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracekit import Chunked
 
 from fineserve_sim.cluster import Fate
 from fineserve_sim.cluster.scenario import Ended, EndedRequests
@@ -23,24 +22,6 @@ from fineserve_sim.experiment.run.run_data import Limits, RunData
 
 MODELS = ("A", "B", "C")
 TTFT_S, TPOT_S, E2E_S = {"A": 0.5, "B": 1.0, "C": 0.1}, {"A": 0.02, "B": 0.03}, {"A": 9.0, "B": 9.0, "C": 9.0}
-
-
-@dataclass(frozen=True)
-class Chunked:
-    trace: Trace
-    rows: int
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self.trace.models
-
-    @property
-    def source(self) -> str:
-        return self.trace.source
-
-    def chunks(self) -> Iterator[Trace]:
-        for first in range(0, len(self.trace), self.rows):
-            yield self.trace.take(np.arange(first, min(first + self.rows, len(self.trace))))
 
 
 def random_run(seed: int, requests: int, warmup: int) -> tuple[Trace, RunData]:
