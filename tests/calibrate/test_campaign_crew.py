@@ -16,12 +16,16 @@ from fineserve_calibrate.campaign.bench import DeviceBench
 from fineserve_calibrate.campaign.crew import Crew, Member, settings
 from fineserve_calibrate.campaign.items import Take, Trial
 from fineserve_calibrate.campaign.plan import plan
-from fineserve_calibrate.campaign.trial_files import CPU_PLAY, GPU_PLAY, draw_trace, shapes
+from fineserve_calibrate.campaign.trial_files import CPU_PLAY, GPU_PLAY, draw_trace, shapes, write_play
 from fineserve_calibrate.campaign.trials import ended, metrics, run_trial
 from fineserve_calibrate.probes import mps
 from fineserve_calibrate.probes.backend import Unavailable
 from fineserve_calibrate.probes.engines import Composition
 from fineserve_calibrate.probes.models import LLAMA_8B, TINY
+
+from fineserve_sim.cluster import ServedModel
+from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
+from fineserve_sim.experiment import load_experiment
 
 ENGINE = '''
 """Speaks a campaign worker's protocol: steps of a known length, and failures where it is told to."""
@@ -227,6 +231,19 @@ def test_traces_fit_the_engines(play: Any) -> None:
     assert sorted(rows, key=lambda row: float(row[0])) == rows
     assert all(int(row[2]) + int(row[3]) <= play.max_model_len for row in rows)
     assert 0.7 * play.rate_per_s < len(rows) / play.seconds < 2.5 * play.rate_per_s
+
+
+@pytest.mark.parametrize(("model", "gpu"), [(TINY, None), (LLAMA_8B, "h100-sxm"), (LLAMA_8B, "h200-sxm")])
+def test_the_engines_of_a_play_share_its_region_in_the_simulator(model: Any, gpu: str | None, tmp_path: Path) -> None:
+    (tmp_path / model.name).mkdir()
+    (tmp_path / model.name / "config.json").write_text(json.dumps(model.config), encoding="utf-8")
+    setup = load_experiment(write_play(tmp_path, model, gpu)).setup
+    assert setup.engine.memory_utilization < 1
+    models = [ServedModel(found.id, found.spec, found.precision, 1, 1.0, 1.0, 1.0, 1.0) for found in setup.models]
+    taken = sum(resident_bytes(one, setup.engine) + peak_activation_bytes(one, setup.engine) for one in models)
+    left = usable_bytes(setup.gpus[0], setup.engine) - taken
+    play = GPU_PLAY if gpu else CPU_PLAY
+    assert 0.8 * play.region_bytes < left < play.region_bytes  # less the first slab
 
 
 def test_shapes_are_those_of_an_8b_model() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from fineserve_calibrate.probes.models import ProbedModel
 from fineserve_sim.catalog import activation_bytes, graph_bytes, model_from_hf_config, precision, weight_bytes
+from fineserve_sim.catalog import gpu as catalog_gpu
 
 MIB, GIB = 2**20, 2**30
 SPREAD = 0.02
@@ -61,17 +62,17 @@ runtime:
     A: {{path: {model}, max_model_len: {play.max_model_len}}}
     B: {{path: {model}, max_model_len: {play.max_model_len}}}
 """
-CPU_GPU = """{{name: cpu, memory_gib: 1, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
+CPU_GIB = 4
+CPU_GPU = """{{name: cpu, memory_gib: {gib}, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
          efficiency: roofline-scaled, source: "not used: steps are measured"}}"""
 
 
-def write_play(folder: Path, model: ProbedModel, gpu: str | None, memory_bytes: int) -> Path:
-    """Model, trace and file in ``folder``; the file. ``gpu``: of the catalog; None for the CPU."""
-    play = GPU_PLAY if gpu else CPU_PLAY
-    write_model(folder / model.name, model)
+def write_play(folder: Path, model: ProbedModel, gpu: str | None) -> Path:
+    """Trace and file in ``folder``, beside the model's folder; the file. ``gpu``: of the catalog; None for the CPU."""
+    play, memory_bytes = (GPU_PLAY, catalog_gpu(gpu).memory_bytes) if gpu else (CPU_PLAY, CPU_GIB * GIB)
     (folder / "trace.csv").write_text(draw_trace(play), encoding="utf-8")
     text = FILE.format(
-        gpu=gpu or CPU_GPU.format(),
+        gpu=gpu or CPU_GPU.format(gib=CPU_GIB),
         play=play,
         model=model.name,
         backend="cuda" if gpu else "cpu",

@@ -38,10 +38,8 @@ def demo(backend: str) -> None:
 
 def files(folder: Path, model: ProbedModel, gpu: str) -> None:
     """What ``fineserve-run replay`` plays."""
-    from fineserve_sim.catalog import gpu as catalog_gpu
-
-    on_cpu = gpu == "cpu"
-    write_play(folder, model, None if on_cpu else gpu, 2**30 if on_cpu else catalog_gpu(gpu).memory_bytes)
+    write_model(folder / model.name, model)
+    write_play(folder, model, None if gpu == "cpu" else gpu)
 
 
 def overhead(folder: Path, model: ProbedModel, backend: str) -> dict[str, float]:
