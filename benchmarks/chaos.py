@@ -1,7 +1,7 @@
 """A campaign that tries to break the server: real clients under load while everything goes wrong that can be made to.
 
     python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake] [--minutes N]
-        [--gap S] [--clients N] [--grace S] [--report]
+        [--gap S] [--long-gap S] [--clients N] [--grace S] [--report]
 
 A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
 requests through OpenAI's client; faults are drawn from the seed and the segment's number. In every third segment the
@@ -28,6 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.chaos_clients import (
     Expected,
+    Health,
     Load,
     Prompt,
     Tally,
@@ -55,10 +57,14 @@ _THIRD = "third"
 
 
 class Faults:
-    """What strikes, and how often it did. Short ones come every ``gap_s``; one of the long ones is under way at a time."""
+    """What strikes, and how often it did: short faults about every ``short_gap_s``, long ones every ``long_gap_s``, one of
+    each sort at a time."""
 
-    def __init__(self, server: Server, third: dict[str, Any], rng: random.Random, gap_s: float) -> None:
-        self._server, self._third, self._rng, self._gap_s = server, third, rng, gap_s
+    def __init__(
+        self, server: Server, third: dict[str, Any], rng: random.Random, short_gap_s: float, long_gap_s: float
+    ) -> None:
+        self._server, self._third, self._rng = server, third, rng
+        self._short_gap_s, self._long_gap_s = short_gap_s, long_gap_s
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self._over = asyncio.Event()
@@ -67,7 +73,7 @@ class Faults:
     async def run(self) -> None:
         short = {"slow": self._slow, "hostile": self._hostile, "sleep": self._sleep}
         long = {"kill": self._kill, "stop": self._stop, "add": self._add}
-        await asyncio.gather(self._strike(short, self._gap_s), self._strike(long, self._gap_s * 5))
+        await asyncio.gather(self._strike(short, self._short_gap_s), self._strike(long, self._long_gap_s))
         await self._admin.aclose()
 
     def end(self) -> None:
@@ -155,10 +161,10 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
     try:
         free_bytes = server.metric("fineserve:region_bytes", 'part="free"')
         asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
-        rss_mb = server.rss_mb()
-        faults, health, bursts = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        storm = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        faults, health = storm.faults, storm.health
         problems = [*tally.problems, *faults.problems, *_settled(server, free_bytes, prompts, expected)]
-        rss_end_mb = server.rss_mb()
+        rss_mb = [*storm.rss_mb, server.rss_mb()]
         deaths = server.metric("fineserve:engine_deaths_total")
         lost = server.metric("fineserve:log_lines_lost_total")
     finally:
@@ -168,32 +174,53 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
     return {
         "segment": number,
         "took_s": round(time.monotonic() - begun_s, 1),
-        "requests": tally.requests + sum(bursts.values()),
+        "requests": tally.requests + sum(storm.burst.values()),
         "outcomes": dict(tally.outcomes),
-        "burst": dict(bursts),
+        "burst": dict(storm.burst),
         "faults": dict(faults.counts) | {f"segment with {name}": 1 for name, true in kind.items() if true},
         "deaths": deaths,
         "log_lines_lost": lost,
         "longest_wait_s": round(tally.longest_wait_s, 2),
         "longest_s": round(tally.longest_s, 2),
-        "health_s": [round(float(each), 4) for each in np.quantile([s for _, s, _ in health], [0.5, 0.99, 1])],
-        "health_bad": sum(status != 200 for _, _, status in health),
-        "rss_mb": [round(rss_mb, 1), round(rss_end_mb, 1)],
+        "health_s": _quantiles([each.took_s for each in health]),
+        "health_cpu_s": _quantiles([each.cpu_s for each in health]),
+        "health_bad": sum(each.status != 200 for each in health),
+        "load": [round(each, 1) for each in os.getloadavg()[:2]],
+        "rss_mb": [round(each, 1) for each in rss_mb],
         "problems": problems,
     }
 
 
+def _quantiles(seconds: list[float]) -> list[float]:
+    """Median, 99th percentile, largest."""
+    return [round(float(each), 4) for each in np.quantile(seconds, [0.5, 0.99, 1])]
+
+
+@dataclass(frozen=True)
+class _Storm:
+    """What a storm came to. ``rss_mb``: memory of the server at ten times until the burst."""
+
+    faults: Faults
+    health: list[Health]
+    burst: Counter[str]
+    rss_mb: list[float]
+
+
 async def _storm(
     server: Server, third: dict[str, Any], rng: random.Random, options: argparse.Namespace, tally: Tally, load: Any
-) -> tuple[Faults, list[tuple[float, float, int]], Counter[str]]:
+) -> _Storm:
     """Load and faults; a burst when the load has ended, so that its 1,500 requests are alone with the 20 MB."""
     prompts, expected, number = load
     ours, theirs = multiprocessing.Pipe()
-    watcher = multiprocessing.get_context("spawn").Process(target=watch_health, args=(server.url, theirs), daemon=True)
+    context = multiprocessing.get_context("spawn")
+    watcher = context.Process(target=watch_health, args=(server.url, server.process.pid, theirs), daemon=True)
     watcher.start()
-    faults = Faults(server, third, rng, options.gap)
+    faults = Faults(server, third, rng, options.gap, options.long_gap or 5 * options.gap)
     striking = asyncio.create_task(faults.run())
+    rss_mb: list[float] = []
+    sampling = asyncio.create_task(_sample_memory(server, rss_mb))
     await Load(server.url, prompts, expected, tally, options.seed * 1000 + number).run(options.segment, options.clients)
+    sampling.cancel()
     faults.end()
     await striking
     bursts = await burst(server.url, prompts[0])
@@ -202,7 +229,13 @@ async def _storm(
     watcher.join()
     bad = [each for each in bursts if each not in ("200", "503", "413")]
     faults.problems += [f"burst: {bursts[each]} x {each}" for each in bad]
-    return faults, health, bursts
+    return _Storm(faults, health, bursts, rss_mb[:: -(-len(rss_mb) // 10)])
+
+
+async def _sample_memory(server: Server, rss_mb: list[float]) -> None:
+    while True:
+        rss_mb.append(server.rss_mb())
+        await asyncio.sleep(1)
 
 
 def _settled(server: Server, free_bytes: float, prompts: list[Prompt], expected: list[Expected]) -> list[str]:
@@ -241,6 +274,7 @@ def main() -> int:
     parser.add_argument(
         "--gap", type=float, default=0.5, help="seconds between short faults; long ones: five times that"
     )
+    parser.add_argument("--long-gap", type=float, help="seconds between long faults, if not that")
     parser.add_argument("--engines", choices=["vllm", "fake"], default="vllm")
     parser.add_argument("--grace", type=float, default=1.0, help="seconds that a wait may be longer than it should")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no segment after so long")
@@ -274,7 +308,7 @@ def play(options: argparse.Namespace) -> None:
 def _expected(options: argparse.Namespace, file: Path, prompts: list[Prompt]) -> list[Expected]:
     """The answers of an undisturbed server, asked once for a folder."""
     kept = options.folder / "reference.json"
-    plan = {key: getattr(options, key) for key in ("seed", "segment", "engines", "clients", "gap")}
+    plan = {key: getattr(options, key) for key in ("seed", "segment", "engines", "clients", "gap", "long_gap")}
     if not kept.exists():
         server = Server(file, options.engines, log=options.folder / "reference.log")
         try:
@@ -308,9 +342,14 @@ def report(segments: list[dict[str, Any]]) -> str:
         ("deaths of engines", f"{sum(each['deaths'] for each in segments):.0f}"),
         ("lines that logs lost", f"{sum(each['log_lines_lost'] for each in segments):.0f}"),
         ("longest wait for a first token; longest request", _most(segments, "longest_wait_s", "longest_s")),
-        ("/health, median and 99th percentile of the worst segment", _health(segments)),
+        ("/health, median and 99th percentile of the worst segment", _health(segments, "health_s")),
+        ("the same in processor time of the server", _health(segments, "health_cpu_s")),
+        (
+            "load of the machine",
+            f"{min(each['load'][1] for each in segments)} to {max(each['load'][1] for each in segments)}",
+        ),
         ("/health other than 200", str(sum(each["health_bad"] for each in segments))),
-        ("memory of the server, first and last, largest growth in a segment (MB)", _growth(segments)),
+        ("memory of the server: begin, half, end of the load, end; largest of each (MB)", _memory(segments)),
         ("what must not happen", str(sum(len(each["problems"]) for each in segments))),
     ]
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
@@ -322,13 +361,14 @@ def _most(segments: list[dict[str, Any]], *names: str) -> str:
     return "; ".join(f"{max(each[name] for each in segments):.1f} s" for name in names)
 
 
-def _health(segments: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{1000 * max(each['health_s'][part] for each in segments):.0f} ms" for part in (0, 1))
+def _health(segments: list[dict[str, Any]], name: str) -> str:
+    return ", ".join(f"{1000 * max(each[name][part] for each in segments):.0f} ms" for part in (0, 1))
 
 
-def _growth(segments: list[dict[str, Any]]) -> str:
-    first, last = segments[0]["rss_mb"][0], segments[-1]["rss_mb"][1]
-    return f"{first:.0f}, {last:.0f}, {max(end - begin for begin, end in (each['rss_mb'] for each in segments)):.0f}"
+def _memory(segments: list[dict[str, Any]]) -> str:
+    """Samples of a segment: some under load, the last when all is calm again."""
+    sampled = [(mb[0], mb[(len(mb) - 1) // 2], mb[-2], mb[-1]) for mb in (each["rss_mb"] for each in segments)]
+    return ", ".join(f"{max(each):.0f}" for each in zip(*sampled, strict=True))
 
 
 if __name__ == "__main__":

@@ -207,10 +207,12 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
 
 
 async def _during(limits: AbstractContextManager[object], events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events, within the limits of their key until the last."""
+    """The events, within the limits of their key until the last. One a turn of the event loop, whatever the backlog: others
+    get their turns, and a client that is gone is heard before the rest is written to nobody."""
     with limits:
         async for event in events:
             yield event
+            await asyncio.sleep(0)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
