@@ -163,9 +163,11 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
         asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
         storm = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
         faults, health = storm.faults, storm.health
+        beside_burst = [each for each in health if each.asked_s >= storm.burst_s]
         problems = [*tally.problems, *faults.problems, *_settled(server, free_bytes, prompts, expected)]
         rss_mb = [*storm.rss_mb, server.rss_mb()]
         deaths = server.metric("fineserve:engine_deaths_total")
+        preemptions = server.metric("vllm:num_preemptions_total")
         lost = server.metric("fineserve:log_lines_lost_total")
     finally:
         code = server.stop()
@@ -179,11 +181,13 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
         "burst": dict(storm.burst),
         "faults": dict(faults.counts) | {f"segment with {name}": 1 for name, true in kind.items() if true},
         "deaths": deaths,
+        "preemptions": preemptions,
         "log_lines_lost": lost,
         "longest_wait_s": round(tally.longest_wait_s, 2),
         "longest_s": round(tally.longest_s, 2),
         "health_s": _quantiles([each.took_s for each in health]),
         "health_cpu_s": _quantiles([each.cpu_s for each in health]),
+        "burst_health_s": [(round(each.took_s, 4), round(each.cpu_s, 4)) for each in beside_burst],
         "health_bad": sum(each.status != 200 for each in health),
         "load": [round(each, 1) for each in os.getloadavg()[:2]],
         "rss_mb": [round(each, 1) for each in rss_mb],
@@ -198,10 +202,11 @@ def _quantiles(seconds: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Storm:
-    """What a storm came to. ``rss_mb``: memory of the server at ten times until the burst."""
+    """What a storm came to. ``rss_mb``: memory of the server at ten times until the burst, which began at ``burst_s``."""
 
     faults: Faults
     health: list[Health]
+    burst_s: float
     burst: Counter[str]
     rss_mb: list[float]
 
@@ -223,13 +228,14 @@ async def _storm(
     sampling.cancel()
     faults.end()
     await striking
+    burst_s = time.monotonic()
     bursts = await burst(server.url, prompts[0])
     ours.send("stop")
     health = await asyncio.to_thread(ours.recv)
     watcher.join()
     bad = [each for each in bursts if each not in ("200", "503", "413")]
     faults.problems += [f"burst: {bursts[each]} x {each}" for each in bad]
-    return _Storm(faults, health, bursts, rss_mb[:: -(-len(rss_mb) // 10)])
+    return _Storm(faults, health, burst_s, bursts, rss_mb[:: -(-len(rss_mb) // 10)])
 
 
 async def _sample_memory(server: Server, rss_mb: list[float]) -> None:
@@ -340,10 +346,13 @@ def report(segments: list[dict[str, Any]]) -> str:
     rows += [(f"burst: status {name}", str(count)) for name, count in sums["burst"].most_common()]
     rows += [
         ("deaths of engines", f"{sum(each['deaths'] for each in segments):.0f}"),
+        ("preemptions for want of KV", f"{sum(each['preemptions'] for each in segments):.0f}"),
         ("lines that logs lost", f"{sum(each['log_lines_lost'] for each in segments):.0f}"),
         ("longest wait for a first token; longest request", _most(segments, "longest_wait_s", "longest_s")),
         ("/health, median and 99th percentile of the worst segment", _health(segments, "health_s")),
         ("the same in processor time of the server", _health(segments, "health_cpu_s")),
+        ("/health beside bursts: answers; median, 99th percentile, largest", _beside_bursts(segments, 0)),
+        ("the same in processor time of the server", _beside_bursts(segments, 1)),
         (
             "load of the machine",
             f"{min(each['load'][1] for each in segments)} to {max(each['load'][1] for each in segments)}",
@@ -363,6 +372,11 @@ def _most(segments: list[dict[str, Any]], *names: str) -> str:
 
 def _health(segments: list[dict[str, Any]], name: str) -> str:
     return ", ".join(f"{1000 * max(each[name][part] for each in segments):.0f} ms" for part in (0, 1))
+
+
+def _beside_bursts(segments: list[dict[str, Any]], which: int) -> str:
+    found = [answer[which] for each in segments for answer in each["burst_health_s"]]
+    return f"{len(found)}; " + ", ".join(f"{1000 * each:.0f} ms" for each in _quantiles(found))
 
 
 def _memory(segments: list[dict[str, Any]]) -> str:

@@ -203,9 +203,10 @@ async def burst(url: str, prompt: Prompt, requests: int = 1500) -> Counter[str]:
 
 
 class Health(NamedTuple):
-    """An answer of ``/health``. ``cpu_s``: processor time that the whole server took meanwhile; what ``took_s`` is longer than
-    that, somebody waited for a core."""
+    """An answer of ``/health``. ``asked_s``: on the machine's monotonic clock. ``cpu_s``: processor time that the whole server
+    took meanwhile; what ``took_s`` is longer than that, somebody waited for a core."""
 
+    asked_s: float
     took_s: float
     cpu_s: float
     status: int
@@ -225,5 +226,5 @@ def watch_health(url: str, pid: int, pipe: Connection) -> None:
             connection.close()
         except OSError:
             status = 0
-        found.append(Health(time.monotonic() - asked_s, time.clock_gettime(clock) - cpu_s, status))
+        found.append(Health(asked_s, time.monotonic() - asked_s, time.clock_gettime(clock) - cpu_s, status))
     pipe.send(found)
