@@ -49,10 +49,12 @@ from benchmarks.chaos_clients import (
     reference,
     watch_health,
 )
-from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, write_file
+from benchmarks.chaos_report import report
+from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, waited_s, write_file
 
 _PROMPTS = 60  # of each model
 _SETTLE_S = 180.0
+_GROWTH_MB = 16.0
 _THIRD = "third"
 
 
@@ -161,7 +163,9 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
     try:
         free_bytes = server.metric("fineserve:region_bytes", 'part="free"')
         asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
+        storm_s, waited = time.monotonic(), (server.waited_s(), waited_s())
         storm = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        no_core_s = [server.waited_s() - waited[0], waited_s() - waited[1], time.monotonic() - storm_s]
         faults, health = storm.faults, storm.health
         beside_burst = [each for each in health if each.asked_s >= storm.burst_s]
         problems = [*tally.problems, *faults.problems, *_settled(server, free_bytes, prompts, expected)]
@@ -172,7 +176,7 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
     finally:
         code = server.stop()
     problems += [f"exit code {code}"] * (code != 0) + [f"left behind: {each}" for each in server.left_behind()]
-    problems += _waits(tally, options.grace)
+    problems += _waits(tally, options.grace) + _growth(storm.rss_mb)
     return {
         "segment": number,
         "took_s": round(time.monotonic() - begun_s, 1),
@@ -189,6 +193,7 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
         "health_cpu_s": _quantiles([each.cpu_s for each in health]),
         "burst_health_s": [(round(each.took_s, 4), round(each.cpu_s, 4)) for each in beside_burst],
         "health_bad": sum(each.status != 200 for each in health),
+        "no_core_s": [round(each, 1) for each in no_core_s],
         "load": [round(each, 1) for each in os.getloadavg()[:2]],
         "rss_mb": [round(each, 1) for each in rss_mb],
         "problems": problems,
@@ -267,6 +272,12 @@ def _waits(tally: Tally, grace_s: float) -> list[str]:
     return [f"{what} {took:.1f} s, more than {most:g}" for took, most, what in late if took > most + grace_s]
 
 
+def _growth(rss_mb: list[float]) -> list[str]:
+    """Over the second half of a load: what a server allocates once, it has by then."""
+    half, end = rss_mb[(len(rss_mb) - 1) // 2], rss_mb[-1]
+    return [f"memory grew from {half:.0f} to {end:.0f} MB over half of the load"] if end > half + _GROWTH_MB else []
+
+
 # --- the campaign ------------------------------------------------------------------------------------------------------
 
 
@@ -331,58 +342,6 @@ def _expected(options: argparse.Namespace, file: Path, prompts: list[Prompt]) ->
 def done(folder: Path) -> list[dict[str, Any]]:
     path = folder / "segments.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def report(segments: list[dict[str, Any]]) -> str:
-    """Markdown: what was asked, what struck, what came of it."""
-    if not segments:
-        return "no segment was played"
-    sums = {
-        name: sum((Counter(each[name]) for each in segments), Counter()) for name in ("outcomes", "burst", "faults")
-    }
-    rows = [("segments, requests", f"{len(segments)}, {sum(each['requests'] for each in segments)}")]
-    rows += [(name, str(count)) for name, count in sorted(sums["faults"].items())]
-    rows += [(f"ended: {name}", str(count)) for name, count in sums["outcomes"].most_common()]
-    rows += [(f"burst: status {name}", str(count)) for name, count in sums["burst"].most_common()]
-    rows += [
-        ("deaths of engines", f"{sum(each['deaths'] for each in segments):.0f}"),
-        ("preemptions for want of KV", f"{sum(each['preemptions'] for each in segments):.0f}"),
-        ("lines that logs lost", f"{sum(each['log_lines_lost'] for each in segments):.0f}"),
-        ("longest wait for a first token; longest request", _most(segments, "longest_wait_s", "longest_s")),
-        ("/health, median and 99th percentile of the worst segment", _health(segments, "health_s")),
-        ("the same in processor time of the server", _health(segments, "health_cpu_s")),
-        ("/health beside bursts: answers; median, 99th percentile, largest", _beside_bursts(segments, 0)),
-        ("the same in processor time of the server", _beside_bursts(segments, 1)),
-        (
-            "load of the machine",
-            f"{min(each['load'][1] for each in segments)} to {max(each['load'][1] for each in segments)}",
-        ),
-        ("/health other than 200", str(sum(each["health_bad"] for each in segments))),
-        ("memory of the server: begin, half, end of the load, end; largest of each (MB)", _memory(segments)),
-        ("what must not happen", str(sum(len(each["problems"]) for each in segments))),
-    ]
-    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    problems = [f"- segment {each['segment']}: {problem}" for each in segments for problem in each["problems"]]
-    return "\n".join([*lines, "", *problems])
-
-
-def _most(segments: list[dict[str, Any]], *names: str) -> str:
-    return "; ".join(f"{max(each[name] for each in segments):.1f} s" for name in names)
-
-
-def _health(segments: list[dict[str, Any]], name: str) -> str:
-    return ", ".join(f"{1000 * max(each[name][part] for each in segments):.0f} ms" for part in (0, 1))
-
-
-def _beside_bursts(segments: list[dict[str, Any]], which: int) -> str:
-    found = [answer[which] for each in segments for answer in each["burst_health_s"]]
-    return f"{len(found)}; " + ", ".join(f"{1000 * each:.0f} ms" for each in _quantiles(found))
-
-
-def _memory(segments: list[dict[str, Any]]) -> str:
-    """Samples of a segment: some under load, the last when all is calm again."""
-    sampled = [(mb[0], mb[(len(mb) - 1) // 2], mb[-2], mb[-1]) for mb in (each["rss_mb"] for each in segments)]
-    return ", ".join(f"{max(each):.0f}" for each in zip(*sampled, strict=True))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,10 @@ class Server:
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         return int(found[1]) / 1024 if found else 0.0
 
+    def waited_s(self) -> float:
+        """For a core, in all: the thread of its event loop, which had something to do."""
+        return waited_s(self.process.pid)
+
     def metric(self, name: str, *labels: str) -> float:
         """The sum over all lines with these labels."""
         lines = self.admin.get("/metrics").text.splitlines()
@@ -142,6 +146,11 @@ class Server:
 
     def left_behind(self) -> list[str]:
         return [path.name for path in Path("/dev/shm").glob(f"fineserve-{self._region}*") if path.suffix != ".lock"]
+
+
+def waited_s(pid: int | str = "self") -> float:
+    """How long the main thread of a process has been ready to run without a core, as the kernel counts it."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
 
 
 def serve_fake(arguments: Sequence[str]) -> None:
