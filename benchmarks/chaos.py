@@ -76,6 +76,7 @@ class Faults:
         short = {"slow": self._slow, "hostile": self._hostile, "sleep": self._sleep}
         long = {"kill": self._kill, "stop": self._stop, "add": self._add}
         await asyncio.gather(self._strike(short, self._short_gap_s), self._strike(long, self._long_gap_s))
+        await self._operate("DELETE", f"/admin/models/{_THIRD}", 200, 404)  # where its own removal did not get through
         await self._admin.aclose()
 
     def end(self) -> None:
