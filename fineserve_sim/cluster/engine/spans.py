@@ -28,9 +28,10 @@ from fineserve_sim.latency.sharing import IDLE
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
-SHARED_SPAN = 24
+SHARED_SPAN = 32
 """Longest span on a shared GPU after a neighbour changed the pace: it may soon do so again, and the end times must then be
-computed anew. Twice as long for each span that goes undisturbed."""
+computed anew. Twice as long for each span that goes undisturbed, up to ``LONGEST_SHARED_SPAN``, whose times are kept."""
+LONGEST_SHARED_SPAN = 256
 
 NEVER = float("inf")
 
@@ -238,7 +239,7 @@ class SpanEngine(Batcher):
 
     def _end_span(self, now: float) -> None:
         """The last iteration of the span ends; all boundaries inside it must be settled."""
-        if len(self._ends) == self._reach < MAX_SPAN:
+        if len(self._ends) == self._reach < LONGEST_SHARED_SPAN:
             self._reach *= 2
         self._ends = []
         self.end_s = self.next_boundary_s = NEVER
