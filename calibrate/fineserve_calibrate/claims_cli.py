@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fineserve_calibrate.claims import EVALUATORS, ClaimError, Evidence, Verdict, ids_of, read_probes
 from fineserve_calibrate.claims.evidence import undecided
+from fineserve_sim.cli.console import console
 from fineserve_sim.latency.tables import shipped
 
 STYLES = {"holds": "green", "fails": "red", "open": "yellow"}
@@ -38,11 +38,11 @@ def claims(
     if as_json:
         typer.echo(json.dumps([{"id": name, **verdict.as_dict()} for name, verdict in verdicts.items()], indent=1))
         return
-    console = Console(highlight=False)
+    screen = console()
     for name, verdict in verdicts.items():
-        console.print(f"[{STYLES[verdict.status]}]{verdict.status:5}[/] {name:20} {_text(verdict)}", soft_wrap=True)
+        screen.print(f"[{STYLES[verdict.status]}]{verdict.status:5}[/] {name:20} {_text(verdict)}", soft_wrap=True)
     counts: Counter[str] = Counter(verdict.status for verdict in verdicts.values())
-    console.print(", ".join(f"{counts[status]} {status}" for status in STYLES))
+    screen.print(", ".join(f"{counts[status]} {status}" for status in STYLES))
 
 
 def _verdict(name: str, evidence: Evidence) -> Verdict:

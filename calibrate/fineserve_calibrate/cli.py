@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fineserve_calibrate.campaign.archive import is_campaign
 from fineserve_calibrate.campaign.report import conclude as conclude_campaign
@@ -24,6 +23,7 @@ from fineserve_calibrate.sharing_cli import sharing
 from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
 from fineserve_sim.catalog import gpu
+from fineserve_sim.cli.console import console
 from fineserve_sim.cli.program import run
 from fineserve_sim.latency.tables import save
 
@@ -64,7 +64,7 @@ def _probe(
     if gpu_name is not None and context.invoked_subcommand is not None:
         raise ProbeError(f"--gpu before {context.invoked_subcommand}: measure or run a command, not both")
     if gpu_name is not None:
-        report(probe(gpu_name, quick, out, model, only, Console()))
+        report(probe(gpu_name, quick, out, model, only, console()))
 
 
 @app.command()
@@ -74,7 +74,7 @@ def report(
     """Tables and report of what a measurement or a campaign has finished; no device is needed."""
     written = conclude_campaign(folder) if is_campaign(folder) else conclude(folder)
     for path in written:
-        Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
+        console().print(f"wrote {path}", soft_wrap=True)
 
 
 @importers.callback()
@@ -106,7 +106,6 @@ def import_aiconfigurator(
     full: Annotated[Path | None, typer.Option(help="Folder for the full tables (Parquet).")] = None,
 ) -> None:
     """The measured kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0)."""
-    console = Console()
     tables = _imported(wheel, system, backend, int4)
     compacted = compact(tables, gpu(SYSTEMS[system][0]))
     if full is not None:
@@ -116,8 +115,8 @@ def import_aiconfigurator(
             write_table(table, full / f"{table.operator}{suffix}.parquet")
     save(out, compacted)
     for name, text in compacted.fingerprint.items():
-        console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
-    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False, soft_wrap=True)
+        console().print(f"{name}: {text}", soft_wrap=True)
+    console().print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
 
 
 @app.command("cross-validate")
@@ -131,14 +130,14 @@ def cross_validate(
     """Errors of the imported tables on their own rows, against table size: thinned to 1/2, 1/4 and 1/8 along each axis."""
     tables = _imported(wheel, system, backend, int4)  # ends the command for an unknown system
     reference = gpu(SYSTEMS[system][0])
-    console = Console()
+    screen = console()
     header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
-    console.print(header, highlight=False, soft_wrap=True)
+    screen.print(header, soft_wrap=True)
     rows = list(curve(compact(tables, reference, thin=False), reference, (2, 4, 8)))
     for row in rows:
         counts = f"{f'1/{row.keep_every}':>5}{row.rows_kept:>11,}{row.rows:>11,}"
         line = f"{row.table:32}{row.axis:15}{counts}{row.median:>8.1%}{row.p95:>8.1%}"
-        console.print(line, highlight=False, soft_wrap=True)
+        screen.print(line, soft_wrap=True)
     if out is not None:
         from fineserve_calibrate.crossvalidation_figure import draw_curve
 

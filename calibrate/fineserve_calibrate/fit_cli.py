@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fineserve_calibrate.fit import (
@@ -32,6 +31,7 @@ from fineserve_calibrate.fit import (
 )
 from fineserve_calibrate.fit.figure import draw_contention, draw_fits
 from fineserve_sim.catalog import deployment, gpu, model, precision
+from fineserve_sim.cli.console import console
 from fineserve_sim.latency import StepModel
 
 ALONE = (
@@ -79,7 +79,7 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Figure to write: this path with .png and .svg.")] = None,
 ) -> None:
     """Fit the chunk cost, the host overhead or the contention model to measured rows."""
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     try:
         if what is What.CHUNK_COST:
             step = StepModel(
@@ -95,13 +95,13 @@ def fit(
         else:
             report = _contention(rows, gpu_name, deployment_name)
     except ValueError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
         raise typer.Exit(2) from error
     _show(report, as_json)
     for path in report.draw(out.with_suffix("")) if out else []:
-        errors.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        errors.print(f"wrote {path}", soft_wrap=True)
     if all(fitted.refused for fitted in report.fits):
-        errors.print("[red]error:[/red] every fit was refused", highlight=False)
+        errors.print("[red]error:[/red] every fit was refused")
         raise typer.Exit(1)
 
 
@@ -136,14 +136,14 @@ def _contention(rows: Path, gpu_name: str, deployment_name: str) -> Report:
 
 
 def _show(report: Report, as_json: bool) -> None:
-    console = Console()
     if as_json:
         typer.echo(json.dumps(report.payload, indent=1))
         return
+    screen = console()
     for table in report.tables:
-        console.print(table)
+        screen.print(table)
     if report.note:
-        console.print(report.note, highlight=False)
+        screen.print(report.note)
 
 
 def _fit_table(fits: list[Fit]) -> Table:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fineserve_calibrate.sharing.caps import (
@@ -21,11 +20,10 @@ from fineserve_calibrate.sharing.caps import (
     read_caps,
 )
 from fineserve_calibrate.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
+from fineserve_sim.cli.console import console
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import MEMORY_SATURATION
 from fineserve_sim.latency.tables import shipped
-
-WIDTH = 200
 
 
 class SharingError(ValueError):
@@ -53,11 +51,11 @@ def sharing(
         found = {"caps": [one._asdict() for one in caps], "compared": [one._asdict() for one in compared]}
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
         return
-    console = Console(highlight=False, width=WIDTH)
-    console.print(_cap_table(caps))
+    screen = console()
+    screen.print(_cap_table(caps))
     fitted = fit_saturation(rows)
-    console.print(f"memory saturates at {fitted:.3f} of the SMs on LLaMA-7B and 13B; in use {MEMORY_SATURATION}\n")
-    console.print(_compared_table(compared))
+    screen.print(f"memory saturates at {fitted:.3f} of the SMs on LLaMA-7B and 13B; in use {MEMORY_SATURATION}\n")
+    screen.print(_compared_table(compared))
 
 
 def _cap_table(caps: list[CapErrors]) -> Table:

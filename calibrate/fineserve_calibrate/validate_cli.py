@@ -12,7 +12,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fineserve_calibrate.validate import (
@@ -29,10 +28,10 @@ from fineserve_calibrate.validate import (
     sensitivity,
 )
 from fineserve_calibrate.validate.errors import relative
+from fineserve_sim.cli.console import console
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.tables import shipped
 
-PIPE_WIDTH = 200
 MOST_PARTS = 3
 """Parts of a set (scenarios, GPUs) whose sensitivities are printed one by one."""
 
@@ -99,16 +98,14 @@ def _files(set_files: Sequence[Path] | None, data: Path | None) -> list[Path]:
 
 
 def _report(sets: Sequence[MeasuredSet], predictions: Sequence[list[Predicted]], make_step: StepFactory | None) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    screen = console()
     for measured, found in zip(sets, predictions, strict=True):
-        console.print(_table(measured.name, error_rows(found)))
+        screen.print(_table(measured.name, error_rows(found)))
         for line in _notes(measured):
-            console.print(f"  {line}", markup=False)
+            screen.print(f"  {line}", markup=False)
         for line in _other_readings(measured, make_step) if make_step is not None else ():
-            console.print(f"  {line}", markup=False)
-        console.print()
+            screen.print(f"  {line}", markup=False)
+        screen.print()
 
 
 def _other_readings(measured: MeasuredSet, make_step: StepFactory) -> Iterator[str]:

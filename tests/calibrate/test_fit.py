@@ -291,6 +291,16 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     assert {file.suffix for file in (tmp_path / "new").iterdir()} == {".png", ".svg"}
 
 
+def test_into_a_pipe_no_row_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    path = tmp_path / "chunks.csv"
+    chunk_rows(noise=0.01).drop(columns="row").to_csv(path, index=False)
+    _, out, _ = run("chunk-cost", str(path))
+    lines = out.splitlines()
+    assert any("parameters" in line and line.count("bias") == 1 for line in lines)
+    assert any("alpha = " in line and "%" in line for line in lines)
+
+
 def test_the_command_refuses(tmp_path: Path) -> None:
     path = tmp_path / "chunks.csv"
     chunk_rows(steps=5).drop(columns="row").to_csv(path, index=False)

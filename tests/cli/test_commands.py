@@ -141,3 +141,14 @@ def test_names_complete() -> None:
     assert set(complete_gpu("h100")) == {name for name in catalog.gpus() if name.startswith("h100")}
     assert tuple(complete_kind("")) == KINDS
     assert CliRunner().invoke(app, ["--help"]).output.count("--install-completion") == 1
+
+
+def test_into_a_pipe_no_row_is_broken_whatever_the_environment_says_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fineserve_sim.cli.console import print_rows
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_rows(("what", "why"), [("long", "word " * 200)])
+    assert len(capsys.readouterr().out.splitlines()) == 2

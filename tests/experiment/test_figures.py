@@ -331,13 +331,12 @@ def test_a_percentile_without_a_number_says_never_and_limits_are_drawn() -> None
     assert texts(figure).count("never") == 1 and "TTFT limit, 0.5 s" in texts(figure)
 
 
-def test_sweeps_at_one_place_are_one_figure() -> None:
-    cells = sweep_cells("run", [20], ["A"]) + [
-        entry | {"sweep": "dedicated", "axes": entry["axes"] | {"cluster.count": 4}}
-        for entry in sweep_cells("run", [20], ["A"])[:1]
-    ]
-    (entry,) = default_figures(cells)
+def test_sweeps_at_one_place_are_one_figure_where_no_system_would_hide_itself() -> None:
+    cells = sweep_cells("run", [20], ["A"])
+    more = {"sweep": "more", "axes": cells[0]["axes"] | {"cluster.count": 4}}
+    (entry,) = default_figures([*cells, cells[0] | more | {"system": "dedicated"}])
     assert (entry["name"], entry["x"]) == ("systems", None)
+    assert [entry["name"] for entry in default_figures([*cells, cells[0] | more])] == ["run", "more"]
 
 
 def placed_cell() -> dict[str, Any]:

@@ -59,16 +59,18 @@ def _figures(
         yield entry["name"], _figure(entry, summary, results_dir, styles)
     cell = chosen_cell(summary)
     if cell is not None and cell["gpus"] and not any(entry["name"] == _PLACEMENT for entry in entries):
-        yield _PLACEMENT, placement_figure(cell, summary["title"])
+        named = {**cell, "title": summary["answer"]["choice"]["title"]}
+        yield _PLACEMENT, placement_figure(named, summary["title"])
 
 
 def default_figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Attainment and decode throughput over the first axis of every sweep; of all systems together where all sweeps are at
-    one place."""
+    one place and each system is there once."""
     sweeps = list(dict.fromkeys(cell["sweep"] for cell in cells))
     several = any(limit in cell["metrics"] for cell in cells for limit in ("tpot_attainment", "e2e_attainment"))
     panels = ["slo_attainment" if several else "ttft_attainment", "decode_throughput_tokens_per_s"]
-    if len(sweeps) > 1 and len({place_of(cell) for cell in cells}) == 1:
+    once = len({cell["system"] for cell in cells}) == len(cells)
+    if len(sweeps) > 1 and once and len({place_of(cell) for cell in cells}) == 1:
         return [{"name": _SYSTEMS, "sweep": None, "x": None, "panels": panels}]
     figures = []
     for sweep in sweeps:
