@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fineserve_calibrate.campaign.archive import is_campaign
-from fineserve_calibrate.campaign.report import conclude as conclude_campaign
 from fineserve_calibrate.campaign_cli import campaign
 from fineserve_calibrate.claims_cli import claims
-from fineserve_calibrate.compaction import compact
-from fineserve_calibrate.crossvalidation import curve
 from fineserve_calibrate.fit_cli import fit
-from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Wheel, import_tables
-from fineserve_calibrate.probes.backend import ProbeError
-from fineserve_calibrate.probes.command import probe
-from fineserve_calibrate.probes.conclusion import conclude
+from fineserve_calibrate.importers.systems import SYSTEMS
 from fineserve_calibrate.sharing_cli import sharing
-from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
-from fineserve_sim.catalog import gpu
 from fineserve_sim.cli.console import console
 from fineserve_sim.cli.program import run
-from fineserve_sim.latency.tables import save
+
+if TYPE_CHECKING:
+    from fineserve_calibrate.tables import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,6 +49,8 @@ def _probe(
     only: Annotated[str | None, typer.Option(help="Only the parts with this text in their names.")] = None,
 ) -> None:
     """Measure the device that is there (--gpu), or run a command on tables and measurements."""
+    from fineserve_calibrate.probes.backend import ProbeError
+
     given = [
         name for name, value in (("--quick", quick), ("--out", out), ("--model", model), ("--only", only)) if value
     ]
@@ -64,6 +59,8 @@ def _probe(
     if gpu_name is not None and context.invoked_subcommand is not None:
         raise ProbeError(f"--gpu before {context.invoked_subcommand}: measure or run a command, not both")
     if gpu_name is not None:
+        from fineserve_calibrate.probes.command import probe
+
         report(probe(gpu_name, quick, out, model, only, console()))
 
 
@@ -72,6 +69,10 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder that --gpu or campaign wrote, or its archive.")],
 ) -> None:
     """Tables and report of what a measurement or a campaign has finished; no device is needed."""
+    from fineserve_calibrate.campaign.archive import is_campaign
+    from fineserve_calibrate.campaign.report import conclude as conclude_campaign
+    from fineserve_calibrate.probes.conclusion import conclude
+
     written = conclude_campaign(folder) if is_campaign(folder) else conclude(folder)
     for path in written:
         console().print(f"wrote {path}", soft_wrap=True)
@@ -92,6 +93,8 @@ Int4Option = Annotated[
 
 def _imported(wheel: str, system: str, backend: str, int4: Path | None) -> list[Table]:
     """The checked tables. Raises TableError for one that cannot be used."""
+    from fineserve_calibrate.importers.aiconfigurator import Installed, Wheel, import_tables
+
     source = Installed() if wheel == "installed" else Wheel(Path(wheel))
     return import_tables(source, system, backend, int4)
 
@@ -106,6 +109,11 @@ def import_aiconfigurator(
     full: Annotated[Path | None, typer.Option(help="Folder for the full tables (Parquet).")] = None,
 ) -> None:
     """The measured kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0)."""
+    from fineserve_calibrate.compaction import compact
+    from fineserve_calibrate.tables import write_table
+    from fineserve_sim.catalog import gpu
+    from fineserve_sim.latency.tables import save
+
     tables = _imported(wheel, system, backend, int4)
     compacted = compact(tables, gpu(SYSTEMS[system][0]))
     if full is not None:
@@ -128,6 +136,10 @@ def cross_validate(
     out: Annotated[Path | None, typer.Option(help="Figure to write: this path with .png and .svg.")] = None,
 ) -> None:
     """Errors of the imported tables on their own rows, against table size: thinned to 1/2, 1/4 and 1/8 along each axis."""
+    from fineserve_calibrate.compaction import compact
+    from fineserve_calibrate.crossvalidation import curve
+    from fineserve_sim.catalog import gpu
+
     tables = _imported(wheel, system, backend, int4)  # ends the command for an unknown system
     reference = gpu(SYSTEMS[system][0])
     screen = console()
