@@ -322,6 +322,12 @@ def test_bars_name_their_gpus_where_these_differ_and_a_bound_has_attainment_alon
     ]
 
 
+def test_whiskers_are_seen_on_every_bar() -> None:
+    (axes,) = drawn(equal_cells([20])).axes
+    assert {tuple(colour) for lines in axes.collections for colour in lines.get_color()} == {(0.0, 0.0, 0.0, 1.0)}
+    assert all(bar.get_facecolor()[3] < 0.5 for bar in axes.patches)
+
+
 def test_a_percentile_without_a_number_says_never_and_limits_are_drawn() -> None:
     cells = equal_cells([20])
     found = {"ttft_p99_s": {"mean": 0.2, "half_width": None}}

@@ -138,7 +138,7 @@ def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]
     width_in = figure.get_figwidth()
     entry_in = 0.65 + 0.075 * max(map(len, legend), default=0)
     per_row = min(len(legend), max(1, int(width_in // entry_in)))
-    figure.legend(
+    heading = figure.legend(
         cast("list[Artist]", list(legend.values())),  # containers serve as handles; only the annotation is narrower
         list(legend),
         loc="outside upper center",
@@ -146,6 +146,7 @@ def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]
         title=fill(title, int(9.5 * width_in)),
         title_fontproperties={"size": 11, "weight": "bold"},
     )
+    heading.get_title().set_multialignment("center")
     figure.supxlabel(fill(note, int(16 * width_in)), fontsize=7.5, color="#666666")
 
 

@@ -182,9 +182,9 @@ def _line(
         marker=styles.marker(series.system),
         linestyle=styles.dashes(series.system),
         linewidth=width_pt,
-        markersize=4 + 2 * (width_pt - 1),
+        markersize=5.5 + 1.5 * (width_pt - 1),
         markeredgecolor="white",
-        markeredgewidth=0.8,
+        markeredgewidth=0.5,  # more would leave nothing of the arms of a cross
         capsize=2.5,
         elinewidth=1.0,
     )
