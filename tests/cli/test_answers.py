@@ -38,7 +38,9 @@ def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: An
 
 def test_a_limit_that_nobody_gave_is_shown_in_seconds(call: Any, trace: Path) -> None:
     done = call("compare", str(trace), "-s", "fineserve", *MODELS, "--no-anchors", "--no-search", "--rate-scale", "1")
-    said = re.search(r"Limits: TTFT ([\d.]+) s \(\w\) to ([\d.]+) s \(\w\)\. Load: rate scale 1, SLO scale 20,", done.out)
+    said = re.search(
+        r"Limits: TTFT ([\d.]+) s \(\w\) to ([\d.]+) s \(\w\)\. Load: rate scale 1, SLO scale 20,", done.out
+    )
     assert said is not None and 0.01 < float(said[1]) < float(said[2]) < 5, done.out
 
 

@@ -7,7 +7,7 @@ narrow ones and each a little aside; bars by hatching.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
@@ -16,8 +16,10 @@ from typing import Any, TypeAlias, cast
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.container import Container
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation, Transform
 
 from fineserve_sim.experiment.run.files import atomic
@@ -61,6 +63,8 @@ _DASHES: tuple[Dashes, ...] = (
 )
 _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++", "||", "**")
 _WIDEST, _NARROWEST = 2.8, 1.3
+_WIDE = 100
+"""An axis from a value to so many times of it has powers of ten alone for labels."""
 _BESIDE_PT, _ROOM_PT = 5.0, 24.0
 """Points from one series to the next where they are drawn side by side, and from the first to the last at most."""
 
@@ -115,6 +119,16 @@ def beside(axes: Axes, place: int, count: int, room_pt: float = _ROOM_PT) -> Tra
     step_pt = min(_BESIDE_PT, min(_ROOM_PT, room_pt) / max(1, count - 1))
     aside_in = (place - (count - 1) / 2) * step_pt / 72
     return axes.transData + ScaledTranslation(aside_in, 0, cast("Figure", axes.figure).dpi_scale_trans)
+
+
+def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:
+    """Few labels along a logarithmic axis that has its data, as numbers without powers: matplotlib's own run into each other on
+    small panels."""
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if high < _WIDE * low else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 @contextmanager
