@@ -25,6 +25,9 @@ def test_compare_answers_on_the_screen_and_in_the_summary(call: Any, trace: Path
     assert summary["answer"]["search"]["gpus"]["value"] == 1
     assert "static*, " not in done.err  # the search is around the chosen system alone
     assert "fineserve, rate_scale 2:" in done.err
+    page = (tmp_path / "results" / "compare-recorded" / "report.html").read_text(encoding="utf-8")
+    answer = done.out.partition("\nSystem ")[0].splitlines()
+    assert len(answer) >= 5 and all(f"<p>{line}</p>" in page for line in answer)  # what the search found, too
 
 
 def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: Any, trace: Path) -> None:

@@ -82,6 +82,17 @@ def name_of(cell: Cell, among: Sequence[Cell]) -> str:
     return f"{cell['title']} ({', '.join(settings)})" if settings else str(cell["title"])
 
 
+def side_by_side(cells: Sequence[Cell]) -> bool:
+    """Whether several sweeps have each system once, all at one place: what ``compare`` has with its anchors."""
+    once = len({cell["system"] for cell in cells}) == len(cells)
+    return once and len({cell["sweep"] for cell in cells}) > 1 and len({place_of(cell) for cell in cells}) == 1
+
+
+def bounds_nothing(cell: Cell, metric: str) -> bool:
+    """Whether nothing runs the cell, and ``metric`` is no attainment: these alone bound what systems reach."""
+    return not cell.get("gpus", True) and not metric.endswith("_attainment")
+
+
 def holds(cell: Cell, targets: Targets) -> bool:
     """Whether all targets are kept."""
     return all((cell["metrics"].get(metric, {}).get("mean") or 0.0) >= share for metric, share in targets.items())

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fineserve_sim.experiment.file.document import read_yaml
-from fineserve_sim.experiment.results.answer import chosen_cell, place_of
+from fineserve_sim.experiment.results.answer import chosen_cell, place_of, side_by_side
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import unwritable
 from fineserve_sim.experiment.show.labels import varying_axes
@@ -69,8 +69,7 @@ def default_figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     sweeps = list(dict.fromkeys(cell["sweep"] for cell in cells))
     several = any(limit in cell["metrics"] for cell in cells for limit in ("tpot_attainment", "e2e_attainment"))
     panels = ["slo_attainment" if several else "ttft_attainment", "decode_throughput_tokens_per_s"]
-    once = len({cell["system"] for cell in cells}) == len(cells)
-    if len(sweeps) > 1 and once and len({place_of(cell) for cell in cells}) == 1:
+    if side_by_side(cells):
         return [{"name": _SYSTEMS, "sweep": None, "x": None, "panels": panels}]
     figures = []
     for sweep in sweeps:

@@ -20,7 +20,7 @@ Cell = Mapping[str, Any]
 _GIB = 2**30
 _MOST_GPUS = 16
 _ANY_WIDTH = 10_000
-_NEVER = "never"
+NEVER = "never"
 """A percentile that falls on a request that never got so far."""
 
 
@@ -193,7 +193,7 @@ def latency(cell: Cell, metric: str, model: str | None = None) -> str:
     mean = found["mean"] if model is None else found["by_model"][model]["mean"]
     own = cell if model is None else cell["models"][model]
     unserved = sum(own["misses"][cause] for cause in ("dropped", "rejected", "unplaced", "unfinished"))
-    return _NEVER if mean is None and unserved else number(mean)
+    return NEVER if mean is None and unserved else number(mean)
 
 
 def _places(cell: Cell, model: Mapping[str, Any]) -> str:
