@@ -101,16 +101,16 @@ def draw(measured: list[Curve], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    from fineserve_sim.experiment.show.plot_style import COLOURS, house_style
+    from fineserve_sim.experiment.show.plot_style import house_style, look_at
 
     with house_style():
         figure = Figure(figsize=(9.2, 2.7), layout="constrained")
         panels = dict.fromkeys(one.x_label for one in measured)
         for axes, x_label in zip(figure.subplots(1, len(panels)), panels, strict=True):
             shown = [one for one in measured if one.x_label == x_label]
-            for one, colour in zip(shown, COLOURS, strict=False):
+            for place, one in enumerate(shown):
                 label = f"{one.name.removeprefix('queue, ')}: slope {one.slope:.2f}"
-                axes.loglog(one.x, one.y, "o-", color=colour, markersize=4, label=label)
+                axes.loglog(one.x, one.y, **look_at(place), markersize=4, label=label)
             axes.set(xlabel=x_label, ylabel=shown[0].y_label)
             low, high = axes.get_ylim()
             axes.set_ylim(low / 3, high * 6)

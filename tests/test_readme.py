@@ -35,6 +35,14 @@ def test_the_error_of_a_single_model_is_the_table_s(metric: str, said: str) -> N
     assert f"{spread('70B FP8 at TP 2, 4, 8: H100', metric)} {said}" in README
 
 
+def test_the_worst_set_is_named_with_its_errors() -> None:
+    """What a reader should fear most stands there, not only that something is worse."""
+    worst = max(GROUPS, key=lambda group: max(row.tpot_median_abs or 0.0 for row in rows() if group.holds(row)))
+    assert worst.name.startswith("8B FP8") and worst.name.endswith("H200, vLLM")
+    named = f"the worst, an 8B in FP8 under vLLM on H200s, is off by {spread(worst.name, 'tpot')} and"
+    assert f"{named} {spread(worst.name, 'ttft')}" in README
+
+
 def test_the_counts_of_claims_are_the_ledger_s() -> None:
     ledger = " ".join((ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").split())
     counts = re.search(r"of (\d+) claims (\d+) are reproduced; of the others (\d+) come out in their direction", README)
@@ -43,6 +51,12 @@ def test_the_counts_of_claims_are_the_ledger_s() -> None:
     assert counts.groups() == (found[3], found[2], found[1])
 
 
-def test_the_readme_shows_two_commands() -> None:
+def test_the_readme_shows_two_commands_one_picture_and_one_paragraph_of_limits() -> None:
     (block,) = re.findall(r"```sh (.*?)```", README)
     assert block.count("python3 dev.py") == 2
+    assert len(re.findall(r"!\[", README)) == 1
+    (caption,) = re.findall(r"<!-- generated: fig10-caption -->(.*?)<!-- end -->", README)
+    assert len(caption.split()) <= 50
+    *_, limits = (ROOT / "README.md").read_text(encoding="utf-8").split("## Limits\n\n")
+    paragraph, licence = limits.strip().split("\n\n")
+    assert len(paragraph.split()) <= 180 and licence.startswith("Apache-2.0")

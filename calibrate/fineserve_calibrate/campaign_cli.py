@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fineserve_calibrate.campaign.command import MINUTES, Request, plan_lines, planned
-from fineserve_calibrate.campaign.command import campaign as measure
+from fineserve_calibrate.campaign import MINUTES
 
 
 def campaign(
@@ -24,12 +23,14 @@ def campaign(
     ] = False,
 ) -> None:
     """Several engines on one device, then steps, driver, layouts and runtime; the same command goes on where it stopped."""
-    request = Request(gpu_name, minutes, out, only, retry)
+    from fineserve_calibrate.campaign import command
+
+    request = command.Request(gpu_name, minutes, out, only, retry)
     if show_plan:
-        typer.echo("\n".join(plan_lines(planned(request)[2])))
+        typer.echo("\n".join(command.plan_lines(command.planned(request)[2])))
         return
     try:
-        archive = measure(request, typer.echo)
+        archive = command.campaign(request, typer.echo)
     except KeyboardInterrupt:
         typer.echo("interrupted; what was measured is packed, and the same command goes on", err=True)
         raise typer.Exit(130) from None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from fineserve_calibrate.claims import EVALUATORS, ClaimError, Evidence, Verdict, ids_of, read_probes
-from fineserve_calibrate.claims.evidence import undecided
-from fineserve_sim.latency.tables import shipped
+if TYPE_CHECKING:
+    from fineserve_calibrate.claims import Evidence, Verdict
 
 STYLES = {"holds": "green", "fails": "red", "open": "yellow"}
 
@@ -29,6 +27,10 @@ def claims(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows.")] = False,
 ) -> None:
     """Decide the papers' claims that take a GPU, from the imported tables and from probes; open ones say what would decide."""
+    from fineserve_calibrate.claims import EVALUATORS, ClaimError, Evidence, ids_of, read_probes
+    from fineserve_sim.cli.console import console
+    from fineserve_sim.latency.tables import shipped
+
     known = list(EVALUATORS) if claims_file is None else ids_of(claims_file)
     unknown = [name for name in ids or () if name not in known]
     if unknown:
@@ -38,14 +40,17 @@ def claims(
     if as_json:
         typer.echo(json.dumps([{"id": name, **verdict.as_dict()} for name, verdict in verdicts.items()], indent=1))
         return
-    console = Console(highlight=False)
+    screen = console()
     for name, verdict in verdicts.items():
-        console.print(f"[{STYLES[verdict.status]}]{verdict.status:5}[/] {name:20} {_text(verdict)}", soft_wrap=True)
+        screen.print(f"[{STYLES[verdict.status]}]{verdict.status:5}[/] {name:20} {_text(verdict)}", soft_wrap=True)
     counts: Counter[str] = Counter(verdict.status for verdict in verdicts.values())
-    console.print(", ".join(f"{counts[status]} {status}" for status in STYLES))
+    screen.print(", ".join(f"{counts[status]} {status}" for status in STYLES))
 
 
 def _verdict(name: str, evidence: Evidence) -> Verdict:
+    from fineserve_calibrate.claims import EVALUATORS
+    from fineserve_calibrate.claims.evidence import undecided
+
     if name not in EVALUATORS:
         return undecided("no evaluator knows this claim")
     return EVALUATORS[name](evidence)

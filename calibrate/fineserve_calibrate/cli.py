@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from fineserve_calibrate.campaign.archive import is_campaign
-from fineserve_calibrate.campaign.report import conclude as conclude_campaign
 from fineserve_calibrate.campaign_cli import campaign
 from fineserve_calibrate.claims_cli import claims
-from fineserve_calibrate.compaction import compact
-from fineserve_calibrate.crossvalidation import curve
 from fineserve_calibrate.fit_cli import fit
-from fineserve_calibrate.importers.aiconfigurator import SYSTEMS, Installed, Wheel, import_tables
-from fineserve_calibrate.probes.backend import ProbeError
-from fineserve_calibrate.probes.command import probe
-from fineserve_calibrate.probes.conclusion import conclude
+from fineserve_calibrate.importers.systems import SYSTEMS
 from fineserve_calibrate.sharing_cli import sharing
-from fineserve_calibrate.tables import Table, write_table
 from fineserve_calibrate.validate_cli import validate
-from fineserve_sim.catalog import gpu
+from fineserve_sim.cli.console import console
 from fineserve_sim.cli.program import run
-from fineserve_sim.latency.tables import save
+
+if TYPE_CHECKING:
+    from fineserve_calibrate.tables import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,6 +49,8 @@ def _probe(
     only: Annotated[str | None, typer.Option(help="Only the parts with this text in their names.")] = None,
 ) -> None:
     """Measure the device that is there (--gpu), or run a command on tables and measurements."""
+    from fineserve_calibrate.probes.backend import ProbeError
+
     given = [
         name for name, value in (("--quick", quick), ("--out", out), ("--model", model), ("--only", only)) if value
     ]
@@ -64,7 +59,9 @@ def _probe(
     if gpu_name is not None and context.invoked_subcommand is not None:
         raise ProbeError(f"--gpu before {context.invoked_subcommand}: measure or run a command, not both")
     if gpu_name is not None:
-        report(probe(gpu_name, quick, out, model, only, Console()))
+        from fineserve_calibrate.probes.command import probe
+
+        report(probe(gpu_name, quick, out, model, only, console()))
 
 
 @app.command()
@@ -72,9 +69,13 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder that --gpu or campaign wrote, or its archive.")],
 ) -> None:
     """Tables and report of what a measurement or a campaign has finished; no device is needed."""
+    from fineserve_calibrate.campaign.archive import is_campaign
+    from fineserve_calibrate.campaign.report import conclude as conclude_campaign
+    from fineserve_calibrate.probes.conclusion import conclude
+
     written = conclude_campaign(folder) if is_campaign(folder) else conclude(folder)
     for path in written:
-        Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
+        console().print(f"wrote {path}", soft_wrap=True)
 
 
 @importers.callback()
@@ -92,6 +93,8 @@ Int4Option = Annotated[
 
 def _imported(wheel: str, system: str, backend: str, int4: Path | None) -> list[Table]:
     """The checked tables. Raises TableError for one that cannot be used."""
+    from fineserve_calibrate.importers.aiconfigurator import Installed, Wheel, import_tables
+
     source = Installed() if wheel == "installed" else Wheel(Path(wheel))
     return import_tables(source, system, backend, int4)
 
@@ -106,7 +109,11 @@ def import_aiconfigurator(
     full: Annotated[Path | None, typer.Option(help="Folder for the full tables (Parquet).")] = None,
 ) -> None:
     """The measured kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0)."""
-    console = Console()
+    from fineserve_calibrate.compaction import compact
+    from fineserve_calibrate.tables import write_table
+    from fineserve_sim.catalog import gpu
+    from fineserve_sim.latency.tables import save
+
     tables = _imported(wheel, system, backend, int4)
     compacted = compact(tables, gpu(SYSTEMS[system][0]))
     if full is not None:
@@ -116,8 +123,8 @@ def import_aiconfigurator(
             write_table(table, full / f"{table.operator}{suffix}.parquet")
     save(out, compacted)
     for name, text in compacted.fingerprint.items():
-        console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
-    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False, soft_wrap=True)
+        console().print(f"{name}: {text}", soft_wrap=True)
+    console().print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
 
 
 @app.command("cross-validate")
@@ -129,16 +136,20 @@ def cross_validate(
     out: Annotated[Path | None, typer.Option(help="Figure to write: this path with .png and .svg.")] = None,
 ) -> None:
     """Errors of the imported tables on their own rows, against table size: thinned to 1/2, 1/4 and 1/8 along each axis."""
+    from fineserve_calibrate.compaction import compact
+    from fineserve_calibrate.crossvalidation import curve
+    from fineserve_sim.catalog import gpu
+
     tables = _imported(wheel, system, backend, int4)  # ends the command for an unknown system
     reference = gpu(SYSTEMS[system][0])
-    console = Console()
+    screen = console()
     header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
-    console.print(header, highlight=False, soft_wrap=True)
+    screen.print(header, soft_wrap=True)
     rows = list(curve(compact(tables, reference, thin=False), reference, (2, 4, 8)))
     for row in rows:
         counts = f"{f'1/{row.keep_every}':>5}{row.rows_kept:>11,}{row.rows:>11,}"
         line = f"{row.table:32}{row.axis:15}{counts}{row.median:>8.1%}{row.p95:>8.1%}"
-        console.print(line, highlight=False, soft_wrap=True)
+        screen.print(line, soft_wrap=True)
     if out is not None:
         from fineserve_calibrate.crossvalidation_figure import draw_curve
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fineserve_calibrate.crossvalidation import Thinning
-from fineserve_sim.experiment.show.plot_style import house_style, look_at, save
+from fineserve_sim.experiment.show.plot_style import house_style, log_ticks, look_at, save
 
 LIMIT = 0.05
 COLUMNS = 2
@@ -39,10 +38,6 @@ def _panel(axes: Axes, operator: str, lines: dict[str, list[Thinning]]) -> None:
         axes.plot(kept, median, **look_at(place), ms=4, lw=1, label=name)
     axes.axhline(LIMIT, color="#555555", lw=0.8, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="rows kept", ylabel="median error", title=operator.replace("_", " "))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    log_ticks(axes.xaxis, "{:,.0f}".format)
+    log_ticks(axes.yaxis, "{:.0%}".format)
     axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))

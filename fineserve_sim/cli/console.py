@@ -43,8 +43,8 @@ ExecutorOption = Annotated[
     ),
 ]
 
-_PIPE_WIDTH = 240
-"""Columns where there is no terminal to ask: wide enough that no row of ours is broken."""
+_PIPE_WIDTH = 100_000
+"""Columns where there is no terminal: no row is broken, so that what reads it finds each in a line of its own."""
 
 
 def examples(*lines: str) -> str:
@@ -53,11 +53,11 @@ def examples(*lines: str) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr that breaks lines and uses colour for terminals only."""
+    """A console on stdout or stderr that breaks lines for terminals only."""
     from rich.console import Console
 
     found = Console(stderr=stderr, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+    return found if found.file.isatty() else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
 
 
 def print_json(value: Any) -> None:

@@ -380,6 +380,7 @@ def _run(
         told = tell_probe if not console(stderr=True).is_terminal else None
         with progress_bar() as advance:
             summary = search_around(out, executor=executor, on_progress=advance, told=told)
+        write_page([out], out / "report.html")  # with what the search found
     if as_json:
         for warning in summary["warnings"]:
             typer.echo(f"fineserve-sim: warning: {warning}", err=True)

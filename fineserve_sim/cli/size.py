@@ -284,6 +284,6 @@ def _prices(texts: Sequence[str]) -> dict[str, float]:
 
 def _value(text: str) -> float | str:
     try:
-        return float(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
         return text

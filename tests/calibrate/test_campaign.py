@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fineserve_calibrate import campaign_cli, cli
+from fineserve_calibrate import cli
 from fineserve_calibrate.campaign import command
 from fineserve_calibrate.campaign.archive import opened
 from fineserve_calibrate.campaign.bench import side_by_side
@@ -417,7 +417,7 @@ def test_the_command_from_end_to_end(
     def on_a_bench(request: Request, say: Callable[[str], None]) -> Path:
         return campaign(request, say, lambda *_: bench())
 
-    monkeypatch.setattr(campaign_cli, "measure", on_a_bench)
+    monkeypatch.setattr("fineserve_calibrate.campaign.command.campaign", on_a_bench)
     out = str(tmp_path / "out")
     assert run_cli(monkeypatch, "campaign", "--gpu", "h100", "--minutes", "9", "--out", out, "--only", "layouts") == 0
     said = capsys.readouterr().out

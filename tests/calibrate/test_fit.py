@@ -275,7 +275,7 @@ def test_files_that_are_no_csv(tmp_path: Path) -> None:
 def run(*arguments: str) -> tuple[int, str, str]:
     app = typer.Typer()
     app.command()(fit)
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -291,14 +291,24 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     assert {file.suffix for file in (tmp_path / "new").iterdir()} == {".png", ".svg"}
 
 
+def test_into_a_pipe_no_row_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    path = tmp_path / "chunks.csv"
+    chunk_rows(noise=0.01).drop(columns="row").to_csv(path, index=False)
+    _, out, _ = run("chunk-cost", str(path))
+    lines = out.splitlines()
+    assert any("parameters" in line and line.count("bias") == 1 for line in lines)
+    assert any("alpha = " in line and "%" in line for line in lines)
+
+
 def test_the_command_refuses(tmp_path: Path) -> None:
     path = tmp_path / "chunks.csv"
     chunk_rows(steps=5).drop(columns="row").to_csv(path, index=False)
     code, out, err = run("chunk-cost", str(path), "--out", str(tmp_path / "fit"))
     assert code == 1 and "refused" in out and "every fit was refused" in err
     assert [file.name for file in tmp_path.iterdir()] == ["chunks.csv"]
-    code, _, err = run("contention")
-    assert code == 2 and "no file of measured rows" in err
+    with pytest.raises(RowError, match="no file of measured rows"):
+        run("contention")
 
 
 # -- the authors' profile

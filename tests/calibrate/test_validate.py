@@ -43,7 +43,8 @@ from fineserve_calibrate.validate.lmbench import FITTED_QPS
 from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
 from fineserve_calibrate.validate.profile_fit import Profile, fit_host, fit_rate, fit_shares
 from fineserve_calibrate.validate.sm_share import SmShare, sm_shares
-from fineserve_calibrate.validate_cli import _moves, validate
+from fineserve_calibrate.validate.text import moves
+from fineserve_calibrate.validate_cli import validate
 
 from fineserve_sim.catalog import deployment, gpu, gpus, kernel_rates, model, precision, precisions
 from fineserve_sim.latency import StepModel
@@ -584,10 +585,10 @@ def test_sensitivities_of_a_sets_parts_are_told_apart() -> None:
         return Predicted(one, np.array([ttft_s]), np.array([1.0]))
 
     before, after = ([predicted("a", first), predicted("b", second)] for first, second in ((1.1, 1.5), (1.2, 1.5)))
-    assert _moves(before, after) == (
+    assert moves(before, after) == (
         "a: TTFT 10.0% -> 20.0%, TPOT 0.0% -> 0.0%; b: TTFT 50.0% -> 50.0%, TPOT 0.0% -> 0.0%"
     )
-    assert _moves(before[:1], after[:1]) == "TTFT 10.0% -> 20.0%, TPOT 0.0% -> 0.0%"
+    assert moves(before[:1], after[:1]) == "TTFT 10.0% -> 20.0%, TPOT 0.0% -> 0.0%"
 
 
 # --- the measured sets -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ def test_compare_answers_on_the_screen_and_in_the_summary(call: Any, trace: Path
     assert summary["answer"]["search"]["gpus"]["value"] == 1
     assert "static*, " not in done.err  # the search is around the chosen system alone
     assert "fineserve, rate_scale 2:" in done.err
+    page = (tmp_path / "results" / "compare-recorded" / "report.html").read_text(encoding="utf-8")
+    answer = done.out.partition("\nSystem ")[0].splitlines()
+    assert len(answer) >= 5 and all(f"<p>{line}</p>" in page for line in answer)  # what the search found, too
 
 
 def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: Any, trace: Path) -> None:
@@ -33,6 +37,14 @@ def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: An
     assert "At rate scale 1 the systems keep 100.0 to 100.0 % within limits; faster." in done.err
     answer = json.loads(done.out)["answer"]
     assert answer["axes"]["rate_scale"] >= 2 and "search" not in answer
+
+
+def test_a_limit_that_nobody_gave_is_shown_in_seconds(call: Any, trace: Path) -> None:
+    done = call("compare", str(trace), "-s", "fineserve", *MODELS, "--no-anchors", "--no-search", "--rate-scale", "1")
+    said = re.search(
+        r"Limits: TTFT ([\d.]+) s \(\w\) to ([\d.]+) s \(\w\)\. Load: rate scale 1, SLO scale 20,", done.out
+    )
+    assert said is not None and 0.01 < float(said[1]) < float(said[2]) < 5, done.out
 
 
 def test_from_a_trace_to_a_size_in_one_command(call: Any, trace: Path, tmp_path: Path) -> None:

@@ -214,6 +214,13 @@ def test_a_model_without_traffic_is_a_row_without_numbers(call: Any, tmp_path: P
     done = call("compare", "one.csv", *models, "-s", "fineserve", "--rate-scale", "1", "--no-search", "-j", "1")
     assert done.code == 0, done.err
     assert [line.split()[:4] for line in done.out.splitlines() if line.startswith("x ")] == [["x", "0", "0", "–"]]
+    (tmp_path / "one.yaml").write_text(
+        "fineserve: 1\ntitle: One\ncluster: {gpu: h100-sxm, count: 1}\nworkload: {trace: one.csv}\nslo: {ttft_s: 1}\n"
+        "models: [{id: default, model: llama-3.1-8b, precision: fp8}, {id: x, model: llama-3-8b, precision: fp8}]\n"
+        "systems: [fineserve]\nseeds: 1\n",
+        encoding="utf-8",
+    )
+    assert call("run", "one.yaml", "-j", "1").code == 0
 
 
 def test_into_a_pipe_a_line_says_now_and_then_how_far_a_run_is(

@@ -88,6 +88,15 @@ def test_where_nothing_holds_the_closest_on_the_gpus_of_the_file_is_told() -> No
     assert answer_of(cells[:1], 2, ["a"]) is None
 
 
+def test_one_system_under_several_settings_of_the_cluster_is_named_by_them() -> None:
+    cells = [cell("a", 2, 1, 0.99, 8.0), cell("a", 2, 1, 0.99, 8.0), cell("a", 1, 1, 0.99, 9.0), cell("b", 2, 1, 0.5)]
+    for entry, word in zip(cells, ("mps", "fluid", "mps", "mps"), strict=True):
+        entry["axes"]["cluster.sharing"] = word
+    answer = answer_of(cells, 2)
+    assert answer is not None and answer["choice"]["title"] == "a (sharing mps)"
+    assert answer["as_good"] == ["a (sharing fluid)", "a (sharing mps) on 1 h100-sxm"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("answer") / "two.yaml"

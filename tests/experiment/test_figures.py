@@ -322,6 +322,12 @@ def test_bars_name_their_gpus_where_these_differ_and_a_bound_has_attainment_alon
     ]
 
 
+def test_whiskers_are_seen_on_every_bar() -> None:
+    (axes,) = drawn(equal_cells([20])).axes
+    assert {tuple(colour) for lines in axes.collections for colour in lines.get_color()} == {(0.0, 0.0, 0.0, 1.0)}
+    assert all(bar.get_facecolor()[3] < 0.5 for bar in axes.patches)
+
+
 def test_a_percentile_without_a_number_says_never_and_limits_are_drawn() -> None:
     cells = equal_cells([20])
     found = {"ttft_p99_s": {"mean": 0.2, "half_width": None}}
@@ -331,13 +337,12 @@ def test_a_percentile_without_a_number_says_never_and_limits_are_drawn() -> None
     assert texts(figure).count("never") == 1 and "TTFT limit, 0.5 s" in texts(figure)
 
 
-def test_sweeps_at_one_place_are_one_figure() -> None:
-    cells = sweep_cells("run", [20], ["A"]) + [
-        entry | {"sweep": "dedicated", "axes": entry["axes"] | {"cluster.count": 4}}
-        for entry in sweep_cells("run", [20], ["A"])[:1]
-    ]
-    (entry,) = default_figures(cells)
+def test_sweeps_at_one_place_are_one_figure_where_no_system_would_hide_itself() -> None:
+    cells = sweep_cells("run", [20], ["A"])
+    more = {"sweep": "more", "axes": cells[0]["axes"] | {"cluster.count": 4}}
+    (entry,) = default_figures([*cells, cells[0] | more | {"system": "dedicated"}])
     assert (entry["name"], entry["x"]) == ("systems", None)
+    assert [entry["name"] for entry in default_figures([*cells, cells[0] | more])] == ["run", "more"]
 
 
 def placed_cell() -> dict[str, Any]:

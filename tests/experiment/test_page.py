@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ from browserkit import DRIVER, MISSING, Browser, browser
 from fineserve_sim.experiment import run_experiment
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.page.build import write_page
+from fineserve_sim.experiment.show.page.figures import sweeps, system_looks
+from fineserve_sim.experiment.show.page.overview import overview
+from fineserve_sim.experiment.show.page.style import Looks
+from fineserve_sim.experiment.show.page.sweep_charts import sweep_charts, sweep_of
 from fineserve_sim.experiment.show.timelines.stored import run_of
 
 needs_browser = pytest.mark.skipif(not DRIVER and os.environ.get("FINESERVE_BROWSER") != "required", reason=MISSING)
@@ -250,6 +255,28 @@ def test_the_page_costs_less_than_two_seconds(folder: Path, tmp_path: Path) -> N
         return time.process_time() - start_s
 
     assert min(cpu_s() for _ in range(3)) < 2.0
+
+
+def test_systems_at_one_place_stand_side_by_side_and_a_bound_is_one_of_attainments_alone(folder: Path) -> None:
+    summary = read_summary(folder)
+    cells = [cell | {"sweep": cell["system"]} for cell in summary["cells"] if cell["sweep"] == "alone"]
+    (sweep,) = sweeps(summary | {"cells": cells})
+    charts = sweep_charts(sweep, system_looks(summary))
+    assert [trace["name"] for trace in charts["slo_attainment"]["data"] if trace["visible"]][-1] == "Clairvoyant bound"
+    for metric in ("goodput_per_s", "decode_throughput_tokens_per_s", "ttft_p99_s"):
+        assert {trace["meta"]["system"] for trace in charts[metric]["data"]} == {"fineserve", "prism", "static*"}
+    assert not charts["slo_attainment"]["layout"]["xaxis"]["showticklabels"]  # the legend names them
+    assert re.search(r"Clairvoyant bound</td>.*?–</td>", overview(cells))
+
+
+def test_a_percentile_of_requests_that_never_got_so_far_says_so(folder: Path) -> None:
+    cells = [cell for cell in read_summary(folder)["cells"] if cell["sweep"] == "alone"][:2]
+    lost = cells[0]["metrics"] | {"ttft_p99_s": cells[0]["metrics"]["ttft_p99_s"] | {"mean": None, "half_width": None}}
+    cells[0] |= {"metrics": lost, "misses": cells[0]["misses"] | {"dropped": 5}}
+    charts = sweep_charts(sweep_of("alone", cells), Looks(cell["system"] for cell in cells), ())
+    first = charts["ttft_p99_s"]["data"][0]
+    assert (first["text"], first["y"]) == (["never"], [0])
+    assert "never</td>" in overview(cells)
 
 
 def test_a_folder_without_results_says_so(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     from fineserve_sim.cli.app import app
 
     arguments = ["size", str(file), "--target", "ttft:0.5", "--over", "gpus", "--most-gpus", "2", "--jobs", "1"]
+    arguments += ["--at", "engine.token_budget=2048"]  # a whole number of a place stays one
     app([*arguments, "--out", str(tmp_path / "out"), "--json"], standalone_mode=False)
     data = json.loads(capsys.readouterr().out)
     assert data["systems"][0]["answer"]["value"] in (1, 2)

@@ -7,3 +7,6 @@ other is read off steps that lie wholly within the work of all of them (``steps`
 
 torch and vllm are imported only by what measures: plan, journal, archive and report need none of them.
 """
+
+MINUTES = 9.0
+"""Of one command, unless it says otherwise: a machine that ends a command at ten leaves time to pack."""

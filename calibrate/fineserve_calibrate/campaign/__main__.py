@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fineserve_calibrate.campaign.command import MINUTES, Request, campaign, plan_lines, planned
+from fineserve_calibrate.campaign import MINUTES
+from fineserve_calibrate.campaign.command import Request, campaign, plan_lines, planned
 from fineserve_calibrate.probes.backend import ProbeError
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fineserve_calibrate.campaign import MINUTES
 from fineserve_calibrate.campaign.archive import NAME, pack, progress
 from fineserve_calibrate.campaign.items import Item
 from fineserve_calibrate.campaign.journal import Journal
@@ -17,8 +18,6 @@ from fineserve_calibrate.probes.backend import ProbeError
 from fineserve_calibrate.probes.devices import check_wanted, find_gpu
 from fineserve_calibrate.probes.models import LLAMA_8B, TINY, ProbedModel
 
-MINUTES = 9.0
-"""Of one command, unless it says otherwise: a machine that ends a command at ten leaves time to pack."""
 OVERDUE_S = 25.0
 """How much longer an item may take that began in time."""
 

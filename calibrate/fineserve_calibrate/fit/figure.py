@@ -19,9 +19,11 @@ from fineserve_calibrate.fit.contention import (
 )
 from fineserve_calibrate.fit.least_squares import Fit
 from fineserve_calibrate.fit.rows import FITTED_INPUT, REPORTED_INPUT
-from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, look_at, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, beside, house_style, line_width, log_ticks, look_at, save
 
 COLUMNS = 3
+ASIDE_PT = 12.0
+"""Batches of one share of the SMs stand side by side, in so many points."""
 
 
 def draw_fits(fits: Sequence[Fit], stem: Path) -> list[Path]:
@@ -66,6 +68,8 @@ def _parity(panel: Axes, fit: Fit) -> None:
     if ends[1] > 10 * ends[0]:
         panel.set_xscale("log")
         panel.set_yscale("log")
+        log_ticks(panel.xaxis)
+        log_ticks(panel.yaxis)
     panel.set_title(_title(fit))
 
 
@@ -73,18 +77,22 @@ def _slowdowns(panel: Axes, fitted: ContentionFit, rows: pd.DataFrame) -> None:
     alone, measured = columns_of(fitted.phase)
     rows = rows.sort_values("share").assign(fitted_s=lambda frame: curve_s(frame, fitted.phase, fitted.fit.values))
     seen = rows[rows.input_tokens == FITTED_INPUT]
-    for place, (batch, curve) in enumerate(seen.groupby("batch")):
-        look = look_at(place)
-        colour = look["color"]
-        line = look | {"marker": ""}
-        panel.plot(curve.share, curve.fitted_s / curve[alone], **line, linewidth=1.0, label=f"batch {batch}")
+    batches = list(seen.groupby("batch"))
+    legend = []
+    for place, (batch, curve) in enumerate(batches):
+        look = look_at(place) | {"markersize": 3.5}
+        line = look | {"linewidth": line_width(place, len(batches)) - 0.5}
+        drawn = panel.plot(curve.share, curve.fitted_s / curve[alone], **line | {"marker": ""})
         for points, face in (
-            (curve, colour),
+            (curve, look["color"]),
             (rows[(rows.batch == batch) & (rows.input_tokens == REPORTED_INPUT)], "none"),
         ):
-            points_look = look | {"linestyle": "", "markersize": 3.5, "markerfacecolor": face}
-            panel.plot(points.share, points[measured] / points[alone], **points_look)
-    panel.legend(fontsize=6.5)
+            drawn += panel.plot(points.share, points[measured] / points[alone], **look | {"linestyle": "", "mfc": face})
+        for artist in drawn:
+            artist.set_transform(beside(panel, place, len(batches), ASIDE_PT))
+        legend += panel.plot([], [], **line, label=f"batch {batch}")
+    panel.margins(x=0.08)
+    panel.legend(handles=legend, fontsize=6.5)
     panel.set_title(_title(fitted.fit))
 
 

@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from fineserve_calibrate.checks import check
+from fineserve_calibrate.importers.systems import SYSTEMS
 from fineserve_calibrate.tables import Column, Fingerprint, Table, check_columns, typed
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import TableError
@@ -30,14 +30,6 @@ from fineserve_sim.latency.tables import TableError
 PACKAGE = "aiconfigurator-core"
 DATA = "aiconfigurator_core/systems/data"
 LICENCE = "Apache-2.0"
-# System of the package: GPU of the catalog, and the name that its driver reports.
-SYSTEMS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "h100_sxm": ("h100-sxm", "NVIDIA H100 80GB HBM3"),
-        "h200_sxm": ("h200-sxm", "NVIDIA H200"),
-        "a100_sxm": ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
-    }
-)
 _ATTENTION = ("attn_dtype", "kv_cache_dtype", "num_heads", "num_key_value_heads", "head_dim", "batch_size")
 _HEADS = ("dtype", "kv_dtype", "q_heads", "kv_heads", "head_dim", "batch")
 

@@ -16,7 +16,7 @@ from fineserve_calibrate.probes.roofline import Floats, ideal_s, measured_spec
 from fineserve_calibrate.probes.schema import KEYS
 from fineserve_calibrate.tables import COLUMNS, Table
 from fineserve_sim.catalog import GpuSpec
-from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, look_at, save
+from fineserve_sim.experiment.show.plot_style import COLOURS, house_style, log_ticks, look_at, save
 from fineserve_sim.latency.measured_steps import fit_steps
 from fineserve_sim.latency.tables import TableError
 
@@ -168,12 +168,16 @@ def _panel(panel: Axes, table: Table, bound: Floats) -> None:
     names = [name for name in SERIES if name in table.columns and len(set(table.columns[name].tolist())) > 1]
     series = [" ".join(values) for values in zip(*(table.columns[name].tolist() for name in names), strict=True)]
     labels = np.array(series if names else [table.operator] * len(table))
-    for place, label in enumerate(dict.fromkeys(labels.tolist())):
+    found = list(dict.fromkeys(labels.tolist()))
+    for place, label in enumerate(found):
         rows = labels == label
-        look = look_at(place) | {"linestyle": ""}
-        panel.plot(bound[rows], seconds[rows], **look, markersize=3.0, alpha=0.7, label=label)
+        size = 3.0 + 1.2 * (len(found) - 1 - place)  # equal series lie in one another
+        look = look_at(place) | {"linestyle": "", "markersize": size, "markerfacecolor": "none"}
+        panel.plot(bound[rows], seconds[rows], **look, markeredgewidth=0.8, label=label)
     panel.set_xscale("log")
     panel.set_yscale("log")
+    log_ticks(panel.xaxis)
+    log_ticks(panel.yaxis)
     panel.set_title(table.operator)
     if names:
         panel.legend(fontsize=6.5)

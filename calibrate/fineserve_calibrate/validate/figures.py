@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from fineserve_calibrate.validate.cases import Floats
 from fineserve_calibrate.validate.predict import Predicted
-from fineserve_sim.experiment.show.plot_style import house_style, look_at, save
+from fineserve_sim.experiment.show.plot_style import house_style, log_ticks, look_at, save
 
 MOST_POINTS = 4000
 """Points drawn of one group: beyond, every k-th."""
-WIDE = 100
-"""An axis from a value to so many times of it has powers of ten alone for ticks."""
 
 
 def draw_sets(predictions: Mapping[str, Sequence[Predicted]], out: Path) -> list[Path]:
@@ -54,11 +51,8 @@ def _panel(axes: Axes, found: Sequence[Predicted], column: str, title: str, *, l
         line = [values.min(), values.max()]
         axes.plot(line, line, color="#555555", lw=0.8)
         axes.set(xscale="log", yscale="log")
-        subs = (1.0, 2.0, 5.0) if line[1] < WIDE * line[0] else (1.0,)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=subs, numticks=8))
-            axis.set_major_formatter(FormatStrFormatter("%g"))
-            axis.set_minor_formatter(NullFormatter())
+        log_ticks(axes.xaxis)
+        log_ticks(axes.yaxis)
     axes.set(xlabel="measured (s)", ylabel="predicted (s)", title=title)
     if legend:
         axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))

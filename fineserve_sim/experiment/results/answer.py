@@ -43,12 +43,14 @@ def answer_of(
         "most_gpus": max(len_gpus(cell) for cell in candidates),
         "choice": {
             "system": chosen["system"],
-            "title": chosen["title"],
+            "title": name_of(chosen, candidates),
             "gpus": len_gpus(chosen),
             "holds": bool(holding),
             "margins": {metric: _margin(chosen, metric, share) for metric, share in targets.items()},
         },
-        "as_good": [cell["title"] for cell in holding or candidates if _as_good(cell, chosen, targets)],
+        "as_good": [
+            _rival(cell, chosen, candidates) for cell in holding or candidates if _as_good(cell, chosen, targets)
+        ],
         "breaks": {cell["system"]: _breaks(cell, cells, targets) for cell in [*reversed(candidates), chosen]},
     }
 
@@ -66,6 +68,29 @@ def chosen_cell(summary: Mapping[str, Any]) -> Cell | None:
     place = (answer["sweep"], answer["choice"]["system"], answer["axes"])
     found: list[Cell] = [cell for cell in cells if (cell["sweep"], cell["system"], cell["axes"]) == place]
     return found[0]
+
+
+def name_of(cell: Cell, among: Sequence[Cell]) -> str:
+    """The title of a cell's system, with the settings of its cluster in which ``among`` differ: ``FineServe (sharing mps)``.
+    The number of GPUs is told beside it."""
+    settings = [
+        f"{axis.removeprefix('cluster.')} {value}"
+        for axis, value in cell["axes"].items()
+        if axis.startswith("cluster.") and axis != "cluster.count"
+        if len({other["axes"].get(axis) for other in among}) > 1
+    ]
+    return f"{cell['title']} ({', '.join(settings)})" if settings else str(cell["title"])
+
+
+def side_by_side(cells: Sequence[Cell]) -> bool:
+    """Whether several sweeps have each system once, all at one place: what ``compare`` has with its anchors."""
+    once = len({cell["system"] for cell in cells}) == len(cells)
+    return once and len({cell["sweep"] for cell in cells}) > 1 and len({place_of(cell) for cell in cells}) == 1
+
+
+def bounds_nothing(cell: Cell, metric: str) -> bool:
+    """Whether nothing runs the cell, and ``metric`` is no attainment: these alone bound what systems reach."""
+    return not cell.get("gpus", True) and not metric.endswith("_attainment")
 
 
 def holds(cell: Cell, targets: Targets) -> bool:
@@ -134,6 +159,12 @@ def _as_good(cell: Cell, chosen: Cell, targets: Targets) -> bool:
     return len(gaps) == len(targets) and all(
         gap.mean <= (gap.half_width if gap.half_width > 0 else 0.0) for gap in gaps
     )
+
+
+def _rival(cell: Cell, chosen: Cell, candidates: Sequence[Cell]) -> str:
+    """The name of a cell, with its number of GPUs where that is not the chosen one's."""
+    gpus = "" if len_gpus(cell) == len_gpus(chosen) else f" on {len_gpus(cell)} {cell['cluster']['gpu']}"
+    return f"{name_of(cell, candidates)}{gpus}"
 
 
 def _but_rate(cell: Cell) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fineserve_sim.experiment.results.answer import chosen_cell, place_of
+from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
 from fineserve_sim.experiment.show.labels import axis_text, number
 
 Cell = Mapping[str, Any]
@@ -45,7 +45,7 @@ def unplaced_lines(cells: Sequence[Cell]) -> Iterator[str]:
     told: dict[str, list[str]] = {}
     for cell in cells:
         if cell["unplaced"]:
-            told.setdefault(_unplaced(cell), []).append(cell["title"])
+            told.setdefault(_unplaced(cell), []).append(name_of(cell, cells))
     for text, titles in told.items():
         yield f"UNPLACED under {', '.join(dict.fromkeys(titles))} on {text}."
 
@@ -239,7 +239,7 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
         yield from _searched(answer, cell)
         return
     breaks = answer["breaks"][cell["system"]]
-    base, keeps = _base_per_s(answer, cell), f"{cell['title']} keeps the targets"
+    base, keeps = _base_per_s(answer, cell), f"{answer['choice']['title']} keeps the targets"
     held, failing = breaks["holds_to"], breaks["fails_at"]
     if failing is not None and held is not None:
         yield f"of the rates that were run, {keeps} up to {_rate(held, base)}, no longer at {_rate(failing, base)}."
@@ -252,7 +252,7 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """What the search along the rate found for the chosen system."""
     rate, base = answer["search"]["rate"], _base_per_s(answer, cell)
-    keeps = f"{cell['title']} on {gpus_text(cell)} keeps the targets"
+    keeps = f"{answer['choice']['title']} on {gpus_text(cell)} keeps the targets"
     if rate["value"] is None:
         yield f"{keeps} at no rate down to {_rate(rate['least'], base)}."
     elif rate["fails_at"] is None:

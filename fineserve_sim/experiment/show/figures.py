@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fineserve_sim.experiment.file.document import read_yaml
-from fineserve_sim.experiment.results.answer import chosen_cell, place_of
+from fineserve_sim.experiment.results.answer import chosen_cell, place_of, side_by_side
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import unwritable
 from fineserve_sim.experiment.show.labels import varying_axes
@@ -59,16 +59,17 @@ def _figures(
         yield entry["name"], _figure(entry, summary, results_dir, styles)
     cell = chosen_cell(summary)
     if cell is not None and cell["gpus"] and not any(entry["name"] == _PLACEMENT for entry in entries):
-        yield _PLACEMENT, placement_figure(cell, summary["title"])
+        named = {**cell, "title": summary["answer"]["choice"]["title"]}
+        yield _PLACEMENT, placement_figure(named, summary["title"])
 
 
 def default_figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Attainment and decode throughput over the first axis of every sweep; of all systems together where all sweeps are at
-    one place."""
+    one place and each system is there once."""
     sweeps = list(dict.fromkeys(cell["sweep"] for cell in cells))
     several = any(limit in cell["metrics"] for cell in cells for limit in ("tpot_attainment", "e2e_attainment"))
     panels = ["slo_attainment" if several else "ttft_attainment", "decode_throughput_tokens_per_s"]
-    if len(sweeps) > 1 and len({place_of(cell) for cell in cells}) == 1:
+    if side_by_side(cells):
         return [{"name": _SYSTEMS, "sweep": None, "x": None, "panels": panels}]
     figures = []
     for sweep in sweeps:

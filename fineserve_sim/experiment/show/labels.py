@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,10 @@ _UNITS = (
     ("_bytes", "GiB", _GIB),
 )
 _ABBREVIATIONS = frozenset({"ttft", "tpot", "itl", "e2e", "kv", "slo", "gpu", "tp"})
+
+
+LATENCY = re.compile(r"(ttft|tpot|e2e)_p[\d.]+_s")
+"""A percentile of a latency, its moment as the group."""
 
 
 def quantity(name: str) -> Quantity:

@@ -7,7 +7,7 @@ narrow ones and each a little aside; bars by hatching.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
@@ -16,8 +16,10 @@ from typing import Any, TypeAlias, cast
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.container import Container
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation, Transform
 
 from fineserve_sim.experiment.run.files import atomic
@@ -61,6 +63,8 @@ _DASHES: tuple[Dashes, ...] = (
 )
 _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++", "||", "**")
 _WIDEST, _NARROWEST = 2.8, 1.3
+_WIDE = 100
+"""An axis from a value to so many times of it has powers of ten alone for labels."""
 _BESIDE_PT, _ROOM_PT = 5.0, 24.0
 """Points from one series to the next where they are drawn side by side, and from the first to the last at most."""
 
@@ -117,6 +121,16 @@ def beside(axes: Axes, place: int, count: int, room_pt: float = _ROOM_PT) -> Tra
     return axes.transData + ScaledTranslation(aside_in, 0, cast("Figure", axes.figure).dpi_scale_trans)
 
 
+def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:
+    """Few labels along a logarithmic axis that has its data, as numbers without powers: matplotlib's own run into each other on
+    small panels."""
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if high < _WIDE * low else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
 @contextmanager
 def house_style() -> Iterator[None]:
     """Matplotlib's own defaults plus our settings for the time of the block."""
@@ -138,7 +152,7 @@ def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]
     width_in = figure.get_figwidth()
     entry_in = 0.65 + 0.075 * max(map(len, legend), default=0)
     per_row = min(len(legend), max(1, int(width_in // entry_in)))
-    figure.legend(
+    heading = figure.legend(
         cast("list[Artist]", list(legend.values())),  # containers serve as handles; only the annotation is narrower
         list(legend),
         loc="outside upper center",
@@ -146,6 +160,7 @@ def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]
         title=fill(title, int(9.5 * width_in)),
         title_fontproperties={"size": 11, "weight": "bold"},
     )
+    heading.get_title().set_multialignment("center")
     figure.supxlabel(fill(note, int(16 * width_in)), fontsize=7.5, color="#666666")
 
 

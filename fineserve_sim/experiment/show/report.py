@@ -69,8 +69,9 @@ def chosen_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     """The models and the GPUs of the chosen cell."""
     cell = chosen_cell(summary)
     if cell is not None and cell["gpus"]:
-        yield models_table(cell)
-        yield gpus_table(cell)
+        title = summary["answer"]["choice"]["title"]
+        yield models_table(cell, title)
+        yield gpus_table(cell, title)
 
 
 def sweep_tables(sweep: str, cells: Sequence[Cell]) -> Iterator[RenderableType]:

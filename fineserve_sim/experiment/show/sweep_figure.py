@@ -6,7 +6,6 @@ bound, which nobody can run, only attainments are drawn. A percentile of request
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -20,7 +19,7 @@ from matplotlib.transforms import Transform
 
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.show.answer import gpus_text, limits_text
-from fineserve_sim.experiment.show.labels import axis_text, distinct, number, quantity, varying_axes
+from fineserve_sim.experiment.show.labels import LATENCY, axis_text, distinct, number, quantity, varying_axes
 from fineserve_sim.experiment.show.plot_style import Handle, SystemStyles, beside, line_width, panel_grid, set_heading
 
 Cell = Mapping[str, Any]
@@ -29,7 +28,6 @@ Cell = Mapping[str, Any]
 _PANEL_PT, _TICK_PT = 190.0, 6.0
 """Width of a panel, and of a digit at its axis with some air."""
 _NEVER: dict[str, Any] = {"rotation": 90, "fontsize": 7, "ha": "center"}
-_LATENCY = re.compile(r"(ttft|tpot|e2e)_p[\d.]+_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ def _series(
             own = {}
         estimates = [own[value]["metrics"].get(metric, {}) if value in own else {} for value in xs]
         means, half_widths = (_shown(estimates, key, metric) for key in ("mean", "half_width"))
-        never = [bool(found) and found["mean"] is None for found in estimates] if _LATENCY.fullmatch(metric) else []
+        never = [bool(found) and found["mean"] is None for found in estimates] if LATENCY.fullmatch(metric) else []
         series.append(Series(system, titles[system], means, half_widths, never))
     return series
 
@@ -182,9 +180,9 @@ def _line(
         marker=styles.marker(series.system),
         linestyle=styles.dashes(series.system),
         linewidth=width_pt,
-        markersize=4 + 2 * (width_pt - 1),
+        markersize=5.5 + 1.5 * (width_pt - 1),
         markeredgecolor="white",
-        markeredgewidth=0.8,
+        markeredgewidth=0.5,  # more would leave nothing of the arms of a cross
         capsize=2.5,
         elinewidth=1.0,
     )
@@ -216,7 +214,7 @@ def _bars(axes: Axes, at: Sequence[float], width: float, series: Series, styles:
 
 def _draw_limit(axes: Axes, cells: Sequence[Cell], metric: str) -> dict[str, Handle]:
     """The limit of a latency, where all models and cells of the panel have the same."""
-    found = _LATENCY.fullmatch(metric)
+    found = LATENCY.fullmatch(metric)
     limits_s = {limit_s for cell in cells for limit_s in cell.get(f"{found[1]}_slo_s", {}).values()} if found else set()
     if found is None or len(limits_s) != 1:
         return {}

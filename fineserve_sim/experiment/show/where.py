@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from fineserve_sim.experiment.results.answer import name_of
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.show.answer import dollars, percent, worst_models
 from fineserve_sim.experiment.show.labels import number
@@ -19,7 +20,7 @@ Cell = Mapping[str, Any]
 _GIB = 2**30
 _MOST_GPUS = 16
 _ANY_WIDTH = 10_000
-_NEVER = "never"
+NEVER = "never"
 """A percentile that falls on a request that never got so far."""
 
 
@@ -95,11 +96,11 @@ def systems_table(cells: Sequence[Cell]) -> PlainTable:
     for cell in cells:
         within = cell["metrics"]["slo_attainment"]
         if not cell["gpus"]:  # only the attainment of a bound is one
-            table.add_row(cell["title"], "bound", _bare(percent(within["mean"], within["half_width"])))
+            table.add_row(name_of(cell, cells), "bound", _bare(percent(within["mean"], within["half_width"])))
             continue
         style = "bold" if within["mean"] == best else ""
         table.add_row(
-            cell["title"],
+            name_of(cell, cells),
             str(cell["cluster"]["count"]),
             Text(_bare(percent(within["mean"], within["half_width"])), style=style),
             *(_bare(percent(cell["metrics"][f"{moment}_attainment"]["mean"])) for moment in limited if each),
@@ -116,12 +117,13 @@ def systems_table(cells: Sequence[Cell]) -> PlainTable:
     return table
 
 
-def models_table(cell: Cell) -> PlainTable:
-    """A row a model of one cell: where it is, attainment, misses by cause in percent of its requests, latencies, tokens."""
+def models_table(cell: Cell, title: str) -> PlainTable:
+    """A row a model of one cell, whose system is called ``title``: where it is, attainment, misses by cause in percent of its
+    requests, latencies, tokens."""
     causes = [cause for cause in CAUSES if cell["misses"][cause]]
     limit_s = cell["ttft_slo_s"]
     differ = len(set(limit_s.values())) > 1
-    headers = [f"Model, {cell['title']}", "GPUs", "requests", "Within %", *(f"{cause} %" for cause in causes)]
+    headers = [f"Model, {title}", "GPUs", "requests", "Within %", *(f"{cause} %" for cause in causes)]
     headers += ["TTFT limit s"] * differ
     headers += [f"{moment} p{percent} s" for moment in ("TTFT", "TPOT", "E2E") for percent in (50, 99)]
     headers += ["tokens/s"]
@@ -142,9 +144,10 @@ def models_table(cell: Cell) -> PlainTable:
     return table
 
 
-def gpus_table(cell: Cell) -> PlainTable:
-    """A row a GPU of one cell, the one with the most waiting requests first where there are too many to show."""
-    headers = [f"GPU, {cell['title']}", "models", "weights GiB", "KV GiB", "left, mean", "least", "busy %", "compute %"]
+def gpus_table(cell: Cell, title: str) -> PlainTable:
+    """A row a GPU of one cell, whose system is called ``title``; the one with the most waiting requests first where there are
+    too many to show."""
+    headers = [f"GPU, {title}", "models", "weights GiB", "KV GiB", "left, mean", "least", "busy %", "compute %"]
     headers += ["bandwidth %", "requests wait %"]
     table = PlainTable(*headers, left=(0, 1), ranks=ranked(headers, _GPUS_GO, 2))
     shown = most_waiting(cell["gpus"])
@@ -190,7 +193,7 @@ def latency(cell: Cell, metric: str, model: str | None = None) -> str:
     mean = found["mean"] if model is None else found["by_model"][model]["mean"]
     own = cell if model is None else cell["models"][model]
     unserved = sum(own["misses"][cause] for cause in ("dropped", "rejected", "unplaced", "unfinished"))
-    return _NEVER if mean is None and unserved else number(mean)
+    return NEVER if mean is None and unserved else number(mean)
 
 
 def _places(cell: Cell, model: Mapping[str, Any]) -> str:

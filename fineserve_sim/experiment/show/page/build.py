@@ -14,6 +14,7 @@ from typing import Any
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.document import read_yaml
+from fineserve_sim.experiment.results.answer import side_by_side
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.page import sections
@@ -163,7 +164,8 @@ def _sections(
             for number, facet in enumerate(sweep.facets)
         ]
         chosen = tag("label", "at ", tag("select", *facets, data_facet=sweep.name), hidden=len(facets) < 2)
-        yield _section(f"Sweep {sweep.name}", chosen, _grid(own, sweep=sweep.name), _numbers(sweep))
+        title = "Systems" if side_by_side(sweep.cells) else f"Sweep {sweep.name}"
+        yield _section(title, chosen, _grid(own, sweep=sweep.name), _numbers(sweep))
     note = "First seed. A curve ends where requests never got so far; dashed: the limit."
     latencies = {prefix + name: spec for name, spec in here.figures.items() if name.startswith("latency/")}
     yield _section("Latencies", _where(), tag("p", note), _grid(latencies))

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.file.document import read_yaml
+from fineserve_sim.experiment.results.answer import place_of, side_by_side
 from fineserve_sim.experiment.show.page.style import Looks, Spec
 from fineserve_sim.experiment.show.page.sweep_charts import Sweep, sweep_charts, sweep_of
 
 
 def sweeps(summary: Mapping[str, Any]) -> list[Sweep]:
-    """The sweeps in the order of the file."""
-    names = dict.fromkeys(cell["sweep"] for cell in summary["cells"])
-    return [sweep_of(name, [cell for cell in summary["cells"] if cell["sweep"] == name]) for name in names]
+    """The sweeps in the order of the file; as one where they have each system once, all at one place."""
+    cells = summary["cells"]
+    if side_by_side(cells):
+        return [sweep_of("systems", [{**cell, "axes": dict(place_of(cell))} for cell in cells])]
+    names = dict.fromkeys(cell["sweep"] for cell in cells)
+    return [sweep_of(name, [cell for cell in cells if cell["sweep"] == name]) for name in names]
 
 
 def system_looks(summary: Mapping[str, Any]) -> Looks:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fineserve_sim.experiment.show.labels import axis_text, interval, number, quantity, varying_axes
+from fineserve_sim.experiment.results.answer import bounds_nothing
+from fineserve_sim.experiment.show.labels import LATENCY, axis_text, interval, number, quantity, varying_axes
 from fineserve_sim.experiment.show.page.html import Html, Row, table
+from fineserve_sim.experiment.show.where import latency
 
 Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
@@ -55,12 +57,17 @@ def _late(cell: Cell) -> int:
 
 
 def estimate(cell: Cell, metric: str) -> str:
-    """Mean and half-width in the shown unit; percentages with one decimal."""
+    """Mean and half-width in the shown unit; percentages with one decimal; ``never`` where a percentile falls on a request that
+    never got so far."""
+    if bounds_nothing(cell, metric):
+        return "–"
     found, shown = cell["metrics"].get(metric, {}), quantity(metric)
     mean, half_width = (
         None if (value := found.get(key)) is None else value * shown.scale for key in ("mean", "half_width")
     )
-    if mean is None or shown.unit != "%":
+    if mean is None:
+        return latency(cell, metric) if LATENCY.fullmatch(metric) and "misses" in cell else number(None)
+    if shown.unit != "%":
         return interval(mean, half_width)
     return f"{mean:.1f}" if half_width is None else f"{mean:.1f} ± {half_width:.1f}"
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from fineserve_sim.experiment.show.labels import Quantity, axis_text, distinct, number, quantity, varying_axes
+from fineserve_sim.experiment.results.answer import bounds_nothing
+from fineserve_sim.experiment.show.labels import LATENCY, Quantity, axis_text, distinct, number, quantity, varying_axes
 from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
+from fineserve_sim.experiment.show.where import NEVER, latency
 
 Cell = Mapping[str, Any]
 """One entry of ``cells`` in summary.json."""
@@ -76,7 +78,9 @@ def sweep_charts(sweep: Sweep, looks: Looks, panels: Sequence[str] = ()) -> dict
 
 
 def _known(cells: Sequence[Cell], metric: str) -> bool:
-    return any(cell["metrics"].get(metric, {}).get("mean") is not None for cell in cells)
+    return any(
+        cell["metrics"].get(metric, {}).get("mean") is not None and not bounds_nothing(cell, metric) for cell in cells
+    )
 
 
 def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
@@ -88,6 +92,8 @@ def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
     if numeric and len(xs) <= 8:
         across |= {"tickvals": xs, "ticktext": [number(value) for value in xs]}
         across |= {"type": "log"} if min(xs) > 0 and max(xs) >= 10 * min(xs) else {}
+    if not sweep.x and len(sweep.cells) > 1:
+        across |= {"showticklabels": False}  # the legend names the bars
     upward: Spec = {"title": shown.unit, "rangemode": "nonnegative"}
     if shown.unit == "%":
         upward |= {"range": [0, 104]}
@@ -102,16 +108,31 @@ def _traces(sweep: Sweep, metric: str, numeric: bool, looks: Looks) -> Iterator[
     systems = list(dict.fromkeys(cell["system"] for cell in sweep.cells))
     for facet, system in product(range(len(sweep.facets)), systems):
         own = [cell for cell in sweep.cells if cell["system"] == system and sweep.facet_of(cell) == facet]
-        if not own:
+        if not own or bounds_nothing(own[0], metric):
             continue
         for model in ("", *own[0]["metrics"].get(metric, {}).get("by_model", {})):
             entries = [_entry(cell, metric, model) for cell in own]
-            if any(entry.get("mean") is not None for entry in entries):
+            never = {} if numeric else _never(own, metric, model)
+            if never or any(entry.get("mean") is not None for entry in entries):
                 xs = [_x(cell, sweep.x) for cell in own]
-                yield _trace(own[0], xs, entries, quantity(metric), numeric, looks) | {
-                    "meta": {"system": system, "model": model, "facet": facet},
-                    "visible": model == "" and facet == 0,
-                }
+                yield (
+                    _trace(own[0], xs, entries, quantity(metric), numeric, looks)
+                    | never
+                    | {
+                        "meta": {"system": system, "model": model, "facet": facet},
+                        "visible": model == "" and facet == 0,
+                    }
+                )
+
+
+def _never(cells: Sequence[Cell], metric: str, model: str) -> Spec:
+    """What stands where bars of a percentile would be that falls on requests that never got so far."""
+    if not LATENCY.fullmatch(metric):
+        return {}
+    texts = [latency(cell, metric, model or None) for cell in cells]
+    texts = [text if text == NEVER else "" for text in texts]
+    look = {"textposition": "outside", "textangle": -90, "cliponaxis": False}
+    return {"text": texts, "y": [0 if text else None for text in texts], **look} if all(texts) else {}
 
 
 def _entry(cell: Cell, metric: str, model: str) -> Mapping[str, Any]:
