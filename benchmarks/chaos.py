@@ -1,7 +1,7 @@
 """A campaign that tries to break the server: real clients under load while everything goes wrong that can be made to.
 
     python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake] [--minutes N]
-        [--gap S] [--clients N] [--grace S] [--report]
+        [--gap S] [--long-gap S] [--clients N] [--grace S] [--report]
 
 A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
 requests through OpenAI's client; faults are drawn from the seed and the segment's number. In every third segment the
@@ -28,6 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.chaos_clients import (
     Expected,
+    Health,
     Load,
     Prompt,
     Tally,
@@ -47,18 +49,24 @@ from benchmarks.chaos_clients import (
     reference,
     watch_health,
 )
-from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, write_file
+from benchmarks.chaos_report import report
+from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, waited_s, write_file
 
 _PROMPTS = 60  # of each model
 _SETTLE_S = 180.0
+_GROWTH_MB = 16.0
 _THIRD = "third"
 
 
 class Faults:
-    """What strikes, and how often it did. Short ones come every ``gap_s``; one of the long ones is under way at a time."""
+    """What strikes, and how often it did: short faults about every ``short_gap_s``, long ones every ``long_gap_s``, one of
+    each sort at a time."""
 
-    def __init__(self, server: Server, third: dict[str, Any], rng: random.Random, gap_s: float) -> None:
-        self._server, self._third, self._rng, self._gap_s = server, third, rng, gap_s
+    def __init__(
+        self, server: Server, third: dict[str, Any], rng: random.Random, short_gap_s: float, long_gap_s: float
+    ) -> None:
+        self._server, self._third, self._rng = server, third, rng
+        self._short_gap_s, self._long_gap_s = short_gap_s, long_gap_s
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self._over = asyncio.Event()
@@ -67,7 +75,8 @@ class Faults:
     async def run(self) -> None:
         short = {"slow": self._slow, "hostile": self._hostile, "sleep": self._sleep}
         long = {"kill": self._kill, "stop": self._stop, "add": self._add}
-        await asyncio.gather(self._strike(short, self._gap_s), self._strike(long, self._gap_s * 5))
+        await asyncio.gather(self._strike(short, self._short_gap_s), self._strike(long, self._long_gap_s))
+        await self._operate("DELETE", f"/admin/models/{_THIRD}", 200, 404)  # where its own removal did not get through
         await self._admin.aclose()
 
     def end(self) -> None:
@@ -155,54 +164,90 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: A
     try:
         free_bytes = server.metric("fineserve:region_bytes", 'part="free"')
         asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
-        rss_mb = server.rss_mb()
-        faults, health, bursts = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        storm_s, waited = time.monotonic(), (server.waited_s(), waited_s())
+        storm = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        no_core_s = [server.waited_s() - waited[0], waited_s() - waited[1], time.monotonic() - storm_s]
+        faults, health = storm.faults, storm.health
+        beside_burst = [each for each in health if each.asked_s >= storm.burst_s]
         problems = [*tally.problems, *faults.problems, *_settled(server, free_bytes, prompts, expected)]
-        rss_end_mb = server.rss_mb()
+        rss_mb = [*storm.rss_mb, server.rss_mb()]
         deaths = server.metric("fineserve:engine_deaths_total")
+        preemptions = server.metric("vllm:num_preemptions_total")
         lost = server.metric("fineserve:log_lines_lost_total")
     finally:
         code = server.stop()
     problems += [f"exit code {code}"] * (code != 0) + [f"left behind: {each}" for each in server.left_behind()]
-    problems += _waits(tally, options.grace)
+    problems += _waits(tally, options.grace) + _growth(storm.rss_mb)
     return {
         "segment": number,
         "took_s": round(time.monotonic() - begun_s, 1),
-        "requests": tally.requests + sum(bursts.values()),
+        "requests": tally.requests + sum(storm.burst.values()),
         "outcomes": dict(tally.outcomes),
-        "burst": dict(bursts),
+        "burst": dict(storm.burst),
         "faults": dict(faults.counts) | {f"segment with {name}": 1 for name, true in kind.items() if true},
         "deaths": deaths,
+        "preemptions": preemptions,
         "log_lines_lost": lost,
         "longest_wait_s": round(tally.longest_wait_s, 2),
         "longest_s": round(tally.longest_s, 2),
-        "health_s": [round(float(each), 4) for each in np.quantile([s for _, s, _ in health], [0.5, 0.99, 1])],
-        "health_bad": sum(status != 200 for _, _, status in health),
-        "rss_mb": [round(rss_mb, 1), round(rss_end_mb, 1)],
+        "health_s": _quantiles([each.took_s for each in health]),
+        "health_cpu_s": _quantiles([each.cpu_s for each in health]),
+        "burst_health_s": [(round(each.took_s, 4), round(each.cpu_s, 4)) for each in beside_burst],
+        "health_bad": sum(each.status != 200 for each in health),
+        "no_core_s": [round(each, 1) for each in no_core_s],
+        "load": [round(each, 1) for each in os.getloadavg()[:2]],
+        "rss_mb": [round(each, 1) for each in rss_mb],
         "problems": problems,
     }
 
 
+def _quantiles(seconds: list[float]) -> list[float]:
+    """Median, 99th percentile, largest."""
+    return [round(float(each), 4) for each in np.quantile(seconds, [0.5, 0.99, 1])]
+
+
+@dataclass(frozen=True)
+class _Storm:
+    """What a storm came to. ``rss_mb``: memory of the server at ten times until the burst, which began at ``burst_s``."""
+
+    faults: Faults
+    health: list[Health]
+    burst_s: float
+    burst: Counter[str]
+    rss_mb: list[float]
+
+
 async def _storm(
     server: Server, third: dict[str, Any], rng: random.Random, options: argparse.Namespace, tally: Tally, load: Any
-) -> tuple[Faults, list[tuple[float, float, int]], Counter[str]]:
+) -> _Storm:
     """Load and faults; a burst when the load has ended, so that its 1,500 requests are alone with the 20 MB."""
     prompts, expected, number = load
     ours, theirs = multiprocessing.Pipe()
-    watcher = multiprocessing.get_context("spawn").Process(target=watch_health, args=(server.url, theirs), daemon=True)
+    context = multiprocessing.get_context("spawn")
+    watcher = context.Process(target=watch_health, args=(server.url, server.process.pid, theirs), daemon=True)
     watcher.start()
-    faults = Faults(server, third, rng, options.gap)
+    faults = Faults(server, third, rng, options.gap, options.long_gap or 5 * options.gap)
     striking = asyncio.create_task(faults.run())
+    rss_mb: list[float] = []
+    sampling = asyncio.create_task(_sample_memory(server, rss_mb))
     await Load(server.url, prompts, expected, tally, options.seed * 1000 + number).run(options.segment, options.clients)
+    sampling.cancel()
     faults.end()
     await striking
+    burst_s = time.monotonic()
     bursts = await burst(server.url, prompts[0])
     ours.send("stop")
     health = await asyncio.to_thread(ours.recv)
     watcher.join()
     bad = [each for each in bursts if each not in ("200", "503", "413")]
     faults.problems += [f"burst: {bursts[each]} x {each}" for each in bad]
-    return faults, health, bursts
+    return _Storm(faults, health, burst_s, bursts, rss_mb[:: -(-len(rss_mb) // 10)])
+
+
+async def _sample_memory(server: Server, rss_mb: list[float]) -> None:
+    while True:
+        rss_mb.append(server.rss_mb())
+        await asyncio.sleep(1)
 
 
 def _settled(server: Server, free_bytes: float, prompts: list[Prompt], expected: list[Expected]) -> list[str]:
@@ -228,6 +273,12 @@ def _waits(tally: Tally, grace_s: float) -> list[str]:
     return [f"{what} {took:.1f} s, more than {most:g}" for took, most, what in late if took > most + grace_s]
 
 
+def _growth(rss_mb: list[float]) -> list[str]:
+    """Over the second half of a load: what a server allocates once, it has by then."""
+    half, end = rss_mb[(len(rss_mb) - 1) // 2], rss_mb[-1]
+    return [f"memory grew from {half:.0f} to {end:.0f} MB over half of the load"] if end > half + _GROWTH_MB else []
+
+
 # --- the campaign ------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +292,7 @@ def main() -> int:
     parser.add_argument(
         "--gap", type=float, default=0.5, help="seconds between short faults; long ones: five times that"
     )
+    parser.add_argument("--long-gap", type=float, help="seconds between long faults, if not that")
     parser.add_argument("--engines", choices=["vllm", "fake"], default="vllm")
     parser.add_argument("--grace", type=float, default=1.0, help="seconds that a wait may be longer than it should")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no segment after so long")
@@ -274,7 +326,7 @@ def play(options: argparse.Namespace) -> None:
 def _expected(options: argparse.Namespace, file: Path, prompts: list[Prompt]) -> list[Expected]:
     """The answers of an undisturbed server, asked once for a folder."""
     kept = options.folder / "reference.json"
-    plan = {key: getattr(options, key) for key in ("seed", "segment", "engines", "clients", "gap")}
+    plan = {key: getattr(options, key) for key in ("seed", "segment", "engines", "clients", "gap", "long_gap")}
     if not kept.exists():
         server = Server(file, options.engines, log=options.folder / "reference.log")
         try:
@@ -291,44 +343,6 @@ def _expected(options: argparse.Namespace, file: Path, prompts: list[Prompt]) ->
 def done(folder: Path) -> list[dict[str, Any]]:
     path = folder / "segments.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def report(segments: list[dict[str, Any]]) -> str:
-    """Markdown: what was asked, what struck, what came of it."""
-    if not segments:
-        return "no segment was played"
-    sums = {
-        name: sum((Counter(each[name]) for each in segments), Counter()) for name in ("outcomes", "burst", "faults")
-    }
-    rows = [("segments, requests", f"{len(segments)}, {sum(each['requests'] for each in segments)}")]
-    rows += [(name, str(count)) for name, count in sorted(sums["faults"].items())]
-    rows += [(f"ended: {name}", str(count)) for name, count in sums["outcomes"].most_common()]
-    rows += [(f"burst: status {name}", str(count)) for name, count in sums["burst"].most_common()]
-    rows += [
-        ("deaths of engines", f"{sum(each['deaths'] for each in segments):.0f}"),
-        ("lines that logs lost", f"{sum(each['log_lines_lost'] for each in segments):.0f}"),
-        ("longest wait for a first token; longest request", _most(segments, "longest_wait_s", "longest_s")),
-        ("/health, median and 99th percentile of the worst segment", _health(segments)),
-        ("/health other than 200", str(sum(each["health_bad"] for each in segments))),
-        ("memory of the server, first and last, largest growth in a segment (MB)", _growth(segments)),
-        ("what must not happen", str(sum(len(each["problems"]) for each in segments))),
-    ]
-    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    problems = [f"- segment {each['segment']}: {problem}" for each in segments for problem in each["problems"]]
-    return "\n".join([*lines, "", *problems])
-
-
-def _most(segments: list[dict[str, Any]], *names: str) -> str:
-    return "; ".join(f"{max(each[name] for each in segments):.1f} s" for name in names)
-
-
-def _health(segments: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{1000 * max(each['health_s'][part] for each in segments):.0f} ms" for part in (0, 1))
-
-
-def _growth(segments: list[dict[str, Any]]) -> str:
-    first, last = segments[0]["rss_mb"][0], segments[-1]["rss_mb"][1]
-    return f"{first:.0f}, {last:.0f}, {max(end - begin for begin, end in (each['rss_mb'] for each in segments)):.0f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The server under test of the chaos campaign: a file, a process, and what can be seen of it from outside.
 
-With fake engines (``tests/runtime/fake_core.py`` in the place of vLLM: tokens are hashes, a restart takes a second) this module
-is also what that process runs; devices, processes, links, driver and HTTP are the real ones.
+With fake engines (``tests/runtime/leased_core.py`` in the place of vLLM: tokens are hashes of what their KV blocks say, a
+restart takes a second) this module is also what that process runs; devices, memory, processes, links, driver and HTTP are the
+real ones.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ SETTINGS = {
     "runtime.drain_s": "5",
     "runtime.models.tiny-bf16.max_model_len": "512",
     "runtime.models.tiny-fp8.max_model_len": "512",
-    "runtime.region_bytes": str(24 * 2**20),
     "models.0.ttft_slo_s": "8.0",
     "models.1.ttft_slo_s": "8.0",
 }
+REGION_BYTES = {"vllm": 24 * 2**20, "fake": 256 * 2**10}
+"""Less than 32 clients want. Weights are in it: of vLLM's models 20 MiB, of the fake ones a slab each."""
+
 MODELS = ("tiny-bf16", "tiny-fp8")
 
 
@@ -69,7 +72,7 @@ class Server:
         self, file: Path, engines: str, *, full_disk: bool = False, blocked_pipe: bool = False, log: Path
     ) -> None:
         self._region = f"chaos-{os.getpid()}-{time.monotonic_ns() % 10**9}"
-        settings = SETTINGS | {"runtime.region_name": self._region}
+        settings = SETTINGS | {"runtime.region_name": self._region, "runtime.region_bytes": str(REGION_BYTES[engines])}
         settings["runtime.decisions"] = "/dev/full" if full_disk else "/dev/null"
         program = ["-m", "fineserve_runtime", "serve"] if engines == "vllm" else [str(Path(__file__))]
         command = [sys.executable, *program, str(file)]
@@ -115,6 +118,10 @@ class Server:
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         return int(found[1]) / 1024 if found else 0.0
 
+    def waited_s(self) -> float:
+        """For a core, in all: the thread of its event loop, which had something to do."""
+        return waited_s(self.process.pid)
+
     def metric(self, name: str, *labels: str) -> float:
         """The sum over all lines with these labels."""
         lines = self.admin.get("/metrics").text.splitlines()
@@ -141,20 +148,25 @@ class Server:
         return [path.name for path in Path("/dev/shm").glob(f"fineserve-{self._region}*") if path.suffix != ".lock"]
 
 
+def waited_s(pid: int | str = "self") -> float:
+    """How long the main thread of a process has been ready to run without a core, as the kernel counts it."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
+
+
 def serve_fake(arguments: Sequence[str]) -> None:
     """``FILE --set KEY=VALUE ...``"""
     from functools import partial
 
-    from fake_core import FakeCore  # type: ignore[import-not-found]
     from fineserve_runtime.cli.options import pairs
     from fineserve_runtime.config import load_file
     from fineserve_runtime.engines.device import LocalDevice
     from fineserve_runtime.engines.host import start_host
     from fineserve_runtime.serve import run_server
+    from leased_core import LeasedCore  # type: ignore[import-not-found]
     from serverkit import ByteTokenizer  # type: ignore[import-not-found]
 
     file = load_file(Path(arguments[0]), pairs(list(arguments[2::2])))
-    start = partial(start_host, open_device=partial(LocalDevice, build=FakeCore))
+    start = partial(start_host, open_device=partial(LocalDevice, build=LeasedCore))
     run_server(file, None, start=start, tokenizer=lambda folder: ByteTokenizer())
 
 

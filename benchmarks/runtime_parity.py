@@ -47,6 +47,7 @@ from fineserve_sim.latency.measured_steps import load_step_model
 
 REGION_BYTES = 6 * 2**20
 SLAB_BYTES = 64 * 2**10  # a block of 32 tokens of the tiny model
+MEMORY_GIB = 2  # each engine counts half a GiB of CUDA graphs, which are not there
 TOKEN_BUDGET, SEQUENCES = 256, 16
 SLO_S = 0.5
 SYSTEMS = ("fineserve", "static*")
@@ -61,7 +62,7 @@ title: Two tiny models on real engines and in the simulator
 cluster:
   count: 1
   sharing: in_turn  # engines of one process
-  gpu: {{name: cpu, memory_gib: 1, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
+  gpu: {{name: cpu, memory_gib: {memory_gib}, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
          efficiency: roofline-scaled, source: "not used: steps are measured"}}
 engine: {{block_tokens: 32, max_sequences: {sequences}, token_budget: {budget}, context_bytes: 0,
          memory_utilization: {utilization!r}, step_times: {steps}}}
@@ -139,8 +140,16 @@ def write_inputs(folder: Path, rate_per_s: float) -> Path:
     model = tiny_model(TinyModel(seed=1), folder)
     (folder / "model.json").write_text(json.dumps(model.name))
     (folder / "trace.csv").write_text(draw_trace(rate_per_s))
-    text = FILE.format(
+    file = folder / "parity.yaml"
+    file.write_text(experiment(model))
+    return file
+
+
+def experiment(model: Path) -> str:
+    """The text of the file."""
+    return FILE.format(
         model=model.name,
+        memory_gib=MEMORY_GIB,
         sequences=SEQUENCES,
         budget=TOKEN_BUDGET,
         utilization=utilization(model),
@@ -149,17 +158,14 @@ def write_inputs(folder: Path, rate_per_s: float) -> Path:
         systems=", ".join(f'"{name}"' for name in SYSTEMS),
         region_bytes=REGION_BYTES,
     )
-    file = folder / "parity.yaml"
-    file.write_text(text)
-    return file
 
 
 def utilization(model: Path) -> float:
-    """The part of a GiB that two engines use, when their KV memory is the region less one slab."""
+    """The part of the memory that two engines use, when their KV memory is the region less one slab."""
     spec, format_ = model_from_hf_config(model), precision("W16A16")
     fixed = weight_bytes(spec, format_, 1) + activation_bytes(spec, 1, TOKEN_BUDGET, min(SEQUENCES, TOKEN_BUDGET))
     fixed += graph_bytes(spec, 1)
-    return (2 * fixed + REGION_BYTES - SLAB_BYTES + 0.5) / 2**30
+    return (2 * fixed + REGION_BYTES - SLAB_BYTES + 0.5) / (MEMORY_GIB * 2**30)
 
 
 def draw_trace(rate_per_s: float, seconds: float = 40.0) -> str:

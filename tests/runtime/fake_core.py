@@ -27,7 +27,7 @@ class FakeCore:
         self._table = settings.open_table()
         self._id = settings.engine
         self._slab: list[int] = []
-        self.wake()
+        self._take_slab()
 
     def add(self, submission: Submission) -> None:
         if submission.prompt_token_ids[0] == FATAL_TOKEN:
@@ -44,7 +44,10 @@ class FakeCore:
     def has_work(self) -> bool:
         return self._engine.has_work
 
-    starved = False
+    @property
+    def starved(self) -> bool:
+        return False
+
     keeps_prefixes = False
 
     def step(self) -> StepReport | None:
@@ -65,11 +68,14 @@ class FakeCore:
         self._slab = []
 
     def wake(self) -> None:
+        self._take_slab()
+        self._engine.wake()
+
+    def _take_slab(self) -> None:
         with self._table.lock():
             self._slab = self._table.take(self._id, 1) or []
         if not self._slab:
             raise RuntimeError("no slab is free")
-        self._engine.wake()
 
     def close(self) -> None:
         self._table.close()

@@ -180,6 +180,17 @@ def test_who_connects_and_says_nothing_is_let_go() -> None:
         eventually(lambda: here.metric("fineserve:http_refused_total", reason="silent") == 1)
 
 
+def test_a_connection_is_kept_between_requests_for_as_long_as_one_may_be_silent() -> None:
+    with served(limits=HttpLimits(silent_s=0.2)) as here, connected(here) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.settimeout(4)  # uvicorn's own patience is 5
+        assert connection.recv(4096) == b""
+    assert HttpLimits().silent_s > 5, (
+        "clients keep idle connections for 5 s; who is the first to close loses no request"
+    )
+
+
 def test_who_sends_half_a_request_is_closed() -> None:
     limits = HttpLimits(head_s=0.2, body_s=0.2)
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

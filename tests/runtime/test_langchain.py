@@ -38,6 +38,15 @@ def test_a_chat_whole_and_streamed_in_turns_and_at_once() -> None:
         assert (usage["input_tokens"], usage["output_tokens"]) == (len("[user] hi\n"), 12)
 
 
+def test_a_chat_through_responses() -> None:
+    with served() as here:
+        model = chat(here, use_responses_api=True)
+        assert model.invoke("hi").text == answer("[user] hi\n")
+        assert "".join(each.text for each in model.stream("hi")) == answer("[user] hi\n")
+        turns = [("human", "one"), ("ai", "two"), ("human", "three")]
+        assert model.invoke(turns).text == answer("[user] one\n[assistant] two\n[user] three\n")
+
+
 def test_a_stream_that_is_left_frees_its_memory() -> None:
     with served(step_s=0.002) as here:
         stream = chat(here, max_tokens=400).stream("long")

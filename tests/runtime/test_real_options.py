@@ -257,6 +257,35 @@ def test_the_openai_client_streams_a_forced_call(url: str) -> None:
         pytest.fail("no answer ended")
 
 
+def test_responses_have_structured_outputs_and_calls(url: str) -> None:
+    openai = pytest.importorskip("openai")
+    options: dict[str, Any] = {"model": "tiny-fp8", "input": "Where?", "max_output_tokens": 400}
+    schema = TOOLS[0]["function"]["parameters"]
+    wanted = options | {"text": {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}}
+    forced = options | {"tools": [{"type": "function", "name": "weather", "parameters": schema}]}
+    forced |= {"tool_choice": {"type": "function", "name": "weather"}}
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+
+        def ended(**options: Any) -> Any:
+            """An answer that is whole: random weights put endless spaces into some."""
+            for seed in range(12):
+                found = client.responses.create(**options, extra_body={"seed": seed})
+                if options.get("stream"):
+                    events = list(found)
+                    found = events[-1].response
+                    parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+                    assert "".join(parts) == found.output[0].arguments
+                if found.status == "completed":
+                    return found
+            pytest.fail("no answer ended")
+
+        assert json.loads(ended(**wanted).output_text)["place"] in ("Rome", "Oslo")
+        for stream in (False, True):
+            (call,) = ended(**forced, stream=stream).output
+            assert call.name == "weather" and json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+
+
 def test_tools_that_cannot_be_are_400(url: str) -> None:
     messages = [{"role": "user", "content": "Where?"}]
     for model, options, message in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fineserve_runtime.engines.api import Logprobs
@@ -84,18 +84,37 @@ class EventStream:
 
     async def _events(self, first: tuple[int, Piece]) -> AsyncIterator[str]:
         try:
-            for event in self._of_piece(*first):
+            for event in (*self._opening(), *self._of_piece(*first)):
                 yield event
             async for index, piece in self._pieces:
                 for event in self._of_piece(index, piece):
                     yield event
-            if self._ask.include_usage:
-                yield _event(self._head() | {"choices": [], "usage": usage(self._ask, self._tokens)})
+            for event in self._closing():
+                yield event
         except ApiError as problem:
-            yield _event(problem.body)
+            for event in self._failure(problem):
+                yield event
         finally:
             self._give_up()
+        for event in self._last_words():
+            yield event
+
+    # --- what other endpoints tell in another way; each is asked for once, in this order -------------------------------
+
+    def _opening(self) -> Iterator[str]:
+        yield from ()
+
+    def _closing(self) -> Iterator[str]:
+        if self._ask.include_usage:
+            yield _event(self._head() | {"choices": [], "usage": usage(self._ask, self._tokens)})
+
+    def _failure(self, problem: ApiError) -> Iterator[str]:
+        yield _event(problem.body)
+
+    def _last_words(self) -> Iterator[str]:
         yield "data: [DONE]\n\n"
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _of_piece(self, index: int, piece: Piece) -> list[str]:
         self._tokens += piece.tokens

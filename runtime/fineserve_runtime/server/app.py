@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -20,6 +22,7 @@ from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
 from fineserve_runtime.server.doorman import Doorman, answer
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.models import ServedName
+from fineserve_runtime.server.responses import ResponsesRequest, ResponseStream, whole_response
 from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, parse
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.streams import Choice
@@ -29,7 +32,7 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 _UNSERVED = {
     "/v1/embeddings": "the engines here generate text; pooling models are not served",
-    "/v1/responses": "use /v1/chat/completions, which has tools and structured outputs",
+    "/v1/responses/": "nothing is stored; POST /v1/responses answers at once",
     "/v1/load_lora_adapter": "LoRA adapters lie outside the memory that models share; serve the merged model",
     "/v1/unload_lora_adapter": "there are no LoRA adapters here",
     "/v1/audio": "only text is served",
@@ -144,21 +147,44 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        def understand(raw: bytes) -> Ask:
+        def understand(raw: bytes) -> Understood:
             body = parse(CompletionRequest, raw)
             model, limits = _meant(service, request, body)
-            return completion_ask(body, model, request.state.id, limits, service.limits)
+            ask = completion_ask(body, model, request.state.id, limits, service.limits)
+            return Understood(ask, partial(whole, ask), partial(EventStream, ask))
 
         return await _generate(service, request, understand)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        def understand(raw: bytes) -> Ask:
+        def understand(raw: bytes) -> Understood:
             body = parse(ChatRequest, raw)
             model, limits = _meant(service, request, body)
-            return chat_ask(body, model, request.state.id, limits, service.limits)
+            ask = chat_ask(body, model, request.state.id, limits, service.limits)
+            return Understood(ask, partial(whole, ask), partial(EventStream, ask))
 
         return await _generate(service, request, understand)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        def understand(raw: bytes) -> Understood:
+            asked = parse(ResponsesRequest, raw)
+            body = asked.as_chat()
+            model, limits = _meant(service, request, body)
+            ask = replace(
+                chat_ask(body, model, request.state.id, limits, service.limits), id=f"resp_{request.state.id}"
+            )
+            return Understood(ask, partial(whole_response, asked, ask), partial(ResponseStream, asked, ask))
+
+        return await _generate(service, request, understand)
+
+
+class Understood(NamedTuple):
+    """A request, and how its answer is told: at once, or by events."""
+
+    ask: Ask
+    whole: Callable[[Sequence[Choice]], Awaitable[dict[str, Any]]]
+    events: Callable[[Sequence[Choice]], EventStream]
 
 
 def _meant(service: Service, request: Request, body: GenerationRequest) -> tuple[ServedName, Limits]:
@@ -186,31 +212,33 @@ def _seconds(request: Request, header: str) -> float | None:
     return seconds
 
 
-async def _generate(service: Service, request: Request, understand: Callable[[bytes], Ask]) -> Response:
+async def _generate(service: Service, request: Request, understand: Callable[[bytes], Understood]) -> Response:
     """Read, understand and submit on a worker thread; then answer as pieces come."""
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
         stack.enter_context(service.within_limits(request.state.key))
 
-        def submit() -> tuple[Ask, list[Choice]]:
-            ask = understand(request.state.body)
+        def submit() -> tuple[Understood, list[Choice]]:
+            understood = understand(request.state.body)
             trace = request.headers.get("traceparent")
-            return ask, service.choose([order._replace(trace=trace) for order in ask.orders], loop)
+            return understood, service.choose([order._replace(trace=trace) for order in understood.ask.orders], loop)
 
-        ask, choices = await service.work(submit)
+        understood, choices = await service.work(submit)
         del request.state.body  # it may be large, and the answer take a while
         request.state.gate.leave()
-        if not ask.stream:
-            return JSONResponse(await _unless_gone(request, whole(ask, choices)))
-        events = await _unless_gone(request, EventStream(ask, choices).begin())
+        if not understood.ask.stream:
+            return JSONResponse(await _unless_gone(request, understood.whole(choices)))
+        events = await _unless_gone(request, understood.events(choices).begin())
         return StreamingResponse(_during(stack.pop_all(), events), media_type="text/event-stream")
 
 
 async def _during(limits: AbstractContextManager[object], events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events, within the limits of their key until the last."""
+    """The events, within the limits of their key until the last. One a turn of the event loop, whatever the backlog: others
+    get their turns, and a client that is gone is heard before the rest is written to nobody."""
     with limits:
         async for event in events:
             yield event
+            await asyncio.sleep(0)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import sys
@@ -68,6 +69,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             lifespan="off",
             backlog=_TAKEN_AT_ONCE,
+            timeout_keep_alive=math.ceil(service.limits.silent_s),
             timeout_graceful_shutdown=_LAST_WORDS_S,
             ssl_certfile=tls and tls.certificate,
             ssl_keyfile=tls and tls.key,
