@@ -17,7 +17,7 @@ from fineserve_sim.latency import Provenance, StepModel
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 ENGINE_REASONS = {
     "token_budget": "the papers give none; vLLM's own default has ranged from 512 to 8192",
-    "max_sequences": "vLLM's default on smaller GPUs; our figures set 1024, its value for an 80 GB H100",
+    "max_sequences": "vLLM's default until V1 and on smaller GPUs; figures on H100s set 1024, V1's value there",
     "block_tokens": "vLLM's default",
     "memory_utilization": "vLLM's default",
     "context_bytes": "0.5 GiB of CUDA context an engine process",

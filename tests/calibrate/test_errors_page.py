@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
 from fineserve_calibrate.sharing.caps import AUTHORS_FILES, FILE, cap_errors, read_authors_caps, read_caps
 from fineserve_calibrate.validate import error_rows, predict_set, read_set
+from fineserve_calibrate.validate.errors import relative
 
 from docs.generate.errors import cap_table, error_table
 from docs.generate.markdown import cell
@@ -17,6 +20,8 @@ from docs.generate.measure import MAKE_STEP, pairs_of
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
+FIDELITY = " ".join((Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+PRECISIONS = ("W16A16", "W8A8KV8", "W4A16")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the shared/ folder with the measurements is absent")
 QUICK = (
     "fineserve_authors_h100_8b.csv",
@@ -47,3 +52,21 @@ def test_rows_of_engines_that_share_a_gpu(page: list[str]) -> None:
         assert line in page
     for row in pairs_of(DATA):
         assert f"| {' | '.join(map(cell, row.values()))} |" in page
+
+
+@needs_data
+def test_the_profile_at_tp_2_over_all_shares_of_the_sms() -> None:
+    """Each precision within 8 % (TPOT) and 13 % (TTFT), as fidelity.md prints them."""
+    errors: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
+    for one in predict_set(read_set(DATA / "e2e" / AUTHORS_FILES[1], MAKE_STEP), MAKE_STEP):
+        kept = errors.setdefault(one.case.label.precision, {"tpot": [], "ttft": []})
+        kept["tpot"].append(relative(one.tpot_s, one.case.tpot_s))
+        kept["ttft"].append(relative(one.ttft_s, one.case.ttft_s))
+    medians = {
+        name: [100 * float(np.nanmedian(np.abs(np.concatenate(errors[each][name])))) for each in PRECISIONS]
+        for name in ("tpot", "ttft")
+    }
+    assert max(medians["tpot"]) <= 8
+    assert max(medians["ttft"]) <= 13
+    said = {name: "{:.1f}, {:.1f} and {:.1f}".format(*found) for name, found in medians.items()}
+    assert f"the medians at TP 2 are {said['tpot']} % (TPOT) and {said['ttft']} % (TTFT)" in FIDELITY

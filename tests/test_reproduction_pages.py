@@ -1,0 +1,43 @@
+"""The pages of the papers against the ledger that `reproduce` writes: the same verdicts, the same count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+LEDGER = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+PAGES = sorted((DOCS / "reproduction").glob("*.md"))
+VERDICTS = {"reproduced", "direction only", "not reproduced", "not decidable here", "input"}
+
+
+def verdicts(text: str) -> Iterator[tuple[str, str]]:
+    """Claims with their verdicts, a row of a table each; parts of a claim, such as FS-10c/prism*, are left out."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        claim = re.match(r"(?:FS|PR|KS|VT)-[\w.-]+(?![\w.*/-])", cells[0])
+        found = VERDICTS.intersection(cells[1:])
+        if line.startswith("|") and claim and found:
+            yield claim[0], found.pop()
+
+
+KNOWN = dict(verdicts(LEDGER))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_have_the_verdicts_of_the_ledger(page: Path) -> None:
+    found = dict(verdicts(page.read_text(encoding="utf-8")))
+    assert found, "no claim on the page"
+    assert found == {claim: KNOWN.get(claim) for claim in found}
+
+
+def test_the_count_is_that_of_the_ledger_and_the_last_of_the_table() -> None:
+    counted = re.search(r"(\d+) of the (\d+) in the fixed list reproduced", LEDGER)
+    assert counted
+    share = round(100 * int(counted[1]) / int(counted[2]))
+    assert f"So {counted[1]} of {counted[2]} come out ({share} %)" in LEDGER
+    counts = re.findall(r"^\| .* \| (\d+) \|$", LEDGER.partition("### Loads that a rule sets")[0], flags=re.MULTILINE)
+    assert counts[-1] == counted[1]
