@@ -17,6 +17,7 @@ from fineserve_traces import Trace, totals
 from fineserve_sim.cluster.compose.instances import Seat
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
+from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
 from fineserve_sim.policy.placement.fineserve import base_footprint
@@ -58,14 +59,7 @@ def why_whole(scenario: Scenario) -> str | None:
 
 def groups_of(instances: Sequence[Instance]) -> list[tuple[int, ...]]:
     """Engines, by their number, that share GPUs, directly or through others; groups in the order of their first engines."""
-    group_of: dict[int, list[int]] = {}  # by GPU; those of one group have one list
-    for engine, instance in enumerate(instances):
-        members = [engine]
-        for other in {id(group_of[gpu]): group_of[gpu] for gpu in instance.gpus if gpu in group_of}.values():
-            members += other
-        for gpu in (gpu for other in members for gpu in instances[other].gpus):
-            group_of[gpu] = members
-    return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
+    return connected({engine: instance.gpus for engine, instance in enumerate(instances)})
 
 
 def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> list[Component]:

@@ -22,7 +22,6 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import looks_at
 from fineserve_sim.cluster.host import Cluster, Scope
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, ScenarioError, ServedModel
@@ -172,17 +171,16 @@ def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_byt
     memories = [PrivatePools({0: (geometry(served, settings).block_bytes, pool_bytes)}) for _ in gpus]
     kv = CountedBlocks([memory.pool(0) for memory in memories], settings.block_tokens)
     max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
-    clock, outcomes = Clock(), Outcomes()
+    clock = Clock()
     contention = Contention(dict.fromkeys(gpus, LAWS["fluid"]))
     contention.join(0, gpus)
     route = Route(0, 1.0, max_tokens, None)
     controller = Controller({served.id: [route] if max_tokens > 1 else []})
-    cluster = Cluster(clock, controller, contention, outcomes, merging=True, check=False, log=None)
+    cluster = Cluster(clock, controller, contention)
     step = step_model(served, gpu, settings)
     engine = LoneEngine(0, served.id, step, kv, max_tokens, settings, Wakeups(clock), cluster)
     cluster.connect([engine], [PrivateDomain(engine, memories)], [Scope((0,))])
     column = Column(served.id, lambda: (engine,), lambda: 0)
     capacities = tuple(memory.ledger().total_bytes for memory in memories)
     sampler, placement = EngineSampler([column], memories), Placement((Instance(served.id, 0, gpus, 1.0, 0),))
-    step_times = StepTimes(tuple)
-    return Parts(clock, cluster, outcomes, sampler, step_times, capacities, placement, lambda: engine.iterations)
+    return Parts(cluster, sampler, StepTimes(tuple), capacities, placement)
