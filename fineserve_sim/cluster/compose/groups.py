@@ -14,7 +14,7 @@ from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
+from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks, StageBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.lookahead import Lookahead
 from fineserve_sim.cluster.engine.pipeline import PipelineEngine
@@ -126,10 +126,9 @@ class _Builder:
         settings, execution = self._settings, self._execution
         sizes = members[0].sizes
         stages = zip(members, layout, strict=True)
-        counted = CountedBlocks(
+        counted = StageBlocks(
             [PoolShare(member.kv, len(layers) * sizes.block_layer_bytes) for member, layers in stages],
             settings.block_tokens,
-            private=False,
         )
         caches = isinstance(self._memory, PrivatePoolsSpec) and self._memory.prefix_cache
         kv: EngineKV = PrefixBlocks(counted) if caches else counted
