@@ -15,12 +15,12 @@ import numpy as np
 from fineserve_traces import Trace, totals
 
 from fineserve_sim.cluster.compose.instances import Seat
+from fineserve_sim.cluster.compose.memory import charged_bytes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
-from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import ClairvoyantSpec, KvCachedSpec, VTensorSpec
 
 Placed = tuple[Placement, dict[str, ModelDemand]]
@@ -131,7 +131,7 @@ def _component(
         placed=(
             Placement(
                 tuple(
-                    replace(i, model=id, footprint_bytes=_footprint_bytes(i, demands, len(gpus)))
+                    replace(i, model=id, footprint_bytes=charged_bytes(i, demands, len(gpus)))
                     for i, id in zip(instances, ids, strict=True)
                 )
             ),
@@ -146,8 +146,3 @@ def _component(
 
 def _renamed(gpu: Gpu, model_of: Mapping[str, str]) -> Gpu:
     return replace(gpu, sharing=gpu.sharing and gpu.sharing.renamed(model_of))
-
-
-def _footprint_bytes(instance: Instance, demands: dict[str, ModelDemand], gpus: int) -> int:
-    """What the engine is charged in the whole cluster."""
-    return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes

@@ -8,13 +8,14 @@ from functools import partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.instances import factsheet, place, tenants_on
+from fineserve_sim.cluster.compose.instances import factsheet, place
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     engine_kv,
     geometry,
     peak_activation_bytes,
     resident_bytes,
+    tenants_on,
     usable_bytes,
 )
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of

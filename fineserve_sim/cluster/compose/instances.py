@@ -8,11 +8,10 @@ from functools import partial
 
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
-    Tenant,
     build_manager,
     engine_block_tokens,
     engine_kv,
-    tenants_by_gpu,
+    tenants_on,
     usable_bytes,
 )
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
@@ -33,7 +32,6 @@ from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
-from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
@@ -139,15 +137,6 @@ def seats_of(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]
     """The engines of a placement, before they exist."""
     placement, demands = placed
     return _seats(scenario, placement.instances, _managers(scenario, placement.instances, demands))
-
-
-def tenants_on(
-    scenario: Scenario, instances: Sequence[Instance], demands: Mapping[str, ModelDemand]
-) -> dict[int, list[Tenant]]:
-    """By GPU, what each engine needs there; engines are numbered in the order of ``instances``."""
-    served = {model.id: model for model in scenario.models}
-    footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
-    return tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
 
 
 def _managers(
