@@ -23,7 +23,6 @@ from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
 from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults
 from fineserve_sim.cluster.scenario import (
-    Ended,
     EndedRequests,
     RunResult,
     Scenario,
@@ -68,8 +67,7 @@ def simulate_streamed(
 ) -> RunResult:
     """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept: ``ended`` gets columns of
     those that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
-    joined = Joined(scenario.trace, ended)
-    run = prepare(replace(scenario, trace=joined), ended=joined)
+    run = prepare(scenario, joined=Joined(scenario.trace, ended))
     run.parts.step_times.most_notes = MOST_NOTES
     run.parts.sampler.rows.hand_on(sampled)
     cpu_s = _to_the_end(run)
@@ -149,15 +147,16 @@ def _to_the_end(run: Run) -> float:
     return time.process_time() - cpu_s
 
 
-def prepare(scenario: Scenario, placed: Placed | None = None, ended: Callable[[Ended], None] | None = None) -> Run:
-    """A run before its first event; requests that have ended go to ``ended``, or are kept. ScenarioError as ``simulate``."""
+def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | None = None) -> Run:
+    """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
+    ``simulate``."""
     parts = _composed(scenario, placed)
     if wrong := wrong_fault(scenario.faults, scenario.system, parts.serving, len(scenario.gpus)):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
     plan_faults(parts, scenario.faults)
     found = totals(scenario.trace)
     looks = looks_at(found, scenario.trace.models)
-    return _run_of(scenario, parts, int(found.requests.sum()), found.last_s + scenario.drain_s, looks, ended)
+    return _run_of(scenario, parts, int(found.requests.sum()), found.last_s + scenario.drain_s, looks, joined)
 
 
 def _run_of(
@@ -166,18 +165,18 @@ def _run_of(
     requests: int,
     horizon_s: float,
     looks: Looks,
-    ended: Callable[[Ended], None] | None = None,
+    joined: Joined | None = None,
 ) -> Run:
     """What is composed serves so many requests until ``horizon_s`` at the latest."""
     return Run(
-        scenario.trace,
+        joined or scenario.trace,
         requests,
         parts,
         sample_s=scenario.sample_s,
         horizon_s=horizon_s,
         looks=looks,
         caches=caches_prefixes(scenario.system.memory),
-        ended=ended,
+        ended=joined,
         tell=scenario.tell,
     )
 

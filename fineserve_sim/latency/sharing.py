@@ -67,7 +67,7 @@ Law = Callable[[Sequence[Demand]], list[float]]
 
 def fluid(demands: Sequence[Demand]) -> list[float]:
     """Ideal processor sharing: all at the same pace."""
-    pace = max(1.0, sum(need.compute for need in demands), sum(need.bandwidth for need in demands))
+    pace = max(1.0, sum([need.compute for need in demands]), sum([need.bandwidth for need in demands]))
     return [pace] * len(demands)
 
 
@@ -134,15 +134,18 @@ def mps(demands: Sequence[Demand]) -> list[float]:
     Engines with a part of the SMs run at the pace of their cap, and compete for compute as far as the caps exceed the GPU.
     """
     alone = [under_cap(need) for need in demands]
-    overlap = min(1.0, max(0.0, sum(need.sm_share for need in demands if need.works) - 1.0))
+    overlap = min(1.0, max(0.0, sum([need.sm_share for need in demands if need.works]) - 1.0))
     compute = turns([overlap * need.compute / pace for need, pace in zip(demands, alone, strict=True)])
     bandwidth = turns([need.bandwidth / pace for need, pace in zip(demands, alone, strict=True)])
-    return [pace * max(waits) for pace, *waits in zip(alone, compute, bandwidth, strict=True)]
+    waits = zip(alone, compute, bandwidth, strict=True)
+    return [pace * (for_compute if for_compute > for_bytes else for_bytes) for pace, for_compute, for_bytes in waits]
 
 
 def under_cap(need: Demand, saturation: float = MEMORY_SATURATION) -> float:
     """How many times longer the step lasts on its part of the SMs, nobody beside: compute falls with the SMs, memory only below
     ``saturation``, launches and host time stay."""
+    if need.sm_share == 1.0:
+        return 1.0
     return _on_part(need, need.sm_share, min(1.0, need.sm_share / saturation))
 
 

@@ -30,7 +30,7 @@ from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 
 INITIAL_ENTRIES = 512
-SCALAR_STEPS = 24  # below, a loop is faster than numpy's fixed cost
+SCALAR_STEPS = 64  # below, a loop is faster than numpy's fixed cost
 
 
 class _Counts:
@@ -61,6 +61,15 @@ def _sum(costs: dict[str, Cost], what: str) -> Floats:
     first, *others = (getattr(cost, what) for cost in costs.values())
     total: Floats = sum(others, first)
     return total
+
+
+def _ends_of(start_s: float, each_s: Floats, slowdown: float) -> list[float]:
+    """End times of consecutive steps that take ``each_s`` alone."""
+    times = np.empty(len(each_s) + 1)
+    times[0] = start_s
+    np.multiply(each_s, slowdown, out=times[1:])
+    ends: list[float] = times.cumsum()[1:].tolist()  # cumsum adds one by one, in order
+    return ends
 
 
 class StepModel:
@@ -166,8 +175,8 @@ class StepModel:
     ) -> tuple[list[float], list[float]]:
         """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
         if steps > SCALAR_STEPS:
-            ends = self.decode_ends_s(start_s, decodes, decode_context, steps, slowdown)
-            return ends, self.decode_steps_s(decodes, decode_context, steps).tolist()
+            each_s = self.decode_steps_s(decodes, decode_context, steps)
+            return _ends_of(start_s, each_s, slowdown), each_s.tolist()
         self._reserve(decodes, decodes)
         batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
         host_s = self.overhead_s + decodes * self.sequence_s
@@ -190,11 +199,7 @@ class StepModel:
         bits as adding ``step_s(...) * slowdown`` one by one."""
         if steps <= SCALAR_STEPS:
             return self.decode_span_s(start_s, decodes, decode_context, steps, slowdown)[0]
-        times = np.empty(steps + 1)
-        times[0] = start_s
-        np.multiply(self.decode_steps_s(decodes, decode_context, steps), slowdown, out=times[1:])
-        result: list[float] = times.cumsum()[1:].tolist()  # cumsum adds one by one, in order
-        return result
+        return _ends_of(start_s, self.decode_steps_s(decodes, decode_context, steps), slowdown)
 
     def demand(
         self,

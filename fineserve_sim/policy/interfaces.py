@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,15 @@ class PrefixKVManager(KVManager, Protocol):
     def record(self, owner: int, keys: Sequence[int], block_ids: Sequence[int]) -> None:
         """Keep the first ``len(keys)`` blocks of a sequence, all full; to be called before it frees them."""
         ...
+
+
+def takes_time(memory: object) -> TypeGuard[TimedKVManager]:
+    """``isinstance`` of the protocol, which takes Python 3.11 as long as an allocation."""
+    return hasattr(memory, "exposed_s")
+
+
+def keeps_prefixes(memory: object) -> TypeGuard[PrefixKVManager]:
+    return hasattr(memory, "shares_running")
 
 
 class OperatingPoint(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -14,6 +15,7 @@ from tracekit import Chunked
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate, simulate_streamed
 from fineserve_sim.cluster import arrivals as slices
+from fineserve_sim.cluster import outcomes as rows
 from fineserve_sim.cluster.components import why_whole
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Ended, EndedRequests, Timeline
@@ -51,10 +53,10 @@ def test_random_clusters_have_the_same_bits(kind: str, monkeypatch: pytest.Monke
         except ScenarioError:
             continue
         result, ended, samples = streamed(replace(scenario, trace=Chunked(scenario.whole_trace, 1 + seed)))
-        outcomes, trace = in_order(ended)
-        assert outcomes.request.tolist() == list(range(len(scenario.whole_trace)))
+        fates, trace = in_order(ended)
+        assert fates.request.tolist() == list(range(len(scenario.whole_trace)))
         for name in ("first_token_s", "finish_s", "fate", "preemptions", "engine"):
-            one, other = getattr(outcomes, name), getattr(whole, name)
+            one, other = getattr(fates, name), getattr(whole, name)
             assert one.dtype == other.dtype and one.tobytes() == other.tobytes(), name
         for name in TRACE:
             assert trace[name].tobytes() == getattr(scenario.whole_trace, name).tobytes()
@@ -97,6 +99,27 @@ def test_what_streams_in_stays_whole() -> None:
     assert "stream in" in str(why_whole(chunked))
     with pytest.raises(ScenarioError, match="read them first"):
         simulate(chunked)
+
+
+def test_chunks_are_kept_while_their_requests_are_open_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "BATCH", 1)
+    there: list[weakref.ref[np.ndarray]] = []
+
+    class Watched(Chunked):
+        def chunks(self) -> Iterator[Trace]:
+            for chunk in super().chunks():
+                there.append(weakref.ref(chunk.arrival_s))
+                yield chunk
+
+    scenario, most = scenario_of("static", 1), 0
+    trace = trace_of([(2.0 * number, 64, 16, 0) for number in range(200)], scenario.whole_trace.models)
+
+    def ended(_: EndedRequests) -> None:
+        nonlocal most
+        most = max(most, sum(chunk() is not None for chunk in there))
+
+    simulate_streamed(replace(scenario, trace=Watched(trace, 10)), ended, lambda _: None)
+    assert 0 < most <= 3
 
 
 def test_requests_must_come_in_order_and_at_all() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from itertools import count, islice
 
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.policy.interfaces import KVManager, PrefixKVManager, TimedKVManager
+from fineserve_sim.policy.interfaces import KVManager, keeps_prefixes, takes_time
 from fineserve_sim.policy.memory.paged import BlockPool, PoolShare
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 
@@ -267,8 +267,8 @@ class NamedBlocks(EngineKV):
         self._owner = owner
         self._managers = tuple(managers)
         self._only = self._managers[0] if len(self._managers) == 1 else None
-        self._clocks = tuple(manager for manager in managers if isinstance(manager, TimedKVManager))
-        self._caches = tuple(manager for manager in managers if isinstance(manager, PrefixKVManager))
+        self._clocks = tuple(manager for manager in managers if takes_time(manager))
+        self._caches = tuple(manager for manager in managers if keeps_prefixes(manager))
         self.timed = bool(self._clocks)
 
     def free_blocks(self) -> int:

@@ -28,8 +28,10 @@ from fineserve_sim.latency.sharing import IDLE
 MAX_SPAN = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
-SHARED_SPAN = 24
-"""Longest span on a shared GPU: a neighbour will soon change the pace, and the end times must be computed again."""
+SHARED_SPAN = 32
+"""Longest span on a shared GPU after a neighbour changed the pace: it may soon do so again, and the end times must then be
+computed anew. Twice as long for each span that goes undisturbed, up to ``LONGEST_SHARED_SPAN``, whose times are kept."""
+LONGEST_SHARED_SPAN = 256
 
 NEVER = float("inf")
 
@@ -59,6 +61,7 @@ class SpanEngine(Batcher):
         "_lane",
         "_launched_s",
         "_queue",
+        "_reach",
         "_settled",
         "_shares_gpu",
         "_starting",
@@ -89,6 +92,7 @@ class SpanEngine(Batcher):
         self._starting = False
         self.wakeups = wakeups
         self._shares_gpu = shares_gpu
+        self._reach = SHARED_SPAN if shares_gpu else MAX_SPAN  # the longest span now
         self._lane = self.lanes[0]
         self._queue = self._lane.queue
         self._decodes = self._lane.decodes
@@ -153,6 +157,7 @@ class SpanEngine(Batcher):
             behind = self._alone_s[self._settled + 1 : len(self._ends)]
             self._ends[self._settled :] = accumulate([alone_s * slowdown for alone_s in behind], initial=end_s)
             self._schedule_end()
+            self._reach = SHARED_SPAN
         self.slowdown = slowdown
 
     def cut(self) -> None:
@@ -161,6 +166,8 @@ class SpanEngine(Batcher):
             del self._ends[self._settled + 1 :]
             self.promised_blocks = 0
             self._schedule_end()
+            if self._shares_gpu:
+                self._reach = SHARED_SPAN
 
     def pass_boundaries(self, now: float, order: int) -> Sequence[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
@@ -232,6 +239,8 @@ class SpanEngine(Batcher):
 
     def _end_span(self, now: float) -> None:
         """The last iteration of the span ends; all boundaries inside it must be settled."""
+        if len(self._ends) == self._reach < LONGEST_SHARED_SPAN:
+            self._reach *= 2
         self._ends = []
         self.end_s = self.next_boundary_s = NEVER
         if self._host.logs:
@@ -278,7 +287,7 @@ class SpanEngine(Batcher):
         host = self._host
         if not host.merging or self._preempted or host.must_ask(self) or (self.relief and self.relief.held):
             return self._ends_of(now, 1)
-        most = min(self._decodes.steps_to_finish(), SHARED_SPAN if self._shares_gpu else MAX_SPAN)
+        most = min(self._decodes.steps_to_finish(), self._reach)
         ends = self._ends_of(now, most if most == 1 else host.steps_that_fit(self, self._decodes, most))
         ask_again_s = host.ask_again_s(self)
         if ends[-1] > ask_again_s:

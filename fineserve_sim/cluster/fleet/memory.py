@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fineserve_sim.cluster.sharing.memory import GpuMemory
-from fineserve_sim.policy.interfaces import TimedKVManager
+from fineserve_sim.policy.interfaces import takes_time
 from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
 from fineserve_sim.policy.memory.paged import PrivatePools
 
@@ -78,7 +78,7 @@ class FleetMemory:
     def _manager(self, gpu: int, now: float) -> GpuMemory:
         """The memory of a GPU, which knows the time."""
         manager = self.managers[gpu]
-        if isinstance(manager, TimedKVManager):
+        if takes_time(manager):
             manager.advance(now)
         return manager
 

@@ -59,7 +59,8 @@ class Contention:
 
     def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
-        self._demand(engine, need)
+        if not self._demand(engine, need):
+            return []
         self.slowdowns[engine] = self._slowdown(engine)
         changed = []
         for other in self.neighbours[engine]:
@@ -69,12 +70,16 @@ class Contention:
                 changed.append(other)
         return changed
 
-    def _demand(self, engine: int, need: Demand) -> None:
-        sm_share = self._sm_share[engine]
+    def _demand(self, engine: int, need: Demand) -> bool:
+        """Whether any law sees another demand than before."""
+        sm_share, news = self._sm_share[engine], False
         for gpu in self._gpus_of[engine]:
             law, here = self._laws[gpu], self._demands[gpu]
-            here[engine] = law.seen(need, sm_share)
-            self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values())), strict=True))
+            seen = law.seen(need, sm_share)
+            if seen != here.get(engine):
+                here[engine], news = seen, True
+                self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values())), strict=True))
+        return news
 
     def _slowdown(self, engine: int) -> float:
         gpus = self._gpus_of[engine]

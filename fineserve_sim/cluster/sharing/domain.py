@@ -17,7 +17,7 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
 from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
-from fineserve_sim.policy.interfaces import KVMemory, TimedKVManager
+from fineserve_sim.policy.interfaces import KVMemory, takes_time
 
 
 class MemoryDomain:
@@ -83,7 +83,7 @@ class SharedDomain(MemoryDomain):
         super().__init__(engines, memories)
         self._spans = tuple(engines)
         self._kv = {engine.index: engine.kv for engine in engines}
-        self._clocks = tuple(memory for memory in memories if isinstance(memory, TimedKVManager))
+        self._clocks = tuple(memory for memory in memories if takes_time(memory))
 
     def settle(self, now: float, order: int) -> None:
         for clock in self._clocks:
