@@ -255,6 +255,55 @@ def test_nothing_happens_before_unchanged_until(
             assert answer.admitted == answer.dropped == []
 
 
+def starts_of_the_whole_queue(
+    waiting: list[Request], engine_of: dict[int, int], slo_s: tuple[float, ...], now: float, slots: list[int], late: str
+) -> list[int]:
+    """Ids that start where memory is plenty, all that wait planned anew: as Algorithm 2 has it."""
+    jobs = sorted((r.arrival_s + slo_s[engine_of[r.id]], r.arrival_s, r.id, r.prompt_tokens / SPEED) for r in waiting)
+    plan = moore_hodgson([(job[0], job[3]) for job in jobs], now)
+    left = list(slots)
+
+    def started(indices: list[int]) -> list[int]:
+        found = []
+        for id in (jobs[index][2] for index in indices):
+            if left[engine_of[id]]:
+                left[engine_of[id]] -= 1
+                found.append(id)
+        return found
+
+    first = started(plan.on_time)
+    return started(plan.late) if not plan.on_time or (late == "beside_blocked" and not first) else first
+
+
+@given(
+    gaps=st.lists(st.integers(0, 6).map(lambda n: n / 4), min_size=1, max_size=40),
+    prompts=st.lists(st.integers(1, 24).map(lambda n: 256 * n), min_size=40, max_size=40),
+    slots=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=40, max_size=40),
+    late_start=st.sampled_from(["after_all", "beside_blocked"]),
+)
+def test_who_is_late_for_good_need_not_be_planned(
+    gaps: list[float], prompts: list[int], slots: list[tuple[int, int]], late_start: str
+) -> None:
+    """Two engines with limits of 4 and 1 s: what starts is what starts when every call plans all that wait."""
+    facts = {engine: EngineFacts(SPEED, slo_s, 1_000_000) for engine, slo_s in enumerate((4.0, 1.0))}
+    scheduler = MooreHodgson(facts, late_start=late_start)  # type: ignore[arg-type]
+    plenty = IDLE._replace(free_kv_tokens=1_000_000)
+    waiting: dict[int, Request] = {}
+    engine_of: dict[int, int] = {}
+    now = 0.0
+    for id, (gap_s, tokens, free) in enumerate(zip(gaps, prompts, slots, strict=False)):
+        now += gap_s
+        waiting[id], engine_of[id] = Request(id, "m", now, tokens), id % 3 % 2
+        scheduler.add(waiting[id], engine_of[id])
+        asked = now + 0.125
+        found = admitted(scheduler, asked, *(plenty._replace(free_slots=count) for count in free))
+        wanted = [*waiting.values()]
+        assert found == starts_of_the_whole_queue(wanted, engine_of, (4.0, 1.0), asked, list(free), late_start)
+        for started in found:
+            del waiting[started]
+        assert len(scheduler) == len(waiting)
+
+
 def test_unchanged_until_is_when_the_plan_changes() -> None:
     """0 cannot get memory and blocks 1. Together they take 1.5 s of 4; from 2.5 on the longer 0 is put aside."""
     tight = {0: IDLE._replace(free_kv_tokens=900)}

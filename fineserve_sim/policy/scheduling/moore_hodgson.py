@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from heapq import heappush, heapreplace
+from heapq import heappop, heappush, heapreplace, merge
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -102,7 +102,8 @@ class MooreHodgson:
     shortest of its requests, ``schedule`` answers nothing at once (drops wait too). Raises ValueError for unknown
     options, and for facts or fractions out of range.
 
-    A call sorts nothing but walks the whole queue: O(waiting log waiting).
+    Who would be late even if started alone now stays late: such requests are set aside once, and a call walks those that are
+    left, O(left log left).
     """
 
     def __init__(
@@ -130,7 +131,11 @@ class MooreHodgson:
         self._counts_dispatched = clock == "dispatched"
         self._shared_kv = shared_kv
         self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
-        self._queue: list[_Job] = []
+        self._queue: list[_Job] = []  # those that may still be on time, and
+        self._late: list[_Job] = []  # those that cannot, both in the order of deadlines
+        self._last_starts: list[
+            tuple[float, _Job]
+        ] = []  # heap: when each of the queue, and some that left it, must start
         self._jobs: dict[int, _Job] = {}
         self._lengths: dict[int, list[int]] = {
             id: [] for id in engines
@@ -139,7 +144,7 @@ class MooreHodgson:
         self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._refused)
+        return len(self._jobs) + len(self._refused)
 
     def add(self, request: Request, engine: int) -> None:
         """Raises ValueError for an engine outside the scope and for a request that waits already."""
@@ -158,6 +163,7 @@ class MooreHodgson:
         job = _Job(request.arrival_s + facts.slo_s, request.arrival_s, request.id, duration_s, engine, request)
         self._jobs[request.id] = job
         insort(self._queue, job)
+        heappush(self._last_starts, (job.deadline_s - duration_s, job))
         insort(self._lengths[engine], request.prompt_tokens)
 
     def remove(self, request_id: int) -> bool:
@@ -176,9 +182,9 @@ class MooreHodgson:
         self._refused.clear()
         if self._answered == (now, engines) or not self._can_start(engines):
             return Admission(dropped=dropped)
-        if self._drops_late:
-            dropped += [self._take(job) for job in self._hopeless(now)]
         plan = self._plan(now, engines)
+        if self._drops_late:
+            dropped += [self._take(job) for job in [*self._late]]
         admitted = [self._take(job) for job in self._startable(plan, engines)]
         self._answered = (now, dict(engines))
         return Admission(admitted, dropped)
@@ -192,37 +198,42 @@ class MooreHodgson:
         if not self._can_start(engines):
             return math.inf
         plan = self._plan(now, engines)
-        if self._startable(plan, engines):
+        if self._startable(plan, engines) or (self._drops_late and self._late):
             return soon
+        if not self._queue:
+            return math.inf
         change_s = now + plan.slack_s
         if self._drops_late:
             change_s = min([change_s, *(job.deadline_s - job.duration_s for job in self._queue)])
         return max(soon, change_s - 8 * math.ulp(self._queue[-1].deadline_s))
 
     def _plan(self, now: float, engines: Mapping[int, EngineState]) -> Plan:
+        """Of those that may still be on time; the rest is set aside."""
+        while self._last_starts and self._last_starts[0][0] < now:
+            _, job = heappop(self._last_starts)
+            if self._jobs.get(job.id) is job:
+                del self._queue[bisect_left(self._queue, job)]
+                insort(self._late, job)
         start_s = now
         if self._counts_dispatched:
             backlogs_s = [state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items()]
             start_s += sum(backlogs_s)
         return moore_hodgson(map(_deadline_and_duration, self._queue), start_s)
 
-    def _hopeless(self, now: float) -> list[_Job]:
-        return [job for job in self._queue if now + job.duration_s > job.deadline_s]
-
     def _startable(self, plan: Plan, engines: Mapping[int, EngineState]) -> list[_Job]:
         """The requests that their engines can start now, in the order of the plan."""
         room = self._room(engines)
         blocked = self._facts.keys() - engines.keys()
-        started = self._fitting(plan.on_time, room, blocked)
+        started = self._fitting((self._queue[index] for index in plan.on_time), room, blocked)
         if not plan.on_time or (self._late_beside_blocked and not started):
-            started = self._fitting(plan.late, room, blocked)
+            late = merge(self._late, (self._queue[index] for index in plan.late))
+            started = self._fitting(late, room, blocked)
         return started
 
-    def _fitting(self, indices: Sequence[int], room: _Room, blocked: set[int]) -> list[_Job]:
+    def _fitting(self, jobs: Iterable[_Job], room: _Room, blocked: set[int]) -> list[_Job]:
         """Those for whom there is room, which they take. An engine without room for its next request is ``blocked``."""
         started = []
-        for index in indices:
-            job = self._queue[index]
+        for job in jobs:
             if job.engine in blocked:
                 continue
             if room.fits(job.engine, job.request.prompt_tokens):
@@ -255,7 +266,11 @@ class MooreHodgson:
     def _take(self, job: _Job) -> Request:
         """The request of ``job``, which no longer waits."""
         del self._jobs[job.id]
-        del self._queue[bisect_left(self._queue, job)]
+        place = bisect_left(self._queue, job)
+        if place < len(self._queue) and self._queue[place] is job:
+            del self._queue[place]
+        else:
+            del self._late[bisect_left(self._late, job)]
         lengths = self._lengths[job.engine]
         del lengths[bisect_left(lengths, job.request.prompt_tokens)]
         return job.request
