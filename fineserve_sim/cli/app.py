@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fineserve_sim import __version__
 from fineserve_sim.build import build
-from fineserve_sim.cli import catalog, experiments, explain, report, reproduce, size, traces
+from fineserve_sim.cli import catalog, compare, explain, report, reproduce, results, run, size, traces
 from fineserve_sim.cli.program import program
 
 app = program(
@@ -15,7 +15,9 @@ app = program(
 )
 app.add_typer(traces.app, name="traces")
 for register in (
-    experiments.register,
+    run.register,
+    compare.register,
+    results.register,
     explain.register,
     report.register,
     reproduce.register,

@@ -17,6 +17,25 @@ from fineserve_sim.cli.console import (
     progress_bar,
 )
 
+PaperOption = Annotated[str | None, typer.Option(help="Only the claims of this paper.", show_default=False)]
+ClaimsOption = Annotated[
+    list[str] | None,
+    typer.Option("--claims", metavar="ID", help="Only these, with commas; may be repeated.", show_default=False),
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Use the short version of every experiment.")]
+JsonFileOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON.", show_default=False)
+]
+MarkdownOption = Annotated[
+    Path | None,
+    typer.Option("--markdown", metavar="FILE", help="Put the ledger into a Markdown file.", show_default=False),
+]
+ClaimsFileOption = Annotated[
+    Path | None,
+    typer.Option("--claims-file", metavar="FILE", help="Take targets from this ledger.", show_default=False),
+]
+ExperimentsOption = Annotated[Path, typer.Option(metavar="DIR", help="Folder of experiment files.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
@@ -31,26 +50,15 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     *,
-    paper: Annotated[str | None, typer.Option(help="Only the claims of this paper.", show_default=False)] = None,
-    claims: Annotated[
-        list[str] | None,
-        typer.Option("--claims", metavar="ID", help="Only these, with commas; may be repeated.", show_default=False),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Use the short version of every experiment.")] = False,
+    paper: PaperOption = None,
+    claims: ClaimsOption = None,
+    quick: QuickOption = False,
     jobs: JobsOption = None,
     executor: ExecutorOption = "local",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON.", show_default=False)
-    ] = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option("--markdown", metavar="FILE", help="Put the ledger into a Markdown file.", show_default=False),
-    ] = None,
-    claims_file: Annotated[
-        Path | None,
-        typer.Option("--claims-file", metavar="FILE", help="Take targets from this ledger.", show_default=False),
-    ] = None,
-    experiments: Annotated[Path, typer.Option(metavar="DIR", help="Folder of experiment files.")] = Path("experiments"),
+    json_file: JsonFileOption = None,
+    markdown: MarkdownOption = None,
+    claims_file: ClaimsFileOption = None,
+    experiments: ExperimentsOption = Path("experiments"),
     out: OutOption = None,
 ) -> None:
     """Run what the papers' claims need and give each a verdict.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -30,7 +30,6 @@ from fineserve_sim.cli.limits import (
     TpotOption,
     TtftOption,
     model_of,
-    shares_of,
     slo_scale_of,
     tell_probe,
 )
@@ -45,7 +44,57 @@ SYSTEMS = ("fineserve", "prism*", "prism", "muxserve++", "dedicated")
 SEEDS = 3
 """Deals of a trace's requests to models that share them; a trace that names its models has no randomness."""
 
+MOST_GPUS = 16
+"""Tried at most for a trace where no number is given."""
+
 Pairs = list[tuple[str, str]]
+Place = dict[str, float | str]
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE|FILE|DIR", help="Trace, experiment in YAML, or results folder.", show_default=False),
+]
+GoalsOption = Annotated[
+    list[str],
+    typer.Option("--target", metavar="MOMENT:SHARE", help="ttft:0.95, tpot:0.95, e2e:0.9 or all:0.95, with commas."),
+]
+OverOption = Annotated[str, typer.Option(metavar="AXIS", help="gpus, rate or slo_scale.")]
+AtOption = Annotated[
+    list[str] | None,
+    typer.Option("--at", metavar="AXIS=VALUE", help="Value of another axis; may be repeated.", show_default=False),
+]
+GpuTypesOption = Annotated[
+    list[str] | None,
+    typer.Option("--gpu", help="GPU type to try; repeat for each.", show_default=False, autocompletion=complete_gpu),
+]
+DegreesOption = Annotated[
+    list[int] | None,
+    typer.Option("--tp", min=1, help="TP degree to try for every model; repeat for each.", show_default=False),
+]
+MostGpusOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="GPUs to try at most; 16, or twice the file's.", show_default=False),
+]
+PrecisionOption = Annotated[float, typer.Option(min=0.001, max=1.0, help="Relative, of a rate or SLO scale.")]
+PricesOption = Annotated[
+    list[str] | None,
+    typer.Option("--price", metavar="[GPU=]USD", help="Dollars a GPU-hour; repeat for each.", show_default=False),
+]
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", "-m", metavar="NAME=MODEL:PRECISION:TP", help="Of a trace: as for compare.", show_default=False
+    ),
+]
+SystemsOption = Annotated[
+    list[str] | None,
+    typer.Option("--system", "-s", help="Repeat for each.", show_default=False, autocompletion=complete_system),
+]
+RateScaleOption = Annotated[
+    float | None, typer.Option(min=1e-6, help="Of a trace: replay so many times as fast.", show_default=False)
+]
+SeedsOption = Annotated[int | None, typer.Option(min=1, help="Seeds a probe.", show_default=False)]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Use the file's short version.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -63,64 +112,27 @@ def register(app: typer.Typer) -> None:
 
 
 def size(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE|FILE|DIR", help="Trace, experiment in YAML, or results folder.", show_default=False
-        ),
-    ],
+    source: SourceArgument,
     *,
-    targets: Annotated[
-        list[str],
-        typer.Option(
-            "--target", metavar="MOMENT:SHARE", help="ttft:0.95, tpot:0.95, e2e:0.9 or all:0.95, with commas."
-        ),
-    ],
-    over: Annotated[str, typer.Option(metavar="AXIS", help="gpus, rate or slo_scale.")] = "gpus",
-    at: Annotated[
-        list[str] | None,
-        typer.Option("--at", metavar="AXIS=VALUE", help="Value of another axis; may be repeated.", show_default=False),
-    ] = None,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gpu", help="GPU type to try; repeat for each.", show_default=False, autocompletion=complete_gpu
-        ),
-    ] = None,
-    degrees: Annotated[
-        list[int] | None,
-        typer.Option("--tp", min=1, help="TP degree to try for every model; repeat for each.", show_default=False),
-    ] = None,
-    most_gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="GPUs to try at most; 16, or twice the file's.", show_default=False),
-    ] = None,
-    precision: Annotated[float, typer.Option(min=0.001, max=1.0, help="Relative, of a rate or SLO scale.")] = 0.05,
-    prices: Annotated[
-        list[str] | None,
-        typer.Option("--price", metavar="[GPU=]USD", help="Dollars a GPU-hour; repeat for each.", show_default=False),
-    ] = None,
+    targets: GoalsOption,
+    over: OverOption = "gpus",
+    at: AtOption = None,
+    gpus: GpuTypesOption = None,
+    degrees: DegreesOption = None,
+    most_gpus: MostGpusOption = None,
+    precision: PrecisionOption = 0.05,
+    prices: PricesOption = None,
     ttft_slo: TtftOption = None,
     tpot_slo: TpotOption = None,
     e2e_slo: E2eOption = None,
     slo_scale: SloScaleOption = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", "-m", metavar="NAME=MODEL:PRECISION:TP", help="Of a trace: as for compare.", show_default=False
-        ),
-    ] = None,
-    systems: Annotated[
-        list[str] | None,
-        typer.Option("--system", "-s", help="Repeat for each.", show_default=False, autocompletion=complete_system),
-    ] = None,
-    rate_scale: Annotated[
-        float | None, typer.Option(min=1e-6, help="Of a trace: replay so many times as fast.", show_default=False)
-    ] = None,
+    models: ModelsOption = None,
+    systems: SystemsOption = None,
+    rate_scale: RateScaleOption = None,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds a probe.", show_default=False)] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Use the file's short version.")] = False,
+    seeds: SeedsOption = None,
+    quick: QuickOption = False,
     out: OutOption = None,
     jobs: JobsOption = None,
     executor: ExecutorOption = "local",
@@ -133,6 +145,7 @@ def size(
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
     folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
+    limits, load = _Limits(ttft_slo, tpot_slo, e2e_slo, slo_scale), _Load(models, requests, spread, rate_scale)
     with interruptible(), unused_folder_goes(folder):
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
@@ -140,27 +153,53 @@ def size(
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
-        place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
-        limits = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
-        of_trace = {"--model": models, "--requests": requests, "--spread": spread, "--rate-scale": rate_scale}
-        overrides: Pairs = []
-        path = _file(source)
-        if path is None:
-            scale = slo_scale_of(slo_scale, ttft_slo)
-            shares_of(targets, tpot_slo, e2e_slo)  # a target has its limit
-            told = {"count": most_gpus or 16, "requests": requests, "slo_scale": scale, **limits}
-            deals = seeds or (SEEDS if spread else 1)
-            path = _question(source, folder, models or [], systems or SYSTEMS, spread, deals, told)
-            place |= {} if rate_scale is None else {"rate_scale": rate_scale}
-            most_gpus = most_gpus or 16
-        else:
-            _refuse(of_trace, path)
-            overrides = _overrides(limits, slo_scale, systems, seeds)
+        path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
         with executor_of(executor, jobs) as where:
             with progress_bar() as advance:
                 prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
-                found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
+                found = list(size_all(prober, tried, axis, most_gpus=most, precision=precision))
             _report(found, axis, prober, folder, as_json)
+
+
+class _Limits(NamedTuple):
+    """Limits in seconds, or the scale of derived ones."""
+
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    e2e_slo_s: float | None
+    slo_scale: float | None
+
+
+class _Load(NamedTuple):
+    """Models and load: options of a trace alone."""
+
+    models: Sequence[str] | None
+    requests: int | None
+    spread: bool
+    rate_scale: float | None
+
+
+def _asked(
+    source: Path,
+    folder: Path,
+    load: _Load,
+    limits: _Limits,
+    systems: Sequence[str] | None,
+    seeds: int | None,
+    at: Sequence[str],
+    most_gpus: int | None,
+) -> tuple[Path, Pairs, Place, int | None]:
+    """The experiment file that is asked about, what is replaced in it, the values of its other axes, and how many GPUs are
+    tried at most (None: as the file has it)."""
+    place: Place = {name: _value(text) for name, text in (axis_and_value(each) for each in at)}
+    path = _file(source)
+    if path is not None:
+        _refuse(load, path)
+        return path, _overrides(limits, systems, seeds), place, most_gpus
+    most = most_gpus or MOST_GPUS
+    question = _question(source, folder, load, limits, systems or SYSTEMS, seeds, most)
+    place |= {} if load.rate_scale is None else {"rate_scale": load.rate_scale}
+    return question, [], place, most
 
 
 def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, as_json: bool) -> None:
@@ -223,47 +262,49 @@ def _file(source: Path) -> Path | None:
 def _question(
     trace: Path,
     folder: Path,
-    models: Sequence[str],
+    load: _Load,
+    limits: _Limits,
     systems: Sequence[str],
-    spread: bool,
-    seeds: int,
-    told: Mapping[str, Any],
+    seeds: int | None,
+    most_gpus: int,
 ) -> Path:
     """The experiment file of a trace, written into the folder, so that the search can be repeated."""
     from fineserve_sim.experiment import experiment_for_trace
     from fineserve_sim.experiment.results.resolved import write_resolved
     from fineserve_sim.experiment.run.files import prepare
 
-    if not models:
+    told = limits._asdict() | {"slo_scale": slo_scale_of(limits.slo_scale, limits.ttft_slo_s)}
+    if not load.models:
         raise ValueError(f"{trace}: a trace needs --model, once for each of its models, such as A=llama-3.1-8b:fp8")
-    parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
-    experiment = experiment_for_trace(trace, systems, parsed, seeds=seeds, **told)
+    parsed = [model_of(text) | ({"share": 1.0} if load.spread else {}) for text in load.models]
+    deals = seeds or (SEEDS if load.spread else 1)
+    experiment = experiment_for_trace(
+        trace, systems, parsed, seeds=deals, count=most_gpus, requests=load.requests, **told
+    )
     prepare(folder)
     write_resolved(experiment, folder / "question.yaml")
     return folder / "question.yaml"
 
 
-def _refuse(options: Mapping[str, object], path: Path) -> None:
+def _refuse(load: _Load, path: Path) -> None:
     """Raises ValueError for an option that means something for traces alone."""
-    for name, value in options.items():
+    for name, value in zip(("--model", "--requests", "--spread", "--rate-scale"), load, strict=True):
         if value:
             raise ValueError(f"{name}: for a trace alone; {path} has models and load of its own")
 
 
-def _overrides(
-    limits: Mapping[str, float | None], slo_scale: float | None, systems: Sequence[str] | None, seeds: int | None
-) -> Pairs:
+def _overrides(limits: _Limits, systems: Sequence[str] | None, seeds: int | None) -> Pairs:
     """What the options replace in an experiment file."""
     import json
 
-    if slo_scale is not None:
+    if limits.slo_scale is not None:
         raise ValueError("--slo-scale: for a trace alone; give --at slo_scale=VALUE")
     pairs: Pairs = []
-    for name, key in (("ttft_slo_s", "ttft"), ("tpot_slo_s", "tpot")):
-        if limits[name] is not None:
-            pairs += [(f"slo.{key}_s", str(limits[name])), (f"slo.{key}", "null")]
-    if limits["e2e_slo_s"] is not None:
-        pairs.append(("slo.e2e_s", str(limits["e2e_slo_s"])))
+    for key, limit_s in (("ttft", limits.ttft_slo_s), ("tpot", limits.tpot_slo_s)):
+        if limit_s is not None:
+            pairs += [(f"slo.{key}_s", str(limit_s)), (f"slo.{key}", "null")]
+    if limits.e2e_slo_s is not None:
+        pairs.append(("slo.e2e_s", str(limits.e2e_slo_s)))
     pairs += [("systems", json.dumps(list(systems)))] if systems else []
     return [*pairs, *([("seeds", str(seeds))] if seeds else [])]
 

@@ -15,11 +15,12 @@ import numpy as np
 from fineserve_traces import Trace, totals
 
 from fineserve_sim.cluster.compose.instances import Seat
+from fineserve_sim.cluster.compose.memory import charged_bytes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
+from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
-from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import ClairvoyantSpec, KvCachedSpec, VTensorSpec
 
 Placed = tuple[Placement, dict[str, ModelDemand]]
@@ -58,14 +59,7 @@ def why_whole(scenario: Scenario) -> str | None:
 
 def groups_of(instances: Sequence[Instance]) -> list[tuple[int, ...]]:
     """Engines, by their number, that share GPUs, directly or through others; groups in the order of their first engines."""
-    group_of: dict[int, list[int]] = {}  # by GPU; those of one group have one list
-    for engine, instance in enumerate(instances):
-        members = [engine]
-        for other in {id(group_of[gpu]): group_of[gpu] for gpu in instance.gpus if gpu in group_of}.values():
-            members += other
-        for gpu in (gpu for other in members for gpu in instances[other].gpus):
-            group_of[gpu] = members
-    return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
+    return connected({engine: instance.gpus for engine, instance in enumerate(instances)})
 
 
 def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> list[Component]:
@@ -137,7 +131,7 @@ def _component(
         placed=(
             Placement(
                 tuple(
-                    replace(i, model=id, footprint_bytes=_footprint_bytes(i, demands, len(gpus)))
+                    replace(i, model=id, footprint_bytes=charged_bytes(i, demands, len(gpus)))
                     for i, id in zip(instances, ids, strict=True)
                 )
             ),
@@ -152,8 +146,3 @@ def _component(
 
 def _renamed(gpu: Gpu, model_of: Mapping[str, str]) -> Gpu:
     return replace(gpu, sharing=gpu.sharing and gpu.sharing.renamed(model_of))
-
-
-def _footprint_bytes(instance: Instance, demands: dict[str, ModelDemand], gpus: int) -> int:
-    """What the engine is charged in the whole cluster."""
-    return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes

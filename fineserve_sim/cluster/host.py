@@ -15,10 +15,10 @@ from typing import Any
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.protocols import Fleet
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState
 from fineserve_sim.cluster.engine.spans import NEVER
+from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes
@@ -53,11 +53,10 @@ class Cluster:
         clock: Clock,
         controller: Controller,
         contention: Contention,
-        outcomes: Outcomes,
         *,
-        merging: bool,
-        check: bool,
-        log: Log | None,
+        merging: bool = True,
+        check: bool = False,
+        log: Log | None = None,
     ) -> None:
         self.engines: dict[int, Engine] = {}
         self.active: set[int] = set()  # engines that got a request and did not rest since
@@ -65,9 +64,9 @@ class Cluster:
         self.merging = merging
         self.clock = clock
         self.controller = controller
-        self.outcomes = outcomes
+        self.outcomes = Outcomes()
         self.contention = contention
-        self.fleet: Fleet[Engine] | None = None
+        self.fleet = Fleet()
         self.changed = False  # engines came or went, and nothing was formed anew yet
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
@@ -85,6 +84,7 @@ class Cluster:
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
         self._sequences: dict[int, SequenceState] = {}
+        self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
         """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
@@ -100,6 +100,7 @@ class Cluster:
         scope.engines = tuple(other for other in scope.engines if other != engine.index)
         domain = self._domain_of.pop(engine.index)
         del self.engines[engine.index]
+        self._iterations_gone += engine.iterations
         self.active.discard(engine.index)
         left = [other for other in domain.engines if other is not engine]
         if not left:
@@ -110,6 +111,10 @@ class Cluster:
         """The engines of its domain that are still there; none before it is connected."""
         domain = self._domain_of.get(engine.index)
         return [other for other in domain.engines if other.index in self.engines] if domain else []
+
+    def iterations(self) -> int:
+        """Of all engines that ever were."""
+        return self._iterations_gone + sum(engine.iterations for engine in self.engines.values())
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -145,8 +150,7 @@ class Cluster:
         self.outcomes.first_token(sequence.index, now)
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
-        if self.fleet is not None:  # it may have moved
-            self.outcomes.engine[sequence.index] = engine.column
+        self.outcomes.engine[sequence.index] = engine.column  # it may have moved
         self.outcomes.end(sequence.index, now, Fate.FINISHED)
 
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
@@ -269,8 +273,7 @@ class Cluster:
         domain.check()
         for engine in domain.engines:
             engine.check()
-        if self.fleet is not None:
-            self.fleet.check()
+        self.fleet.check()
 
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None:
         """A batch or a span has ended, which began then: write it down."""
@@ -294,7 +297,7 @@ class Cluster:
         if any(other.busy or other.starting for other in domain.engines):
             return
         holders = [other for other in domain.engines if other.partial_prefills()]
-        if not holders and self.fleet is None:
+        if not holders and not self.fleet.lends:
             raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
         if not holders or (engine.reserved_blocks and len(engine.partial_prefills()) < 2):
             return  # memory went to weights, or to a request that is on its way: it comes back
@@ -306,15 +309,12 @@ class Cluster:
     def rested(self, engine: Engine, now: float) -> None:
         """The engine has nothing more to do."""
         self.active.discard(engine.index)
-        if self.fleet is not None:
-            self.fleet.rested(engine, now)
+        self.fleet.rested(engine, now)
 
     def stopped(self, engine: Engine, now: float) -> None:
-        assert self.fleet is not None
         self.fleet.stopped(engine, now)
 
     def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
-        assert self.fleet is not None
         self.fleet.leaves(engine, lane, sequence, now)
 
     def _cut_others(self, scope: Scope, engine: Engine, now: float) -> None:
@@ -363,7 +363,7 @@ class Cluster:
             self._asking = asking
             self.actions[type(command)](command, now)
         self._depth -= 1
-        if self.changed and not self._depth and self.fleet is not None:
+        if self.changed and not self._depth:
             self.changed = False
             self.fleet.reform(now)
 

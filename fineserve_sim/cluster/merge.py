@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 
 from fineserve_sim.cluster.components import Component
 from fineserve_sim.cluster.gpu_use import fractions
+from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
 from fineserve_sim.cluster.scenario import GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.step_times import Note, shares_of
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import Placement
-
-MOMENTS = ("first_token_s", "finish_s")
-PER_REQUEST = (*MOMENTS, "fate", "preemptions", "engine")
 
 
 class Piece(NamedTuple):
@@ -33,8 +31,7 @@ def merged(
     scenario: Scenario, placement: Placement, steps: Mapping[int, StepModel], pieces: Iterable[tuple[Component, Piece]]
 ) -> RunResult:
     """The result of ``scenario`` from the pieces of its components. ``steps`` are the engines' step times."""
-    requests = len(scenario.whole_trace)
-    whole = {name: np.full(requests, np.nan if name in MOMENTS else 0) for name in PER_REQUEST}
+    whole = WholeTrace(len(scenario.whole_trace))
     capacity_of: dict[int, int] = {}
     notes: list[Note] = []
     parts: list[tuple[Component, Timeline]] = []
@@ -42,10 +39,10 @@ def merged(
     iterations = events = 0
     uses: dict[int, GpuUse] = {}
     for component, (result, own_notes, own_uses) in pieces:
-        for name in PER_REQUEST:
-            whole[name][component.requests] = getattr(result, name)
+        for name, column in whole.columns().items():
+            column[component.requests] = getattr(result, name)
         engines = np.array([*component.engines, -1])  # -1 stays -1
-        whole["engine"][component.requests] = engines[result.engine]
+        whole.engine[component.requests] = engines[result.engine]
         notes += [(sample, component.engines[engine], batch) for sample, engine, batch in own_notes]
         capacity_of |= dict(zip(_gpus(component), result.kv_capacity_bytes, strict=True))
         uses |= own_uses
@@ -57,11 +54,7 @@ def merged(
     timeline = _timeline(parts, placement, sorted(capacity_of))
     looks = int(np.count_nonzero(timeline.time_s <= scenario.whole_trace.arrival_s[-1]))
     return RunResult(
-        first_token_s=whole["first_token_s"],
-        finish_s=whole["finish_s"],
-        fate=whole["fate"].astype(np.int8),
-        preemptions=whole["preemptions"].astype(np.int64),
-        engine=whole["engine"].astype(np.int32),
+        **whole.columns(),
         placement=placement,
         kv_capacity_bytes=tuple(capacity_of[gpu] for gpu in sorted(capacity_of)),
         timeline=timeline,

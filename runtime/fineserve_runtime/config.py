@@ -31,7 +31,8 @@ from fineserve_sim.experiment.file.document import Document, parse_value, read_y
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.file.messages import as_config_error
 from fineserve_sim.experiment.file.plan import Experiment, build
-from fineserve_sim.experiment.file.schema import Count, Positive, Strict
+from fineserve_sim.experiment.file.schema import Strict
+from fineserve_sim.experiment.file.values import Count, Positive
 
 _CPU_BLOCK_TOKENS = 32
 

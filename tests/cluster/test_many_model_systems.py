@@ -9,7 +9,7 @@ from fineserve_traces import Trace
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose.instances import place
-from fineserve_sim.cluster.compose.memory import build_manager, tenants_by_gpu, usable_bytes
+from fineserve_sim.cluster.compose.memory import build_manager, tenants_on, usable_bytes
 from fineserve_sim.cluster.compose.policies import build_activation_cost, build_placement, build_residency
 from fineserve_sim.policy.fleet.activation_cost import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
 from fineserve_sim.policy.fleet.prism import PrismResidency
@@ -116,7 +116,7 @@ def test_a_static_partition_follows_demand() -> None:
     scene = scenario("s-partition")
     served = {one.id: one for one in scene.models}
     instances = [Instance(id, 0, (0,), served[id].rate_per_s, 1) for id in ("calm", "rare")]
-    tenants = tenants_by_gpu(instances, served, {}, scene.engine, scene.system.memory)[0]
+    tenants = tenants_on(scene, instances, {})[0]
     usable = usable_bytes(scene.gpus[0], scene.engine)
     manager = build_manager(scene.system.memory, usable, tenants)
     calm, rare = (manager.capacity_blocks(tenant.engine) for tenant in tenants)

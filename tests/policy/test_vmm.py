@@ -134,15 +134,6 @@ def test_a_lowered_limit_bounds_new_pages_at_once_and_takes_none_away() -> None:
     manager.check()
 
 
-def test_an_engine_has_a_limit_of_its_own() -> None:
-    manager = KvCachedManager(8, {0: VirtualKV(1, 1), 1: VirtualKV(1, 1)}, page_bytes=2, min_reserved=1, max_reserved=1)
-    manager.set_owner_limit(0, 4)
-    assert manager.capacity_blocks(0) == manager.free_blocks(0) == 4 and manager.free_blocks(1) == 8
-    take(manager, 0, 4)
-    assert manager.alloc(0, 1) is None and manager.free_blocks(1) == 4
-    manager.check()
-
-
 def test_blocks_that_straddle_pages_are_nobodys() -> None:
     """QoQ's block with its parameters is 8,704 bytes a tensor: 240 of them lie wholly in the first page of 2 MiB."""
     manager = KvCachedManager(4 * 64 * 2 * MIB, {0: VirtualKV(64, 8704)})
@@ -166,8 +157,6 @@ def test_refusals() -> None:
         manager.free(0, [3])
     with pytest.raises(ValueError, match="a limit of -5 bytes"):
         manager.set_limit(-5)
-    with pytest.raises(ValueError, match="a limit of -5 bytes for owner 0"):
-        manager.set_owner_limit(0, -5)
 
 
 # -- any sequence of calls

@@ -19,7 +19,6 @@ from fineserve_sim.cluster.compose.memory import engine_kv
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.run import ARRIVAL
 from fineserve_sim.cluster.scenario import EngineSettings
@@ -96,10 +95,11 @@ class EngineRun:
         n = len(requests.prompt_tokens)
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
-        self._clock, self._outcomes, self._ended = Clock(), Outcomes(), WholeTrace(n)
-        self._outcomes.begin(n, self._ended)
+        self._clock, self._ended = Clock(), WholeTrace(n)
         memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
-        self._cluster = _connect(instances, settings, self._clock, self._outcomes, memory, law, caches=caches)
+        self._cluster = _connect(instances, settings, self._clock, memory, law, caches=caches)
+        self._outcomes = self._cluster.outcomes
+        self._outcomes.begin(n, self._ended)
         self._prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
@@ -145,7 +145,6 @@ def _connect(
     instances: Sequence[Instance],
     settings: EngineSettings,
     clock: Clock,
-    outcomes: Outcomes,
     memory: MakeMemory,
     law: SharingLaw,
     *,
@@ -166,7 +165,7 @@ def _connect(
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, FcfsScheduler()))
     scopes = [Scope((index,)) for index in range(len(instances))]
-    cluster = Cluster(clock, Controller(routes), contention, outcomes, merging=True, check=False, log=None)
+    cluster = Cluster(clock, Controller(routes), contention)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
     engines = [
         SpanEngine(

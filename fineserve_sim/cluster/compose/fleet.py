@@ -8,16 +8,17 @@ from functools import partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.instances import place, tenants_on
+from fineserve_sim.cluster.compose.instances import factsheet, place
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     engine_kv,
     geometry,
     peak_activation_bytes,
     resident_bytes,
+    tenants_on,
     usable_bytes,
 )
-from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import (
     EngineFactsheet,
     build_activation_cost,
@@ -37,7 +38,6 @@ from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.memory import GpuMemory
@@ -55,17 +55,8 @@ def compose_fleet(scenario: Scenario) -> Parts:
     """Models that the placement finds no room for stay in host memory. Raises ScenarioError as ``compose`` does."""
     placement, demands = place(scenario)
     parts = _Builder(scenario, placement, demands)
-    outcomes = Outcomes()
     controller = parts.controller(placement.instances)
-    cluster = Cluster(
-        parts.clock,
-        controller,
-        contention_of(scenario),
-        outcomes,
-        merging=not scenario.exact_steps and scenario.engine.contention == "composition",
-        check=scenario.check,
-        log=scenario.log,
-    )
+    cluster = cluster_of(scenario, parts.clock, controller, contention_of(scenario))
     fleet = ModelFleet(
         cluster,
         controller,
@@ -78,17 +69,7 @@ def compose_fleet(scenario: Scenario) -> Parts:
     managers = tuple(parts.memory.managers[gpu] for gpu in sorted(parts.memory.managers))
     columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in parts.served]
     usable = tuple(slot.memory_bytes for slot in parts.slots)
-    return Parts(
-        parts.clock,
-        cluster,
-        outcomes,
-        EngineSampler(columns, managers),
-        StepTimes(cluster.engines.values),
-        usable,
-        placement,
-        fleet.iterations,
-        fleet,
-    )
+    return Parts(cluster, EngineSampler(columns, managers), StepTimes(cluster.engines.values), usable, placement)
 
 
 class _Builder:
@@ -169,18 +150,9 @@ class _Builder:
         return build_schedulers(self._scenario.system.scheduler, [self._factsheet(binding) for binding in bindings])
 
     def _factsheet(self, binding: EngineBinding) -> EngineFactsheet:
-        step, settings = self._step(binding.model, binding.gpus[0]), self._scenario.engine
-        return EngineFactsheet(
-            engine=binding.engine,
-            gpu=binding.gpus[0],
-            slo_s=self.served[binding.model].ttft_slo_s,
-            prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, settings.token_budget),
-            prefill_tokens_per_s=settings.token_budget
-            / step.prefill_s(settings.token_budget, 0, settings.token_budget),
-            kv_capacity_tokens=binding.kv_tokens,
-            block_tokens=settings.block_tokens,
-            shares_memory=isinstance(self._scenario.system.memory, KvCachedSpec),
-        )
+        scenario, served, gpu = self._scenario, self.served[binding.model], binding.gpus[0]
+        step, block_tokens = self._step(binding.model, gpu), scenario.engine.block_tokens
+        return factsheet(scenario, binding.engine, gpu, served, step, binding.kv_tokens, block_tokens)
 
 
 def _engine_bytes(

@@ -10,7 +10,7 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes, usable_bytes
-from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine
@@ -24,7 +24,6 @@ from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpG
 from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.host import Cluster
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import InstanceSampler
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.contention import Contention
@@ -66,16 +65,7 @@ def compose_groups(scenario: Scenario) -> Parts:
     instances = _instances(scenario, placement.instances, clock)
     sizes = instances[0].sizes
     controller = _controller(scenario, instances, execution.stages, spares)
-    outcomes = Outcomes()
-    cluster = Cluster(
-        clock,
-        controller,
-        Contention({}),
-        outcomes,
-        merging=not scenario.exact_steps and scenario.engine.contention == "composition",
-        check=scenario.check,
-        log=scenario.log,
-    )
+    cluster = cluster_of(scenario, clock, controller, Contention({}))
     builder = _Builder(scenario, cluster, controller.max_tokens, execution)
     fleet = Instances(
         cluster,
@@ -90,15 +80,11 @@ def compose_groups(scenario: Scenario) -> Parts:
     sampler = InstanceSampler(served.id, instances, cluster)
     base_bytes = max(0, sizes.base_kv_bytes) // served.tp
     return Parts(
-        clock,
         cluster,
-        outcomes,
         sampler,
         StepTimes(tuple),
         (base_bytes,) * sum(len(instance.gpus) for instance in instances),
         placement,
-        lambda: fleet.iterations_gone + sum(engine.iterations for engine in cluster.engines.values()),
-        fleet,
         serving,
         lambda last_arrival_s: counters(fleet, sampler, last_arrival_s),
     )

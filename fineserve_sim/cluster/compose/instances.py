@@ -8,14 +8,13 @@ from functools import partial
 
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
-    Tenant,
     build_manager,
     engine_block_tokens,
     engine_kv,
-    tenants_by_gpu,
+    tenants_on,
     usable_bytes,
 )
-from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.compose.profiling import demand_of, step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, check_exclusive, contention_of
@@ -24,7 +23,6 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.domain import domains_of
@@ -34,7 +32,6 @@ from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
-from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
@@ -67,20 +64,12 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
     schedulers = build_schedulers(
         scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
     )
-    clock, outcomes = Clock(), Outcomes()
+    clock = Clock()
     contention, shares = contention_of(scenario), SmShares(scenario)
     for seat in seats:
         instance = seat.instance
         contention.join(seat.engine, instance.gpus, shares.of(instance.model, instance.gpus))
-    cluster = Cluster(
-        clock,
-        Controller(_routes(scenario, seats, schedulers)),
-        contention,
-        outcomes,
-        merging=not scenario.exact_steps and scenario.engine.contention == "composition",
-        check=scenario.check,
-        log=scenario.log,
-    )
+    cluster = cluster_of(scenario, clock, Controller(_routes(scenario, seats, schedulers)), contention)
     asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
     wakeups = {gpu.id: Wakeups(clock) for gpu in scenario.gpus}
     engines = [
@@ -94,19 +83,8 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
         Column(seat.served.id, partial(tuple, (engine,)), partial(cluster.controller.bound_to, seat.engine))
         for engine, seat in zip(engines, seats, strict=True)
     ]
-    sampler = EngineSampler(columns, by_gpu)
-    step_times = StepTimes(cluster.engines.values)
     capacities = tuple(manager.ledger().total_bytes for manager in by_gpu)
-    return Parts(
-        clock,
-        cluster,
-        outcomes,
-        sampler,
-        step_times,
-        capacities,
-        placement,
-        lambda: sum(engine.iterations for engine in engines),
-    )
+    return Parts(cluster, EngineSampler(columns, by_gpu), StepTimes(cluster.engines.values), capacities, placement)
 
 
 def _engine(
@@ -161,15 +139,6 @@ def seats_of(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]
     return _seats(scenario, placement.instances, _managers(scenario, placement.instances, demands))
 
 
-def tenants_on(
-    scenario: Scenario, instances: Sequence[Instance], demands: Mapping[str, ModelDemand]
-) -> dict[int, list[Tenant]]:
-    """By GPU, what each engine needs there; engines are numbered in the order of ``instances``."""
-    served = {model.id: model for model in scenario.models}
-    footprints = {id: base_footprint(demand, len(scenario.gpus)).footprint_bytes for id, demand in demands.items()}
-    return tenants_by_gpu(instances, served, footprints, scenario.engine, scenario.system.memory)
-
-
 def _managers(
     scenario: Scenario, instances: Sequence[Instance], demands: dict[str, ModelDemand]
 ) -> dict[int, GpuMemory]:
@@ -212,15 +181,23 @@ def _routes(
     return routes
 
 
-def _factsheet(scenario: Scenario, seat: Seat) -> EngineFactsheet:
+def factsheet(
+    scenario: Scenario, engine: int, gpu: int, served: ServedModel, step: StepModel, kv_tokens: int, block_tokens: int
+) -> EngineFactsheet:
+    """What the scheduler of an engine is told: ``gpu`` is its first one, ``kv_tokens`` is what it could hold alone."""
     budget = scenario.engine.token_budget
     return EngineFactsheet(
-        engine=seat.engine,
-        gpu=seat.instance.gpus[0],
-        slo_s=seat.served.ttft_slo_s,
-        prefill=lambda tokens, decoding: seat.step.prefill_s(tokens, decoding, budget),
-        prefill_tokens_per_s=budget / seat.step.prefill_s(budget, 0, budget),
-        kv_capacity_tokens=seat.kv.capacity_tokens(),
-        block_tokens=seat.settings.block_tokens,
+        engine=engine,
+        gpu=gpu,
+        slo_s=served.ttft_slo_s,
+        prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, budget),
+        prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
+        kv_capacity_tokens=kv_tokens,
+        block_tokens=block_tokens,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec | KvCachedSpec | VTensorSpec),
     )
+
+
+def _factsheet(scenario: Scenario, seat: Seat) -> EngineFactsheet:
+    gpu, kv_tokens = seat.instance.gpus[0], seat.kv.capacity_tokens()
+    return factsheet(scenario, seat.engine, gpu, seat.served, seat.step, kv_tokens, seat.settings.block_tokens)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from fineserve_sim.catalog import activation_bytes, deployment, graph_bytes, weight_bytes
 from fineserve_sim.cluster.compose.virtual_memory import build_kvcached, build_vtensor, tokens_per_block
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
-from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ScenarioError, ServedModel
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.memory import GpuMemory
-from fineserve_sim.policy.interfaces import Instance
+from fineserve_sim.policy.interfaces import Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry
 from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.policy.memory.s_partition import Share, demand_weight, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
+from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
 
 
@@ -74,28 +75,30 @@ def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     )
 
 
-def tenants_by_gpu(
-    instances: Sequence[Instance],
-    served: Mapping[str, ServedModel],
-    footprints: Mapping[str, int],
-    settings: EngineSettings,
-    memory: MemorySpec,
+def tenants_on(
+    scenario: Scenario, instances: Sequence[Instance], demands: Mapping[str, ModelDemand]
 ) -> dict[int, list[Tenant]]:
-    """Who lives on which GPU; engines are numbered in the order of ``instances``."""
+    """By GPU, what each engine needs there; engines are numbered in the order of ``instances``."""
+    served, settings = {model.id: model for model in scenario.models}, scenario.engine
     tenants: dict[int, list[Tenant]] = {}
     for engine, instance in enumerate(instances):
         model = served[instance.model]
-        block_tokens = engine_block_tokens(model, settings, memory)
+        block_tokens = engine_block_tokens(model, settings, scenario.system.memory)
         tenant = Tenant(
             engine=engine,
             fixed_bytes=resident_bytes(model, settings) + peak_activation_bytes(model, settings),
             block=geometry(model, replace(settings, block_tokens=block_tokens)),
-            footprint_bytes=instance.footprint_bytes or footprints[instance.model],
+            footprint_bytes=charged_bytes(instance, demands, len(scenario.gpus)),
             rate_per_s=instance.rate_per_s,
         )
         for gpu in instance.gpus:
             tenants.setdefault(gpu, []).append(tenant)
     return tenants
+
+
+def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: int) -> int:
+    """The footprint F_M of an engine in a cluster of so many GPUs."""
+    return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes
 
 
 def build_manager(spec: MemorySpec, usable: int, tenants: Sequence[Tenant], loners: Collection[int] = ()) -> GpuMemory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from fineserve_traces import Trace, totals
@@ -22,7 +23,6 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import looks_at
 from fineserve_sim.cluster.host import Cluster, Scope
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, ScenarioError, ServedModel
@@ -42,15 +42,23 @@ SWEEP_REQUESTS = 32
 """Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
 
 
+class _Shape(NamedTuple):
+    """All that step times depend on: a model on GPUs of one type."""
+
+    model: ModelSpec
+    precision: PrecisionSpec
+    tp: int
+    gpu: GpuSpec
+    settings: EngineSettings
+
+
+def _shape(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> _Shape:
+    return _Shape(served.model, served.precision, served.tp, gpu, settings)
+
+
 @lru_cache(maxsize=256)
-def _step_model(
-    model: ModelSpec,
-    precision: PrecisionSpec,
-    tp: int,
-    gpu: GpuSpec,
-    settings: EngineSettings,
-    kernel: str | None = None,
-) -> StepModel:
+def _step_model(shape: _Shape, kernel: str | None = None) -> StepModel:
+    model, precision, tp, gpu, settings = shape
     if settings.step_times is not None:
         return _measured_steps(model, precision, tp, gpu, Path(settings.step_times.path))
     tables = measured_on(gpu) if settings.latency == "tables" else None
@@ -74,14 +82,13 @@ def step_model(
     served: ServedModel, gpu: GpuSpec, settings: EngineSettings, kernel: AttentionVariant | None = None
 ) -> StepModel:
     """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another."""
-    name = kernel and kernel.name
-    return _step_model(served.model, served.precision, served.tp, gpu, settings, name)
+    return _step_model(_shape(served, gpu, settings), kernel and kernel.name)
 
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
     """The model as placement sees it. ``slope`` measures the marginal memory efficiency by a sweep; else it is left open."""
     prompt, output = mean_lengths(served)
-    shape = (served.model, served.precision, served.tp, gpu, settings)
+    shape = _shape(served, gpu, settings)
     return ModelDemand(
         id=served.id,
         rate_per_s=served.rate_per_s,
@@ -89,8 +96,8 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         tp=served.tp,
         weight_bytes=resident_bytes(served, settings),
         token_bytes=geometry(served, settings).token_bytes,
-        profile=_profile(*shape, prompt, output),
-        mme_tokens_per_byte=_measured_mme(*shape, prompt, output) if slope else None,
+        profile=_profile(shape, prompt, output),
+        mme_tokens_per_byte=_measured_mme(shape, prompt, output) if slope else None,
         tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
         tpot_slo_s=served.tpot_slo_s,
         activation_bytes=peak_activation_bytes(served, settings),
@@ -103,39 +110,23 @@ def mean_lengths(served: ServedModel) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _profile(
-    model: ModelSpec,
-    precision: PrecisionSpec,
-    tp: int,
-    gpu: GpuSpec,
-    settings: EngineSettings,
-    prompt: int,
-    output: int,
-) -> tuple[OperatingPoint, ...]:
-    step = _step_model(model, precision, tp, gpu, settings)
-    return profile(step, prompt, output, settings.token_budget, settings.max_sequences)
+def _profile(shape: _Shape, prompt: int, output: int) -> tuple[OperatingPoint, ...]:
+    settings = shape.settings
+    return profile(_step_model(shape), prompt, output, settings.token_budget, settings.max_sequences)
 
 
 @lru_cache(maxsize=256)
-def _measured_mme(
-    model: ModelSpec,
-    precision: PrecisionSpec,
-    tp: int,
-    gpu: GpuSpec,
-    settings: EngineSettings,
-    prompt: int,
-    output: int,
-) -> float | None:
+def _measured_mme(shape: _Shape, prompt: int, output: int) -> float | None:
     """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone. None when its
     batch limit leaves no two pools to compare."""
-    served = ServedModel("profiled", model, precision, tp, 1.0, 1.0, prompt, output)
+    gpu, settings = shape.gpu, shape.settings
+    served = ServedModel("profiled", shape.model, shape.precision, shape.tp, 1.0, 1.0, prompt, output)
     largest = min(SWEEP_REQUESTS, settings.max_sequences)
     requests = sorted({max(1, largest // part) for part in (8, 4, 2, 1)})
     if len(requests) < 2:
         return None
-    request_bytes = (
-        geometry(served, settings).blocks_for_tokens(prompt + output) * geometry(served, settings).block_bytes
-    )
+    block = geometry(served, settings)
+    request_bytes = block.blocks_for_tokens(prompt + output) * block.block_bytes
     pools = [count * request_bytes for count in requests]
     return mme_slope(pools, [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools])
 
@@ -172,17 +163,16 @@ def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_byt
     memories = [PrivatePools({0: (geometry(served, settings).block_bytes, pool_bytes)}) for _ in gpus]
     kv = CountedBlocks([memory.pool(0) for memory in memories], settings.block_tokens)
     max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
-    clock, outcomes = Clock(), Outcomes()
+    clock = Clock()
     contention = Contention(dict.fromkeys(gpus, LAWS["fluid"]))
     contention.join(0, gpus)
     route = Route(0, 1.0, max_tokens, None)
     controller = Controller({served.id: [route] if max_tokens > 1 else []})
-    cluster = Cluster(clock, controller, contention, outcomes, merging=True, check=False, log=None)
+    cluster = Cluster(clock, controller, contention)
     step = step_model(served, gpu, settings)
     engine = LoneEngine(0, served.id, step, kv, max_tokens, settings, Wakeups(clock), cluster)
     cluster.connect([engine], [PrivateDomain(engine, memories)], [Scope((0,))])
     column = Column(served.id, lambda: (engine,), lambda: 0)
     capacities = tuple(memory.ledger().total_bytes for memory in memories)
     sampler, placement = EngineSampler([column], memories), Placement((Instance(served.id, 0, gpus, 1.0, 0),))
-    step_times = StepTimes(tuple)
-    return Parts(clock, cluster, outcomes, sampler, step_times, capacities, placement, lambda: engine.iterations)
+    return Parts(cluster, sampler, StepTimes(tuple), capacities, placement)

@@ -1,5 +1,4 @@
-"""What an engine needs of others: the cluster around it, and somebody to turn to when a decode finds no KV block; and what a
-fleet hears of its engines.
+"""What an engine needs of others: the cluster around it, and somebody to turn to when a decode finds no KV block.
 
 ``E_contra`` is the engine.
 """
@@ -61,30 +60,6 @@ class EngineHost(Protocol[E_contra]):
     def rested(self, engine: E_contra, now: float) -> None: ...
     def stopped(self, engine: E_contra, now: float) -> None: ...
     def leaves(self, engine: E_contra, lane: Lane, sequence: SequenceState, now: float) -> None: ...
-
-
-class Fleet(Protocol[E_contra]):
-    """What a cluster whose engines come and go hears besides."""
-
-    def rested(self, engine: E_contra, now: float) -> None:
-        """It has nothing more to do."""
-        ...
-
-    def stopped(self, engine: E_contra, now: float) -> None:
-        """It was to stop, and its last batch has left."""
-        ...
-
-    def leaves(self, engine: E_contra, lane: Lane, sequence: SequenceState, now: float) -> None:
-        """A sequence that is to go elsewhere stands between two iterations."""
-        ...
-
-    def reform(self, now: float) -> None:
-        """All commands are carried out, and engines came or went."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError if bytes do not add up."""
-        ...
 
 
 class Relief(Protocol[E_contra]):

@@ -7,8 +7,9 @@ about one stage's time, activations first. *Bulk*: one queue.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fineserve_sim.cluster.engine.links import Done, Link, Transfer
 from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, PipelineEngine
@@ -37,18 +38,31 @@ class TransferRules(NamedTuple):
         return link.send(bytes, ACTIVATION, None, done)
 
 
-class Counts(Protocol):
-    """Where exchanges are counted."""
+@dataclass(slots=True)
+class Report:
+    """What regrouping did: seconds of each exchange from the remap to its last byte, its bytes, merges, splits, and
+    stage seconds of pipelines while requests wait (computed, and passed)."""
 
-    exchange_s: list[float]
-    exchange_bytes: int
+    exchange_s: list[float] = field(default_factory=list)
+    exchange_bytes: int = 0
+    weight_bytes: int = 0
+    drops: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    restores: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    pipelined_busy_s: float = 0.0
+    pipelined_s: float = 0.0
+
+    def count(self, engine: PipelineEngine) -> None:
+        """Take up the time of a pipeline that ends."""
+        if len(engine.stages) > 1:
+            self.pipelined_busy_s += engine.busy_s
+            self.pipelined_s += engine.working_s * len(engine.stages)
 
 
 class Exchange:
     """The exchange after one merge. ``told(began_s, now)`` hears of its last byte."""
 
-    def __init__(self, rules: TransferRules, counts: Counts, told: Callable[[float, float], None]) -> None:
-        self._rules, self._counts, self._told = rules, counts, told
+    def __init__(self, rules: TransferRules, report: Report, told: Callable[[float, float], None]) -> None:
+        self._rules, self._report, self._told = rules, report, told
         self._pending = 0
         self._due: dict[SequenceState, int] = {}  # transfers that a sequence waits for
 
@@ -86,7 +100,7 @@ class Exchange:
             self._pending += 1
             for sequence in batch:
                 self._due[sequence] = self._due.get(sequence, 0) + 1
-            self._counts.exchange_bytes += bytes
+            self._report.exchange_bytes += bytes
             self._rules.send(link, bytes, KV, partial(self._arrived, merged, batch, now))
 
     def _batches(
@@ -108,7 +122,7 @@ class Exchange:
     def _arrived(self, merged: PipelineEngine, batch: list[SequenceState], began_s: float, now: float) -> None:
         self._pending -= 1
         if not self._pending:
-            self._counts.exchange_s.append(now - began_s)
+            self._report.exchange_s.append(now - began_s)
             self._told(began_s, now)
         if merged.gone:
             return

@@ -14,9 +14,9 @@ from simpy.events import Event as ClockEvent
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster, Scope
@@ -52,9 +52,11 @@ class _Resident:
     drains: bool = False
 
 
-class ModelFleet:
+class ModelFleet(Fleet):
     """``bytes_of`` by model; ``build`` makes the engine of a model on GPUs, whose memory knows it already, and brings it
     to their contention."""
+
+    lends = True
 
     def __init__(
         self,
@@ -77,7 +79,6 @@ class ModelFleet:
         self._touched: set[int] = set()  # GPUs whose engines or memory changed
         self._loaded: ClockEvent | None = None
         self._told: set[int] = set()  # engines whose limit the controller knows
-        self._iterations_gone = 0
         self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
         cluster.actions |= {Survey: self._survey, Activate: self._activate, Evict: self._evict}
@@ -95,10 +96,6 @@ class ModelFleet:
     def engines_of(self, model: str) -> list[Engine]:
         """Those of this model that are loaded."""
         return list(self._serving[model].values())
-
-    def iterations(self) -> int:
-        """Of all engines that ever were."""
-        return self._iterations_gone + sum(engine.iterations for engine in self._cluster.engines.values())
 
     def queued_for(self, model: str) -> int:
         """Requests that wait in schedulers for this model's engines, or for an engine to come."""
@@ -118,12 +115,6 @@ class ModelFleet:
         if self._residents[engine.index].drains and not engine.has_work:
             self._leave(engine, now)
             self._cluster.hear(now, EngineDrained(engine.index))
-
-    def stopped(self, engine: Engine, now: float) -> None:
-        raise AssertionError(f"engine {engine.index} was told to stop; only pipelines are")
-
-    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
-        raise AssertionError(f"request {sequence.index} was to move; models of a fleet do, not their requests")
 
     def _on_tick(self, _: ClockEvent) -> None:
         cluster = self._cluster
@@ -184,25 +175,21 @@ class ModelFleet:
     def _evict(self, command: Evict, now: float) -> None:
         cluster, gpus = self._cluster, self._residents[command.engine].gpus
         engine = cluster.engines.get(command.engine)
-        if engine is None:
-            self._loader.cancel(now, command.engine)
-            self._await_loading()
-            self._give_up(command.engine, now)
-        elif command.drain and engine.has_work:
+        if engine is not None and command.drain and engine.has_work:
             self._residents[command.engine].drains = True
         else:
-            cluster.settle_now(engine, now)
-            lost = engine.abandon()
-            self._leave(engine, now)
-            cluster.returned(engine, lost, now)
-            if command.drain:
-                cluster.hear(now, EngineDrained(command.engine))
+            lost = self._take_away(command.engine, now)
+            if engine is None:
+                self._await_loading()
+            else:
+                cluster.returned(engine, lost, now)
+                if command.drain:
+                    cluster.hear(now, EngineDrained(command.engine))
         self._change(gpus)
 
     # --- GPUs that are lost and come back ---------------------------------------------------------------------------
 
     def fail(self, gpu: int) -> None:
-        """A GPU is lost, with all that its engines hold; their requests start again elsewhere."""
         cluster = self._cluster
         now: float = cluster.clock.now
         cluster.settle_all(now, FAILED)
@@ -210,14 +197,10 @@ class ModelFleet:
         hit = [id for id, resident in self._residents.items() if gpu in resident.gpus]
         lost: list[tuple[Engine, list[SequenceState]]] = []
         for id in hit:
-            self._change(self._residents[id].gpus)
             engine = cluster.engines.get(id)
-            if engine is None:
-                self._loader.cancel(now, id)
-                self._give_up(id, now)
-            else:
-                lost.append((engine, engine.abandon()))
-                self._leave(engine, now)
+            sequences = self._take_away(id, now)
+            if engine is not None:
+                lost.append((engine, sequences))
         self._await_loading()
         for id in hit:  # the first takes all others with it
             cluster.hear(now, EngineFailed(id, (gpu,)))
@@ -226,7 +209,6 @@ class ModelFleet:
         self.reform(now)
 
     def repair(self, gpu: int) -> None:
-        """A lost GPU is back, with nothing in its memory."""
         cluster = self._cluster
         now: float = cluster.clock.now
         cluster.settle_all(now, FAILED)
@@ -245,6 +227,18 @@ class ModelFleet:
             self._on_gpu.setdefault(gpu, set()).add(engine)
         self._change(resident.gpus)
 
+    def _take_away(self, id: int, now: float) -> list[SequenceState]:
+        """An engine goes, loading or loaded. Returns its requests, which have lost their KV."""
+        engine = self._cluster.engines.get(id)
+        if engine is None:
+            self._loader.cancel(now, id)
+            self._give_up(id, now)
+            return []
+        self._cluster.settle_now(engine, now)
+        lost = engine.abandon()
+        self._leave(engine, now)
+        return lost
+
     def _leave(self, engine: Engine, now: float) -> None:
         """An empty engine leaves its GPUs."""
         cluster = self._cluster
@@ -253,7 +247,6 @@ class ModelFleet:
         cluster.contention.leave(engine.index)
         if not engine.gone:
             engine.leave()
-        self._iterations_gone += engine.iterations
         cluster.disconnect(engine)
         del self._serving[engine.model][engine.index]
         for gpu in self._residents[engine.index].gpus:

@@ -17,11 +17,12 @@ from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
+from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.migrate import Migrations
 from fineserve_sim.cluster.fleet.regroup import Regrouping
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
-from fineserve_sim.cluster.sharing.domain import PrivateDomain, StageDomain
+from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import Activate, DropLayers, Migrate, RestoreLayers
 from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, Event, GpusRepaired, Tick
 from fineserve_sim.policy.groups.drop_plan import even_split
@@ -32,9 +33,11 @@ EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engi
 """By id, instances in the order of stages, their layers, and whether the instances may have another engine for a while."""
 
 
-class Instances:
+class Instances(Fleet):
     """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after they are asked for; where requests move
     (``migrates``), looks say which one of an engine would."""
+
+    lends = True
 
     def __init__(
         self,
@@ -57,7 +60,6 @@ class Instances:
         self._by_gpus = {instance.gpus: instance for instance in instances}
         self._stages: dict[int, tuple[TpGroup, ...]] = {}
         self._loading: dict[int, tuple[TpGroup, Transfer | None]] = {}  # by engine to be
-        self.iterations_gone = 0
         cluster.fleet = self
         cluster.actions |= {
             Activate: self._activate,
@@ -92,31 +94,22 @@ class Instances:
         """An engine that has ended."""
         left = self.cluster.disconnect(engine)
         del self._stages[engine.index]
-        self.iterations_gone += engine.iterations
         if isinstance(engine, PipelineEngine):
             self.regrouping.report.count(engine)
         self._connect(left)
 
     def _connect(self, engines: Iterable[Engine]) -> None:
         """Form domains anew: of engines on the same instances, directly or by way of others."""
-        left = {engine.index: engine for engine in engines}
-        for engine in list(left.values()):
-            left |= {other.index: other for other in self.cluster.companions(engine)}
-        while left:
-            members = [left.popitem()[1]]
-            for member in members:
-                stages = set(self._stages[member.index])
-                near = [id for id, other in left.items() if stages & set(self._stages[other.index])]
-                members += [left.pop(id) for id in near]
-            self._connect_domain(members)
-
-    def _connect_domain(self, members: list[Engine]) -> None:
-        members.sort(key=lambda engine: engine.index)
-        only = members[0] if len(members) == 1 else None
-        domain = PrivateDomain(only, []) if isinstance(only, SpanEngine) else StageDomain(members)
-        self.cluster.connect(members, [domain], [Scope((engine.index,)) for engine in members])
-        for engine in members:
-            self.cluster.touch(engine)
+        near = {engine.index: engine for engine in engines}
+        for engine in list(near.values()):
+            near |= {other.index: other for other in self.cluster.companions(engine)}
+        for group in connected({id: self._stages[id] for id in near}):
+            members = [near[id] for id in group]
+            only = members[0] if len(members) == 1 else None
+            domain = PrivateDomain(only, []) if isinstance(only, SpanEngine) else MemoryDomain(members)
+            self.cluster.connect(members, [domain], [Scope((engine.index,)) for engine in members])
+            for engine in members:
+                self.cluster.touch(engine)
 
     def on(self, instances: Iterable[TpGroup]) -> list[Engine]:
         """The engines on any of these instances."""
@@ -134,17 +127,11 @@ class Instances:
 
     # --- what the cluster tells ------------------------------------------------------------------------------------
 
-    def rested(self, engine: Engine, now: float) -> None:
-        """Engines stay."""
-
     def stopped(self, engine: Engine, now: float) -> None:
         self.regrouping.stopped(engine, now)
 
     def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
         self.migrations.leave(engine, lane, sequence, now)
-
-    def reform(self, now: float) -> None:
-        """Engines are connected as they come and go."""
 
     def check(self) -> None:
         for instance in self.instances:
@@ -203,7 +190,6 @@ class Instances:
         self.hear(now, EngineReady(id))
 
     def fail(self, number: int) -> None:
-        """An instance is lost, with all KV of its engines; their requests start again elsewhere."""
         cluster, instance = self.cluster, self.instances[number]
         now: float = cluster.clock.now
         cluster.settle_all(now, TIMER)
@@ -229,7 +215,6 @@ class Instances:
             cluster.returned(hit[0], lost, now)
 
     def repair(self, number: int) -> None:
-        """A lost instance is back, with nothing in its memory."""
         instance = self.instances[number]
         instance.alive = True
         self.hear(self.cluster.clock.now, GpusRepaired(instance.gpus))

@@ -10,26 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.pipeline import KV
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.host import TIMER, Cluster
+from fineserve_sim.cluster.fleet.regroup import Home
+from fineserve_sim.cluster.host import TIMER
 from fineserve_sim.policy.commands import Migrate
-from fineserve_sim.policy.events import Event, MigrationEnded
-
-
-class Places(Protocol):
-    """Where engines are, and who hears what becomes of a move."""
-
-    cluster: Cluster
-
-    def stages_of(self, engine: Engine) -> tuple[TpGroup, ...]: ...
-    def hear(self, now: float, event: Event) -> None: ...
+from fineserve_sim.policy.events import MigrationEnded
 
 
 @dataclass(slots=True)
@@ -44,19 +34,19 @@ class _Move:
 class Migrations:
     """Moves under way, of engines of one lane and counted blocks. ``moved`` counts those that succeeded."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self._moves: dict[SequenceState, _Move] = {}
         self.moved = 0
 
     def start(self, command: Migrate, now: float) -> None:
-        engines = self._places.cluster.engines
+        engines = self._home.cluster.engines
         source, destination = engines[command.source], engines[command.destination]
         (lane,) = source.lanes
         sequence = next(member for member in lane.decodes if member.index == command.request_id)
         blocks = source.blocks_of(lane, sequence)
         if not self._reserve(destination, blocks, now):
-            self._places.hear(now, MigrationEnded(command.request_id))
+            self._home.hear(now, MigrationEnded(command.request_id))
             return
         move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), blocks)
         self._moves[sequence] = move
@@ -67,7 +57,7 @@ class Migrations:
         if move.sequence not in lane.decodes:
             self._end(move, now)
             return
-        self._places.cluster.settle_now(move.source, now)
+        self._home.cluster.settle_now(move.source, now)
         lane.leave_next(move.sequence)
         move.source.replan(now)
 
@@ -94,15 +84,15 @@ class Migrations:
         del self._moves[sequence]
         del source.stalled[sequence]
         source.kv.release(sequence)
-        self._places.cluster.touch(source)
+        self._home.cluster.touch(source)
         self._release(destination, move.reserved_blocks)
         held = destination.kv.hold(sequence)
         assert held, f"engine {destination.index} lost blocks that it had reserved"
-        self._places.cluster.settle_now(destination, now)
+        self._home.cluster.settle_now(destination, now)
         destination.adopt(sequence, now)
         source.replan(now)
         self.moved += 1
-        self._places.hear(now, MigrationEnded(sequence.index))
+        self._home.hear(now, MigrationEnded(sequence.index))
 
     def forget(self, engine: Engine, now: float) -> None:
         """An engine is lost: what moves from it is lost with it, what moves to it goes on where it is."""
@@ -119,31 +109,31 @@ class Migrations:
         del self._moves[move.sequence]
         self._release(move.destination, move.reserved_blocks)
         move.destination.replan(now)
-        self._places.hear(now, MigrationEnded(move.sequence.index))
+        self._home.hear(now, MigrationEnded(move.sequence.index))
 
     def _reserve(self, engine: Engine, blocks: int, now: float) -> bool:
         """Hold so many blocks, which the span of the engine may have counted on."""
         assert isinstance(engine.kv, CountedBlocks)
-        self._places.cluster.settle_now(engine, now)
+        self._home.cluster.settle_now(engine, now)
         taken = engine.kv.take(blocks)
         engine.reserved_blocks += blocks * taken
         engine.cut()
-        self._places.cluster.touch(engine)
+        self._home.cluster.touch(engine)
         return taken
 
     def _release(self, engine: Engine, blocks: int) -> None:
         assert isinstance(engine.kv, CountedBlocks)
         engine.kv.give(blocks)
         engine.reserved_blocks -= blocks
-        self._places.cluster.touch(engine)
+        self._home.cluster.touch(engine)
 
     def _copy(self, move: _Move, tokens: int, then: Callable[[_Move, float], None]) -> None:
-        (source,), (destination,) = self._places.stages_of(move.source), self._places.stages_of(move.destination)
+        (source,), (destination,) = self._home.stages_of(move.source), self._home.stages_of(move.destination)
         sizes = source.sizes
         bytes = round(tokens * sizes.layers * sizes.token_layer_bytes)
         source.link_to(destination).send(bytes, KV, None, partial(self._arrived, move, then))
 
     def _arrived(self, move: _Move, then: Callable[[_Move, float], None], now: float) -> None:
         if self._moves.get(move.sequence) is move:  # else its source or destination is lost
-            self._places.cluster.order = TIMER
+            self._home.cluster.order = TIMER
             then(move, now)

@@ -24,7 +24,7 @@ from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.links import Link, Transfer
 from fineserve_sim.cluster.engine.pipeline import WEIGHTS, PipelineEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.fleet.exchange import Exchange, TransferRules
+from fineserve_sim.cluster.fleet.exchange import Exchange, Report, TransferRules
 from fineserve_sim.cluster.host import TIMER, Cluster
 from fineserve_sim.policy.commands import DropLayers, RestoreLayers
 from fineserve_sim.policy.events import Event, LayersDropped, LayersKept, LayersRestored
@@ -35,7 +35,7 @@ REMAP = order_of(Kind.TIMER, 1 << 18)
 
 
 class Home(Protocol):
-    """The fleet whose engines are regrouped."""
+    """The fleet whose engines are regrouped, and whose requests move."""
 
     cluster: Cluster
     instances: tuple[TpGroup, ...]
@@ -48,26 +48,6 @@ class Home(Protocol):
     def on(self, instances: Sequence[TpGroup]) -> list[Engine]: ...
     def stages_of(self, engine: Engine) -> tuple[TpGroup, ...]: ...
     def hear(self, now: float, event: Event) -> None: ...
-
-
-@dataclass(slots=True)
-class Report:
-    """What regrouping did: seconds of each exchange from the remap to its last byte, its bytes, merges, splits, and
-    stage seconds of pipelines while requests wait (computed, and passed)."""
-
-    exchange_s: list[float] = field(default_factory=list)
-    exchange_bytes: int = 0
-    weight_bytes: int = 0
-    drops: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    restores: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    pipelined_busy_s: float = 0.0
-    pipelined_s: float = 0.0
-
-    def count(self, engine: PipelineEngine) -> None:
-        """Take up the time of a pipeline that ends."""
-        if len(engine.stages) > 1:
-            self.pipelined_busy_s += engine.busy_s
-            self.pipelined_s += engine.working_s * len(engine.stages)
 
 
 @dataclass(slots=True, eq=False)

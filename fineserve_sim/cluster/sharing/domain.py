@@ -9,9 +9,8 @@ own is a domain by itself: nobody else looks at its memory, and counting its blo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Protocol
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
@@ -21,37 +20,39 @@ from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
 from fineserve_sim.policy.interfaces import KVMemory, takes_time
 
 
-class MemoryDomain(Protocol):
-    """Engines whose KV memory is one."""
+class MemoryDomain:
+    """Engines whose KV memory is one. As it stands: those over the same instances, whose batches are planned one by one.
+    Nothing is promised to them, and the instances check their bytes."""
 
-    @property
-    def engines(self) -> Sequence[Engine]: ...
+    def __init__(self, engines: Sequence[Engine], memories: Sequence[KVMemory] = ()) -> None:
+        self.engines = tuple(engines)
+        self._memories = tuple(memories)
 
     def settle(self, now: float, order: int) -> None:
         """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
-        ...
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
         """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
         promised them."""
-        ...
+        return 1
 
     def promises_hold(self, taker: Engine) -> bool:
         """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
-        ...
+        return True
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        for memory in self._memories:
+            memory.check()
 
 
-class PrivateDomain:
+class PrivateDomain(MemoryDomain):
     """One engine over private pools."""
 
     def __init__(self, engine: SpanEngine, memories: Sequence[KVMemory]) -> None:
-        self.engines = (engine,)
+        super().__init__((engine,), memories)
         self._engine = engine
         self._kv = engine.kv
         self._counted = engine.kv if isinstance(engine.kv, CountedBlocks) else None
-        self._memories = tuple(memories)
         self._margin = engine.relief.boundaries_ahead if engine.relief else 0
 
     def settle(self, now: float, order: int) -> None:
@@ -74,47 +75,21 @@ class PrivateDomain:
             1, bisect_left(range(1, most + 1), True, key=lambda steps: decodes.blocks_ahead(steps - before) > free)
         )
 
-    def promises_hold(self, taker: Engine) -> bool:
-        return True
 
-    def check(self) -> None:
-        for memory in self._memories:
-            memory.check()
-
-
-class StageDomain:
-    """Engines whose batches are planned one by one, over the same instances: nothing is promised."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = tuple(engines)
-
-    def settle(self, now: float, order: int) -> None:
-        """No boundary is left behind."""
-
-    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        return 1
-
-    def promises_hold(self, taker: Engine) -> bool:
-        return True
-
-    def check(self) -> None:
-        """The instances check their bytes."""
-
-
-class SharedDomain:
+class SharedDomain(MemoryDomain):
     """A connected set of engines over shared memories."""
 
     def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVMemory]) -> None:
-        self.engines = tuple(engines)
-        self._kv = {engine.index: engine.kv for engine in self.engines}
-        self._memories = tuple(memories)
+        super().__init__(engines, memories)
+        self._spans = tuple(engines)
+        self._kv = {engine.index: engine.kv for engine in engines}
         self._clocks = tuple(memory for memory in memories if takes_time(memory))
 
     def settle(self, now: float, order: int) -> None:
         for clock in self._clocks:
             clock.advance(now)
         growths: list[Growth] = []
-        for engine in self.engines:
+        for engine in self._spans:
             if engine.next_boundary_s <= now:
                 growths += engine.pass_boundaries(now, order)
         if len(growths) > 1:
@@ -146,12 +121,8 @@ class SharedDomain:
         self._recount(taker)
         return self._promises_fit()
 
-    def check(self) -> None:
-        for memory in self._memories:
-            memory.check()
-
     def _recount(self, engine: Engine) -> None:
-        for other in self.engines:
+        for other in self._spans:
             if other is not engine:
                 other.recount_promise()
 
@@ -171,24 +142,28 @@ def domains_of(
     ``gpus_of`` are the GPUs of each engine, ``memories`` the KV memory of each GPU.
     """
     domains: list[MemoryDomain] = []
-    members_on: dict[int, list[SpanEngine]] = {}  # by GPU; those of one domain have one list
-    for engine, own in zip(engines, gpus_of, strict=True):
+    sharing: dict[int, tuple[int, ...]] = {}  # by the place of an engine, its GPUs
+    for place, (engine, own) in enumerate(zip(engines, gpus_of, strict=True)):
         if engine.kv.private:
             domains.append(PrivateDomain(engine, [memories[gpu] for gpu in own]))
-            continue
-        members = [engine]
-        for other in {id(members_on[gpu]): members_on[gpu] for gpu in own if gpu in members_on}.values():
-            members += other
-        for gpu in {gpu for gpu, others in members_on.items() if others[0] in members} if len(members) > 1 else ():
-            members_on[gpu] = members
-        members_on |= dict.fromkeys(own, members)
-    gpus_with: dict[int, list[int]] = {}
-    for gpu, members in members_on.items():
-        gpus_with.setdefault(id(members), []).append(gpu)
-    for gpus in gpus_with.values():
-        members = sorted(members_on[gpus[0]], key=lambda engine: engine.index)
-        domains.append(SharedDomain(members, [memories[gpu] for gpu in sorted(gpus)]))
+        else:
+            sharing[place] = own
+    for members in connected(sharing):
+        gpus = sorted({gpu for place in members for gpu in sharing[place]})
+        domains.append(SharedDomain([engines[place] for place in members], [memories[gpu] for gpu in gpus]))
     return domains
+
+
+def connected(parts: Mapping[int, Collection[Hashable]]) -> list[tuple[int, ...]]:
+    """Members, by number, that have a part in common, directly or through others; groups in the order of their first ones."""
+    group_of: dict[Hashable, list[int]] = {}  # by part; those of one group have one list
+    for member, own in parts.items():
+        members = [member]
+        for other in {id(group_of[part]): group_of[part] for part in own if part in group_of}.values():
+            members += other
+        for part in (part for other in members for part in parts[other]):
+            group_of[part] = members
+    return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
 
 
 def _in_turn(growths: list[Growth]) -> list[Growth]:

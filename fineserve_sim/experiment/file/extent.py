@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file import schema, values
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import processes_of, recorded
@@ -28,8 +28,8 @@ def check_extent(document: Document, setup: Setup, load: str | None, rate_scale:
     if not found.seconds <= YEAR_S:
         problem = f"arrivals of {found.seconds:.3g} s{at}; a run simulates at most a year, {YEAR_S:,} s"
         raise document.error(found.key, problem)
-    if not found.requests <= schema.MAX_REQUESTS:
-        problem = f"about {found.requests:.3g} requests{at}; a run simulates at most {schema.MAX_REQUESTS:,}"
+    if not found.requests <= values.MAX_REQUESTS:
+        problem = f"about {found.requests:.3g} requests{at}; a run simulates at most {values.MAX_REQUESTS:,}"
         raise document.error(found.key, problem)
 
 
@@ -41,7 +41,7 @@ def extent(setup: Setup, load: str | None, rate_scale: float) -> Extent:
         return Extent(requests, seconds, key)
     lasts_s = (told.turns - 1) * told.gap_s / rate_scale
     told_of = ("workload", "conversations")
-    longer = lasts_s > YEAR_S or requests * told.turns > schema.MAX_REQUESTS >= requests
+    longer = lasts_s > YEAR_S or requests * told.turns > values.MAX_REQUESTS >= requests
     return Extent(requests * told.turns, seconds + lasts_s, told_of if longer else key)
 
 

@@ -22,53 +22,25 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fineserve_sim.experiment.file.errors import nearest
+from fineserve_sim.experiment.file.values import (
+    MAX_GPUS,
+    Count,
+    CountOrZero,
+    Fraction,
+    Name,
+    NonNegative,
+    Positive,
+    Rate,
+    Requests,
+    RequestsOrZero,
+    Scalar,
+    Stem,
+    Tokens,
+)
 from fineserve_sim.systems import Sharing
-
-MAX_TOKENS = 2**20
-"""No served model takes a longer prompt: 1,048,576 tokens is the largest context window in use."""
-
-MAX_REQUESTS = 100_000_000
-"""Of a run: a day of a large provider."""
-
-MAX_GPUS = 100_000
-"""Of a cluster: no provider has more of one kind behind one scheduler."""
 
 COMPARISON = re.compile(r"(<=|>=|<|>)\s*([-+]?\d+(?:\.\d+)?)")
 """How a claim without a number is written: ``> 1``."""
-
-MAX_RATE_PER_S = 1e6
-"""No cluster is asked more: beyond, all requests come at once and a second means nothing."""
-
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE_PER_S, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
-Requests = Annotated[int, Field(strict=True, ge=1, le=MAX_REQUESTS)]
-RequestsOrZero = Annotated[int, Field(strict=True, ge=0, le=MAX_REQUESTS)]
-Name = Annotated[str, Field(min_length=1)]
-
-
-def _stem(value: Any) -> Any:
-    if isinstance(value, str) and not re.fullmatch(r"\w[\w.-]*", value):
-        raise PydanticCustomError("stem", "must begin with a letter or digit and have only letters, digits, _, . and -")
-    return value
-
-
-Stem = Annotated[str, BeforeValidator(_stem)]
-"""A name that files are called by, in the results folder and never beside it."""
-
-
-def _scalar(value: Any) -> Any:
-    if not isinstance(value, str | int | float | bool):
-        raise PydanticCustomError("scalar", "must be one value: a number, a word, true or false")
-    return value
-
-
-Scalar = Annotated[Any, BeforeValidator(_scalar)]
-"""A value of an axis; its type is that of the key it is for."""
 
 
 class Strict(BaseModel):

@@ -13,7 +13,7 @@ from fineserve_traces.onoff import OnOff
 from fineserve_traces.prism import ARENA, PROVIDER, arena_lengths, processes
 from fineserve_traces.servegen import Client, servegen_clients
 
-from fineserve_sim.experiment.file import schema
+from fineserve_sim.experiment.file import schema, values
 from fineserve_sim.experiment.file.document import Document
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.file.resolve import Setup
@@ -79,10 +79,10 @@ def _read_trace(path: Path) -> Trace:
     trace = traces.read_trace(path)
     for column in ("prompt_tokens", "output_tokens"):
         tokens = getattr(trace, column)
-        if tokens.max() > schema.MAX_TOKENS:
+        if tokens.max() > values.MAX_TOKENS:
             row = int(tokens.argmax())
             raise TraceError(
-                f"{path}, request {row + 1}: {tokens[row]} {column}; at most {schema.MAX_TOKENS} make sense"
+                f"{path}, request {row + 1}: {tokens[row]} {column}; at most {values.MAX_TOKENS} make sense"
             )
     return trace
 

@@ -85,10 +85,6 @@ class _Engine:
     phase: Phase
     load: EngineLoad = UNKNOWN
 
-    @property
-    def takes_requests(self) -> bool:
-        return self.phase in (Phase.SERVING, Phase.RESTORING)
-
 
 class GroupController(Controller):
     """``instances`` are GPUs by number of the instance; the first ones serve from the start as engines 0, 1, ... of ``stages``
@@ -144,10 +140,6 @@ class GroupController(Controller):
             raise ValueError(f"{type(event).__name__} at {now} s: engines of one model queue their requests themselves")
         return handler(event)
 
-    def instances_of(self, engine: int) -> tuple[int, ...]:
-        """Of an engine that is there, in the order of stages."""
-        return self._engines[engine].instances
-
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
@@ -174,7 +166,9 @@ class GroupController(Controller):
 
     def _able(self, request: Request) -> int | None:
         """The first engine that can hold a request too long for the one whose turn it was."""
-        able = (id for id, engine in self._engines.items() if engine.takes_requests and self._holds(engine, request))
+        able = (
+            id for id, engine in self._engines.items() if engine.phase.takes_requests and self._holds(engine, request)
+        )
         return min(able, default=None)
 
     def _expect(self, engine: int, request: Request) -> None:
@@ -200,7 +194,7 @@ class GroupController(Controller):
             engine = self._engines.get(id)
             if engine is not None:
                 engine.load = load
-                if engine.takes_requests:
+                if engine.phase.takes_requests:
                     self._dispatcher.offer(id, len(engine.instances), load)
         return []
 
@@ -214,7 +208,7 @@ class GroupController(Controller):
     def _enter(self, id: int, phase: Phase) -> None:
         engine = self._engines[id]
         engine.phase = phase
-        if engine.takes_requests:
+        if engine.phase.takes_requests:
             self._dispatcher.offer(id, len(engine.instances), engine.load)
         else:
             self._dispatcher.withdraw(id)
@@ -315,7 +309,9 @@ class GroupController(Controller):
     def _merge(self, action: Merge) -> Command:
         target = set(action.instances)
         sources = tuple(
-            id for id, engine in self._engines.items() if engine.takes_requests and set(engine.instances) <= target
+            id
+            for id, engine in self._engines.items()
+            if engine.phase.takes_requests and set(engine.instances) <= target
         )
         merged = self._add(self._in_order(sources), Phase.CHANGING)
         self._merging[merged] = sources

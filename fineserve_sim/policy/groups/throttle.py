@@ -71,7 +71,7 @@ class KunServeDrop:
         self._remember(groups)
         if any(view.phase is Phase.CHANGING or view.load.stalled for view in groups):
             return []
-        if any(throttled(view.load, self._trigger) for view in groups if view.takes_requests):
+        if any(throttled(view.load, self._trigger) for view in groups if view.phase.takes_requests):
             return self._drop(groups)
         if not self._restore or (self._restore_usage == "cluster" and not self._is_low(groups)):
             return []
@@ -83,7 +83,7 @@ class KunServeDrop:
         return sum(view.used_bytes for view in groups) < self._restore_below * base_bytes
 
     def _drop(self, groups: Sequence[GroupView]) -> list[Merge]:
-        serving = [view for view in groups if view.takes_requests]
+        serving = [view for view in groups if view.phase.takes_requests]
         queued = sum(view.load.queued_blocks for view in serving)
         free = sum(view.load.free_blocks for view in serving) if self._required == "net" else 0
         plan = plan_drop(
@@ -140,7 +140,7 @@ class ScaleOut:
         """Whether to start an instance: the memory that dropping can free does not stop the queue from growing."""
         demand = sum(view.load.used_blocks + view.load.queued_blocks for view in groups)
         self._demand.append(demand)
-        dropped = any(len(view.instances) > 1 and view.takes_requests for view in groups)
+        dropped = any(len(view.instances) > 1 and view.phase.takes_requests for view in groups)
         full = len(self._demand) == self._demand.maxlen
         grows = min(self._demand) == self._demand[0] < demand == max(self._demand)
         if not dropped or not full or not grows or now < self._asked_s + self._pause_s:

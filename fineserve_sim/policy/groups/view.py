@@ -19,6 +19,10 @@ class Phase(StrEnum):
     RESTORING = "restoring"
     DRAINING = "draining"
 
+    @property
+    def takes_requests(self) -> bool:
+        return self in (Phase.SERVING, Phase.RESTORING)
+
 
 class GroupView(NamedTuple):
     """One engine at one moment, over ``instances`` (ascending numbers). ``used_bytes`` of KV it holds, ``base_bytes`` is the KV
@@ -30,7 +34,3 @@ class GroupView(NamedTuple):
     load: EngineLoad
     used_bytes: int
     base_bytes: int
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.phase in (Phase.SERVING, Phase.RESTORING)

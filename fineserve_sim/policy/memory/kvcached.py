@@ -7,7 +7,7 @@ driver calls (or one batched call when the layers lie side by side, the contiguo
 
 Pages are never shared between engines, so that inside a mapped page an engine allocates as in a slab of its own: fullest
 partial page first, lowest page index first. An empty page goes to the engine's buffer of mapped pages or is unmapped; what
-is unmapped belongs to whoever maps next. Limits, on the GPU and on an engine, bound what may be held.
+is unmapped belongs to whoever maps next. A limit on the GPU bounds what may be held.
 
 Time. Mapping and unmapping take host seconds. Without a buffer they delay the engine (``exposed_s``). With one, a
 thread keeps ``min_reserved`` pages mapped ahead: the buffer is a queue of the moments at which its pages are mapped, and
@@ -52,12 +52,11 @@ class _Engine:
     It may launch its next kernels from ``ready_s`` on; its thread is busy until ``thread_s``.
     """
 
-    __slots__ = ("kv", "limit_bytes", "mapped_at_s", "owner", "page_bytes", "pages", "ready_s", "thread_s")
+    __slots__ = ("kv", "mapped_at_s", "owner", "page_bytes", "pages", "ready_s", "thread_s")
 
     def __init__(self, owner: int, kv: VirtualKV, page_bytes: int, virtual_bytes: int) -> None:
         self.kv = kv
         self.page_bytes = kv.tensors * page_bytes
-        self.limit_bytes = virtual_bytes
         plan = SlabPlan(page_bytes, (kv.block_bytes,))
         self.owner = owner
         self.pages = KVSlabManager(virtual_bytes // self.page_bytes * page_bytes, {owner: kv.block_bytes}, plan=plan)
@@ -105,7 +104,7 @@ class KvCachedManager:
         page_bytes: size of a physical page. The driver's is 2 MB.
         min_reserved, max_reserved: bounds of each engine's buffer, in pages; 0 and 0: no buffer and no thread. The thread
             fills up to the minimum, emptied pages stay up to the maximum. kvcached itself takes 5 and 10.
-        virtual_bytes: what each engine reserves of address space: the most that its limit can ever be; by default
+        virtual_bytes: what each engine reserves of address space: the most that the limit can ever be; by default
             ``limit_bytes``.
 
     Raises:
@@ -218,13 +217,12 @@ class KvCachedManager:
             engine.map_ahead(self._now)
 
     def _may_buffer(self, engine: _Engine) -> bool:
-        own = (engine.held_pages + len(engine.mapped_at_s) + 1) * engine.page_bytes
-        return own <= engine.limit_bytes and self.mapped_bytes() + engine.page_bytes <= self._limit_bytes
+        own = engine.held_pages + len(engine.mapped_at_s) + 1
+        return own <= engine.pages.slab_count and self.mapped_bytes() + engine.page_bytes <= self._limit_bytes
 
     def _obtainable_pages(self, engine: _Engine) -> int:
         """Pages that the engine could still come to hold: all buffers can be given up."""
-        own = engine.limit_bytes - engine.held_pages * engine.page_bytes
-        return max(0, min(own, self._limit_bytes - self._held_bytes)) // engine.page_bytes
+        return min(engine.pages.free_slabs, max(0, self._limit_bytes - self._held_bytes) // engine.page_bytes)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -258,8 +256,6 @@ class KvCachedManager:
             raise ValueError(f"kvcached: a page of {self._page_bytes} bytes may hold no block of {kv.block_bytes}")
         self._engines[owner] = engine
 
-    # --- limits ------------------------------------------------------------------------------------------------------
-
     def set_limit(self, limit_bytes: int) -> None:
         """What the GPU leaves for KV changed (weights came or went). Less than is held bounds new pages at once, while
         held ones come back as requests end; buffers are given up first. Raises ValueError when negative."""
@@ -273,29 +269,17 @@ class KvCachedManager:
             donor.mapped_at_s.pop()
         self._refill()
 
-    def set_owner_limit(self, owner: int, limit_bytes: int) -> None:
-        """What one engine may hold and buffer; as ``set_limit`` otherwise."""
-        if limit_bytes < 0:
-            raise ValueError(f"kvcached: a limit of {limit_bytes} bytes for owner {owner}; it must be 0 or more")
-        engine = self._engines[owner]
-        engine.limit_bytes = limit_bytes
-        while engine.mapped_at_s and (engine.held_pages + len(engine.mapped_at_s)) * engine.page_bytes > limit_bytes:
-            engine.mapped_at_s.pop()
-        self._refill()
-
     # --- what others see ---------------------------------------------------------------------------------------------
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now: exact when blocks fill pages, else on the safe side."""
         engine = self._engines[owner]
-        virtual = engine.pages.free_slabs
-        return engine.room_blocks + min(self._obtainable_pages(engine), virtual) * engine.sure_blocks
+        return engine.room_blocks + self._obtainable_pages(engine) * engine.sure_blocks
 
     def capacity_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get if every other owner held none."""
         engine = self._engines[owner]
-        pages = min(self._limit_bytes, engine.limit_bytes) // engine.page_bytes
-        return min(pages, engine.pages.slab_count) * engine.sure_blocks
+        return min(self._limit_bytes // engine.page_bytes, engine.pages.slab_count) * engine.sure_blocks
 
     def used_bytes(self, owner: int) -> int:
         """Bytes of the blocks that ``owner`` holds, over its tensors."""

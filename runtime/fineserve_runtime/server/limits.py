@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fineserve_sim.experiment.file.schema import Count, Positive, Strict
+from fineserve_sim.experiment.file.schema import Strict
+from fineserve_sim.experiment.file.values import Count, Positive
 
 
 class HttpLimits(Strict):

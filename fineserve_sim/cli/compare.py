@@ -1,0 +1,219 @@
+"""The command that compares systems on a trace: compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fineserve_sim.cli.catalog import complete_gpu, complete_system
+from fineserve_sim.cli.console import (
+    ExecutorOption,
+    JobsOption,
+    JsonOption,
+    OutOption,
+    console,
+    examples,
+    interruptible,
+    progress_bar,
+    unused_folder_goes,
+)
+from fineserve_sim.cli.limits import (
+    E2eOption,
+    PriceOption,
+    RequestsOption,
+    SloScaleOption,
+    SpreadOption,
+    TargetsOption,
+    TpotOption,
+    TtftOption,
+    model_of,
+    shares_of,
+    slo_scale_of,
+    tell_probe,
+)
+from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results, simulate_into
+
+if TYPE_CHECKING:
+    from fineserve_sim.experiment import Experiment
+    from fineserve_sim.experiment.run.executor import Executor
+
+PARTED, MOST_RATE_SCALE = 0.05, 64.0
+"""Systems part where the best and the worst are so far apart, or none is so close to all; the fastest replay that is tried."""
+
+TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file, plain or gzip.", show_default=False)]
+SystemsOption = Annotated[
+    list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
+]
+ModelsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME=MODEL:PRECISION:TP",
+        help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
+        "its own name, W16A16, 1 GPU.",
+    ),
+]
+GpuOption = Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)]
+GpusOption = Annotated[int, typer.Option(min=1, help="Number of GPUs.")]
+SharingOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WORD",
+        help="How engines share a GPU, for all systems: mps, time_slice, exclusive, fluid, or mig:PROFILE such as mig:3g.",
+        show_default=False,
+    ),
+]
+RateScaleOption = Annotated[
+    float | None,
+    typer.Option(help="Replay this many times as fast; if not given, where systems part.", show_default=False),
+]
+SearchOption = Annotated[
+    bool, typer.Option("--search/--no-search", help="Find where the answer breaks and how many GPUs it needs.")
+]
+AnchorsOption = Annotated[
+    bool,
+    typer.Option("--anchors/--no-anchors", help="Add the clairvoyant bound and a GPU (group) of its own a model."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim compare trace.csv --system fineserve --system static* --model A=llama-3.1-8b:fp8 "
+            "--model B=qwen3-32b --gpus 2 --ttft-slo 0.5",
+            "fineserve-sim compare azure2023_conv.csv.gz --system fineserve --system prism* --spread "
+            "--model llama-3.1-8b --model llama-3-8b:W4A8KV4",
+        )
+    )(compare)
+
+
+def compare(
+    trace: TraceArgument,
+    *,
+    systems: SystemsOption,
+    models: ModelsOption,
+    gpu: GpuOption = "h100-sxm",
+    gpus: GpusOption = 1,
+    sharing: SharingOption = None,
+    ttft_slo: TtftOption = None,
+    tpot_slo: TpotOption = None,
+    e2e_slo: E2eOption = None,
+    slo_scale: SloScaleOption = None,
+    rate_scale: RateScaleOption = None,
+    requests: RequestsOption = None,
+    spread: SpreadOption = False,
+    targets: TargetsOption = None,
+    price: PriceOption = None,
+    search: SearchOption = True,
+    anchors: AnchorsOption = True,
+    out: OutOption = None,
+    jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
+    decisions: DecisionsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare systems on a trace file, without writing YAML.
+
+    Models are named as in the trace, or any way with --spread.
+    Results of NAME.csv go to results/compare-NAME unless --out names a folder.
+    """
+    with interruptible():
+        from fineserve_sim.experiment.run.executors import executor_of
+
+        told: dict[str, Any] = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
+        told |= {"slo_scale": slo_scale_of(slo_scale, ttft_slo), "requests": requests, "anchors": anchors}
+        told |= {"gpu": gpu, "count": gpus, "sharing": _sharing(sharing), "usd_per_gpu_hour": price}
+        experiment_at = partial(_experiment, trace, systems, models, spread, told)
+        first = experiment_at(1.0 if rate_scale is None else rate_scale)
+        folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
+        with executor_of(executor, jobs) as where:
+            if rate_scale is None:
+                first = _parting(experiment_at, first, folder, where, wanted)
+            figures = simulate_into(folder, first, where, Simulation(wanted, decisions))
+            summary = _summary(folder, where, search)
+        print_results(folder, summary, figures, as_json)
+
+
+def _experiment(
+    trace: Path, systems: Sequence[str], models: Sequence[str], spread: bool, told: Mapping[str, Any], rate_scale: float
+) -> Experiment:
+    """The experiment of a trace that is replayed so many times as fast."""
+    from fineserve_sim.experiment import experiment_for_trace
+
+    parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
+    with _hint_spread(trace, [model["id"] for model in parsed], spread):
+        return experiment_for_trace(trace, systems, parsed, rate_scale=rate_scale, **told)
+
+
+def _summary(folder: Path, executor: Executor, search: bool) -> Mapping[str, Any]:
+    """What was found, with a ``search`` around the answer."""
+    from fineserve_sim.experiment.results.summary import read_summary
+    from fineserve_sim.experiment.show.page.build import write_page
+    from fineserve_sim.experiment.sizing.around import search_around
+
+    if not search:
+        return read_summary(folder)
+    told = tell_probe if not console(stderr=True).is_terminal else None
+    with progress_bar() as advance:
+        summary = search_around(folder, executor=executor, on_progress=advance, told=told)
+    write_page([folder], folder / "report.html")  # with what the search found
+    return summary
+
+
+def _sharing(text: str | None) -> str | dict[str, str] | None:
+    """``mig:PROFILE`` as a file has it; other words as they are."""
+    word, sign, profile = (text or "").partition(":")
+    return {word: profile} if sign else text
+
+
+@contextmanager
+def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
+    """Where the trace names models that were not given, say how to name them, or that there is --spread."""
+    from fineserve_sim.experiment import ConfigError
+
+    try:
+        yield
+    except ConfigError as problem:
+        if spread or problem.key != "workload.trace":
+            raise
+        from fineserve_traces import read_trace
+
+        if missing := sorted(set(read_trace(trace).models) - set(ids)):
+            names = ", ".join(missing)
+            raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
+        raise
+
+
+def _parting(
+    experiment_at: Callable[[float], Experiment],
+    first: Experiment,
+    out: Path,
+    executor: Executor,
+    targets: Mapping[str, float],
+) -> Experiment:
+    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do."""
+    from fineserve_sim.experiment import run_loaded
+    from fineserve_sim.experiment.results.answer import spread_of
+    from fineserve_sim.experiment.results.summary import read_summary
+
+    experiment, rate_scale = first, 1.0
+    while rate_scale <= MOST_RATE_SCALE:
+        with unused_folder_goes(out), progress_bar() as advance:
+            run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
+        least, most = spread_of(read_summary(out))
+        if most - least >= PARTED or most < 1 - PARTED:
+            return experiment
+        console(stderr=True).print(
+            f"At rate scale {rate_scale:g} the systems keep {100 * least:.1f} to {100 * most:.1f} % within limits; faster."
+        )
+        rate_scale *= 2
+        experiment = experiment_at(rate_scale)
+    console(stderr=True).print(f"They part at no rate scale up to {MOST_RATE_SCALE:g}: what follows is at 1.")
+    return first
