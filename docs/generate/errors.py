@@ -22,7 +22,7 @@ SET_COLUMNS = (
     "set", "engine", "model", "TP", "rows", "TTFT median", "p90", "bias", "TPOT median", "p90", "bias", "requests/s median"
 )  # fmt: skip
 CAP_COLUMNS = ("model", "TP", "phase", "", "rows", "median", "p90", "bias")
-PAIR_COLUMNS = ("source", "GPU", "mode", "engines", "workload", "beside", "metric", "predicted", "error %", "fitted")
+PAIR_COLUMNS = ("source", "GPU", "mode", "engines", "workload", "beside", "metric", "error %", "fitted")
 
 
 class Group(NamedTuple):

@@ -47,19 +47,18 @@ def caps_of(folder: Path) -> list[dict[str, object]]:
 
 
 def pairs_of(folder: Path) -> list[dict[str, object]]:
-    """Predictions for engines that share a GPU and their errors, as ``pairs.csv`` has them; what was measured is the sources'
-    to publish."""
+    """Errors of what is predicted for engines that share a GPU, as ``pairs.csv`` has them; what was measured, and a prediction
+    that would give it away, is the sources' to publish: ``fineserve-calibrate sharing`` prints both."""
     sharing = folder / "sharing"
     found = [*compare_replicas(sharing / REPLICAS), *compare_pairs(sharing / PAIRS, MAKE_STEP)]
     return [dict(zip(PAIR_COLUMNS, _cells(one), strict=True)) for one in found]
 
 
 def _cells(one: Compared) -> Sequence[object]:
-    predicted = "-" if one.predicted is None else f"{one.predicted:.2f}"
     known = one.predicted is not None and one.measured is not None
     error = f"{one.predicted / one.measured - 1:+.0%}"[:-1] if known else "-"  # type: ignore[operator]
-    numbers = (predicted, error, "yes" if one.fitted else "")
-    return (one.source, one.gpu, one.mode, one.engines, one.workload, one.beside, one.metric, *numbers)
+    fitted = "yes" if one.fitted else ""
+    return (one.source, one.gpu, one.mode, one.engines, one.workload, one.beside, one.metric, error, fitted)
 
 
 def rounded(value: object) -> object:
