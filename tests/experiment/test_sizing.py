@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fineserve_sim.experiment import ConfigError
 from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, cheapest, goal, size
-from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
+from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Prober, _sure
 from fineserve_sim.experiment.sizing.report import reasons
 from fineserve_sim.experiment.sizing.search import least_gpus
@@ -41,7 +41,14 @@ def test_first_integer_is_brute_forces_and_asks_few(high: int, turn: int) -> Non
 
     expected = next((value for value in range(1, high + 1) if value >= turn), None)
     assert first_integer(1, high, holds) == expected
-    assert len(asked) <= 1 + high.bit_length()
+    assert len(asked) <= 1 + high.bit_length() + (expected is None) * 2 * OTHERS
+
+
+def test_more_may_be_worse() -> None:
+    """On 12 GPUs a policy may place more replicas than on 10, and hold less: what holds in between is found."""
+    assert first_integer(1, 16, lambda count: count in (10, 11)) == 10
+    assert first_integer(3, 8, lambda count: count == 5) == 5
+    assert first_integer(2, 16, lambda count: False) is None
 
 
 @given(st.floats(0.02, 50.0), st.sampled_from([0.5, 2.0]), st.sampled_from([0.01, 0.2]))

@@ -2,7 +2,8 @@
 
 Along an axis on which things get easier, the answer turns once from no to yes. Two values that answer differently bracket the
 turn; halving the bracket finds it. Common random numbers (the same requests at every value) make the answers of one system
-monotone in practice, though no law says so: what is found is a turn, checked on both sides of it.
+monotone in practice, though no law says so: what is found is a turn, checked on both sides of it. More GPUs may even be worse,
+where a policy places more replicas on them: before it is said that nothing holds, some fewer are asked as well.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import math
 from collections.abc import Callable
 
 Holds = Callable[[float], bool]
+OTHERS = 8
+"""At least so many integers below, evenly spread, and fewer than twice as many, are asked where the highest does not hold."""
 
 
 def first_integer(low: int, high: int, holds: Holds) -> int | None:
-    """The smallest integer from ``low`` to ``high`` at which ``holds``; None when it does not even hold at ``high``."""
+    """The smallest integer from ``low`` to ``high`` at which ``holds``; None when it holds neither at ``high`` nor at those
+    asked in between."""
     if not holds(high):
-        return None
+        stride = max(1, (high - low) // OTHERS)
+        below = next((value for value in range(low, high, stride) if holds(value)), None)
+        if below is None:
+            return None
+        low, high = max(low, below - stride + 1), below
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
