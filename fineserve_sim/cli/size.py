@@ -30,6 +30,7 @@ from fineserve_sim.cli.limits import (
     TpotOption,
     TtftOption,
     model_of,
+    shares_of,
     slo_scale_of,
     tell_probe,
 )
@@ -153,6 +154,8 @@ def size(
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
+        if _file(source) is None:
+            shares_of(targets, tpot_slo, e2e_slo)  # a target of a trace has its limit
         path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
         with executor_of(executor, jobs) as where:
             with progress_bar() as advance:
