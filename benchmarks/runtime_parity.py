@@ -54,6 +54,9 @@ SYSTEMS = ("fineserve", "static*")
 EVERY = 4
 """Samples are a second apart; of the KV bytes over time, every fourth is shown."""
 
+TURN_SHARE = 0.095
+"""What a step takes longer after another engine's: ``benchmarks/runtime_turns.py`` on the machine of docs/parity.md."""
+
 FILE = """\
 # Made by benchmarks/runtime_parity.py.
 fineserve: 1
@@ -61,7 +64,7 @@ title: Two tiny models on real engines and in the simulator
 
 cluster:
   count: 1
-  sharing: in_turn  # engines of one process
+  sharing: {{in_turn: {turn_share}}}  # engines of one process
   gpu: {{name: cpu, memory_gib: {memory_gib}, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
          efficiency: roofline-scaled, source: "not used: steps are measured"}}
 engine: {{block_tokens: 32, max_sequences: {sequences}, token_budget: {budget}, context_bytes: 0,
@@ -153,6 +156,7 @@ def experiment(model: Path) -> str:
         sequences=SEQUENCES,
         budget=TOKEN_BUDGET,
         utilization=utilization(model),
+        turn_share=TURN_SHARE,
         steps="cpu/step.parquet",
         slo_s=SLO_S,
         systems=", ".join(f'"{name}"' for name in SYSTEMS),
@@ -262,14 +266,15 @@ def _predicted_s(report: StepReport, steps: StepModel) -> float:
 
 
 def simulate_at_pace(file: Path, folder: Path, system: str, pace: Mapping[str, float]) -> None:
-    """The simulation with steps that are longer by the device's and the host's part."""
+    """The simulation with steps that are longer by the device's and the host's part, which has what turns cost."""
     table = pq.read_table(folder / "cpu" / "step.parquet")
     place = table.column_names.index("latency_s")
     slower = pc.multiply(table["latency_s"], pace["device"] + pace["host"])
     path = folder / f"step-{SYSTEMS.index(system)}.parquet"
     pq.write_table(table.set_column(place, "latency_s", slower), path)
     out = folder / f"paced-{SYSTEMS.index(system)}"
-    command("fineserve-sim", "run", file, "--out", out, "--set", f"engine.step_times={path}", "--jobs", "1")
+    changed = ("--set", f"engine.step_times={path}", "--set", "cluster.sharing=in_turn")
+    command("fineserve-sim", "run", file, "--out", out, *changed, "--jobs", "1")
 
 
 # --- both sides --------------------------------------------------------------------------------------------------------
