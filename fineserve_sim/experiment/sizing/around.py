@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,23 +74,9 @@ def _gpus(prober: Prober, answer: Mapping[str, Any], order: Sequence[tuple[str, 
         limit = most if best is None else int(best.value) - 1
         if limit >= least:
             found.append(fewest_gpus(there, system, title, least, limit))
-    if not choice["holds"] and not any(each.best for each in found):
-        found += _fewer(there, max(found, key=_best_share), least, most)
     chosen = next((each for each in reversed(found) if each.best), max(found, key=_best_share))
     probes = [probe for each in found if each.system == chosen.system for probe in each.probes]
     return _told(chosen, answer["targets"], probes) | {"most": most, "why": chosen.why}
-
-
-def _fewer(prober: Prober, closest: Answer, least: int, most: int) -> Iterator[Answer]:
-    """The system that comes closest on fewer GPUs than the most: a placement is another on each number, so that more of them do
-    not always help. Ends where the targets are kept."""
-    for quarters in (3, 2, 1):
-        limit = least + (most - least) * quarters // 4
-        if limit < most:
-            found = fewest_gpus(prober, closest.system, closest.title, least, limit)
-            yield found
-            if found.best:
-                return
 
 
 def _best_share(found: Answer) -> float:
