@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import machine
+from fineserve_sim.build import build
 from fineserve_sim.experiment import Experiment, experiment_from, run_loaded
 from fineserve_sim.experiment.run import spread
 from fineserve_sim.experiment.run.executor import Executor
@@ -63,14 +63,15 @@ PATIENT = {
 
 @dataclass(frozen=True)
 class Nothing:
-    """Work that is none. It says which process it met; with ``waits_s`` that is busy for a while, so that others get some."""
+    """Work that is none. It says which process it met, and its build; with ``waits_s`` that is busy for a while, so that
+    others get some."""
 
     number: int
     waits_s: float = 0.0
 
-    def __call__(self, out: Path, tell: TellShare) -> tuple[str, int]:
+    def __call__(self, out: Path, tell: TellShare) -> tuple[int, str]:
         time.sleep(self.waits_s)
-        return platform.node(), os.getpid()
+        return os.getpid(), build()
 
     def packed(self) -> Nothing:
         return self
@@ -128,7 +129,7 @@ def seconds_of(executor: Executor, tried: Experiment, digests: set[str]) -> floa
     return taken_s
 
 
-def seconds_until(executor: Executor, works: Iterable[Nothing]) -> tuple[float, set[Any]]:
+def seconds_until(executor: Executor, works: Iterable[Nothing]) -> tuple[float, set[tuple[int, str]]]:
     """All are done, and the processes that did them."""
     began_s = time.perf_counter()
     met = {found for _, found in executor.each(works, Path(), lambda work, share: None)}
@@ -136,10 +137,12 @@ def seconds_until(executor: Executor, works: Iterable[Nothing]) -> tuple[float, 
 
 
 def meet(executor: Executor) -> None:
-    """Until every worker is there and has imported what it needs."""
-    met: set[Any] = set()
+    """Until every worker is there and has imported what it needs. Raises ValueError where one runs another build."""
+    met: set[tuple[int, str]] = set()
     while len(met) < executor.workers:
         met |= seconds_until(executor, [Nothing(number, MET_S) for number in range(2 * executor.workers)])[1]
+    if {here for _, here in met} != {build()}:
+        raise ValueError(f"workers are {met}, this process is {build()}")
 
 
 def measured(where: str, jobs: int, cells: Experiment, whole: Experiment, digests: Sequence[set[str]]) -> Any:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fineserve_traces import Requests, drawn, onoff
+from fineserve_traces import Requests, drawn, onoff, whole
 
 from fineserve_sim.cluster import outcomes, simulation
 from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.scenario import EndedRequests
 from fineserve_sim.experiment import load_experiment, run_loaded
 from fineserve_sim.experiment.results.histogram import RELATIVE_ERROR
-from fineserve_sim.experiment.run import run
+from fineserve_sim.experiment.run import run, workload
 from fineserve_sim.experiment.run.store import Store
 
 SYSTEMS = 'systems: [fineserve, "prism*"]'
@@ -160,6 +161,21 @@ def test_requests_stream_in_and_change_no_byte(
     monkeypatch.setattr(run, "build_requests", run.build_trace)
     assert 2 * streamed < most_kept(path, tmp_path / "held")
     assert contents(tmp_path / "streamed") == contents(tmp_path / "held")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_how_requests_are_drawn_travels(kind: tuple[str, str, str], tmp_path: Path) -> None:
+    """To another process or machine, in less than the requests take."""
+    path = tmp_path / "streams.yaml"
+    path.write_text(STREAMS.format(*kind).replace("400", "40000"), encoding="utf-8")
+    experiment = load_experiment(path)
+    setup = experiment.setup_of(experiment.points[0])
+    packed = pickle.dumps(workload.build_requests(setup, None, 2.0, 1))
+    here, there = workload.build_trace(setup, None, 2.0, 1), whole(pickle.loads(packed))
+    for name in ("arrival_s", "model", "prompt_tokens", "output_tokens"):
+        assert getattr(here, name).tobytes() == getattr(there, name).tobytes(), name
+    assert here.models == there.models and here.source == there.source
+    assert kind != STEADY or len(packed) < 28 * len(here) / 10
 
 
 def test_four_times_as_many_requests_keep_no_more(most_kept: Callable[[Path, Path], int], tmp_path: Path) -> None:
