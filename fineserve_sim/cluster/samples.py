@@ -63,8 +63,6 @@ class Sampler(Protocol):
         """Note everything as it is. Engines must be settled up to this moment."""
         ...
 
-    def timeline(self) -> Timeline: ...
-
 
 class Column(NamedTuple):
     """What one column sums up: the engines of ``model`` that are there, and requests that wait for them."""
@@ -93,9 +91,6 @@ class EngineSampler:
             gpu_stranded_bytes=[ledger.stranded_bytes for ledger in ledgers],
             gpu_free_bytes=[ledger.free_bytes for ledger in ledgers],
         )
-
-    def timeline(self) -> Timeline:
-        return self.rows.timeline()
 
 
 class InstanceSampler:
@@ -135,9 +130,6 @@ class InstanceSampler:
         self.demand_bytes.append(demand_blocks * instances[0].sizes.block_bytes)
         self.capacity_bytes.append(sum(instance.kv.limit_bytes for instance in instances if instance.alive))
         self.engines.append(len(engines))
-
-    def timeline(self) -> Timeline:
-        return self.rows.timeline()
 
     def counted(self) -> tuple[Ints, Ints]:
         """``demand_bytes`` and ``capacity_bytes`` as arrays (T,)."""

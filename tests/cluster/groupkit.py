@@ -46,7 +46,7 @@ class GroupRun:
 def simulate_groups(scenario: Scenario) -> GroupRun:
     run = prepare(scenario)
     run.to_the_end()
-    fleet, sampler = run.parts.fleet, run.parts.sampler
+    fleet, sampler = run.parts.cluster.fleet, run.parts.sampler
     assert isinstance(fleet, Instances) and isinstance(sampler, InstanceSampler)
     demand_bytes, capacity_bytes = sampler.counted()
     moved, report = fleet.migrations.moved, fleet.regrouping.report
