@@ -25,7 +25,6 @@ _NODE = {
 _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # which makes Ray take loopback for this machine's address
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "120",
 }
 
 
