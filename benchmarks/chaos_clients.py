@@ -145,10 +145,15 @@ class Load:
         except openai.APIError as problem:
             end = str(problem.code or type(problem).__name__)
         now_s = time.monotonic()
-        silent = end == "finished" and not stream  # a whole answer does not say when its first token came
-        waited_s = 0.0 if silent else (first_s or now_s) - begun_s
+        waited_s = waited_for_token_s(begun_s, first_s, now_s, stream=stream)
         self._tally.note(prompt, self._expected[index], said, end, waited_s, now_s - begun_s)
         return end
+
+
+def waited_for_token_s(begun_s: float, first_s: float | None, now_s: float, *, stream: bool) -> float:
+    """A whole answer does not say when its first token came, nor does the error in its place: it may have had tokens, lost its
+    engine, and waited again for another."""
+    return (first_s or now_s) - begun_s if stream else 0.0
 
 
 # --- hostile ones ------------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ class Job:
 
     ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now;
     None while it waits and when it ended; ``served_by`` where it was dispatched last; ``unproven``: that one has not had a
-    token of it yet. ``trace`` is the client's ``traceparent``. Times are seconds since the driver started.
+    token of it yet. ``trace`` is the client's ``traceparent``; ``waited_s`` is how long the request took from its client to the
+    driver. Times are seconds since the driver started.
     """
 
     id: int
@@ -62,6 +63,7 @@ class Job:
     priority: int = 0
     tpot_slo_s: float | None = None
     trace: str | None = None
+    waited_s: float = 0.0
     arrival_s: float = 0.0
     queued_s: float = 0.0
     engine: int | None = None

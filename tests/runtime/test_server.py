@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -174,6 +175,21 @@ def test_a_request_that_cannot_be_on_time_gets_503_with_its_reason() -> None:
         assert here.metric("fineserve:ttft_slo_due_total", model_name="A") == 2
         assert here.post("/v1/completions", body).status_code == 200
         assert here.metric("fineserve:ttft_slo_met_total", model_name="A") == 1
+
+
+def test_the_time_until_a_request_is_understood_counts_for_its_limit() -> None:
+    """Its prompt is tokenised for longer than its first token may take."""
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str, *, special: bool = True) -> list[int]:
+            here_s = time.monotonic()
+            eventually(lambda: time.monotonic() > here_s + 0.05)
+            return super().encode(text, special=special)
+
+    with served() as here:
+        here.service.models["A"] = replace(here.service.models["A"], tokenizer=Slow())
+        late = here.post("/v1/completions", {"model": "A", "prompt": "x"}, **{"x-slo-ttft-ms": "50"})
+        assert late.status_code == 503 and late.headers["x-fineserve-reason"] == "deadline"
 
 
 def test_a_requests_own_limit_of_the_time_per_token_is_counted() -> None:

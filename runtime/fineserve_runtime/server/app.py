@@ -220,8 +220,8 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
 
         def submit() -> tuple[Understood, list[Choice]]:
             understood = understand(request.state.body)
-            trace = request.headers.get("traceparent")
-            return understood, service.choose([order._replace(trace=trace) for order in understood.ask.orders], loop)
+            marks = {"trace": request.headers.get("traceparent"), "came_s": request.state.came_s}
+            return understood, service.choose([order._replace(**marks) for order in understood.ask.orders], loop)
 
         understood, choices = await service.work(submit)
         del request.state.body  # it may be large, and the answer take a while

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -25,7 +27,8 @@ class Piece(NamedTuple):
 
 class Order(NamedTuple):
     """One choice that is asked for. ``echo`` is put before its text; ``keep_stop``: the stop string belongs to the text;
-    ``special``: so do special tokens. ``trace``: the client's ``traceparent``."""
+    ``special``: so do special tokens. ``trace``: the client's ``traceparent``; ``came_s``: when the request was here, on the
+    monotonic clock."""
 
     model: str
     prompt: tuple[int, ...]
@@ -37,6 +40,7 @@ class Order(NamedTuple):
     special: bool = False
     echo: str = ""
     trace: str | None = None
+    came_s: float = math.inf
 
 
 class _News(NamedTuple):
@@ -99,6 +103,7 @@ class Choice:
             order.priority,
             limits.tpot_s,
             order.trace,
+            max(0.0, time.monotonic() - order.came_s),
         )
 
     def abort(self) -> None:
