@@ -1,0 +1,274 @@
+"""How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
+
+Scenes are played on engines that serve nobody else: some sequences of one model decode, and prompts of several lengths join
+them; in half of the scenes another model's sequences decode as well. A step's time is its period: from the end of the step
+before it, whoever's that was, to its own end. So the host's time between steps (reports, driver, core, tokens to clients) is
+part of it, and what a turn of another engine costs is the difference between rows that are ``in_turn`` and those that are not.
+
+The rows are a table that ``engine.step_times`` of an experiment takes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fineserve_runtime.config import RuntimeFile
+from fineserve_runtime.engines.api import EngineListener, Logprobs, Sampling, StepReport
+from fineserve_runtime.jobs import End, Job
+from fineserve_runtime.launch import Running, StartHost, launch
+from fineserve_sim.cluster.scenario import Scenario, ServedModel
+from fineserve_sim.latency.table_operators import GEMM_DTYPE, KV_DTYPE
+
+DECODES = (1, 2, 4, 8, 12, 15)
+PROMPTS = (32, 128, 320)
+"""Tokens of the sequences that decode, before they do."""
+
+TOTALS = (32, 96, 160, 256)
+"""Tokens of the steps in which a prompt joins the decodes."""
+
+STEPS = 16
+JOINS = 3
+"""Decode steps of a scene, and prompts of each length."""
+
+_GROWTH = 64
+"""More tokens than a sequence decodes while its scene lasts."""
+
+_LEAST = 3
+"""Steps of a kind that make a row."""
+
+_PATIENCE_S = 60.0
+_NO_LIMIT_S = 1e6
+_TOKEN_IDS = range(10, 250)
+"""That every vocabulary has."""
+
+
+class Row(NamedTuple):
+    """Steps of a kind. ``context``: cached tokens of each decode, in the mean; ``in_turn``: they came after another engine's;
+    ``latency_s``: the median of ``repeats`` periods, ``spread`` their interquartile range over it."""
+
+    model: str
+    dtype: str
+    mode: str
+    kv_dtype: str
+    decodes: int
+    context: int
+    prefill_tokens: int
+    cached_tokens: int
+    in_turn: bool
+    latency_s: float
+    spread: float
+    repeats: int
+
+
+class Scene(NamedTuple):
+    """``decodes`` sequences with prompts of ``prompt`` tokens decode; ``beside``: as many of another model, too."""
+
+    decodes: int
+    prompt: int
+    beside: bool
+
+
+class Period(NamedTuple):
+    """A step that followed another one at once; ``in_turn``: another engine's."""
+
+    report: StepReport
+    seconds: float
+    in_turn: bool
+
+
+def periods(reports: Sequence[StepReport]) -> Iterator[Period]:
+    """Of engines that take turns: the steps before which there was no pause, as somebody had work when the last one ended."""
+    running: dict[int, int] = {}
+    for before, after in pairwise(reports):
+        running[before.engine] = before.state.running
+        if any(running.values()):
+            yield Period(after, after.ended_s - before.ended_s, before.engine != after.engine)
+
+
+def probe_steps(file: RuntimeFile, scenario: Scenario, *, start: StartHost | None = None, seed: int = 0) -> list[Row]:
+    """Start the scenario's system for this alone, and time its steps. Raises ValueError where engines do not step in this
+    process, and what ``launch`` raises."""
+    with launch(file, scenario, start=start) as running:
+        return _Probe(running, scenario, seed).rows()
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({name: [getattr(row, name) for row in rows] for name in Row._fields}), path)
+
+
+class _Tap:
+    """Hears the engines before their driver does, and keeps their steps."""
+
+    def __init__(self, to: EngineListener) -> None:
+        self.reports: list[StepReport] = []
+        self._to = to
+        self._until: Callable[[StepReport], bool] = lambda report: False
+        self._came = threading.Event()
+        self._death: str | None = None
+
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
+        self._to.on_step(report)
+        if self._until(report):
+            self._came.set()
+
+    def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
+        self._death = reason
+        self._came.set()
+        self._to.on_died(engine, reason, lost, crashed)
+
+    def await_step(self, until: Callable[[StepReport], bool], begin: Callable[[], None] = lambda: None) -> None:
+        """``begin``, then wait for a step of which ``until`` holds. Only then this thread wakes up: it would be in the
+        engines' way. Raises RuntimeError when none comes, or an engine dies."""
+        self._came.clear()
+        self._until = until
+        begin()
+        came = self._came.wait(_PATIENCE_S)
+        self._until = lambda report: False
+        if self._death is not None or not came:
+            raise RuntimeError(f"the probe of steps: {self._death or 'its engines stand still'}")
+
+
+class _Deaf:
+    """A sink of tokens that nobody wants."""
+
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
+        pass
+
+    def ended(self, end: End) -> None:
+        pass
+
+
+class _Probe:
+    """Scenes on the engines of one host, which take turns."""
+
+    def __init__(self, running: Running, scenario: Scenario, seed: int) -> None:
+        if len(running.hosts) > 1 or any(host.config.mode != "in_process" for host in running.hosts.values()):
+            raise ValueError(
+                "steps are probed of engines on one device that step in this process: runtime.mode in_process"
+            )
+        ((gpu, host),) = running.hosts.items()
+        self._driver, self._relay = running.driver, running.relays[gpu]
+        self._engines = {handle.config.name: handle for handle in host.engines.values()}
+        served = {model.id: model for model in scenario.models}
+        self._served = {handle.id: served[name] for name, handle in self._engines.items()}
+        handles = self._engines.values()
+        self._longest = min(handle.config.max_model_len for handle in handles)
+        self._sequences = min(handle.config.max_sequences for handle in handles)
+        self._budget = min(handle.config.max_batched_tokens for handle in handles)
+        self._room = min(handle.kv_capacity_tokens for handle in handles)
+        self._room_of_all = host.ledger().free_bytes // max(h.block_bytes // h.config.block_tokens for h in handles)
+        self._rng = random.Random(seed)
+
+    def rows(self) -> list[Row]:
+        """Of all scenes, which come in a shuffled order."""
+        assert self._relay.to is not None
+        tap = self._relay.to = _Tap(self._relay.to)
+        scenes = [(model, scene) for scene in self._scenes() for model in self._engines]
+        self._rng.shuffle(scenes)
+        return [row for model, scene in scenes for row in self._play(tap, model, scene)]
+
+    def _scenes(self) -> Iterator[Scene]:
+        """Those that fit in memory, with all that their sequences grow by."""
+        for decodes in (each for each in DECODES if each < self._sequences):
+            for prompt in (each for each in PROMPTS if each + _GROWTH < self._longest):
+                tokens = decodes * (prompt + _GROWTH) + max(self._totals(decodes), default=0)
+                for beside in (False, True)[: len(self._engines)]:
+                    if tokens <= self._room and tokens * (1 + beside) <= self._room_of_all:
+                        yield Scene(decodes, prompt, beside)
+
+    def _totals(self, decodes: int) -> list[int]:
+        return [total for total in TOTALS if decodes < total <= min(self._budget, self._longest - 1)]
+
+    def _play(self, tap: _Tap, model: str, scene: Scene) -> list[Row]:
+        others = [name for name in self._engines if name != model][: scene.beside]
+        for name in (model, *others):
+            self._begin_decodes(tap, name, scene)
+        mine = self._engines[model].id
+        tap.reports.clear()
+        tap.await_step(_nth(STEPS, lambda report: report.engine == mine))
+        for total in self._totals(scene.decodes) * JOINS:
+            self._join(tap, model, total - scene.decodes)
+        found = list(_rows(tap.reports, scene.decodes, self._served))
+        self._driver.end_all()
+        self._driver.wait_empty(_PATIENCE_S)
+        for handle in self._engines.values():
+            handle.drain(_PATIENCE_S)
+        return found
+
+    def _begin_decodes(self, tap: _Tap, model: str, scene: Scene) -> None:
+        engine = self._engines[model].id
+
+        def begin() -> None:
+            for _ in range(scene.decodes):
+                self._submit(model, scene.prompt, self._longest - scene.prompt)
+
+        tap.await_step(lambda report: report.engine == engine and report.decodes == scene.decodes, begin)
+
+    def _join(self, tap: _Tap, model: str, tokens: int) -> None:
+        """A prompt joins the decodes; until they have gone on by one step."""
+        mine, joined = self._engines[model].id, False
+
+        def went_on(report: StepReport) -> bool:
+            nonlocal joined
+            if report.engine == mine and report.prefill_tokens:
+                joined = True
+                return False
+            return joined and report.engine == mine
+
+        tap.await_step(went_on, lambda: self._submit(model, tokens, 1))
+
+    def _submit(self, model: str, prompt_tokens: int, output_tokens: int) -> None:
+        prompt = tuple(self._rng.choices(_TOKEN_IDS, k=prompt_tokens))
+        sampling = Sampling(max_tokens=output_tokens, ignore_eos=True)
+        self._driver.submit(lambda id: Job(id, model, prompt, sampling, _Deaf(), _NO_LIMIT_S))
+
+
+def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepReport], bool]:
+    """True of the ``count``-th of the wanted steps."""
+    left = iter(range(count - 1, -1, -1))
+    return lambda report: wanted(report) and next(left, None) == 0
+
+
+def _rows(reports: Sequence[StepReport], decodes: int, served: Mapping[int, ServedModel]) -> Iterator[Row]:
+    """Of a scene's steps: those of all its decodes, alone and with a whole prompt."""
+    kinds: dict[tuple[int, int, bool], list[Period]] = defaultdict(list)
+    for period in periods(reports):
+        report = period.report
+        whole = not report.prefill_tokens or report.prefill_tokens + decodes in TOTALS
+        if report.decodes == decodes and whole:
+            kinds[report.engine, report.prefill_tokens, period.in_turn].append(period)
+    for (engine, prefill_tokens, in_turn), found in kinds.items():
+        if len(found) >= _LEAST:
+            yield _row(served[engine], decodes, prefill_tokens, in_turn, found)
+
+
+def _row(served: ServedModel, decodes: int, prefill_tokens: int, in_turn: bool, found: Sequence[Period]) -> Row:
+    low, middle, high = np.quantile([period.seconds for period in found], [0.25, 0.5, 0.75]).tolist()
+    context = np.mean([period.report.context_tokens for period in found]) / decodes
+    precision = served.precision
+    return Row(
+        model=served.model.name,
+        dtype=GEMM_DTYPE[precision.weight_bits, precision.activation_bits],
+        mode="eager",
+        kv_dtype=KV_DTYPE[precision.kv_bits],
+        decodes=decodes,
+        context=round(context),
+        prefill_tokens=prefill_tokens,
+        cached_tokens=0,
+        in_turn=in_turn,
+        latency_s=middle,
+        spread=(high - low) / middle,
+        repeats=len(found),
+    )
