@@ -23,28 +23,21 @@ from fineserve_runtime.server.doorman import Doorman, answer
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.responses import ResponsesRequest, ResponseStream, whole_response
-from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, parse
+from fineserve_runtime.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.streams import Choice
+from fineserve_runtime.server.unserved import unserved
 
 T = TypeVar("T")
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
-_UNSERVED = {
-    "/v1/embeddings": "the engines here generate text; pooling models are not served",
-    "/v1/responses/": "nothing is stored; POST /v1/responses answers at once",
-    "/v1/load_lora_adapter": "LoRA adapters lie outside the memory that models share; serve the merged model",
-    "/v1/unload_lora_adapter": "there are no LoRA adapters here",
-    "/v1/audio": "only text is served",
-    "/v1/images": "only text is served",
-    "/v1/rerank": "the engines here generate text; pooling models are not served",
-    "/v1/score": "the engines here generate text; pooling models are not served",
-    "/v1/batches": "send the requests one by one",
-    "/v1/files": "send the requests one by one",
-    "/v1/messages": "use /v1/chat/completions",
-}
-"""What other servers of this protocol have, by the beginning of its path, and why or what instead."""
-
 _LOOK_S = 0.1
 """So often a waiting request looks whether its client is still there."""
 
@@ -74,7 +67,7 @@ def _no_endpoint(request: Request, problem: HTTPException) -> ApiError:
     path = request.url.path
     if problem.status_code != 404:
         return ApiError(problem.status_code, f"{path}: {problem.detail}", code="bad_method")
-    why = next((why for start, why in _UNSERVED.items() if path.startswith(start)), None)
+    why = unserved(path)
     if why is not None:
         return ApiError(404, f"{path} is not served: {why}", code="unsupported", reason="404")
     return ApiError(
@@ -125,20 +118,35 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> dict[str, Any]:
         return await service.work(lambda: _tokenize(service, parse(TokenizeRequest, request.state.body)))
 
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        return await service.work(lambda: _detokenize(service, parse(DetokenizeRequest, request.state.body)))
+
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     served = service.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
+        served.check_length(len(body.prompt), "prompt")
         tokens = served.tokenizer.encode(body.prompt, special=body.add_special_tokens)
     else:
         messages = [message.plain() for message in body.messages or []]
+        served.check_length(sum(len(message["content"]) for message in messages), "messages")
         try:
-            tokens = served.tokenizer.chat(messages, {"add_generation_prompt": True})
+            tokens = served.tokenizer.chat(messages, {"add_generation_prompt": body.add_generation_prompt})
         except ValueError as problem:
             raise ApiError(400, str(problem), param="messages") from None
-    return {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+    strings = [served.tokenizer.decode([token], special=True) for token in tokens] if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens, "token_strs": strings}
+
+
+def _detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
+    served = service.model(body.model)
+    if len(body.tokens) > served.max_model_len:
+        raise served.too_long(f"there are {len(body.tokens)}", "tokens")
+    served.check_ids(body.tokens, "tokens")
+    return {"prompt": served.tokenizer.decode(body.tokens, special=True)}
 
 
 # --- generation --------------------------------------------------------------------------------------------------------
