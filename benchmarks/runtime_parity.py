@@ -36,7 +36,7 @@ from fineserve_runtime.config import load_file
 from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig, StepReport
 from fineserve_runtime.launch import start_real_host
 from fineserve_runtime.serve import served_scenario
-from fineserve_runtime.step_probe import Period, Row, periods, probe_steps, write_table
+from fineserve_runtime.step_probe import Noted, Period, Row, note, periods, probe_steps, write_table
 
 from fineserve_sim.catalog import activation_bytes, gpu, graph_bytes, model_from_hf_config, precision, weight_bytes
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario
@@ -126,7 +126,7 @@ def play_and_simulate(folder: Path, rate_per_s: float) -> dict[str, Any]:
     steps = load_step_model(
         folder / "steps.parquet", model_from_hf_config(folder / model), precision("W16A16"), gpu("h100-sxm")
     )
-    paces = {name: pace_of(reports, steps) for name, reports in played.items()}
+    paces = {name: pace_of(found, steps) for name, found in played.items()}
     for name, pace in paces.items():
         simulate_at_pace(file, folder, name, pace["pace"])
     return {"load": [load, os.getloadavg()[0]], "pace": paces}
@@ -198,16 +198,16 @@ class StepLog:
     """Starts real engines and notes their steps."""
 
     def __init__(self) -> None:
-        self.reports: list[StepReport] = []
+        self.steps: list[Noted] = []
 
     def start(self, config: HostConfig, listener: EngineListener) -> EngineHost:
         """A ``StartHost``; what was noted of engines before is forgotten."""
-        self.reports.clear()
-        log = self.reports
+        self.steps.clear()
+        log = self.steps
 
         class Tap:
             def on_step(self, report: StepReport) -> None:
-                log.append(report)
+                log.append(note(report))
                 listener.on_step(report)
 
             def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
@@ -215,20 +215,20 @@ class StepLog:
 
         return start_real_host(config, Tap())
 
-    def played(self) -> list[StepReport]:
+    def played(self) -> list[Noted]:
         """From the first step that answered a request of the trace on: before it, engines warmed up."""
-        ours = (n for n, report in enumerate(self.reports) if any(c.request_id < 10**9 for c in report.chunks))
-        return self.reports[next(ours) :]
+        ours = (n for n, step in enumerate(self.steps) if any(c.request_id < 10**9 for c in step.report.chunks))
+        return self.steps[next(ours) :]
 
 
-def play_real(file: Path, folder: Path) -> dict[str, list[StepReport]]:
+def play_real(file: Path, folder: Path) -> dict[str, list[Noted]]:
     """As ``fineserve-run replay`` does, with probes before, between and after, whose table is ``steps.parquet``. Returns the
     steps by system."""
     from fineserve_runtime.replay import claim_folder, replay_on
 
     loaded = load_file(file, changes=UNMEASURED, serving=False)
     claim_folder(folder / "real", "cpu")
-    log, played, rows = StepLog(), dict[str, list[StepReport]](), list[Row]()
+    log, played, rows = StepLog(), dict[str, list[Noted]](), list[Row]()
     play = replay_on(loaded, start=log.start)
 
     def probe() -> None:
@@ -246,16 +246,17 @@ def play_real(file: Path, folder: Path) -> dict[str, list[StepReport]]:
     return played
 
 
-def pace_of(reports: list[StepReport], steps: StepModel) -> dict[str, float]:
-    """``pace``: seconds of the steps that followed another at once against the table's, of all, and of those ``alone`` and
-    ``in_turn``; ``median``: of the single steps' ratios."""
-    found = list(periods(reports))
+def pace_of(played: list[Noted], steps: StepModel) -> dict[str, float]:
+    """``pace``: seconds of the steps that followed another at once against the table's; ``processor``: their processor time;
+    ``alone`` and ``in_turn``: of those steps; ``median``: of the single steps' ratios."""
+    found = list(periods(played))
     took_s = np.array([period.seconds for period in found])
     predicted_s = np.array([_predicted_s(period, steps) for period in found])
     in_turn = np.array([period.in_turn for period in found])
     return {
-        "steps": float(len(reports)),
+        "steps": float(len(played)),
         "pace": float(took_s.sum() / predicted_s.sum()),
+        "processor": float(sum(period.processor_s for period in found) / predicted_s.sum()),
         "median": float(np.median(took_s / predicted_s)),
         "alone": float(took_s[~in_turn].sum() / predicted_s[~in_turn].sum()),
         "in_turn": float(took_s[in_turn].sum() / predicted_s[in_turn].sum()),
@@ -371,12 +372,22 @@ def table(system: str, pairs: list[dict[str, Any]]) -> str:
 
 
 def _paces(system: str, pairs: list[dict[str, Any]]) -> list[str]:
-    head = ("pair", "load before, after", "steps", "pace", "median step", "alone", "in turn", "steps in turn")
+    head = (
+        "pair",
+        "load before, after",
+        "steps",
+        "pace",
+        "processor",
+        "median step",
+        "alone",
+        "in turn",
+        "steps in turn",
+    )
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for number, pair in enumerate(pairs):
         pace = pair["pace"][system]
         cells = [str(number), ", ".join(f"{load:.1f}" for load in pair["load"]), f"{pace['steps']:.0f}"]
-        cells += [f"{pace[name] - 1:+.1%}" for name in ("pace", "median", "alone", "in_turn")]
+        cells += [f"{pace[name] - 1:+.1%}" for name in ("pace", "processor", "median", "alone", "in_turn")]
         rows.append(f"| {' | '.join([*cells, format(pace['share_in_turn'], '.0%')])} |")
     return rows
 

@@ -1,9 +1,10 @@
 """How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
 
 Scenes are played on engines that serve nobody else: some sequences of one model decode, and prompts of several lengths join
-them; in half of the scenes another model's sequences decode as well. A step's time is its period: from the end of the step
-before it, whoever's that was, to its own end. So the host's time between steps (reports, driver, core, tokens to clients) is
-part of it, and what a turn of another engine costs is the difference between rows that are ``in_turn`` and those that are not.
+them; then another model's sequences decode as well, and the same comes again. A step's time is its period: from the report of
+the step before it, whoever's that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part
+of it, and what a turn of another engine costs is the difference between rows that are ``in_turn`` and those that are not. It is
+processor time of the thread that steps the engines, which other work on the machine disturbs as little as can be.
 
 The rows are a table that ``engine.step_times`` of an experiment takes.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +42,8 @@ STEPS = 16
 JOINS = 3
 """Decode steps of a scene, and prompts of each length."""
 
-_GROWTH = 64
-"""More tokens than a sequence decodes while its scene lasts."""
+_GROWTH = 48
+"""Tokens that a sequence decodes in half of a scene, at most."""
 
 _LEAST = 3
 """Steps of a kind that make a row."""
@@ -71,28 +73,42 @@ class Row(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """``decodes`` sequences with prompts of ``prompt`` tokens decode; ``beside``: as many of another model, too."""
+    """``decodes`` sequences with prompts of ``prompt`` tokens decode, alone and ``beside`` as many of another model."""
 
+    model: str
+    beside: str | None
     decodes: int
     prompt: int
-    beside: bool
+
+
+class Noted(NamedTuple):
+    """A step's report, and what processor time the thread that steps the engines had had then."""
+
+    report: StepReport
+    processor_s: float
+
+
+def note(report: StepReport) -> Noted:
+    """Call it first where a report is heard, which is on that thread."""
+    return Noted(report, time.thread_time())
 
 
 class Period(NamedTuple):
-    """A step that followed another one at once; ``in_turn``: another engine's."""
+    """A step that followed another one at once; ``in_turn``: another engine's. By the clock, and of processor time."""
 
     report: StepReport
-    seconds: float
     in_turn: bool
+    seconds: float
+    processor_s: float
 
 
-def periods(reports: Sequence[StepReport]) -> Iterator[Period]:
+def periods(steps: Sequence[Noted]) -> Iterator[Period]:
     """Of engines that take turns: the steps before which there was no pause, as somebody had work when the last one ended."""
     running: dict[int, int] = {}
-    for before, after in pairwise(reports):
+    for (before, before_s), (after, after_s) in pairwise(steps):
         running[before.engine] = before.state.running
         if any(running.values()):
-            yield Period(after, after.ended_s - before.ended_s, before.engine != after.engine)
+            yield Period(after, before.engine != after.engine, after.ended_s - before.ended_s, after_s - before_s)
 
 
 def probe_steps(file: RuntimeFile, scenario: Scenario, *, start: StartHost | None = None, seed: int = 0) -> list[Row]:
@@ -111,14 +127,14 @@ class _Tap:
     """Hears the engines before their driver does, and keeps their steps."""
 
     def __init__(self, to: EngineListener) -> None:
-        self.reports: list[StepReport] = []
+        self.steps: list[Noted] = []
         self._to = to
         self._until: Callable[[StepReport], bool] = lambda report: False
         self._came = threading.Event()
         self._death: str | None = None
 
     def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
+        self.steps.append(note(report))
         self._to.on_step(report)
         if self._until(report):
             self._came.set()
@@ -175,32 +191,31 @@ class _Probe:
         """Of all scenes, which come in a shuffled order."""
         assert self._relay.to is not None
         tap = self._relay.to = _Tap(self._relay.to)
-        scenes = [(model, scene) for scene in self._scenes() for model in self._engines]
+        scenes = list(self._scenes())
         self._rng.shuffle(scenes)
-        return [row for model, scene in scenes for row in self._play(tap, model, scene)]
+        return [row for scene in scenes for row in self._play(tap, scene)]
 
     def _scenes(self) -> Iterator[Scene]:
-        """Those that fit in memory, with all that their sequences grow by."""
-        for decodes in (each for each in DECODES if each < self._sequences):
-            for prompt in (each for each in PROMPTS if each + _GROWTH < self._longest):
-                tokens = decodes * (prompt + _GROWTH) + max(self._totals(decodes), default=0)
-                for beside in (False, True)[: len(self._engines)]:
-                    if tokens <= self._room and tokens * (1 + beside) <= self._room_of_all:
-                        yield Scene(decodes, prompt, beside)
+        """Those that fit in memory, with all that their sequences grow by; alone where they would not side by side."""
+        for model, decodes, prompt in product(self._engines, DECODES, PROMPTS):
+            if decodes < self._sequences and prompt + 2 * _GROWTH < self._longest:
+                other = next((name for name in self._engines if name != model), None)
+                join = max(self._totals(decodes), default=0)
+                mine, both = (decodes * (n * prompt + m * _GROWTH) + join for n, m in ((1, 2), (2, 3)))
+                if mine <= self._room:
+                    yield Scene(model, other if both <= self._room_of_all else None, decodes, prompt)
 
     def _totals(self, decodes: int) -> list[int]:
         return [total for total in TOTALS if decodes < total <= min(self._budget, self._longest - 1)]
 
-    def _play(self, tap: _Tap, model: str, scene: Scene) -> list[Row]:
-        others = [name for name in self._engines if name != model][: scene.beside]
-        for name in (model, *others):
-            self._begin_decodes(tap, name, scene)
-        mine = self._engines[model].id
-        tap.reports.clear()
-        tap.await_step(_nth(STEPS, lambda report: report.engine == mine))
-        for total in self._totals(scene.decodes) * JOINS:
-            self._join(tap, model, total - scene.decodes)
-        found = list(_rows(tap.reports, scene.decodes, self._served))
+    def _play(self, tap: _Tap, scene: Scene) -> list[Row]:
+        tap.steps.clear()
+        for model in filter(None, (scene.model, scene.beside)):
+            self._begin_decodes(tap, model, scene)
+            tap.await_step(_nth(STEPS, lambda report: report.engine == self._engines[scene.model].id))
+            for total in self._totals(scene.decodes) * JOINS:
+                self._join(tap, scene.model, total - scene.decodes)
+        found = list(_rows(tap.steps, scene, self._served))
         self._driver.end_all()
         self._driver.wait_empty(_PATIENCE_S)
         for handle in self._engines.values():
@@ -241,21 +256,21 @@ def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepRepo
     return lambda report: wanted(report) and next(left, None) == 0
 
 
-def _rows(reports: Sequence[StepReport], decodes: int, served: Mapping[int, ServedModel]) -> Iterator[Row]:
-    """Of a scene's steps: those of all its decodes, alone and with a whole prompt."""
+def _rows(steps: Sequence[Noted], scene: Scene, served: Mapping[int, ServedModel]) -> Iterator[Row]:
+    """Of a scene's steps: those of all its decodes, with or without a whole prompt."""
     kinds: dict[tuple[int, int, bool], list[Period]] = defaultdict(list)
-    for period in periods(reports):
+    for period in periods(steps):
         report = period.report
-        whole = not report.prefill_tokens or report.prefill_tokens + decodes in TOTALS
-        if report.decodes == decodes and whole:
+        whole = not report.prefill_tokens or report.prefill_tokens + scene.decodes in TOTALS
+        if report.decodes == scene.decodes and whole:
             kinds[report.engine, report.prefill_tokens, period.in_turn].append(period)
     for (engine, prefill_tokens, in_turn), found in kinds.items():
         if len(found) >= _LEAST:
-            yield _row(served[engine], decodes, prefill_tokens, in_turn, found)
+            yield _row(served[engine], scene.decodes, prefill_tokens, in_turn, found)
 
 
 def _row(served: ServedModel, decodes: int, prefill_tokens: int, in_turn: bool, found: Sequence[Period]) -> Row:
-    low, middle, high = np.quantile([period.seconds for period in found], [0.25, 0.5, 0.75]).tolist()
+    low, middle, high = np.quantile([period.processor_s for period in found], [0.25, 0.5, 0.75]).tolist()
     context = np.mean([period.report.context_tokens for period in found]) / decodes
     precision = served.precision
     return Row(
