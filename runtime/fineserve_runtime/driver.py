@@ -282,12 +282,12 @@ class Driver:
             self._consult_neighbours(gpu, engine)
 
     def _emit(self, job: Job, chunk: TokenChunk) -> None:
-        if chunk.token_ids:
+        if chunk.token_ids or chunk.vector:
             if job.first_token_s is None:
                 self._pace[job.model].note(self.now())
             self._desk.emit(job, chunk, self.now())
         if chunk.finish_reason is not None:
-            self._end(job, finish_end(chunk.finish_reason, chunk.problem))
+            self._end(job, finish_end(chunk))
 
     def died(self, gpu: int, local: int, reason: str, *, crashed: bool) -> None:
         with self._lock:

@@ -282,7 +282,7 @@ def test_endpoints_that_are_not_here_say_so() -> None:
     openai = pytest.importorskip("openai")
     with served() as here, openai.OpenAI(base_url=f"{here.url}/v1", api_key="any", max_retries=0) as client:
         for ask, why in (
-            (lambda: client.embeddings.create(model="A", input="x"), "pooling models are not served"),
+            (lambda: client.moderations.create(input="x"), "only those that embed"),
             (lambda: client.responses.retrieve("resp_1"), "nothing is stored"),
             (client.files.list, "one by one"),
         ):

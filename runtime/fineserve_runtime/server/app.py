@@ -20,6 +20,7 @@ from fineserve_runtime.server.admin import add_admin
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
 from fineserve_runtime.server.doorman import Doorman, answer
+from fineserve_runtime.server.embeddings import EmbeddingsRequest, embeddings_ask, whole_embeddings
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.responses import ResponsesRequest, ResponseStream, whole_response
@@ -186,6 +187,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         return await _generate(service, request, understand)
 
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        def understand(raw: bytes) -> Understood:
+            body = parse(EmbeddingsRequest, raw)
+            model = service.model(body.model)
+            ask = embeddings_ask(body, model, request.state.id, _limits(request, model), service.limits)
+            return Understood(ask, partial(whole_embeddings, body, ask), partial(EventStream, ask))
+
+        return await _generate(service, request, understand)
+
 
 class Understood(NamedTuple):
     """A request, and how its answer is told: at once, or by events."""
@@ -198,12 +209,17 @@ class Understood(NamedTuple):
 def _meant(service: Service, request: Request, body: GenerationRequest) -> tuple[ServedName, Limits]:
     """The model, and the request's own limits where it has them, else its model's. Raises ApiError."""
     model = service.model(body.model)
+    model.check_answers(embeds=False)
     key: Key | None = request.state.key
     if body.priority and key is not None and not key.priority:
         problem = f"the key {key.name} may not set a priority"
         raise ApiError(403, problem, kind="permission_error", param="priority", reason="priority")
+    return model, _limits(request, model)
+
+
+def _limits(request: Request, model: ServedName) -> Limits:
     ttft_s, tpot_s = _seconds(request, TTFT_HEADER), _seconds(request, TPOT_HEADER)
-    return model, Limits(ttft_s or model.limits.ttft_s, tpot_s or model.limits.tpot_s)
+    return Limits(ttft_s or model.limits.ttft_s, tpot_s or model.limits.tpot_s)
 
 
 def _seconds(request: Request, header: str) -> float | None:

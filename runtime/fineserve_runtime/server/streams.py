@@ -16,13 +16,15 @@ from fineserve_runtime.server.text import Detokenizer, StopStrings, Tokenizer
 
 
 class Piece(NamedTuple):
-    """New text and tokens; ``finish_reason`` with the last piece. ``logprobs``: one entry a token, where they were wanted."""
+    """New text and tokens; ``finish_reason`` with the last piece. ``logprobs``: one entry a token, where they were wanted;
+    ``vector``, with the last piece: what a model that embeds answers instead."""
 
     text: str
     tokens: int
     finish_reason: str | None
     logprobs: tuple[Logprobs, ...] = ()
     token_ids: tuple[int, ...] = ()
+    vector: tuple[float, ...] = ()
 
 
 class Order(NamedTuple):
@@ -126,7 +128,7 @@ class Choice:
                     if item.kind != "finished":
                         raise unfinished(item)
                     text = self._stops.feed(self._detokenizer.rest()) + self._stops.rest()
-                    yield Piece(echo + text, 0, "stop" if self._stops.hit else item.reason)
+                    yield Piece(echo + text, 0, "stop" if self._stops.hit else item.reason, vector=item.vector)
                     return
                 text = echo + self._stops.feed(self._detokenizer.feed(item.token_ids))
                 echo = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_POOLING = "the engines here generate text; pooling models are not served"
+_POOLING = "of pooling models only those that embed are served; use /v1/embeddings"
 _ONE_BY_ONE = "send the requests one by one"
 _TEXT = "only text is served"
 _WEIGHTS = "weights are those of the file; add and remove models with /admin/models"
@@ -11,7 +11,6 @@ _AUTOMATIC = "the runtime does this by itself"
 _RENDERED = "prompts are rendered by the server; /tokenize shows their tokens"
 
 _WHY = {
-    "/v1/embeddings": _POOLING,
     "/v2/embed": _POOLING,
     "/pooling": _POOLING,
     "/classify": _POOLING,
