@@ -1,8 +1,8 @@
 """How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
 
 Scenes are played on engines that serve nobody else: some sequences of one model decode, and prompts of several lengths join
-them; then another model's sequences decode as well, and the same comes again. A step's time is its period: from the report of
-the step before it, whoever's that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part
+them, alone and while another model's sequences decode as well. A step's time is its period: from the report of the step
+before it, whoever's that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part
 of it, and what a turn of another engine costs is the difference between rows that are ``in_turn`` and those that are not. It is
 processor time of the thread that steps the engines, which other work on the machine disturbs as little as can be.
 
@@ -209,27 +209,36 @@ class _Probe:
         return [total for total in TOTALS if decodes < total <= min(self._budget, self._longest - 1)]
 
     def _play(self, tap: _Tap, scene: Scene) -> list[Row]:
+        """Alone and beside the other, in either order: what comes later has the longer contexts and the warmer machine."""
+        halves = [None, *filter(None, (scene.beside,))]
+        self._rng.shuffle(halves)
         tap.steps.clear()
-        for model in filter(None, (scene.model, scene.beside)):
-            self._begin_decodes(tap, model, scene)
+        mine = self._begin_decodes(tap, scene.model, scene)
+        for neighbour in halves:
+            guests = self._begin_decodes(tap, neighbour, scene) if neighbour else []
             tap.await_step(_nth(STEPS, lambda report: report.engine == self._engines[scene.model].id))
             for total in self._totals(scene.decodes) * JOINS:
                 self._join(tap, scene.model, total - scene.decodes)
+            self._end(guests)
         found = list(_rows(tap.steps, scene, self._served))
-        self._driver.end_all()
-        self._driver.wait_empty(_PATIENCE_S)
-        for handle in self._engines.values():
-            handle.drain(_PATIENCE_S)
+        self._end(mine)
         return found
 
-    def _begin_decodes(self, tap: _Tap, model: str, scene: Scene) -> None:
-        engine = self._engines[model].id
+    def _begin_decodes(self, tap: _Tap, model: str, scene: Scene) -> list[Job]:
+        engine, jobs = self._engines[model].id, list[Job]()
 
         def begin() -> None:
-            for _ in range(scene.decodes):
-                self._submit(model, scene.prompt, self._longest - scene.prompt)
+            jobs.extend(self._submit(model, scene.prompt, self._longest - scene.prompt) for _ in range(scene.decodes))
 
         tap.await_step(lambda report: report.engine == engine and report.decodes == scene.decodes, begin)
+        return jobs
+
+    def _end(self, jobs: Sequence[Job]) -> None:
+        """And wait until their engine is rid of them."""
+        for job in jobs:
+            self._driver.abort(job.id)
+        for model in {job.model for job in jobs}:
+            self._engines[model].drain(_PATIENCE_S)
 
     def _join(self, tap: _Tap, model: str, tokens: int) -> None:
         """A prompt joins the decodes; until they have gone on by one step."""
@@ -242,12 +251,15 @@ class _Probe:
                 return False
             return joined and report.engine == mine
 
-        tap.await_step(went_on, lambda: self._submit(model, tokens, 1))
+        def join() -> None:
+            self._submit(model, tokens, 1)
 
-    def _submit(self, model: str, prompt_tokens: int, output_tokens: int) -> None:
+        tap.await_step(went_on, join)
+
+    def _submit(self, model: str, prompt_tokens: int, output_tokens: int) -> Job:
         prompt = tuple(self._rng.choices(_TOKEN_IDS, k=prompt_tokens))
         sampling = Sampling(max_tokens=output_tokens, ignore_eos=True)
-        self._driver.submit(lambda id: Job(id, model, prompt, sampling, _Deaf(), _NO_LIMIT_S))
+        return self._driver.submit(lambda id: Job(id, model, prompt, sampling, _Deaf(), _NO_LIMIT_S))
 
 
 def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepReport], bool]:
