@@ -35,8 +35,11 @@ DECODES = (1, 2, 4, 8, 12, 15)
 PROMPTS = (32, 128, 320)
 """Tokens of the sequences that decode, before they do."""
 
-TOTALS = (32, 96, 160, 256)
-"""Tokens of the steps in which a prompt joins the decodes."""
+TOTALS = (32, 96, 160, 240)
+"""Tokens of the steps in which a prompt joins the decodes, give or take ``_JITTER``: kernels are made for a number of rows when
+it comes for the first time, and prompts that always had the same would never pay for that."""
+
+_JITTER = 12
 
 STEPS = 16
 JOINS = 3
@@ -94,12 +97,17 @@ def note(report: StepReport) -> Noted:
 
 
 class Period(NamedTuple):
-    """A step that followed another one at once; ``in_turn``: another engine's. By the clock, and of processor time."""
+    """A step that followed another one at once; how long it took by the clock, and of processor time."""
 
+    before: StepReport
     report: StepReport
-    in_turn: bool
     seconds: float
     processor_s: float
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the other was another engine's."""
+        return self.before.engine != self.report.engine
 
 
 def periods(steps: Sequence[Noted]) -> Iterator[Period]:
@@ -108,7 +116,7 @@ def periods(steps: Sequence[Noted]) -> Iterator[Period]:
     for (before, before_s), (after, after_s) in pairwise(steps):
         running[before.engine] = before.state.running
         if any(running.values()):
-            yield Period(after, before.engine != after.engine, after.ended_s - before.ended_s, after_s - before_s)
+            yield Period(before, after, after.ended_s - before.ended_s, after_s - before_s)
 
 
 def probe_steps(file: RuntimeFile, scenario: Scenario, *, start: StartHost | None = None, seed: int = 0) -> list[Row]:
@@ -206,7 +214,8 @@ class _Probe:
                     yield Scene(model, other if both <= self._room_of_all else None, decodes, prompt)
 
     def _totals(self, decodes: int) -> list[int]:
-        return [total for total in TOTALS if decodes < total <= min(self._budget, self._longest - 1)]
+        most = min(self._budget, self._longest - 1)
+        return [total for total in TOTALS if decodes + _JITTER < total <= most - _JITTER]
 
     def _play(self, tap: _Tap, scene: Scene) -> list[Row]:
         """Alone and beside the other, in either order: what comes later has the longer contexts and the warmer machine."""
@@ -218,7 +227,8 @@ class _Probe:
             guests = self._begin_decodes(tap, neighbour, scene) if neighbour else []
             tap.await_step(_nth(STEPS, lambda report: report.engine == self._engines[scene.model].id))
             for total in self._totals(scene.decodes) * JOINS:
-                self._join(tap, scene.model, total - scene.decodes)
+                jitter = self._rng.randint(-_JITTER, _JITTER)
+                self._join(tap, scene.model, total - scene.decodes + jitter)
             self._end(guests)
         found = list(_rows(tap.steps, scene, self._served))
         self._end(mine)
@@ -269,16 +279,24 @@ def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepRepo
 
 
 def _rows(steps: Sequence[Noted], scene: Scene, served: Mapping[int, ServedModel]) -> Iterator[Row]:
-    """Of a scene's steps: those of all its decodes, with or without a whole prompt."""
+    """Of a scene's steps: those of all its decodes, with a whole prompt, or with none and after such a one: a prompt leaves the
+    caches to nobody."""
     kinds: dict[tuple[int, int, bool], list[Period]] = defaultdict(list)
     for period in periods(steps):
         report = period.report
-        whole = not report.prefill_tokens or report.prefill_tokens + scene.decodes in TOTALS
-        if report.decodes == scene.decodes and whole:
-            kinds[report.engine, report.prefill_tokens, period.in_turn].append(period)
+        total = _nominal(report.prefill_tokens, scene.decodes)
+        if report.decodes == scene.decodes and total and (report.prefill_tokens or not period.before.prefill_tokens):
+            kinds[report.engine, total - scene.decodes, period.in_turn].append(period)
     for (engine, prefill_tokens, in_turn), found in kinds.items():
         if len(found) >= _LEAST:
             yield _row(served[engine], scene.decodes, prefill_tokens, in_turn, found)
+
+
+def _nominal(prefill_tokens: int, decodes: int) -> int | None:
+    """Tokens of the step but for the jitter; None: it was not one of the scene's."""
+    if not prefill_tokens:
+        return decodes
+    return next((total for total in TOTALS if abs(prefill_tokens + decodes - total) <= _JITTER), None)
 
 
 def _row(served: ServedModel, decodes: int, prefill_tokens: int, in_turn: bool, found: Sequence[Period]) -> Row:

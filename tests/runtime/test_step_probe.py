@@ -32,7 +32,7 @@ def test_a_period_goes_from_report_to_report_unless_nobody_had_work() -> None:
 def test_all_kinds_of_steps_of_a_file_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(step_probe.time, "thread_time", lambda: next(clock) / 1000)  # fake engines have a thread each
-    for name, few in (("DECODES", (1, 3)), ("PROMPTS", (32,)), ("TOTALS", (32, 64))):
+    for name, few in (("DECODES", (1, 3)), ("PROMPTS", (32,)), ("TOTALS", (32, 64)), ("_JITTER", 2)):
         monkeypatch.setattr(step_probe, name, few)
     file = load_file(write_file(tmp_path), [("models.1.precision", "W16A16")])
     rows = probe_steps(file, served_scenario(file, None), start=start_fake)
