@@ -1,7 +1,7 @@
 """How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
 
-Scenes are played on engines that serve nobody else: some sequences of one model decode, and prompts of several lengths join
-them, alone and while another model's sequences decode as well. A step's time is its period: from the report of the step
+Scenes are played on engines that serve nobody else: some sequences of one model decode, prompts of several lengths join them,
+and another model's sequences decode as well. A step's time is its period: from the report of the step
 before it, whoever's that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part
 of it, and what a turn of another engine costs is the difference between rows that are ``in_turn`` and those that are not. It is
 processor time of the thread that steps the engines, which other work on the machine disturbs as little as can be.
@@ -41,12 +41,15 @@ it comes for the first time, and prompts that always had the same would never pa
 
 _JITTER = 12
 
-STEPS = 16
+STEPS = 24
 JOINS = 3
 """Decode steps of a scene, and prompts of each length."""
 
-_GROWTH = 48
+_GROWTH = 56
 """Tokens that a sequence decodes in half of a scene, at most."""
+
+_SETTLED = 3
+"""So many decode steps after a prompt's, the caches are the decodes' again."""
 
 _LEAST = 3
 """Steps of a kind that make a row."""
@@ -97,10 +100,12 @@ def note(report: StepReport) -> Noted:
 
 
 class Period(NamedTuple):
-    """A step that followed another one at once; how long it took by the clock, and of processor time."""
+    """A step that followed another one at once; how long it took by the clock, and of processor time. ``settled``: steps since
+    the last one with a prompt, this one included."""
 
     before: StepReport
     report: StepReport
+    settled: int
     seconds: float
     processor_s: float
 
@@ -113,10 +118,12 @@ class Period(NamedTuple):
 def periods(steps: Sequence[Noted]) -> Iterator[Period]:
     """Of engines that take turns: the steps before which there was no pause, as somebody had work when the last one ended."""
     running: dict[int, int] = {}
+    settled = 0
     for (before, before_s), (after, after_s) in pairwise(steps):
         running[before.engine] = before.state.running
+        settled = 0 if after.prefill_tokens else settled + 1
         if any(running.values()):
-            yield Period(before, after, after.ended_s - before.ended_s, after_s - before_s)
+            yield Period(before, after, settled, after.ended_s - before.ended_s, after_s - before_s)
 
 
 def probe_steps(file: RuntimeFile, scenario: Scenario, *, start: StartHost | None = None, seed: int = 0) -> list[Row]:
@@ -226,7 +233,7 @@ class _Probe:
         for neighbour in halves:
             guests = self._begin_decodes(tap, neighbour, scene) if neighbour else []
             tap.await_step(_nth(STEPS, lambda report: report.engine == self._engines[scene.model].id))
-            for total in self._totals(scene.decodes) * JOINS:
+            for total in self._totals(scene.decodes) * JOINS if neighbour is None else ():
                 jitter = self._rng.randint(-_JITTER, _JITTER)
                 self._join(tap, scene.model, total - scene.decodes + jitter)
             self._end(guests)
@@ -279,13 +286,14 @@ def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepRepo
 
 
 def _rows(steps: Sequence[Noted], scene: Scene, served: Mapping[int, ServedModel]) -> Iterator[Row]:
-    """Of a scene's steps: those of all its decodes, with a whole prompt, or with none and after such a one: a prompt leaves the
-    caches to nobody."""
+    """Of a scene's steps: those of all its decodes, settled, or with a whole prompt. Prompts count alone: engines in turn take
+    in what comes once a round, so its cost falls on whoever has the next step."""
     kinds: dict[tuple[int, int, bool], list[Period]] = defaultdict(list)
     for period in periods(steps):
         report = period.report
         total = _nominal(report.prefill_tokens, scene.decodes)
-        if report.decodes == scene.decodes and total and (report.prefill_tokens or not period.before.prefill_tokens):
+        good = not period.in_turn if report.prefill_tokens else period.settled > _SETTLED
+        if report.decodes == scene.decodes and total and good:
             kinds[report.engine, total - scene.decodes, period.in_turn].append(period)
     for (engine, prefill_tokens, in_turn), found in kinds.items():
         if len(found) >= _LEAST:
