@@ -1,10 +1,10 @@
 """How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
 
 Scenes are played on engines that serve nobody else: some sequences of one model decode, prompts of several lengths join them,
-and another model's sequences decode as well. A step's time is its period: from the report of the step
-before it, whoever's that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part
-of it, and what a turn of another engine costs is the difference between rows that are ``in_turn`` and those that are not. It is
-processor time of the thread that steps the engines, which other work on the machine disturbs as little as can be.
+and another model's sequences decode as well. A step's time is its period: from the report of the step before it, whoever's that
+was, to its own. So the host's time between steps (driver, core, tokens to clients) is part of it, and what a turn of another
+engine costs is the difference between rows that are ``in_turn`` and those that are not. It is processor time of the thread that
+steps the engines, which other work on the machine disturbs as little as can be.
 
 The rows are a table that ``engine.step_times`` of an experiment takes.
 """
