@@ -4,8 +4,8 @@
 
 Makes two tiny models, a trace and an experiment file in FOLDER, then N times: plays the file as ``fineserve-run replay`` does,
 system by system, with a probe of the engines' steps (``fineserve-run steps``) before, between and after, and simulates it with
-``fineserve-sim run`` and the probes' table. Prints the tables of docs/parity.md. Needs vLLM on the CPU; a pair takes about five
-minutes.
+``fineserve-sim run`` and the probes' table. Prints the tables of docs/parity.md. Needs vLLM on the CPU; a pair takes two to
+three minutes.
 
 What is between the two sides is split. Every step of the real engines is noted with its composition. *pace*: how much longer
 than the table says the steps took, all of them. A second simulation takes steps that are longer by that; what is left between
