@@ -30,6 +30,7 @@ class FineServePlacementSpec(Spec):
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
     replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
     unmet: Literal["rate", "spread"] = "rate"
+    order: Literal["model", "gpu"] = "model"
 
 
 class KvprPlacementSpec(Spec):

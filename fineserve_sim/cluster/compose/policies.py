@@ -59,7 +59,9 @@ class EngineFactsheet:
 
 
 _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
-    FineServePlacementSpec: lambda spec: FineServePlacement(spec.score, spec.colocation, spec.replicas, spec.unmet),
+    FineServePlacementSpec: lambda spec: FineServePlacement(
+        spec.score, spec.colocation, spec.replicas, spec.unmet, spec.order
+    ),
     KvprPlacementSpec: lambda spec: KvprPlacement(
         spec.evaluate, spec.weight, tau=spec.tau, threshold=spec.threshold, charges=spec.charges
     ),
