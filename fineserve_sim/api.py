@@ -30,6 +30,7 @@ from fineserve_sim.experiment import (
 from fineserve_sim.experiment.file.comparison import model_entry
 from fineserve_sim.experiment.file.document import to_yaml
 from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.experiment.run.files import gone_if_unused
 from fineserve_sim.experiment.run.runner import OnProgress
 from fineserve_sim.experiment.show import frames
@@ -117,6 +118,7 @@ def run(
     *,
     seeds: int | None = None,
     jobs: int | None = None,
+    executor: str = "local",
     overrides: Mapping[str, Any] | None = None,
     quick: bool = False,
     decisions: bool = False,
@@ -125,7 +127,8 @@ def run(
     """Run an experiment. ``overrides`` are dotted keys with their values, as ``--set`` takes them.
 
     ``jobs`` processes (one a core if not given) give the same results as one; a script that asks for several needs
-    ``if __name__ == "__main__":``. Raises ConfigError for a mistake in the experiment, ScenarioError for one that cannot run.
+    ``if __name__ == "__main__":``. ``executor``: where they run, as ``--executor`` takes it (``local``, ``ray`` or
+    ``ray:HOST:PORT``). Raises ConfigError for a mistake in the experiment, ScenarioError for one that cannot run.
     """
     pairs = [(key, json.dumps(value)) for key, value in (overrides or {}).items()]
     _check_source(experiment)
@@ -133,7 +136,7 @@ def run(
         loaded = experiment_from(experiment, overrides=pairs, quick=quick, seeds=seeds)
     else:
         loaded = load_experiment(Path(experiment), pairs, quick, seeds)
-    return _result(loaded, out, jobs, decisions, on_progress)
+    return _result(loaded, out, jobs, executor, decisions, on_progress)
 
 
 def compare(
@@ -151,6 +154,7 @@ def compare(
     anchors: bool = True,
     out: str | Path | None = None,
     jobs: int | None = None,
+    executor: str = "local",
     decisions: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Result:
@@ -172,7 +176,7 @@ def compare(
         requests=requests,
         anchors=anchors,
     )
-    return _result(loaded, out, jobs, decisions, on_progress)
+    return _result(loaded, out, jobs, executor, decisions, on_progress)
 
 
 def size(
@@ -186,6 +190,7 @@ def size(
     quick: bool = False,
     out: str | Path | None = None,
     jobs: int | None = None,
+    executor: str = "local",
     on_progress: OnProgress | None = None,
 ) -> Sizing:
     """The fewest GPUs, the highest rate or the tightest SLO at which each system meets the ``targets``, such as
@@ -198,9 +203,9 @@ def size(
     if not targets:
         raise ValueError('targets: give at least one, such as {"ttft": 0.99}')
     goals = [goal(f"{metric}:{share}") for metric, share in targets.items()]
-    with _folder(out, jobs) as folder:
+    with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
         path = _written(experiment, folder) if isinstance(experiment, Mapping) else Path(experiment)
-        prober = Prober(path, folder, goals, at=at, quick=quick, jobs=jobs, on_progress=on_progress)
+        prober = Prober(path, folder, goals, at=at, quick=quick, executor=where, on_progress=on_progress)
         found = list(search(prober, axis_of(over), most_gpus=most_gpus, precision=precision))
     sizing = Sizing(over, pd.DataFrame([_best(answer) for answer in found]), _probes(found))
     return _keeping(sizing, folder, out)
@@ -214,10 +219,15 @@ def read(folder: str | Path) -> Result:
 
 
 def _result(
-    experiment: Experiment, out: str | Path | None, jobs: int | None, decisions: bool, on_progress: OnProgress | None
+    experiment: Experiment,
+    out: str | Path | None,
+    jobs: int | None,
+    executor: str,
+    decisions: bool,
+    on_progress: OnProgress | None,
 ) -> Result:
-    with _folder(out, jobs) as folder:
-        run_loaded(experiment, folder, jobs=jobs, decisions=decisions, on_progress=on_progress)
+    with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
+        run_loaded(experiment, folder, executor=where, decisions=decisions, on_progress=on_progress)
     return _keeping(Result(folder), folder, out)
 
 

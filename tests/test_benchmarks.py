@@ -37,7 +37,7 @@ def bench() -> dict[str, ModuleType]:
     """The modules of the folder benchmarks, which is no installed package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import cluster_costs, costs, engine, peers, record, scaling
+        from benchmarks import cluster_costs, costs, engine, executors, peers, record, scaling
 
         return {
             "engine": engine,
@@ -46,6 +46,7 @@ def bench() -> dict[str, ModuleType]:
             "costs": costs,
             "cluster_costs": cluster_costs,
             "record": record,
+            "executors": executors,
         }
 
 
@@ -253,3 +254,15 @@ def test_the_record_measures_each_system_in_a_process_of_its_own(
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["system"] for row in rows] == ["fineserve", "prism"]
     assert all(row["peak_mb"] > 30 and row["cpu_s"] > 0 for row in rows)
+
+
+def test_executors_are_measured_once_their_workers_are_there(bench: dict[str, ModuleType]) -> None:
+    executors = bench["executors"]
+    digests: tuple[set[str], set[str]] = (set(), set())
+    cells, whole = executors.experiment(20, 2), executors.experiment(40, 1)
+    found = {f"local {jobs}": executors.measured("local", jobs, cells, whole, digests) for jobs in (1, 2)}
+    assert all(tuple(row) == executors.MEASURES and min(row.values()) > 0 for row in found.values())
+    assert [len(each) for each in digests] == [1, 1], "the same bytes"
+    one, two = ({**found[f"local {jobs}"], "cells_s": 8.0 / jobs} for jobs in (1, 2))
+    first, second = executors.lines({"local 1": one, "local 2": two})
+    assert "cells 1.00" in first and "cells 2.00" in second

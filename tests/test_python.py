@@ -6,14 +6,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fineserve_sim as fs
+from fineserve_sim import api
 from fineserve_sim.experiment import ConfigError
+from fineserve_sim.experiment.run.local import LocalProcesses
 
 PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
 CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -138,6 +140,41 @@ def test_sizing_finds_the_rate_and_keeps_its_probes() -> None:
     assert found.table["answer"][0] in set(found.probes["value"])
     assert found.probes.loc[found.probes["value"] == found.table["answer"][0], "holds"].all()
     assert "<table" in found._repr_html_()
+
+
+def test_executors_are_those_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All work goes to the one that is asked for, and nothing is left behind where there is none."""
+    asked: list[tuple[str, int | None]] = []
+    done: list[Any] = []
+
+    class Notes(LocalProcesses):
+        def each(self, works: Any, out: Path, tell: Any) -> Any:
+            for work, found in super().each(works, out, tell):
+                done.append(work)
+                yield work, found
+
+    def executor_of(text: str, jobs: int | None) -> LocalProcesses:
+        asked.append((text, jobs))
+        return Notes(1)
+
+    calls: dict[str, Callable[..., Any]] = {
+        "run": lambda **how: fs.run(EXPERIMENT, tmp_path / "run", seeds=1, **how),
+        "size": lambda **how: fs.size(EXPERIMENT, {"ttft": 0.9}, "rate", precision=0.5, out=tmp_path / "size", **how),
+        "compare": lambda **how: fs.compare(
+            tmp_path / "trace.csv", ["static*"], ["A=llama-3.1-8b:fp8"], ttft_slo_s=1, out=tmp_path / "compare", **how
+        ),
+    }
+    (tmp_path / "trace.csv").write_text("arrival_s,model,prompt_tokens,output_tokens\n0,A,100,5\n1,A,100,5\n")
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match="executor spark: expected local, ray or ray:HOST:PORT"):
+            call(executor="spark")
+        assert not (tmp_path / name).exists()
+    monkeypatch.setattr(api, "executor_of", executor_of)
+    for call in calls.values():
+        done.clear()
+        call(executor="ray:10.0.0.1:6379", jobs=3)
+        assert done
+    assert asked == [("ray:10.0.0.1:6379", 3)] * 3
 
 
 @pytest.mark.parametrize("from_stdin", [True, False], ids=["stdin", "spawned"])

@@ -3,7 +3,7 @@
 --measure DIR       predict every measured set below DIR (two CPU minutes) and keep the errors in docs/data
 --sharing           run Fig. 10's point under each way of sharing (half a minute); README.md's caption has the first
 --sensitivity FILE  keep what benchmarks/sensitivity.py --quick --json has written to FILE
---outputs           run the commands of the tutorial and the how-to pages (a quarter of a minute) and show what they print now
+--outputs           run the commands of pages for users (half a minute) and show what they print now
 """
 
 from __future__ import annotations

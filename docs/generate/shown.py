@@ -1,7 +1,8 @@
 """What the commands of a page print, beside what the page shows.
 
-A page's files come first: a fence after a line that ends with its name in backticks and a colon. Then each ``sh`` fence that a
-``text`` fence follows is run, all of a page in one folder. A line ``...`` in what is shown stands for any lines.
+A page's files come first: a fence after a line that ends with its name in backticks and a colon. Then each ``python`` fence
+is run, and each ``sh`` fence that a ``text`` fence follows, all of a page in one folder. A line ``...`` in what is shown stands
+for any lines.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Shown(NamedTuple):
 
 
 def showing() -> list[Path]:
-    """The tutorial and the how-to pages that show outputs; other pages with outputs have tests of their own."""
-    found = (DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md")))
+    """The pages for users that show outputs; other pages with outputs have tests of their own."""
+    found = (DOCS / "answers.md", DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md")))
     return [path for path in found if any(language == "text" for language, _ in FENCE.findall(path.read_text("utf-8")))]
 
 
@@ -73,6 +74,8 @@ def run_page(page: Path, folder: Path) -> Iterator[Shown]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(body, encoding="utf-8")
     for (language, body), (following, shown) in pairwise([*FENCE.findall(text), ("", "")]):
+        if language == "python":
+            exec(compile(body, str(page), "exec"), {})
         if language == "sh" and following == "text":
             yield Shown(body.strip(), shown, [printed(line) for line in body.strip().splitlines()][-1])
 

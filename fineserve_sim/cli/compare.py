@@ -136,9 +136,9 @@ def compare(
         with executor_of(executor, jobs) as where:
             if rate_scale is None:
                 first = _parting(experiment_at, first, folder, where, wanted)
-            figures = simulate_into(folder, first, where, Simulation(wanted, decisions))
+            simulate_into(folder, first, where, Simulation(wanted, decisions))
             summary = _summary(folder, where, search)
-        print_results(folder, summary, figures, as_json)
+        print_results(folder, summary, as_json)
 
 
 def _experiment(

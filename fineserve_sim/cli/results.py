@@ -41,8 +41,8 @@ class Simulation(NamedTuple):
     rows: bool = True
 
 
-def simulate_into(out: Path, experiment: Experiment, executor: Executor, how: Simulation) -> int:
-    """Simulate and draw. Without rows there is nothing to make the page of. Returns the number of figure files."""
+def simulate_into(out: Path, experiment: Experiment, executor: Executor, how: Simulation) -> None:
+    """Simulate and draw. Without rows there is nothing to make the page of."""
     from fineserve_sim.cluster import simulate, simulate_step_by_step
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.run.files import prepare
@@ -62,13 +62,12 @@ def simulate_into(out: Path, experiment: Experiment, executor: Executor, how: Si
             targets=how.targets,
             summary=not how.rows,
         )
-    figures = draw(out, timelines=how.rows)
+    draw(out, timelines=how.rows)
     if how.rows:
         write_page([out], out / "report.html")
-    return len(figures)
 
 
-def print_results(out: Path, summary: Mapping[str, Any], figures: int, as_json: bool, *, rows: bool = True) -> None:
+def print_results(out: Path, summary: Mapping[str, Any], as_json: bool, *, rows: bool = True) -> None:
     """The summary as tables or JSON, and what else lies in the folder."""
     from fineserve_sim.experiment.show.report import report
 
@@ -79,7 +78,7 @@ def print_results(out: Path, summary: Mapping[str, Any], figures: int, as_json: 
         return
     console().print(report(summary))
     page = "report.html, " if rows else ""
-    typer.echo(f"Results in {out}: {page}summary.json, tables (*.parquet), {figures} figure files in figures/")
+    typer.echo(f"Results in {out}: {page}summary.json, tables (*.parquet), figures/")
 
 
 def plot(

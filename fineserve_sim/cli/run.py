@@ -116,8 +116,8 @@ def run(
         wanted = shares_of(targets, slo.tpot_s or slo.tpot, slo.e2e_s)
         with executor_of(executor, jobs) as where:
             how = Simulation(wanted, logged, exact_steps, rows)
-            figures = simulate_into(folder, experiment, where, how)
-        print_results(folder, read_summary(folder), figures, as_json, rows=rows)
+            simulate_into(folder, experiment, where, how)
+        print_results(folder, read_summary(folder), as_json, rows=rows)
         _write_traces(folder, traced, at, trace_out)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from fineserve_traces import Requests, Trace
+from numpy.typing import NDArray
 
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.scenario import Ended, EndedRequests
@@ -77,13 +78,11 @@ def prefixes_of(trace: Trace, rows: slice = slice(None)) -> list[Prefix]:
 
 
 class Joined:
-    """Requests that stream through, and what became of them with what they were: ``told`` gets both when they end. A chunk is
-    kept while one of its requests is open."""
+    """Requests that stream through, and what became of them with what they were: ``told`` gets both when they end."""
 
     def __init__(self, requests: Requests, told: Callable[[EndedRequests], None]) -> None:
         self._requests, self._told = requests, told
-        self._chunks: dict[int, Trace] = {}  # by the number of its first request
-        self._open: dict[int, int] = {}
+        self._chunks: dict[int, _Open] = {}  # by the number of its first request
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -93,22 +92,57 @@ class Joined:
     def source(self) -> str:
         return self._requests.source
 
+    @property
+    def kept(self) -> int:
+        """Requests of which it is still known what they were: those that are open and, while they are fewer than these, others
+        of their chunks."""
+        return sum(len(chunk) for chunk in self._chunks.values())
+
     def chunks(self) -> Iterator[Trace]:
         first = 0
         for chunk in self._requests.chunks():
-            self._chunks[first], self._open[first] = chunk, len(chunk)
+            self._chunks[first] = _Open(first, chunk)
             yield chunk
             first += len(chunk)
 
     def __call__(self, ended: Ended) -> None:
         firsts = np.array([*self._chunks])
         chunk_of = np.searchsorted(firsts, ended.request, side="right") - 1
+        number = len(ended.request)
+        tokens = np.empty((2, number), dtype=np.int64)
+        came = EndedRequests(ended, np.empty(number, dtype=np.int32), np.empty(number), tokens[0], tokens[1])
         for place in np.unique(chunk_of).tolist():
-            own, first = np.flatnonzero(chunk_of == place), int(firsts[place])
-            part = ended.take(own)
-            chunk, rows = self._chunks[first], part.request - first
-            columns = (chunk.model[rows], chunk.arrival_s[rows], chunk.prompt_tokens[rows], chunk.output_tokens[rows])
-            self._told(EndedRequests(part, *columns))
-            self._open[first] -= len(own)
-            if not self._open[first]:
-                del self._chunks[first], self._open[first]
+            chunk, here = self._chunks[firsts[place]], np.flatnonzero(chunk_of == place)
+            chunk.fill(came, here)
+            if not len(chunk):
+                del self._chunks[firsts[place]]
+        self._told(came)
+
+
+class _Open:
+    """The requests of a chunk that are open, and fewer others: columns of what they were, by their rising numbers."""
+
+    def __init__(self, first: int, chunk: Trace) -> None:
+        self._number = np.arange(first, first + len(chunk))
+        self._columns = (chunk.model, chunk.arrival_s, chunk.prompt_tokens, chunk.output_tokens)
+        self._open = np.ones(len(chunk), dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def fill(self, came: EndedRequests, here: NDArray[np.intp]) -> None:
+        """Say what those ``here`` were, which are of this chunk and have ended."""
+        rows = np.searchsorted(self._number, came.ended.request[here])
+        model, arrival_s, prompt_tokens, output_tokens = self._columns
+        came.model[here], came.arrival_s[here] = model[rows], arrival_s[rows]
+        came.prompt_tokens[here], came.output_tokens[here] = prompt_tokens[rows], output_tokens[rows]
+        self._open[rows] = False
+        if 2 * np.count_nonzero(self._open) <= len(self):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Those that have ended."""
+        left = np.flatnonzero(self._open)
+        model, arrival_s, prompt_tokens, output_tokens = self._columns
+        self._number, self._open = self._number[left], self._open[left]
+        self._columns = (model[left], arrival_s[left], prompt_tokens[left], output_tokens[left])

@@ -28,7 +28,7 @@ from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.result import WholeTrace
-from fineserve_sim.cluster.samples import EngineSampler
+from fineserve_sim.cluster.samples import Samples
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.scheduling.clairvoyant import Foreseen, most_on_time
@@ -63,7 +63,7 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
         **whole.columns(),
         placement=placement,
         kv_capacity_bytes=(),
-        timeline=EngineSampler((), ()).timeline(),
+        timeline=Samples((), 0).timeline(),
         end_s=outcomes.last_end_s,
         iterations=0,
         events=0,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from fineserve_traces import Trace, totals
 
-from fineserve_sim.cluster.compose.instances import Seat
 from fineserve_sim.cluster.compose.memory import charged_bytes
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
 from fineserve_sim.cluster.sharing.domain import connected
@@ -65,7 +65,7 @@ def groups_of(instances: Sequence[Instance]) -> list[tuple[int, ...]]:
 def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> list[Component]:
     """The components of ``scenario``, whose engines are ``seats``, in the order of their first engines. Engines without any
     request, and requests of models that are placed nowhere, go with the first."""
-    engine_of = _engine_of_each(scenario.whole_trace, seats)
+    engine_of = _engine_of_each(scenario.whole_trace, seats, placed[0].instances)
     busy = np.bincount(engine_of[engine_of >= 0], minlength=len(seats)) > 0
     groups = groups_of(placed[0].instances)
     with_work = [members for members in groups if busy[list(members)].any()]
@@ -85,19 +85,19 @@ def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> lis
     ]
 
 
-def _engine_of_each(trace: Trace, seats: Sequence[Seat]) -> Ints:
+def _engine_of_each(trace: Trace, seats: Sequence[Seat], instances: Sequence[Instance]) -> Ints:
     """The engine that each request waits for, shape (n,): that of the turns of its model, -1 where there is none. A prompt that
     no engine of its model can hold goes to the first, which refuses it."""
     engine_of = np.full(len(trace), -1, dtype=np.int64)
     for number, model in enumerate(trace.models):
-        own = [seat for seat in seats if seat.served.id == model]
+        own = [seat for seat in seats if seat.model == model]
         able = [seat for seat in own if seat.able] or own[:1]
         if not able:
             continue
         rows = np.flatnonzero(trace.model == number)
         engine_of[rows] = able[0].engine
         if len(able) > 1:
-            routes = [Route(seat.engine, seat.instance.rate_per_s, seat.max_tokens, None) for seat in able]
+            routes = [Route(seat.engine, instances[seat.engine].rate_per_s, seat.max_tokens, None) for seat in able]
             controller = Controller({model: routes})
             chosen = [controller.route(model, prompt) for prompt in trace.prompt_tokens[rows].tolist()]
             engine_of[rows] = [able[0].engine if route is None else route.engine for route in chosen]

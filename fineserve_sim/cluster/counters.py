@@ -27,7 +27,7 @@ def counters(fleet: Instances, sampler: InstanceSampler, last_arrival_s: float) 
     for engine in fleet.cluster.engines.values():
         if isinstance(engine, PipelineEngine):
             report.count(engine)
-    time_s, (demand_bytes, capacity_bytes) = np.array(sampler.time_s), sampler.counted()
+    time_s, demand_bytes, capacity_bytes, _ = np.array(sampler.looks).reshape(-1, 4).T
     found: dict[str, float] = {
         "drops": len(report.drops),
         "restores": len(report.restores),

@@ -146,9 +146,6 @@ class Cluster:
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
 
-    def emitted(self, sequence: SequenceState, now: float) -> None:
-        self.outcomes.first_token(sequence.index, now)
-
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
         self.outcomes.engine[sequence.index] = engine.column  # it may have moved
         self.outcomes.end(sequence.index, now, Fate.FINISHED)
@@ -265,15 +262,12 @@ class Cluster:
         """Somebody watches, checks or writes down what is launched."""
         self.touch(engine)
         if self._check:
-            self._check_all(domain)
+            domain.check()
+            for other in domain.engines:
+                other.check()
+            self.fleet.check()
         if self.log is not None:
             self.log.launched(engine, lane, now)
-
-    def _check_all(self, domain: MemoryDomain) -> None:
-        domain.check()
-        for engine in domain.engines:
-            engine.check()
-        self.fleet.check()
 
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None:
         """A batch or a span has ended, which began then: write it down."""

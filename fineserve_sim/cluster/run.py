@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from fineserve_traces import Requests
 from simpy.events import Event
@@ -15,6 +14,7 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
+from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
 
@@ -60,10 +60,10 @@ class Run:
         self._told_s = time.monotonic()
         self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
         self._whole = WholeTrace(0 if ended else number)
-        parts.outcomes.begin(number, ended or self._whole)
+        parts.cluster.outcomes.begin(number, ended or self._whole)
 
     def to_the_end(self) -> None:
-        clock, outcomes = self.parts.clock, self.parts.outcomes
+        clock, outcomes = self.parts.cluster.clock, self.parts.cluster.outcomes
         self._expect()
         if self._sample_s > 0:
             clock.at(0.0, TIMER, self._on_sample)
@@ -77,7 +77,7 @@ class Run:
     def _expect(self) -> None:
         """The next arrival is set."""
         if self._arrivals.next_s < math.inf:
-            self.parts.clock.at(self._arrivals.next_s, ARRIVAL, self._on_arrival)
+            self.parts.cluster.clock.at(self._arrivals.next_s, ARRIVAL, self._on_arrival)
 
     def _on_arrival(self, _: Event) -> None:
         """All requests of this very moment come in."""
@@ -89,7 +89,7 @@ class Run:
         self._expect()
 
     def _on_sample(self, _: Event) -> None:
-        clock, outcomes = self.parts.clock, self.parts.outcomes
+        clock, outcomes = self.parts.cluster.clock, self.parts.cluster.outcomes
         now: float = clock.now
         self.parts.cluster.settle_all(now, TIMER)
         if not outcomes.open:
@@ -109,9 +109,9 @@ class Run:
             **self._whole.columns(),
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
-            timeline=parts.sampler.timeline(),
+            timeline=parts.sampler.rows.timeline(),
             end_s=self._end_s,
-            iterations=parts.iterations(),
+            iterations=parts.cluster.iterations(),
             events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
             loop_cpu_s=loop_cpu_s,
             step_times=parts.step_times.shares(),
@@ -121,16 +121,13 @@ class Run:
         )
 
 
-def plan_faults(parts: Parts, faults: Sequence[Fault]) -> None:
+def plan_faults(cluster: Cluster, faults: Sequence[Fault]) -> None:
     """What faults take is lost, and comes back; the cluster must have it."""
     for fault in faults:
-        assert parts.fleet is not None
-        order = FAULT + fault.number
-        parts.clock.at(fault.time_s, order, partial(_call, parts.fleet.fail, fault.number))
+        _call_at(cluster, fault.time_s, cluster.fleet.fail, fault.number)
         if fault.repair_s is not None:
-            at_s = fault.time_s + fault.repair_s
-            parts.clock.at(at_s, order, partial(_call, parts.fleet.repair, fault.number))
+            _call_at(cluster, fault.time_s + fault.repair_s, cluster.fleet.repair, fault.number)
 
 
-def _call(happens: Callable[[int], None], instance: int, _: Event) -> None:
-    happens(instance)
+def _call_at(cluster: Cluster, time_s: float, happens: Callable[[int], None], number: int) -> None:
+    cluster.clock.at(time_s, FAULT + number, lambda _: happens(number))

@@ -63,8 +63,6 @@ class Sampler(Protocol):
         """Note everything as it is. Engines must be settled up to this moment."""
         ...
 
-    def timeline(self) -> Timeline: ...
-
 
 class Column(NamedTuple):
     """What one column sums up: the engines of ``model`` that are there, and requests that wait for them."""
@@ -94,24 +92,18 @@ class EngineSampler:
             gpu_free_bytes=[ledger.free_bytes for ledger in ledgers],
         )
 
-    def timeline(self) -> Timeline:
-        return self.rows.timeline()
-
 
 class InstanceSampler:
     """A column an instance of the one model: what an engine has is put down to its first instance, KV to each its own.
 
-    ``time_s``, ``demand_bytes`` of KV (running requests and the heads of the queues), ``capacity_bytes`` for KV and
-    ``engines``, how many there are, have an entry a sample.
+    ``looks``, an entry a sample: its time, bytes of KV demand (running requests and the heads of the queues), bytes for KV, and
+    how many engines there are.
     """
 
     def __init__(self, model: str, instances: Sequence[TpGroup], cluster: Cluster) -> None:
         self._instances, self._cluster = instances, cluster
         self.rows = Samples([model] * len(instances), sum(len(instance.gpus) for instance in instances))
-        self.time_s: list[float] = []
-        self.demand_bytes: list[int] = []
-        self.capacity_bytes: list[int] = []
-        self.engines: list[int] = []
+        self.looks: list[tuple[float, int, int, int]] = []
 
     def sample(self, now: float) -> None:
         instances, engines = self._instances, self._cluster.engines.values()
@@ -131,14 +123,5 @@ class InstanceSampler:
                 instance.kv.free_bytes // len(instance.gpus) for instance in instances for _ in instance.gpus
             ],
         )
-        self.time_s.append(now)
-        self.demand_bytes.append(demand_blocks * instances[0].sizes.block_bytes)
-        self.capacity_bytes.append(sum(instance.kv.limit_bytes for instance in instances if instance.alive))
-        self.engines.append(len(engines))
-
-    def timeline(self) -> Timeline:
-        return self.rows.timeline()
-
-    def counted(self) -> tuple[Ints, Ints]:
-        """``demand_bytes`` and ``capacity_bytes`` as arrays (T,)."""
-        return np.array(self.demand_bytes, dtype=np.int64), np.array(self.capacity_bytes, dtype=np.int64)
+        capacity_bytes = sum(instance.kv.limit_bytes for instance in instances if instance.alive)
+        self.looks.append((now, demand_blocks * instances[0].sizes.block_bytes, capacity_bytes, len(engines)))

@@ -22,14 +22,7 @@ from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
 from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults
-from fineserve_sim.cluster.scenario import (
-    EndedRequests,
-    RunResult,
-    Scenario,
-    ScenarioError,
-    Timeline,
-    wrong_fault,
-)
+from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline, wrong_fault
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems.spec import ClairvoyantSpec
@@ -153,7 +146,7 @@ def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | N
     parts = _composed(scenario, placed)
     if wrong := wrong_fault(scenario.faults, scenario.system, parts.serving, len(scenario.gpus)):
         raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
-    plan_faults(parts, scenario.faults)
+    plan_faults(parts.cluster, scenario.faults)
     found = totals(scenario.trace)
     looks = looks_at(found, scenario.trace.models)
     return _run_of(scenario, parts, int(found.requests.sum()), found.last_s + scenario.drain_s, looks, joined)

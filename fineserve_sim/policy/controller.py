@@ -7,8 +7,9 @@ the scheduler says who starts. The engine keeps vLLM's own first-come-first-serv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived, RequestReturned
@@ -27,21 +28,15 @@ class Route:
     scheduler: LocalScheduler | None
 
 
-class QueueLength:
-    """How many requests wait in one scheduler, for all the engines that it serves."""
-
-    __slots__ = ("length",)
-
-    def __init__(self) -> None:
-        self.length = 0
-
-
 class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
     ``routes`` maps each model to its instances; a model without instances has an empty sequence. They stay as they are;
     ``FleetController`` is the one whose engines come and go.
     """
+
+    stays = "the engines of this controller are always resident"
+    """Why other events cannot be."""
 
     needs_loads: bool
     """Whether it wants to be told what changed (``Loads``) before each request."""
@@ -50,6 +45,13 @@ class Controller:
     """When it wants to be told everything (``Tick``)."""
 
     def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
+        self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
+            EngineStepped: self._schedule,
+            RequestArrived: self._arrive,
+            RequestReturned: self._arrive,
+            RequestAborted: self._abort,
+        }
         self.needs_loads = False
         self.next_tick_s = float("inf")
         self._routes: dict[str, tuple[Route, ...]] = {}
@@ -64,28 +66,25 @@ class Controller:
             if route.scheduler is not None
         }
         self._bound: dict[int, int] = {}
-        self._bound_to = {route.engine: 0 for instances in self._routes.values() for route in instances}
-        queues = {id(scheduler): QueueLength() for scheduler in self._schedulers.values()}
-        self._queues = {engine: queues[id(scheduler)] for engine, scheduler in self._schedulers.items()}
+        self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out."""
-        if isinstance(event, EngineStepped):
-            return self._schedule(now, event)
-        if isinstance(event, RequestArrived | RequestReturned):
-            return self._arrive(event)
-        if isinstance(event, RequestAborted):
-            return self._abort(event)
-        raise ValueError(f"{type(event).__name__} at {now} s: the engines of this controller are always resident")
+        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out. Raises
+        ValueError for an event that cannot be."""
+        self._now = now
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise ValueError(f"{type(event).__name__} at {now} s: {self.stays}")
+        return handler(event)
 
     def waiting(self, engine: int) -> int:
         """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
-        queue = self._queues.get(engine)
-        return queue.length if queue else 0
+        scheduler = self._schedulers.get(engine)
+        return 0 if scheduler is None else len(scheduler)
 
     def bound_to(self, engine: int) -> int:
         """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
-        return self._bound_to.get(engine, 0)
+        return len(self._requests.get(engine, ()))
 
     def engine_of(self, request_id: int) -> int | None:
         """The engine that a request waits for; None once it was dispatched, dropped or never came."""
@@ -127,13 +126,12 @@ class Controller:
         if route.scheduler is None:
             return [Dispatch(request.id, engine)]
         self._bound[request.id] = engine
-        self._bound_to[engine] += 1
-        self._queues[engine].length += 1
+        self._requests.setdefault(engine, {})[request.id] = request
         route.scheduler.add(request, engine)
         return []
 
-    def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
-        admission = self._schedulers[event.engine].schedule(now, event.engines)
+    def _schedule(self, event: EngineStepped) -> list[Command]:
+        admission = self._schedulers[event.engine].schedule(self._now, event.engines)
         commands: list[Command] = []
         for request in admission.dropped:
             self._unbind(request.id)
@@ -143,8 +141,7 @@ class Controller:
 
     def _unbind(self, request_id: int) -> int:
         engine = self._bound.pop(request_id)
-        self._bound_to[engine] -= 1
-        self._queues[engine].length -= 1
+        del self._requests[engine][request_id]
         return engine
 
     def _abort(self, event: RequestAborted) -> list[Command]:

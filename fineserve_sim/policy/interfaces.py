@@ -5,7 +5,7 @@ Units: seconds are floats, tokens and bytes are ints; names carry the unit last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -60,11 +60,9 @@ class EngineLoad(NamedTuple):
         return self.capacity_blocks - self.used_blocks
 
 
-class PrefillLatency(Protocol):
-    """Predicted seconds, without contention, to prefill ``tokens`` prompt tokens by chunked prefill beside ``decoding``
-    running decodes. Non-decreasing in ``tokens``."""
-
-    def __call__(self, tokens: int, decoding: int) -> float: ...
+PrefillLatency = Callable[[int, int], float]
+"""Predicted seconds, without contention, to prefill so many prompt tokens by chunked prefill beside so many running decodes.
+Non-decreasing in the tokens."""
 
 
 @dataclass(slots=True)

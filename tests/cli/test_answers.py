@@ -16,9 +16,9 @@ def test_compare_answers_on_the_screen_and_in_the_summary(call: Any, trace: Path
     done = call("compare", str(trace), *systems, *MODELS, *limits, "--rate-scale", "1", "-j", "1")
     assert done.code == 0
     assert "Take " in done.out and "which keeps 95 % of the requests within their limits: 100.0" in done.out
-    assert "$2.50 an hour" in done.out and "($2.50 a GPU-hour, as given)" in done.out
+    assert "$2.50 an hour" in done.out and "($2.50 a GPU-hour as given)" in done.out
     assert "Limits: TTFT 0.5 s, TPOT 0.05 s, end to end 5 s." in done.out
-    assert "keeps the targets up to rate scale" in done.out and "1 are the fewest" in done.out
+    assert "holds up to rate scale" in done.out and "1 are the fewest" in done.out
     assert done.out.count("\n") < 40
     summary = json.loads((tmp_path / "results" / "compare-recorded" / "summary.json").read_text(encoding="utf-8"))
     assert summary["answer"]["choice"]["holds"] and summary["price"]["usd_per_gpu_hour"] == 2.5

@@ -46,11 +46,11 @@ class GroupRun:
 def simulate_groups(scenario: Scenario) -> GroupRun:
     run = prepare(scenario)
     run.to_the_end()
-    fleet, sampler = run.parts.fleet, run.parts.sampler
+    fleet, sampler = run.parts.cluster.fleet, run.parts.sampler
     assert isinstance(fleet, Instances) and isinstance(sampler, InstanceSampler)
-    demand_bytes, capacity_bytes = sampler.counted()
+    _, demand_bytes, capacity_bytes, engines = np.array(sampler.looks).reshape(-1, 4).T.astype(np.int64)
     moved, report = fleet.migrations.moved, fleet.regrouping.report
-    return GroupRun(run.result(0.0), report, demand_bytes, capacity_bytes, sampler.engines, moved)
+    return GroupRun(run.result(0.0), report, demand_bytes, capacity_bytes, engines.tolist(), moved)
 
 
 def system(name: str, **axes: Any) -> SystemSpec:

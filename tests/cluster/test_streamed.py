@@ -122,6 +122,21 @@ def test_chunks_are_kept_while_their_requests_are_open_and_no_longer(monkeypatch
     assert 0 < most <= 3
 
 
+def test_a_request_that_waits_keeps_no_others() -> None:
+    """One of a hundred waits for ever: what is kept of the others is less than of those that wait, and a chunk."""
+    trace, told = trace_of([(float(number), 64 + number, 16) for number in range(1000)]), list[EndedRequests]()
+    joined = slices.Joined(Chunked(trace, 100), told.append)
+    for waiting, chunk in enumerate(joined.chunks(), start=1):
+        first = int(chunk.arrival_s[0])
+        ended = np.arange(first + 1, first + 100)[::-1]
+        nothing, zeros = np.full(99, np.nan), np.zeros(99, dtype=np.int64)
+        joined(Ended(ended, nothing, nothing, zeros.astype(np.int8), zeros, zeros.astype(np.int32)))
+        assert joined.kept <= 2 * waiting
+    for each in told:
+        assert each.prompt_tokens.tolist() == trace.prompt_tokens[each.ended.request].tolist()
+        assert each.arrival_s.tolist() == each.ended.request.tolist()
+
+
 def test_requests_must_come_in_order_and_at_all() -> None:
     @dataclass(frozen=True)
     class Backwards(Chunked):

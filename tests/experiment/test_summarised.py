@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fineserve_traces import Requests, drawn, onoff, whole
 
+from fineserve_sim.cluster import outcomes, simulation
+from fineserve_sim.cluster.arrivals import Joined
+from fineserve_sim.cluster.scenario import EndedRequests
 from fineserve_sim.experiment import load_experiment, run_loaded
 from fineserve_sim.experiment.results.histogram import RELATIVE_ERROR
+from fineserve_sim.experiment.run import run, workload
 from fineserve_sim.experiment.run.store import Store
 
 SYSTEMS = 'systems: [fineserve, "prism*"]'
@@ -79,3 +86,101 @@ def test_it_goes_on_where_it_stopped_and_keeps_rows_beside(write_file, tmp_path:
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out" / "cells").glob("*.summary.json")}
     assert done[1] == done[2] == after
     assert not (tmp_path / "out" / "requests.parquet").exists()
+
+
+STREAMS = """\
+fineserve: 1
+title: Streams
+cluster: {{gpu: h100-sxm, count: 2}}
+models:
+  - {{id: A, model: llama-3.1-8b, precision: W16A16{}}}
+  - {{id: B, model: llama-3.1-8b, precision: fp8{}}}
+workload:
+  lengths: sharegpt_v3_first_turn
+  {}
+slo: {{ttft_s: 0.1}}
+systems: [fineserve, prism]
+sweeps: [{{name: rates, axes: {{rate_scale: [1, 2]}}}}]
+seeds: 1
+"""
+PHASES = "phases: [{duration_s: 9, rate_per_s: 9}, {duration_s: 9, rate_per_s: 2}, {duration_s: 9, rate_per_s: 9}]"
+STEADY = (
+    ", rate_per_s: 2",
+    ", rate_per_s: 3",
+    "arrivals: {process: gamma, cv: 2}\n  requests: 400\n  warmup_requests: 30",
+)
+KINDS = {
+    "steady": STEADY,
+    "phases": (f", {PHASES}", ", rate_per_s: 5", "arrivals: {process: poisson}"),
+    "servegen": ("", "", "arrivals: {process: servegen, duration_s: 60, scale: 0.02}"),
+    "provider": ("", "", "arrivals: {process: provider, duration_s: 3000, scale: 1}"),
+}
+
+
+@pytest.fixture
+def most_kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], int]:
+    """Keeps the metrics of an experiment with small windows; the most requests that a run kept at any time."""
+    monkeypatch.setattr(drawn, "ROWS", 16)
+    monkeypatch.setattr(onoff, "PIECE", 16)
+    monkeypatch.setattr(outcomes, "BATCH", 8)
+    kept: list[int] = []
+
+    def joined(requests: Requests, told: Callable[[EndedRequests], None]) -> Joined:
+        def heard(came: EndedRequests) -> None:
+            kept.append(found.kept)
+            told(came)
+
+        found = Joined(requests, heard)
+        return found
+
+    def ran(path: Path, out: Path) -> int:
+        kept.clear()
+        run_loaded(load_experiment(path), out, jobs=1, summary=True)
+        return max(kept)
+
+    monkeypatch.setattr(simulation, "Joined", joined)
+    return ran
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != "environment.json"]
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_requests_stream_in_and_change_no_byte(
+    kind: tuple[str, str, str],
+    most_kept: Callable[[Path, Path], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any file."""
+    path = tmp_path / "streams.yaml"
+    path.write_text(STREAMS.format(*kind), encoding="utf-8")
+    streamed = most_kept(path, tmp_path / "streamed")
+    monkeypatch.setattr(run, "build_requests", run.build_trace)
+    assert 2 * streamed < most_kept(path, tmp_path / "held")
+    assert contents(tmp_path / "streamed") == contents(tmp_path / "held")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_how_requests_are_drawn_travels(kind: tuple[str, str, str], tmp_path: Path) -> None:
+    """To another process or machine, in less than the requests take."""
+    path = tmp_path / "streams.yaml"
+    path.write_text(STREAMS.format(*kind).replace("400", "40000"), encoding="utf-8")
+    experiment = load_experiment(path)
+    setup = experiment.setup_of(experiment.points[0])
+    packed = pickle.dumps(workload.build_requests(setup, None, 2.0, 1))
+    here, there = workload.build_trace(setup, None, 2.0, 1), whole(pickle.loads(packed))
+    for name in ("arrival_s", "model", "prompt_tokens", "output_tokens"):
+        assert getattr(here, name).tobytes() == getattr(there, name).tobytes(), name
+    assert here.models == there.models and here.source == there.source
+    assert kind != STEADY or len(packed) < 28 * len(here) / 10
+
+
+def test_four_times_as_many_requests_keep_no_more(most_kept: Callable[[Path, Path], int], tmp_path: Path) -> None:
+    path, most = tmp_path / "streams.yaml", []
+    for requests in ("400", "1600"):
+        path.write_text(STREAMS.format(*STEADY).replace("400", requests), encoding="utf-8")
+        most.append(most_kept(path, tmp_path / requests))
+    assert most[1] < 1.5 * most[0] < 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +17,36 @@ from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived
 from fineserve_sim.policy.interfaces import Admission, EngineState, LocalScheduler, Request
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
-from fineserve_sim.policy.scheduling.fcfs import FcfsScheduler
 from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
 
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)
+
+
+class FirstComeFirstServed:
+    """Admits all waiting requests in the order of (arrival, id). Its scope may hold any number of engines."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request, engine: int) -> None:
+        """Raises ValueError if the request waits already."""
+        if request.id in self._waiting:
+            raise ValueError(f"request {request.id} is added twice: it waits already")
+        self._waiting[request.id] = request
+
+    def remove(self, request_id: int) -> bool:
+        return self._waiting.pop(request_id, None) is not None
+
+    def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
+        admitted = sorted(self._waiting.values(), key=lambda request: (request.arrival_s, request.id))
+        self._waiting.clear()
+        return Admission(admitted=admitted)
+
+    def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
+        return math.nextafter(now, math.inf) if self._waiting else math.inf
 
 
 def arrived(id: int, model: str = "m", arrival_s: float = 0.0, prompt_tokens: int = 10) -> RequestArrived:
@@ -31,7 +58,7 @@ def stepped(engine: int, state: EngineState = IDLE) -> EngineStepped:
 
 
 def fcfs_routes(rates: list[float], max_tokens: int = 1000) -> dict[str, list[Route]]:
-    return {"m": [Route(engine, rate, max_tokens, FcfsScheduler()) for engine, rate in enumerate(rates)]}
+    return {"m": [Route(engine, rate, max_tokens, FirstComeFirstServed()) for engine, rate in enumerate(rates)]}
 
 
 def sent(rates: list[float], requests: int) -> list[Counter[int]]:
@@ -103,7 +130,7 @@ def test_a_refused_request_takes_nobodys_turn() -> None:
 
 def test_a_prompt_goes_to_the_replica_that_can_hold_it() -> None:
     """A request is refused only when no engine could ever serve it (``Reject``)."""
-    routes = {"m": [Route(0, 1.0, 100, FcfsScheduler()), Route(1, 1.0, 1000, FcfsScheduler())]}
+    routes = {"m": [Route(0, 1.0, 100, FirstComeFirstServed()), Route(1, 1.0, 1000, FirstComeFirstServed())]}
     controller = Controller(routes)
     for id in range(3):
         assert controller.handle(0.0, arrived(id, prompt_tokens=500)) == []
@@ -113,7 +140,7 @@ def test_a_prompt_goes_to_the_replica_that_can_hold_it() -> None:
 
 @pytest.mark.pure_python
 def test_dispatches_come_in_the_schedulers_order_after_its_drops() -> None:
-    class Fixed(FcfsScheduler):
+    class Fixed(FirstComeFirstServed):
         def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
             waiting = super().schedule(now, engines).admitted
             return Admission(admitted=[waiting[2], waiting[0]], dropped=[waiting[3], waiting[1]])
@@ -152,7 +179,7 @@ def test_an_abort_of_a_request_that_does_not_wait_is_harmless(when: str) -> None
 
 
 def test_one_scheduler_may_serve_several_engines() -> None:
-    shared = FcfsScheduler()
+    shared = FirstComeFirstServed()
     controller = Controller({"a": [Route(0, 1.0, 100, shared)], "b": [Route(1, 1.0, 100, shared)]})
     controller.handle(0.0, arrived(1, "a"))
     controller.handle(0.0, arrived(2, "b"))
@@ -182,7 +209,7 @@ def new_controller(kind: str) -> Controller:
         shared: LocalScheduler = MooreHodgson({0: facts, 1: facts}, late="drop")
         schedulers = [shared, shared]
     else:
-        schedulers = [adaptive() if kind == "adaptive" else FcfsScheduler() for _ in range(2)]
+        schedulers = [adaptive() if kind == "adaptive" else FirstComeFirstServed() for _ in range(2)]
     return Controller({"m": [Route(e, 1.0 + e, 800, schedulers[e]) for e in range(2)]})
 
 

@@ -5,6 +5,7 @@ trace = generate(gamma(rng, rate_per_s=8, cv=2, n=10_000), length_source("shareg
 """
 
 from fineserve_traces.arrivals import gamma, piecewise, poisson, replay, scale_rate, weibull, weibull_shape
+from fineserve_traces.drawn import Draw, Drawn
 from fineserve_traces.lengths import (
     DATASETS,
     FITTED,
@@ -23,7 +24,7 @@ from fineserve_traces.readers import read_trace
 from fineserve_traces.scaling import upscale
 from fineserve_traces.schema import Trace, TraceError, merge
 from fineserve_traces.sketch import LengthSketch, sharegpt_sketch
-from fineserve_traces.source import Requests, Totals, totals
+from fineserve_traces.source import Requests, Totals, totals, whole
 from fineserve_traces.stats import TokenStats, TraceStats, describe, prefix_hit_ratio
 from fineserve_traces.vllm_bench import BenchResult, read_vllm_bench
 
@@ -32,6 +33,8 @@ __all__ = [
     "FITTED",
     "BenchResult",
     "ConstantLengths",
+    "Draw",
+    "Drawn",
     "LengthPairs",
     "LengthSketch",
     "LengthSource",
@@ -63,4 +66,5 @@ __all__ = [
     "upscale",
     "weibull",
     "weibull_shape",
+    "whole",
 ]

@@ -10,7 +10,7 @@ bursty. Gamma and Weibull are the two families that fit production clients in Se
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -19,25 +19,53 @@ from numpy.random import Generator
 
 from fineserve_traces.schema import FloatArray, arrival_column
 
+Gaps = Callable[[int], FloatArray]
+"""The next so many gaps between arrivals, in seconds."""
+
+
+def poisson_gaps(rng: Generator, rate_per_s: float) -> Gaps:
+    """Exponential gaps."""
+    _check_positive(rate_per_s=rate_per_s)
+    return lambda n: rng.exponential(1 / rate_per_s, n)
+
+
+def gamma_gaps(rng: Generator, rate_per_s: float, cv: float) -> Gaps:
+    """Gamma gaps of mean 1/rate and coefficient of variation ``cv`` (shape 1/cv^2)."""
+    _check_positive(rate_per_s=rate_per_s, cv=cv)
+    return lambda n: rng.gamma(1 / cv**2, cv**2 / rate_per_s, n)
+
+
+def weibull_gaps(rng: Generator, rate_per_s: float, cv: float) -> Gaps:
+    """Weibull gaps of mean 1/rate and coefficient of variation ``cv`` (see `weibull_shape`)."""
+    _check_positive(rate_per_s=rate_per_s)
+    shape = weibull_shape(cv)
+    mean_of_unit_scale = math.gamma(1 + 1 / shape)
+    return lambda n: rng.weibull(shape, n) / (mean_of_unit_scale * rate_per_s)
+
+
+def renewals(gaps: Gaps, n: int) -> Iterator[FloatArray]:
+    """Arrivals without end, ``n`` at a time, the first of them a gap after time 0. The bits do not depend on ``n``."""
+    _check_positive(n=n)
+    last_s = 0.0
+    while True:
+        arrival_s = np.cumsum(np.concatenate([[last_s], gaps(n)]))[1:]
+        yield arrival_s
+        last_s = arrival_s[-1]
+
 
 def poisson(rng: Generator, rate_per_s: float, n: int) -> FloatArray:
     """``n`` arrivals of a Poisson process; the first comes one exponential gap after time 0."""
-    _check_positive(rate_per_s=rate_per_s, n=n)
-    return np.cumsum(rng.exponential(1 / rate_per_s, n))
+    return next(renewals(poisson_gaps(rng, rate_per_s), n))
 
 
 def gamma(rng: Generator, rate_per_s: float, cv: float, n: int) -> FloatArray:
-    """``n`` arrivals with Gamma gaps of mean 1/rate and coefficient of variation ``cv`` (shape 1/cv^2)."""
-    _check_positive(rate_per_s=rate_per_s, cv=cv, n=n)
-    return np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate_per_s, n))
+    """``n`` arrivals with Gamma gaps (see `gamma_gaps`)."""
+    return next(renewals(gamma_gaps(rng, rate_per_s, cv), n))
 
 
 def weibull(rng: Generator, rate_per_s: float, cv: float, n: int) -> FloatArray:
-    """``n`` arrivals with Weibull gaps of mean 1/rate and coefficient of variation ``cv`` (see `weibull_shape`)."""
-    _check_positive(rate_per_s=rate_per_s, n=n)
-    shape = weibull_shape(cv)
-    mean_of_unit_scale = math.gamma(1 + 1 / shape)
-    return np.cumsum(rng.weibull(shape, n) / (mean_of_unit_scale * rate_per_s))
+    """``n`` arrivals with Weibull gaps (see `weibull_gaps`)."""
+    return next(renewals(weibull_gaps(rng, rate_per_s, cv), n))
 
 
 @cache
@@ -65,16 +93,19 @@ def piecewise(rng: Generator, segments: Sequence[tuple[float, float]]) -> FloatA
     Exact: the count of a segment is Poisson, and given the count its arrivals are uniform. A rate may be 0; the number
     of arrivals is random and may be 0.
     """
+    return np.concatenate([np.empty(0), *segment_by_segment(rng, segments)])
+
+
+def segment_by_segment(rng: Generator, segments: Sequence[tuple[float, float]]) -> Iterator[FloatArray]:
+    """The arrivals of `piecewise`, those of a segment at a time."""
     start_s = 0.0
-    parts = []
     for duration_s, rate_per_s in segments:
         _check_positive(duration_s=duration_s)
         if not 0 <= rate_per_s < math.inf:
             raise ValueError(f"rate_per_s is {rate_per_s}; give a finite rate >= 0")
         count = rng.poisson(rate_per_s * duration_s)
-        parts.append(np.sort(rng.uniform(start_s, start_s + duration_s, count)))
+        yield np.sort(rng.uniform(start_s, start_s + duration_s, count))
         start_s += duration_s
-    return np.concatenate(parts) if parts else np.empty(0)
 
 
 def replay(arrival_s: npt.ArrayLike) -> FloatArray:

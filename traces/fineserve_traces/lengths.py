@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.random import Generator
 
+from fineserve_traces.drawn import NextLengths, after
 from fineserve_traces.files import CsvTable, parse_json, read_text
 from fineserve_traces.schema import FloatArray, IntArray, Trace, TraceError, token_column
 from fineserve_traces.sketch import load_sketch
@@ -27,6 +29,10 @@ class LengthSource(Protocol):
     def source(self) -> str: ...
 
     def sample(self, rng: Generator, n: int) -> tuple[IntArray, IntArray]: ...
+
+    def in_turn(self, rng: Generator, n: int) -> NextLengths:
+        """What ``sample`` gives, some at a time, no more than ``n`` in all."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +61,9 @@ class LengthPairs:
         rows = rng.integers(len(self), size=n)
         return self.prompt_tokens[rows], self.output_tokens[rows]
 
+    def in_turn(self, rng: Generator, n: int) -> NextLengths:
+        return partial(self.sample, rng)
+
     def with_prompts_up_to(self, tokens: int) -> LengthPairs:
         """The pairs with prompt_tokens <= ``tokens``."""
         keep = self.prompt_tokens <= tokens
@@ -79,6 +88,9 @@ class ConstantLengths:
 
     def sample(self, rng: Generator, n: int) -> tuple[IntArray, IntArray]:
         return np.full(n, self.prompt_tokens), np.full(n, self.output_tokens)
+
+    def in_turn(self, rng: Generator, n: int) -> NextLengths:
+        return partial(self.sample, rng)
 
 
 class Lognormal(NamedTuple):
@@ -109,6 +121,10 @@ class LognormalLengths:
 
     def sample(self, rng: Generator, n: int) -> tuple[IntArray, IntArray]:
         return _draw(self.prompt, rng, n), _draw(self.output, rng, n)
+
+    def in_turn(self, rng: Generator, n: int) -> NextLengths:
+        outputs = after(rng, n, partial(_draw, self.prompt))
+        return lambda some: (_draw(self.prompt, rng, some), _draw(self.output, outputs, some))
 
 
 BURSTGPT = LognormalLengths(prompt=Lognormal(642, 389, 8192), output=Lognormal(262, 159, 4096))

@@ -15,12 +15,16 @@ and the number of requests in a time T, of mean n = rate T, has the squared coef
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator
 
 from fineserve_traces.schema import FloatArray
+
+PIECE = 8192
+"""Requests that are drawn together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,21 @@ class OnOff:
     def arrivals(self, rng: Generator, duration_s: float, scale: float = 1.0) -> FloatArray:
         """Sorted arrival times in [0, duration_s), of a process that has gone on for ever before. ``scale`` multiplies the
         requests and leaves the times on and off as they are (given the same ``rng``)."""
+        return np.concatenate([np.empty(0), *self.pieces(rng, duration_s, scale)])
+
+    def pieces(self, rng: Generator, duration_s: float, scale: float = 1.0) -> Iterator[FloatArray]:
+        """As ``arrivals``, those of some times on at a time: of as many as have ``PIECE`` requests, or of one."""
         on = self._on_periods(rng, duration_s)
         length = on[:, 1] - on[:, 0]
         counts = rng.poisson(length * self.rate_per_s / self.duty * scale)
-        period = np.repeat(np.arange(len(on)), counts)
-        times = on[period, 0] + rng.random(period.size) * length[period]
-        return np.sort(times[times < duration_s])  # rounding may put one at the very end
+        upto, first = np.cumsum(counts), 0
+        while first < len(on):
+            before = upto[first] - counts[first]
+            end = max(first + 1, int(np.searchsorted(upto, before + PIECE, side="right")))
+            period = np.repeat(np.arange(first, end), counts[first:end])
+            times = on[period, 0] + rng.random(period.size) * length[period]
+            yield np.sort(times[times < duration_s])  # rounding may put one at the very end
+            first = end
 
     def _on_periods(self, rng: Generator, duration_s: float) -> FloatArray:
         """(n, 2): begin and end of the times on within [0, duration_s]."""

@@ -15,7 +15,7 @@ import csv
 import gzip
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -57,13 +57,14 @@ class Client:
 
     def arrivals(self, rng: Generator, duration_s: float, scale: float = 1.0) -> FloatArray:
         """Sorted arrival times in [0, duration_s), in which the day passes; ``scale`` multiplies the requests of each hour."""
+        return np.concatenate([np.empty(0), *self.pieces(rng, duration_s, scale)])
+
+    def pieces(self, rng: Generator, duration_s: float, scale: float = 1.0) -> Iterator[FloatArray]:
+        """As ``arrivals``, those of an hour at a time."""
         length_s = duration_s / len(self.hours)
-        parts = [
-            index * length_s + _renewals(rng, hour.rate_per_s * scale, hour.cv, length_s, self.family)
-            for index, hour in enumerate(self.hours)
-            if hour.rate_per_s > 0
-        ]
-        return np.concatenate(parts) if parts else np.empty(0)
+        for index, hour in enumerate(self.hours):
+            if hour.rate_per_s > 0:
+                yield index * length_s + _renewals(rng, hour.rate_per_s * scale, hour.cv, length_s, self.family)
 
 
 def _renewals(rng: Generator, rate_per_s: float, cv: float, length_s: float, family: Family) -> FloatArray:

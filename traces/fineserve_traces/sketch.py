@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from fineserve_traces.drawn import NextLengths, after
 from fineserve_traces.schema import FloatArray, IntArray
 
 
@@ -44,6 +45,11 @@ class LengthSketch:
     def sample(self, rng: Generator, n: int) -> tuple[IntArray, IntArray]:
         """``n`` independent (prompt_tokens, output_tokens), each int64 (n,)."""
         return self.at(rng.random(n), rng.random(n))
+
+    def in_turn(self, rng: Generator, n: int) -> NextLengths:
+        """As ``LengthSource.in_turn``."""
+        given = after(rng, n, Generator.random)
+        return lambda some: self.at(rng.random(some), given.random(some))
 
 
 def _tokens(lengths: FloatArray) -> IntArray:

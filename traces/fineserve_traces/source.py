@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,24 @@ class Requests(Protocol):
     def source(self) -> str: ...
 
     def chunks(self) -> Iterator[Trace]: ...
+
+
+def whole(requests: Requests) -> Trace:
+    """All of them at once; where they come in several chunks, without prefix hashes. Raises TraceError when there is none."""
+    chunks = [*requests.chunks()]
+    if not chunks:
+        raise TraceError(f"{requests.source}: no request comes; give at least one")
+    if len(chunks) == 1:
+        return chunks[0]
+    return replace(
+        chunks[0],
+        prefix_hashes=None,
+        prefix_block_tokens=None,
+        arrival_s=np.concatenate([chunk.arrival_s for chunk in chunks]),
+        model=np.concatenate([chunk.model for chunk in chunks]),
+        prompt_tokens=np.concatenate([chunk.prompt_tokens for chunk in chunks]),
+        output_tokens=np.concatenate([chunk.output_tokens for chunk in chunks]),
+    )
 
 
 class Totals(NamedTuple):

@@ -16,6 +16,7 @@ from simpy.events import Event
 from fineserve_calibrate.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
@@ -32,7 +33,6 @@ from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
-from fineserve_sim.policy.scheduling.fcfs import FcfsScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,23 +163,16 @@ def _connect(
     limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
     routes: dict[str, list[Route]] = {}
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
-        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, FcfsScheduler()))
+        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, None))
     scopes = [Scope((index,)) for index in range(len(instances))]
     cluster = Cluster(clock, Controller(routes), contention)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
+    seats = [
+        Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)
+    ]
     engines = [
-        SpanEngine(
-            index,
-            str(i.model),
-            i.step,
-            kvs[index],
-            limits[index],
-            contention.contended(index),
-            settings,
-            wakeups[i.gpu],
-            cluster,
-        )
-        for index, i in enumerate(instances)
+        SpanEngine(seat, cluster, wakeups[i.gpu], shares_gpu=contention.contended(seat.engine))
+        for seat, i in zip(seats, instances, strict=True)
     ]
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster

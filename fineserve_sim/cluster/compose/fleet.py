@@ -27,12 +27,8 @@ from fineserve_sim.cluster.compose.policies import (
 )
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, contention_of
-from fineserve_sim.cluster.compose.virtual_memory import (
-    build_kvcached,
-    caches_prefixes,
-    legacy_kernel,
-    virtual_kv,
-)
+from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel, virtual_kv
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
@@ -40,14 +36,12 @@ from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
-from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec, PrivatePoolsSpec
 
 
@@ -106,14 +100,9 @@ class _Builder:
         tenants = tenants_on(scenario, placed, demands)
         usable = {slot.id: slot.memory_bytes for slot in self.slots}
         fixed = {gpu: sum(tenant.fixed_bytes for tenant in tenants.get(gpu, ())) for gpu in usable}
-        managers: dict[int, GpuMemory] = {}
-        for gpu, bytes in usable.items():
-            here = tenants.get(gpu, [])
-            if isinstance(spec, KvCachedSpec):
-                blocks = {tenant.engine: tenant.block for tenant in here}
-                managers[gpu] = build_kvcached(spec, max(0, bytes - fixed[gpu]), blocks, virtual_bytes=bytes)
-            else:
-                managers[gpu] = build_manager(spec, bytes, here) if here else PrivatePools({})
+        managers = {
+            gpu: build_manager(spec, bytes, tenants.get(gpu, ()), virtual=bytes) for gpu, bytes in usable.items()
+        }
         return FleetMemory(usable, fixed, managers)
 
     def _step(self, model: str, gpu: int) -> StepModel:
@@ -142,17 +131,16 @@ class _Builder:
         caches = caches_prefixes(self._scenario.system.memory)
         kv = engine_kv(engine, memories, settings.block_tokens, caches=caches)
         max_tokens = min(self.bytes_of[model].context_tokens, kv.capacity_tokens())
-        return SpanEngine(
-            engine, model, self._step(model, gpus[0]), kv, max_tokens, True, settings, self._wakeups[gpus[0]], cluster
-        )
+        seat = Seat(engine, model, self._step(model, gpus[0]), kv, max_tokens, settings)
+        return SpanEngine(seat, cluster, self._wakeups[gpus[0]], shares_gpu=True)
 
     def _schedulers(self, bindings: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
         return build_schedulers(self._scenario.system.scheduler, [self._factsheet(binding) for binding in bindings])
 
     def _factsheet(self, binding: EngineBinding) -> EngineFactsheet:
-        scenario, served, gpu = self._scenario, self.served[binding.model], binding.gpus[0]
-        step, block_tokens = self._step(binding.model, gpu), scenario.engine.block_tokens
-        return factsheet(scenario, binding.engine, gpu, served, step, binding.kv_tokens, block_tokens)
+        step = self._step(binding.model, binding.gpus[0])
+        block_tokens = self._scenario.engine.block_tokens
+        return factsheet(self._scenario, self.served[binding.model], binding, step, block_tokens)
 
 
 def _engine_bytes(

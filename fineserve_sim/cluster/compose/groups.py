@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
@@ -11,13 +11,15 @@ from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes, usable_bytes
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
+from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks, StageBlocks
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.lookahead import Lookahead
 from fineserve_sim.cluster.engine.pipeline import PipelineEngine
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.swap import Swap
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
@@ -30,32 +32,29 @@ from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.groups.controller import GroupController, GroupModel, Monitor
+from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LeastLoaded, LeastQueued, MostFree, RoundRobin
 from fineserve_sim.policy.groups.drop_plan import even_split
 from fineserve_sim.policy.groups.migration import LlumnixMigration
 from fineserve_sim.policy.groups.throttle import KunServeDrop, ScaleOut
 from fineserve_sim.policy.interfaces import Instance
-from fineserve_sim.policy.memory.paged import PoolShare
-from fineserve_sim.systems.spec import (
-    FcfsSpec,
-    FreenessDispatchSpec,
-    KunServeDropSpec,
-    LeastLoadedDispatchSpec,
-    LeastQueuedDispatchSpec,
-    PipelineSpec,
-    PrivatePoolsSpec,
-    SwapPoolsSpec,
-    SystemSpec,
-)
+from fineserve_sim.policy.memory.paged import PagedPool
+from fineserve_sim.systems import spec as specs
 
 LINKS_PER_INSTANCE = 4
+
+_DISPATCHERS: dict[type, Callable[..., DispatchPolicy]] = {
+    specs.RoundRobinDispatchSpec: RoundRobin,
+    specs.LeastLoadedDispatchSpec: LeastLoaded,
+    specs.LeastQueuedDispatchSpec: LeastQueued,
+    specs.FreenessDispatchSpec: MostFree,
+}
 
 
 def compose_groups(scenario: Scenario) -> Parts:
     """Raises ScenarioError for a system that does not fit together, or a model or cluster that does not fit it."""
     system = scenario.system
-    execution = system.execution or PipelineSpec()
+    execution = system.execution or specs.PipelineSpec()
     _check_system(scenario, execution)
     (served,) = scenario.models
     placement, _ = place(scenario)
@@ -67,11 +66,13 @@ def compose_groups(scenario: Scenario) -> Parts:
     controller = _controller(scenario, instances, execution.stages, spares)
     cluster = cluster_of(scenario, clock, controller, Contention({}))
     builder = _Builder(scenario, cluster, controller.max_tokens, execution)
+    drop = system.drop or specs.KunServeDropSpec()
+    chunk_s = _stage_s(builder.step, scenario.engine.token_budget)
     fleet = Instances(
         cluster,
         instances,
         builder.build,
-        _transfer_rules(system, _stage_s(builder.step, scenario.engine.token_budget)),
+        TransferRules(drop.exchange == "coordinated", chunk_s, drop.remap_s),
         spares=spares,
         start_s=0.0 if system.scaling is None else system.scaling.start_s,
         migrates=system.migration is not None,
@@ -90,15 +91,6 @@ def compose_groups(scenario: Scenario) -> Parts:
     )
 
 
-def _transfer_rules(system: SystemSpec, chunk_s: float) -> TransferRules:
-    drop = system.drop
-    return TransferRules(
-        coordinated=drop is None or drop.exchange == "coordinated",
-        chunk_s=chunk_s,
-        remap_s=0.0 if drop is None else drop.remap_s,
-    )
-
-
 def _spares(scenario: Scenario, instances: int, stages: int) -> int:
     """Instances that serve only when asked for. Raises ScenarioError when the others make no pipelines."""
     system = scenario.system
@@ -114,7 +106,7 @@ def _spares(scenario: Scenario, instances: int, stages: int) -> int:
 class _Builder:
     """Builds the engines of a run."""
 
-    def __init__(self, scenario: Scenario, cluster: Cluster, max_tokens: int, execution: PipelineSpec) -> None:
+    def __init__(self, scenario: Scenario, cluster: Cluster, max_tokens: int, execution: specs.PipelineSpec) -> None:
         (served,) = scenario.models
         self.step = step_model(served, scenario.gpus[0].spec, scenario.engine)
         self._cluster, self._max_tokens, self._execution = cluster, max_tokens, execution
@@ -126,30 +118,18 @@ class _Builder:
         settings, execution = self._settings, self._execution
         sizes = members[0].sizes
         stages = zip(members, layout, strict=True)
-        counted = StageBlocks(
-            [PoolShare(member.kv, len(layers) * sizes.block_layer_bytes) for member, layers in stages],
-            settings.block_tokens,
-        )
-        caches = isinstance(self._memory, PrivatePoolsSpec) and self._memory.prefix_cache
+        pools = [PagedPool(len(layers) * sizes.block_layer_bytes, member.kv) for member, layers in stages]
+        counted = CountedBlocks(pools, settings.block_tokens, private=False)
+        caches = isinstance(self._memory, specs.PrivatePoolsSpec) and self._memory.prefix_cache
         kv: EngineKV = PrefixBlocks(counted) if caches else counted
         max_tokens = min(self._max_tokens, counted.capacity_tokens())
+        seat = Seat(id, self._model, self.step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:
             swap = None
-            if isinstance(self._memory, SwapPoolsSpec):
+            if isinstance(self._memory, specs.SwapPoolsSpec):
                 links = members[0].links
                 swap = Swap(links.to_host, links.from_host, counted, sizes.block_bytes)
-            engine = SpanEngine(
-                id,
-                self._model,
-                self.step,
-                kv,
-                max_tokens,
-                False,
-                settings,
-                self._wakeups[members[0]],
-                self._cluster,
-                swap,
-            )
+            engine = SpanEngine(seat, self._cluster, self._wakeups[members[0]], shares_gpu=False, relief=swap)
             engine.columns = (members[0].id,)
             engine.column = members[0].id
             return engine
@@ -158,15 +138,10 @@ class _Builder:
             least = execution.min_tokens or settings.token_budget
             lookahead = Lookahead(least, self._cost, execution.lookahead)
         return PipelineEngine(
-            id,
-            self._model,
-            self.step,
-            kv,
-            max_tokens,
+            seat,
+            self._cluster,
             members,
             layout,
-            settings,
-            self._cluster,
             shared_queue=execution.microbatches == "lookahead" or execution.queues == "shared",
             lookahead=lookahead,
         )
@@ -206,39 +181,45 @@ def _controller(scenario: Scenario, instances: Sequence[TpGroup], stages: int, s
         sizes.base_kv_bytes,
         holds_tokens,
     )
-    migration, scaling = system.migration, system.scaling
-    monitor = Monitor(
-        drop=None
-        if system.drop is None
-        else _drop(system.drop, sizes, {instance.id: instance.node for instance in instances}),
-        migration=None if migration is None else LlumnixMigration(migration.out_blocks, migration.in_blocks),
-        scale_out=None if scaling is None else ScaleOut(scaling.growing_samples, scaling.start_s),
+    drop, migration, scaling = system.drop, system.migration, system.scaling
+    node_of = {instance.id: instance.node for instance in instances}
+    assert system.dispatch is not None
+    dispatch = _DISPATCHERS[type(system.dispatch)](**options(system.dispatch))
+    return GroupController(
+        model,
+        [instance.gpus for instance in instances],
+        dispatch,
+        drop=KunServeDrop(sizes.copy_bytes, sizes.block_bytes, node_of=node_of, **options(drop, "exchange", "remap_s"))
+        if drop
+        else None,
+        migration=LlumnixMigration(**options(migration)) if migration else None,
+        scale_out=ScaleOut(scaling.growing_samples, scaling.start_s) if scaling else None,
+        stages=stages,
+        spares=spares,
     )
-    gpus = [instance.gpus for instance in instances]
-    return GroupController(model, gpus, _dispatch(system), monitor, stages=stages, spares=spares)
 
 
-def _check_system(scenario: Scenario, execution: PipelineSpec) -> None:
+def _check_system(scenario: Scenario, execution: specs.PipelineSpec) -> None:
     system = scenario.system
     if len(scenario.models) != 1:
         raise ScenarioError(f"system {system.name} serves one model; the cluster has {len(scenario.models)}")
-    if not isinstance(system.scheduler, FcfsSpec):
+    if not isinstance(system.scheduler, specs.FcfsSpec):
         raise ScenarioError(
             f"system {system.name}: a system with dispatch schedules by fcfs, not {system.scheduler.policy}"
         )
-    if isinstance(system.memory, PrivatePoolsSpec):
+    if isinstance(system.memory, specs.PrivatePoolsSpec):
         plain = system.memory.attention == "current"
     else:
-        plain = isinstance(system.memory, SwapPoolsSpec)
+        plain = isinstance(system.memory, specs.SwapPoolsSpec)
     if not plain or system.residency is not None:
         raise ScenarioError(
             f"system {system.name}: a system with dispatch has resident models, and private or swap memory without "
             "legacy kernels"
         )
-    caches = isinstance(system.memory, PrivatePoolsSpec) and system.memory.prefix_cache
+    caches = isinstance(system.memory, specs.PrivatePoolsSpec) and system.memory.prefix_cache
     if caches and system.migration is not None:
         raise ScenarioError(f"system {system.name}: migration moves no prefix cache; leave one of them out")
-    alone = "swap memory" if isinstance(system.memory, SwapPoolsSpec) else "migration" if system.migration else ""
+    alone = "swap memory" if isinstance(system.memory, specs.SwapPoolsSpec) else "migration" if system.migration else ""
     if alone and (execution.stages > 1 or system.drop is not None):
         raise ScenarioError(f"system {system.name}: {alone} is for instances alone, not for pipelines")
 
@@ -277,7 +258,7 @@ def _links(scenario: Scenario, clock: Clock, number: int, gpu: Gpu) -> InstanceL
     """One of each kind for every GPU of the instance, taken together: TP ranks send their shards side by side."""
     (served,) = scenario.models
     memory = scenario.system.memory
-    host = memory.host_bytes_per_s if isinstance(memory, SwapPoolsSpec) else gpu.spec.pcie_bytes_per_s
+    host = memory.host_bytes_per_s if isinstance(memory, specs.SwapPoolsSpec) else gpu.spec.pcie_bytes_per_s
     rates = (gpu.network_bytes_per_s, gpu.spec.peer_bytes_per_s, host, host)
     network, node, to_host, from_host = (
         Link(clock, rate * served.tp, 1 + number * LINKS_PER_INSTANCE + kind) for kind, rate in enumerate(rates)
@@ -288,26 +269,3 @@ def _links(scenario: Scenario, clock: Clock, number: int, gpu: Gpu) -> InstanceL
 def _stage_s(step: StepModel, budget_tokens: int) -> float:
     """Seconds of one stage of two with a full token budget: what a chunk of a coordinated transfer may take."""
     return step.step_s(0, 0, budget_tokens, budget_tokens * (budget_tokens + 1) // 2, 0, 1) / 2
-
-
-def _dispatch(system: SystemSpec) -> DispatchPolicy:
-    if isinstance(system.dispatch, LeastLoadedDispatchSpec):
-        return LeastLoaded(system.dispatch.queued)
-    if isinstance(system.dispatch, FreenessDispatchSpec):
-        return MostFree(system.dispatch.queued)
-    return LeastQueued() if isinstance(system.dispatch, LeastQueuedDispatchSpec) else RoundRobin()
-
-
-def _drop(spec: KunServeDropSpec, sizes: ModelBytes, node_of: dict[int, int]) -> KunServeDrop:
-    return KunServeDrop(
-        sizes.copy_bytes,
-        sizes.block_bytes,
-        node_of=node_of,
-        trigger=spec.trigger,
-        restore_below=spec.restore_below,
-        restore_usage=spec.restore_usage,
-        required=spec.required,
-        max_group=spec.max_group,
-        falling_samples=spec.falling_samples,
-        restore=spec.restore,
-    )

@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.memory import (
-    build_manager,
-    engine_block_tokens,
-    engine_kv,
-    tenants_on,
-    usable_bytes,
-)
+from fineserve_sim.cluster.compose.memory import build_manager, engine_block_tokens, engine_kv, tenants_on, usable_bytes
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.compose.profiling import demand_of, step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, check_exclusive, contention_of
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
+from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.samples import Column, EngineSampler
-from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.scenario import Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
+from fineserve_sim.policy.fleet.facts import EngineBinding
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """One engine before it exists: whose instance it is, its step times, its memory, its longest sequence in tokens, and its
-    settings with the block of that memory."""
-
-    engine: int
-    instance: Instance
-    served: ServedModel
-    step: StepModel
-    kv: EngineKV
-    max_tokens: int
-    settings: EngineSettings
-
-    @property
-    def able(self) -> bool:
-        """Without room for a prompt and a token the engine gets no requests: they are turned away at the door."""
-        return self.max_tokens > 1
 
 
 def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]] | None = None) -> Parts:
@@ -61,42 +38,40 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
     placement, demands = placed or place(scenario)
     managers = _managers(scenario, placement.instances, demands)
     seats = _seats(scenario, placement.instances, managers)
-    schedulers = build_schedulers(
-        scenario.system.scheduler, [_factsheet(scenario, seat) for seat in seats if seat.able]
-    )
+    instances = placement.instances
+    served = {model.id: model for model in scenario.models}
+    sheets = [
+        _factsheet(scenario, served[seat.model], seat, instances[seat.engine].gpus) for seat in seats if seat.able
+    ]
+    schedulers = build_schedulers(scenario.system.scheduler, sheets)
     clock = Clock()
     contention, shares = contention_of(scenario), SmShares(scenario)
-    for seat in seats:
-        instance = seat.instance
-        contention.join(seat.engine, instance.gpus, shares.of(instance.model, instance.gpus))
-    cluster = cluster_of(scenario, clock, Controller(_routes(scenario, seats, schedulers)), contention)
+    for engine, instance in enumerate(instances):
+        contention.join(engine, instance.gpus, shares.of(instance.model, instance.gpus))
+    controller = Controller(_routes(scenario, instances, seats, schedulers))
+    cluster = cluster_of(scenario, clock, controller, contention)
     asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
     wakeups = {gpu.id: Wakeups(clock) for gpu in scenario.gpus}
     engines = [
-        _engine(seat, scenario, wakeups, cluster, contention.contended(seat.engine), seat.engine in asked)
-        for seat in seats
+        _engine(seat, cluster, wakeups[instances[seat.engine].gpus[0]], asked=seat.engine in asked) for seat in seats
     ]
     scopes = [Scope(engines) for engines in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]
-    cluster.connect(engines, domains_of(engines, [seat.instance.gpus for seat in seats], managers), scopes)
+    cluster.connect(engines, domains_of(engines, [instance.gpus for instance in instances], managers), scopes)
     by_gpu = tuple(managers[gpu] for gpu in sorted(managers))
     columns = [
-        Column(seat.served.id, partial(tuple, (engine,)), partial(cluster.controller.bound_to, seat.engine))
-        for engine, seat in zip(engines, seats, strict=True)
+        Column(engine.model, partial(tuple, (engine,)), partial(controller.bound_to, engine.index))
+        for engine in engines
     ]
     capacities = tuple(manager.ledger().total_bytes for manager in by_gpu)
     return Parts(cluster, EngineSampler(columns, by_gpu), StepTimes(cluster.engines.values), capacities, placement)
 
 
-def _engine(
-    seat: Seat, scenario: Scenario, wakeups: Mapping[int, Wakeups], cluster: Cluster, shares_gpu: bool, asked: bool
-) -> SpanEngine:
-    """An engine that shares nothing, and for which no scheduler is asked, goes its own way."""
-    own = wakeups[seat.instance.gpus[0]]
+def _engine(seat: Seat, cluster: Cluster, wakeups: Wakeups, *, asked: bool) -> SpanEngine:
+    """An engine that shares nothing, and for which no scheduler is ``asked``, goes its own way."""
+    shares_gpu = cluster.contention.contended(seat.engine)
     if cluster.merging and isinstance(seat.kv, CountedBlocks) and not (shares_gpu or asked):
-        return LoneEngine(seat.engine, seat.served.id, seat.step, seat.kv, seat.max_tokens, seat.settings, own, cluster)
-    return SpanEngine(
-        seat.engine, seat.served.id, seat.step, seat.kv, seat.max_tokens, shares_gpu, seat.settings, own, cluster
-    )
+        return LoneEngine(seat, cluster, wakeups)
+    return SpanEngine(seat, cluster, wakeups, shares_gpu=shares_gpu)
 
 
 def place(scenario: Scenario) -> tuple[Placement, dict[str, ModelDemand]]:
@@ -165,39 +140,42 @@ def _seats(scenario: Scenario, instances: Sequence[Instance], managers: Mapping[
         step = step_model(served, gpus[instance.gpus[0]], settings, legacy_kernel(memory))
         longest = settings.block_tokens if isinstance(memory, ContiguousSpec) else served.model.max_context_tokens
         max_tokens = min(longest, kv.capacity_tokens())
-        seats.append(Seat(engine, instance, served, step, kv, max_tokens, settings))
+        seats.append(Seat(engine, served.id, step, kv, max_tokens, settings))
     return seats
 
 
 def _routes(
-    scenario: Scenario, seats: Sequence[Seat], schedulers: Mapping[tuple[int, ...], LocalScheduler | None]
+    scenario: Scenario,
+    instances: Sequence[Instance],
+    seats: Sequence[Seat],
+    schedulers: Mapping[tuple[int, ...], LocalScheduler | None],
 ) -> dict[str, list[Route]]:
     scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
     routes: dict[str, list[Route]] = {model.id: [] for model in scenario.models}
     for seat in seats:
         if seat.able:
-            route = Route(seat.engine, seat.instance.rate_per_s, seat.max_tokens, scheduler_of[seat.engine])
-            routes[seat.served.id].append(route)
+            rate_per_s = instances[seat.engine].rate_per_s
+            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens, scheduler_of[seat.engine]))
     return routes
 
 
 def factsheet(
-    scenario: Scenario, engine: int, gpu: int, served: ServedModel, step: StepModel, kv_tokens: int, block_tokens: int
+    scenario: Scenario, served: ServedModel, engine: EngineBinding, step: StepModel, block_tokens: int
 ) -> EngineFactsheet:
-    """What the scheduler of an engine is told: ``gpu`` is its first one, ``kv_tokens`` is what it could hold alone."""
+    """What the scheduler of an engine of this model is told."""
     budget = scenario.engine.token_budget
     return EngineFactsheet(
-        engine=engine,
-        gpu=gpu,
+        engine=engine.engine,
+        gpu=engine.gpus[0],
         slo_s=served.ttft_slo_s,
         prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, budget),
         prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
-        kv_capacity_tokens=kv_tokens,
+        kv_capacity_tokens=engine.kv_tokens,
         block_tokens=block_tokens,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec | KvCachedSpec | VTensorSpec),
     )
 
 
-def _factsheet(scenario: Scenario, seat: Seat) -> EngineFactsheet:
-    gpu, kv_tokens = seat.instance.gpus[0], seat.kv.capacity_tokens()
-    return factsheet(scenario, seat.engine, gpu, seat.served, seat.step, kv_tokens, seat.settings.block_tokens)
+def _factsheet(scenario: Scenario, served: ServedModel, seat: Seat, gpus: tuple[int, ...]) -> EngineFactsheet:
+    binding = EngineBinding(seat.engine, seat.model, gpus, seat.kv.capacity_tokens())
+    return factsheet(scenario, served, binding, seat.step, seat.settings.block_tokens)

@@ -101,10 +101,18 @@ def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: 
     return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes
 
 
-def build_manager(spec: MemorySpec, usable: int, tenants: Sequence[Tenant], loners: Collection[int] = ()) -> GpuMemory:
+def build_manager(
+    spec: MemorySpec,
+    usable: int,
+    tenants: Sequence[Tenant],
+    loners: Collection[int] = (),
+    *,
+    virtual: int | None = None,
+) -> GpuMemory:
     """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be.
 
-    ``loners`` are engines that share none of their GPUs.
+    ``loners`` are engines that share none of their GPUs; ``virtual`` bytes are the most that there may ever be for KV, by
+    default what there is now.
     """
     kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
     blocks = {tenant.engine: tenant.block for tenant in tenants}
@@ -118,7 +126,7 @@ def build_manager(spec: MemorySpec, usable: int, tenants: Sequence[Tenant], lone
         return build_vtensor(spec, kv_bytes, blocks)
     if isinstance(spec, KvCachedSpec):
         try:
-            return build_kvcached(spec, kv_bytes, blocks)
+            return build_kvcached(spec, kv_bytes, blocks, virtual_bytes=virtual)
         except ValueError as error:
             raise ScenarioError(str(error)) from error
     if isinstance(spec, PrivatePoolsSpec):
@@ -145,6 +153,8 @@ def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int]) -> K
 
 def _shares(spec: PrivatePoolsSpec, usable: int, tenants: Sequence[Tenant]) -> dict[int, tuple[int, int]]:
     """(block bytes, KV bytes) of each engine. A share that does not even hold the model leaves it no KV memory."""
+    if not tenants:
+        return {}
     if spec.split == "equal":
         each = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants)) // len(tenants)
         return {tenant.engine: (tenant.block.block_bytes, each) for tenant in tenants}

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.host import Cluster
-from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.samples import Sampler
 from fineserve_sim.cluster.scenario import Scenario
 from fineserve_sim.cluster.sharing.contention import Contention
@@ -30,21 +28,6 @@ class Parts:
     placement: Placement
     serving: int = 0
     counters: Callable[[float], Mapping[str, float]] = field(default=lambda last_arrival_s: {})
-
-    @property
-    def clock(self) -> Clock:
-        return self.cluster.clock
-
-    @property
-    def outcomes(self) -> Outcomes:
-        return self.cluster.outcomes
-
-    @property
-    def fleet(self) -> Fleet:
-        return self.cluster.fleet
-
-    def iterations(self) -> int:
-        return self.cluster.iterations()
 
 
 def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, contention: Contention) -> Cluster:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activation_cost
@@ -22,26 +23,7 @@ from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
 from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement, ReplicasPlacement
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
 from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
-from fineserve_sim.systems.spec import (
-    AdaptiveSpec,
-    ClairvoyantSpec,
-    DedicatedPlacementSpec,
-    FcfsSpec,
-    FineServePlacementSpec,
-    KvprPlacementSpec,
-    MooreHodgsonSpec,
-    MuxServePlacementSpec,
-    PinnedPlacementSpec,
-    PlacementSpec,
-    PrismResidencySpec,
-    QlmResidencySpec,
-    ReplicasPlacementSpec,
-    ResidencySpec,
-    RoundRobinPlacementSpec,
-    SchedulerSpec,
-    Spec,
-    add_choice,
-)
+from fineserve_sim.systems import spec as specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,92 +40,75 @@ class EngineFactsheet:
     shares_memory: bool
 
 
+def options(spec: specs.Spec, *other: str) -> dict[str, Any]:
+    """The options of a policy, which have the same names in its class; ``other`` ones concern somebody else."""
+    return spec.model_dump(exclude={"policy", *other})
+
+
 _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
-    FineServePlacementSpec: lambda spec: FineServePlacement(
-        spec.score, spec.colocation, spec.replicas, spec.unmet, spec.order
-    ),
-    KvprPlacementSpec: lambda spec: KvprPlacement(
-        spec.evaluate, spec.weight, tau=spec.tau, threshold=spec.threshold, charges=spec.charges
-    ),
-    PinnedPlacementSpec: lambda spec: PinnedPlacement(spec.groups),
-    DedicatedPlacementSpec: lambda spec: DedicatedPlacement(),
-    ReplicasPlacementSpec: lambda spec: ReplicasPlacement(),
-    MuxServePlacementSpec: lambda spec: MuxServePlacement(),
-    RoundRobinPlacementSpec: lambda spec: RoundRobinPlacement(),
+    specs.FineServePlacementSpec: lambda spec: FineServePlacement(**options(spec, "mme")),
+    specs.KvprPlacementSpec: lambda spec: KvprPlacement(**options(spec)),
+    specs.PinnedPlacementSpec: lambda spec: PinnedPlacement(spec.groups),
+    specs.DedicatedPlacementSpec: lambda spec: DedicatedPlacement(),
+    specs.ReplicasPlacementSpec: lambda spec: ReplicasPlacement(),
+    specs.MuxServePlacementSpec: lambda spec: MuxServePlacement(),
+    specs.RoundRobinPlacementSpec: lambda spec: RoundRobinPlacement(),
 }
 
 
-def build_placement(spec: PlacementSpec) -> PlacementPolicy:
+def build_placement(spec: specs.PlacementSpec) -> PlacementPolicy:
     return _PLACEMENTS[type(spec)](spec)
 
 
-def _adaptive(spec: AdaptiveSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
+def _adaptive(spec: specs.AdaptiveSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
     (only,) = engines
-    return AdaptiveBatching(
-        only.slo_s, only.prefill, when_prefilling=spec.when_prefilling, block_tokens=only.block_tokens
-    )
+    return AdaptiveBatching(only.slo_s, only.prefill, **options(spec), block_tokens=only.block_tokens)
 
 
-def _moore_hodgson(spec: MooreHodgsonSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
+def _moore_hodgson(spec: specs.MooreHodgsonSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
     facts = {
         e.engine: EngineFacts(e.prefill_tokens_per_s, e.slo_s, e.kv_capacity_tokens, e.block_tokens) for e in engines
     }
-    return MooreHodgson(
-        facts,
-        late=spec.late,
-        clock=spec.clock,
-        reserve=spec.reserve,
-        reserve_fraction=spec.reserve_fraction,
-        late_start=spec.late_start,
-        shared_kv=engines[0].shares_memory,
-    )
+    return MooreHodgson(facts, **options(spec), shared_kv=engines[0].shares_memory)
 
 
-def _clairvoyant(spec: ClairvoyantSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
+def _clairvoyant(spec: specs.ClairvoyantSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
     raise ValueError("clairvoyant is a bound, not a scheduler: only a simulator knows the requests to come")
-
-
-def _own(sheet: EngineFactsheet) -> int:
-    return sheet.engine
-
-
-def _first_gpu(sheet: EngineFactsheet) -> int:
-    return sheet.gpu
 
 
 SchedulerBuilder = Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler | None]
 
 _SCHEDULERS: dict[type, tuple[Callable[[EngineFactsheet], int], SchedulerBuilder]]
 _SCHEDULERS = {
-    FcfsSpec: (_own, lambda spec, engines: None),
-    AdaptiveSpec: (_own, _adaptive),
-    MooreHodgsonSpec: (_first_gpu, _moore_hodgson),
-    ClairvoyantSpec: (_own, _clairvoyant),
+    specs.FcfsSpec: (attrgetter("engine"), lambda spec, engines: None),
+    specs.AdaptiveSpec: (attrgetter("engine"), _adaptive),
+    specs.MooreHodgsonSpec: (attrgetter("gpu"), _moore_hodgson),
+    specs.ClairvoyantSpec: (attrgetter("engine"), _clairvoyant),
 }
-"""For each local scheduler: what its engines have in common (its scope), and how to build it for them (None: nothing is
-held back, the engine's own queue is first come first served)."""
+"""For each local scheduler: what the factsheets of a scope have in common, and how to build it for them (None: nothing is held
+back, the engine's own queue is first come first served)."""
 
 
 def register_scheduler(
-    spec: type[Spec], build: SchedulerBuilder, *, scope: Literal["engine", "gpu"] = "engine"
+    spec: type[specs.Spec], build: SchedulerBuilder, *, scope: Literal["engine", "gpu"] = "engine"
 ) -> None:
     """Make a local scheduler one that every system can name: ``build(spec, sheets)`` gives the scheduler of one scope.
 
     ``scope``: one scheduler an engine, or one for all engines whose first GPU is the same. Raises ValueError for a name
     that is taken or missing.
     """
-    add_choice("scheduler", spec)
-    _SCHEDULERS[spec] = ({"engine": _own, "gpu": _first_gpu}[scope], build)
+    specs.add_choice("scheduler", spec)
+    _SCHEDULERS[spec] = (attrgetter(scope), build)
 
 
-def register_placement(spec: type[Spec], build: Callable[[Any], PlacementPolicy]) -> None:
+def register_placement(spec: type[specs.Spec], build: Callable[[Any], PlacementPolicy]) -> None:
     """As ``register_scheduler``, for a placement: ``build(spec)`` gives the policy."""
-    add_choice("placement", spec)
+    specs.add_choice("placement", spec)
     _PLACEMENTS[spec] = build
 
 
 def build_schedulers(
-    spec: SchedulerSpec, engines: Sequence[EngineFactsheet]
+    spec: specs.SchedulerSpec, engines: Sequence[EngineFactsheet]
 ) -> Mapping[tuple[int, ...], LocalScheduler | None]:
     """One scheduler a scope; the key names the scope's engines."""
     scope_of, build = _SCHEDULERS[type(spec)]
@@ -154,13 +119,16 @@ def build_schedulers(
 
 
 def build_residency(
-    spec: ResidencySpec, placement: PlacementSpec, models: Mapping[str, ModelDemand], gpus: Sequence[GpuSlot]
+    spec: specs.ResidencySpec,
+    placement: specs.PlacementSpec,
+    models: Mapping[str, ModelDemand],
+    gpus: Sequence[GpuSlot],
 ) -> ResidencyPolicy:
     """``models``: by id, ``weight_bytes`` being all that an engine takes beside KV. Prism's scores follow ``placement`` where
     that is KVPR too."""
-    if isinstance(spec, QlmResidencySpec):
-        return QlmSwapping(models, gpus, swap_s=spec.swap_s, running=spec.running, seed=spec.seed)
-    kvpr = build_placement(placement if isinstance(placement, KvprPlacementSpec) else KvprPlacementSpec())
+    if isinstance(spec, specs.QlmResidencySpec):
+        return QlmSwapping(models, gpus, **options(spec, "tick_s"))
+    kvpr = build_placement(placement if isinstance(placement, specs.KvprPlacementSpec) else specs.KvprPlacementSpec())
     assert isinstance(kvpr, KvprPlacement)
     return PrismResidency(
         models,
@@ -175,9 +143,9 @@ def build_residency(
     )
 
 
-def build_activation_cost(spec: ResidencySpec) -> ActivationCost:
+def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
     """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
-    if isinstance(spec, PrismResidencySpec):
+    if isinstance(spec, specs.PrismResidencySpec):
         return activation_cost(
             engine_pool=spec.engine_pool, parallel_loading=spec.parallel_loading, engine_start_s=spec.engine_start_s
         )

@@ -21,6 +21,7 @@ from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.gpu_use import looks_at
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.run import Run
@@ -152,7 +153,7 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
         looks=looks_at(found, trace.models),
     )
     run.to_the_end()
-    timeline = run.parts.sampler.timeline()
+    timeline = run.parts.sampler.rows.timeline()
     used_bytes = timeline.kv_used_bytes[timeline.waiting[:, 0] > 0, 0].mean()
     return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)
 
@@ -170,7 +171,7 @@ def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_byt
     controller = Controller({served.id: [route] if max_tokens > 1 else []})
     cluster = Cluster(clock, controller, contention)
     step = step_model(served, gpu, settings)
-    engine = LoneEngine(0, served.id, step, kv, max_tokens, settings, Wakeups(clock), cluster)
+    engine = LoneEngine(Seat(0, served.id, step, kv, max_tokens, settings), cluster, Wakeups(clock))
     cluster.connect([engine], [PrivateDomain(engine, memories)], [Scope((0,))])
     column = Column(served.id, lambda: (engine,), lambda: 0)
     capacities = tuple(memory.ledger().total_bytes for memory in memories)

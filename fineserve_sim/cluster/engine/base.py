@@ -6,13 +6,15 @@ How it batches is ``batcher``'s part, how long a batch takes that of ``spans``, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Protocol
 
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
-from fineserve_sim.cluster.engine.protocols import EngineHost, Relief
+from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.queue import Lane, Queue
-from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.latency import StepModel
+from fineserve_sim.cluster.engine.seat import Seat
+from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
+from fineserve_sim.cluster.outcomes import Outcomes
+from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.policy.interfaces import EngineLoad, EngineState
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 
@@ -20,8 +22,64 @@ BatchSums = tuple[int, int, int, int, int, int]
 """The running sums of a batch that the latency model asks for (see ``StepModel.step_s``)."""
 
 
+class EngineHost(Protocol):
+    """The cluster around an engine: what it hears, and what it is asked. ``logs``: whether what is computed is written down."""
+
+    merging: bool
+    logs: bool
+    outcomes: Outcomes
+
+    def consult(self, engine: Engine, now: float) -> None: ...
+    def must_ask(self, engine: Engine) -> bool: ...
+    def ask_again_s(self, engine: Engine) -> float: ...
+    def settle(self, engine: Engine, now: float, order: int) -> None: ...
+    def settle_now(self, engine: Engine, now: float) -> None: ...
+    def set_demand(self, engine: Engine, now: float, need: Demand) -> None: ...
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int: ...
+    def launched(self, engine: Engine, lane: Lane, now: float, *, sure: bool) -> None: ...
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None: ...
+    def touch(self, engine: Engine) -> None: ...
+    def progressed(self, engine: Engine) -> None: ...
+    def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None: ...
+    def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None: ...
+    def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None: ...
+    def memory_freed(self, engine: Engine, now: float) -> None: ...
+    def stalled(self, engine: Engine, now: float) -> None: ...
+    def rested(self, engine: Engine, now: float) -> None: ...
+    def stopped(self, engine: Engine, now: float) -> None: ...
+    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None: ...
+
+
+class Relief(Protocol):
+    """What an engine does when a decode finds no KV block, instead of recomputing the latest.
+
+    ``admits``: new sequences may start; ``held`` sequences are away from the lanes (``members``) and hold ``used_blocks``;
+    ``boundaries_ahead``: so many iterations ahead it looks for blocks.
+    """
+
+    boundaries_ahead: int
+
+    @property
+    def admits(self) -> bool: ...
+    @property
+    def held(self) -> int: ...
+    def members(self) -> list[SequenceState]: ...
+    def used_blocks(self) -> int: ...
+    def abandon(self) -> list[SequenceState]:
+        """The engine is lost: those away are, too, and hold nothing any more."""
+        ...
+
+    def before(self, engine: Engine, lane: Lane, now: float) -> None:
+        """A batch is about to be formed."""
+        ...
+
+    def make_room(self, engine: Engine, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
+        """There are no blocks for all of ``growing``: afterwards those that still decode in ``lane`` have theirs."""
+        ...
+
+
 class Engine(ABC):
-    """Batches of one model instance. ``max_tokens`` bounds prompt and output of a sequence together.
+    """Batches of one model instance.
 
     ``stalled`` sequences wait for KV from elsewhere, ``reserved_blocks`` are held for sequences that are elsewhere still,
     ``promised_blocks`` is at least what is taken without another question.
@@ -57,23 +115,14 @@ class Engine(ABC):
     )
 
     def __init__(
-        self,
-        index: int,
-        model: str,
-        step: StepModel,
-        kv: EngineKV,
-        max_tokens: int,
-        settings: EngineSettings,
-        host: EngineHost[Engine],
-        *,
-        lanes: int = 1,
-        shared_queue: bool = True,
-        relief: Relief[Engine] | None = None,
+        self, seat: Seat, host: EngineHost, *, lanes: int = 1, shared_queue: bool = True, relief: Relief | None = None
     ) -> None:
-        self.index = index
-        self.step = step
-        self.kv = kv
-        self.max_tokens = max_tokens
+        settings = seat.settings
+        self.index = seat.engine
+        self.model = seat.model
+        self.step = seat.step
+        self.kv = seat.kv
+        self.max_tokens = seat.max_tokens
         self.relief = relief
         self.slowdown = 1.0
         self.promised_blocks = 0
@@ -81,9 +130,8 @@ class Engine(ABC):
         self.stalled: dict[SequenceState, None] = {}
         self.reserved_blocks = 0
         self.stopping = self.closing = self.gone = False
-        self.model = model
-        self.columns: tuple[int, ...] = (index,)
-        self.column = index
+        self.columns: tuple[int, ...] = (seat.engine,)
+        self.column = seat.engine
         self._settings = settings
         self._host = host
         self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]

@@ -10,40 +10,21 @@ from __future__ import annotations
 
 from collections import deque
 
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.base import EngineHost
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.protocols import EngineHost
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine, Waker
-from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.latency import StepModel
 
 
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
-    __slots__ = (
-        "_blocks",
-        "_inbox",
-        "_start_s",
-        "_until_s",
-        "events",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        model: str,
-        step: StepModel,
-        kv: CountedBlocks,
-        max_tokens: int,
-        settings: EngineSettings,
-        wakeups: Waker,
-        host: EngineHost[Engine],
-    ) -> None:
-        super().__init__(index, model, step, kv, max_tokens, False, settings, wakeups, host)
+    def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker) -> None:
+        super().__init__(seat, host, wakeups, shares_gpu=False)
+        assert isinstance(seat.kv, CountedBlocks)
         self.events = 0
-        self._blocks = kv
+        self._blocks = seat.kv
         self._inbox: deque[tuple[float, int, SequenceState]] = deque()
         self._start_s = NEVER
         self._until_s = NEVER

@@ -11,18 +11,16 @@ tightest instance bounds the engine.
 
 from __future__ import annotations
 
-from fineserve_sim.cluster.engine.base import BatchSums, Engine
+from typing import NamedTuple
+
+from fineserve_sim.cluster.engine.base import BatchSums, EngineHost
 from fineserve_sim.cluster.engine.batcher import Batcher
-from fineserve_sim.cluster.engine.kv import EngineKV
 from fineserve_sim.cluster.engine.lookahead import Lookahead
-from fineserve_sim.cluster.engine.protocols import EngineHost
 from fineserve_sim.cluster.engine.queue import Lane, PromptChunk
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.interfaces import EngineLoad
-from fineserve_sim.policy.memory.preemption import preemption_victim
 
 ACTIVATION, KV, WEIGHTS = 0, 1, 2
 """Priorities on links when transfers are coordinated."""
@@ -32,36 +30,17 @@ class PipelineEngine(Batcher):
     """``stages`` in order with their ``layout`` of layers. ``busy_s`` and ``working_s`` (stage seconds computed and seconds
     passed, both while requests wait) tell the bubbles."""
 
-    __slots__ = (
-        "_computed_s",
-        "_lookahead",
-        "_pending",
-        "_shared_queue",
-        "_since_s",
-        "busy_s",
-        "layout",
-        "stages",
-        "working_s",
-    )
-
     def __init__(
         self,
-        index: int,
-        model: str,
-        step: StepModel,
-        kv: EngineKV,
-        max_tokens: int,
+        seat: Seat,
+        host: EngineHost,
         stages: tuple[TpGroup, ...],
         layout: tuple[range, ...],
-        settings: EngineSettings,
-        host: EngineHost[Engine],
         *,
         shared_queue: bool,
         lookahead: Lookahead | None,
     ) -> None:
-        super().__init__(
-            index, model, step, kv, max_tokens, settings, host, lanes=len(stages), shared_queue=shared_queue
-        )
+        super().__init__(seat, host, lanes=len(stages), shared_queue=shared_queue)
         self.stages = stages
         self.layout = layout
         self.busy_s = 0.0
@@ -124,7 +103,8 @@ class PipelineEngine(Batcher):
         lane.asked = lane.launched = True
         self._account(now)
         self._host.launched(self, lane, now, sure=True)
-        return Batch(lane, self.batch_of(lane), self)
+        sums = self.batch_of(lane)
+        return Batch(lane, sums[0] + sums[2], self.stage_s(sums))
 
     def stage_s(self, sums: BatchSums) -> tuple[float, ...]:
         """Seconds of a batch in each stage: every stage has the host time of a step, the rest is split by layers."""
@@ -166,9 +146,8 @@ class PipelineEngine(Batcher):
         """Partial prefills that hold the memory between them, and nothing under way that would free some: the latest
         gives way. In an engine that closes even the last one does, for others compete for the memory."""
         least = 1 if self.closing else 2
-        while not lane.chunks and self._stuck and len(partial := self.partial_prefills()) >= least:
-            latest = preemption_victim(partial)
-            self.preempt(latest, partial[latest], now)
+        while not lane.chunks and self._stuck and len(self.partial_prefills()) >= least:
+            self.preempt_latest_prefill(now)
             self._preempted = False
             queue = lane.queue
             lane.chunks = self._prompt_chunks(lane) if queue.waiting or queue.prefilling else []
@@ -189,15 +168,12 @@ class PipelineEngine(Batcher):
             self._host.stopped(self, now)
 
 
-class Batch:
-    """A lane's batch on its way, with its seconds in each stage."""
+class Batch(NamedTuple):
+    """A lane's batch of so many tokens on its way, with its seconds in each stage."""
 
-    __slots__ = ("lane", "stage_s", "tokens")
-
-    def __init__(self, lane: Lane, sums: BatchSums, engine: PipelineEngine) -> None:
-        self.lane = lane
-        self.tokens = sums[0] + sums[2]
-        self.stage_s = engine.stage_s(sums)
+    lane: Lane
+    tokens: int
+    stage_s: tuple[float, ...]
 
 
 class Pass:

@@ -15,14 +15,11 @@ from itertools import accumulate
 from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.base import BatchSums, Engine
+from fineserve_sim.cluster.engine.base import BatchSums, EngineHost, Relief
 from fineserve_sim.cluster.engine.batcher import Batcher
-from fineserve_sim.cluster.engine.kv import EngineKV
-from fineserve_sim.cluster.engine.protocols import EngineHost, Relief
 from fineserve_sim.cluster.engine.queue import Lane
+from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.scenario import EngineSettings
-from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import IDLE
 
 MAX_SPAN = 4096
@@ -73,22 +70,12 @@ class SpanEngine(Batcher):
     )
 
     def __init__(
-        self,
-        index: int,
-        model: str,
-        step: StepModel,
-        kv: EngineKV,
-        max_tokens: int,
-        shares_gpu: bool,
-        settings: EngineSettings,
-        wakeups: Waker,
-        host: EngineHost[Engine],
-        relief: Relief[Engine] | None = None,
+        self, seat: Seat, host: EngineHost, wakeups: Waker, *, shares_gpu: bool, relief: Relief | None = None
     ) -> None:
-        super().__init__(index, model, step, kv, max_tokens, settings, host, relief=relief)
+        super().__init__(seat, host, relief=relief)
         self.end_s = self.next_boundary_s = NEVER
-        self.order = order_of(Kind.STEP_END, index)
-        self.start_order = order_of(Kind.START, index)
+        self.order = order_of(Kind.STEP_END, seat.engine)
+        self.start_order = order_of(Kind.START, seat.engine)
         self._starting = False
         self.wakeups = wakeups
         self._shares_gpu = shares_gpu
@@ -196,11 +183,6 @@ class SpanEngine(Batcher):
         """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""
         ahead = len(self._ends) - 1 - self._settled
         self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
-
-    def accept(self, sequence: SequenceState) -> None:
-        sequence.output_tokens = min(sequence.output_tokens, self.max_tokens - sequence.prompt_tokens)
-        self._queue.append(sequence)
-        self._backlog_tokens += sequence.target_tokens
 
     def stop(self, now: float) -> None:
         self._starting = False

@@ -13,7 +13,7 @@ from functools import partial
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.links import Done, Link
+from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
@@ -90,7 +90,7 @@ class Swap:
         blocks = self._leaving[sequence] = self._kv.blocks_for(sequence.cached_tokens)
         for start in range(0, blocks, PIECE_BLOCKS):
             piece = min(PIECE_BLOCKS, blocks - start)
-            self._copy(self._to_host, piece, partial(self._on_out, engine, sequence, piece))
+            self._to_host.send(piece * self._block_bytes, 0, None, partial(self._on_out, engine, sequence, piece))
 
     def _on_out(self, engine: Engine, sequence: SequenceState, piece: int, now: float) -> None:
         if sequence not in self._leaving:
@@ -112,11 +112,8 @@ class Swap:
             if self._kv.free_blocks() < blocks + 1 + others or not self._kv.take(blocks):
                 return
             self._returning[self._swapped.pop(0)] = blocks
-            self._copy(self._from_host, blocks, partial(self._on_in, engine, sequence))
+            self._from_host.send(blocks * self._block_bytes, 0, None, partial(self._on_in, engine, sequence))
 
     def _on_in(self, engine: Engine, sequence: SequenceState, now: float) -> None:
         if self._returning.pop(sequence, None) is not None:
             engine.adopt(sequence, now)
-
-    def _copy(self, link: Link, blocks: int, done: Done) -> None:
-        link.send(blocks * self._block_bytes, 0, None, done)

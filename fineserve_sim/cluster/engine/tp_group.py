@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from simpy.events import Event
@@ -86,7 +87,6 @@ class TpGroup:
         self.busy_s = 0.0
         self._clock = clock
         self._jobs: deque[Job] = deque()
-        self._current: Job | None = None
         self._event: Event | None = None
         self._end_order = order_of(Kind.STEP_END, id)
         self._start_order = order_of(Kind.START, id)
@@ -112,7 +112,6 @@ class TpGroup:
         """Lost, with what it computes, all that is queued, and all that is in its memory."""
         self.alive = False
         self._jobs.clear()
-        self._current = None
         self._event = None
         self.load(frozenset())
 
@@ -128,14 +127,11 @@ class TpGroup:
             self._event = None
             self._next()
 
-    def _on_end(self, event: Event) -> None:
-        if event is not self._event:
-            return
-        job, self._current = self._current, None
-        assert job is not None
-        job.end(self._clock.now)
-        self._event = None
-        self._next()
+    def _on_end(self, job: Job, event: Event) -> None:
+        if event is self._event:
+            job.end(self._clock.now)
+            self._event = None
+            self._next()
 
     def _next(self) -> None:
         now: float = self._clock.now
@@ -143,6 +139,5 @@ class TpGroup:
             job = self._jobs.popleft()
             seconds = job.begin(now)
             if seconds is not None:
-                self._current = job
                 self.busy_s += seconds
-                self._event = self._clock.at(now + seconds, self._end_order, self._on_end)
+                self._event = self._clock.at(now + seconds, self._end_order, partial(self._on_end, job))

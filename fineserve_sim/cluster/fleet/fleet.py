@@ -75,7 +75,6 @@ class ModelFleet(Fleet):
         self._build = build
         self._residents: dict[int, _Resident] = {}
         self._serving: dict[str, dict[int, Engine]] = {model: {} for model in bytes_of}
-        self._on_gpu: dict[int, set[int]] = {}  # loaded engines
         self._touched: set[int] = set()  # GPUs whose engines or memory changed
         self._loaded: ClockEvent | None = None
         self._told: set[int] = set()  # engines whose limit the controller knows
@@ -223,8 +222,6 @@ class ModelFleet(Fleet):
         cluster.engines[engine] = self._serving[resident.model][engine] = self._build(
             engine, resident.model, resident.gpus
         )
-        for gpu in resident.gpus:
-            self._on_gpu.setdefault(gpu, set()).add(engine)
         self._change(resident.gpus)
 
     def _take_away(self, id: int, now: float) -> list[SequenceState]:
@@ -249,8 +246,6 @@ class ModelFleet(Fleet):
             engine.leave()
         cluster.disconnect(engine)
         del self._serving[engine.model][engine.index]
-        for gpu in self._residents[engine.index].gpus:
-            self._on_gpu[gpu].remove(engine.index)
         self._memory.leave(engine.index, self._residents[engine.index].gpus, now)
         self._give_up(engine.index, now)
 
@@ -293,7 +288,7 @@ class ModelFleet(Fleet):
             gpu = left.pop()
             if gpu not in seen:
                 seen.add(gpu)
-                here = self._on_gpu.get(gpu, set())
+                here = self._cluster.contention.engines_on(gpu)
                 left += [other for engine in here - found for other in self._residents[engine].gpus]
                 found |= here
         return found

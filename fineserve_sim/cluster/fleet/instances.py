@@ -116,9 +116,9 @@ class Instances(Fleet):
         wanted = set(instances)
         return [engine for engine in self.cluster.engines.values() if wanted & set(self._stages[engine.index])]
 
-    def stages_of(self, engine: Engine | int) -> tuple[TpGroup, ...]:
+    def stages_of(self, engine: Engine) -> tuple[TpGroup, ...]:
         """Its instances, in the order of stages."""
-        return self._stages[engine if isinstance(engine, int) else engine.index]
+        return self._stages[engine.index]
 
     def hear(self, now: float, event: Event) -> None:
         """Tell the controller, after the loads."""

@@ -7,7 +7,7 @@ or when the engine idles. An engine over several GPUs keeps the pace that it has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
@@ -29,6 +29,10 @@ class Contention:
     def gpus_of(self, engine: int) -> tuple[int, ...]:
         """The GPUs of an engine that is here; none of another."""
         return self._gpus_of.get(engine, ())
+
+    def engines_on(self, gpu: int) -> Set[int]:
+        """The engines that are on a GPU."""
+        return self._demands[gpu].keys()
 
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
         """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,

@@ -10,6 +10,8 @@ from fineserve_sim.catalog import GpuSpec, Kind
 from fineserve_sim.cluster import EngineSettings
 from fineserve_sim.latency import measured_on
 
+_LEAST_SHARE = 0.0005  # what is told as 0.1% at least
+
 
 def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """From the stored counters of runs: ``shares`` of the engines' busy time by kind (measured, fitted, roofline, assumed),
@@ -38,8 +40,9 @@ def warnings(found: Mapping[str, Any], gpu: GpuSpec, engine: EngineSettings) -> 
         yield f"no measured latency tables for GPU {gpu.name}: step times are rooflines scaled by its data sheet"
     beyond = found.get("beyond_tables", {})
     if beyond:
-        parts = ", ".join(f"{part} {share:.1%}" for part, share in sorted(beyond.items(), key=lambda item: -item[1]))
-        yield f"beyond the measured latency tables, by roofline, of the engines' time: {parts}"
+        shown = sorted((item for item in beyond.items() if item[1] >= _LEAST_SHARE), key=lambda item: -item[1])
+        parts = ", ".join(f"{part} {share:.1%}" for part, share in shown) or "under 0.1%"
+        yield f"beyond the measured tables, by roofline: {parts}"
 
 
 def sentence(shares: Mapping[str, float]) -> str:

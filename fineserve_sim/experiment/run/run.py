@@ -6,13 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fineserve_traces import Requests
+
 from fineserve_sim.cluster import Scenario, ServedModel
 from fineserve_sim.cluster.compose.profiling import demand_of
 from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree, least_degree
 from fineserve_sim.experiment.file.resolve import Overrides, ResolvedModel, Setup
 from fineserve_sim.experiment.run.rates import expected_rates, mean_lengths
-from fineserve_sim.experiment.run.workload import ISOLATED_GAP_S, alone_trace, build_trace, isolated_trace
+from fineserve_sim.experiment.run.workload import (
+    ISOLATED_GAP_S,
+    alone_trace,
+    build_requests,
+    build_trace,
+    isolated_trace,
+)
 from fineserve_sim.policy.placement.degree import tp_degree
+from fineserve_sim.systems.spec import ClairvoyantSpec
 
 SAMPLE_S = 1.0
 """Seconds between the samples of a run's timeline."""
@@ -51,9 +60,11 @@ class Run:
         return f"{self.system}{load}, rate scale {self.rate_scale:g}{variant}, seed {self.seed}"
 
 
-def scenario(run: Run) -> Scenario:
-    """The simulation that ``run`` describes. Raises ValueError when it has no request to measure."""
+def scenario(run: Run, *, streams: bool = False) -> Scenario:
+    """The simulation that ``run`` describes; ``streams``: with requests that are drawn while it reads them, where they can be.
+    Raises ValueError when it has no request to measure."""
     setup = run.setup
+    trace: Requests
     if run.isolated:
         rates = {run.isolated: 1 / ISOLATED_GAP_S}
         trace = isolated_trace(setup, run.isolated)
@@ -62,7 +73,9 @@ def scenario(run: Run) -> Scenario:
         trace = alone_trace(setup, run.alone, run.load, run.seed)
     else:
         rates = dict(expected_rates(setup, run.load, run.rate_scale))
-        trace = build_trace(setup, run.load, run.rate_scale, run.seed)
+        at_once = not streams or isinstance(setup.systems[run.system].scheduler, ClairvoyantSpec)  # that looks at all
+        build = build_trace if at_once else build_requests
+        trace = build(setup, run.load, run.rate_scale, run.seed)
     gpus = setup.gpus
     if run.alone:
         gpus = gpus[: next(least_degree(setup, model) for model in setup.models if model.id == run.alone)]

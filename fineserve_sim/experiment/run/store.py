@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fineserve_traces import Trace
+from fineserve_traces import Requests, Trace
 from pydantic import BaseModel
 
 from fineserve_sim import __version__
@@ -45,22 +45,26 @@ def key_of(scenario: Scenario, warmup: int) -> str:
     """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
     fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log", "tell"))
     described = {name: plain(getattr(scenario, name)) for name in fields} | {
-        "trace": _digests(scenario.whole_trace),
+        "trace": _digests(scenario.trace),
         "warmup": warmup,
         "code": [__version__, code_digest(), FORMAT],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _digests(trace: Trace) -> dict[str, str]:
-    """The hash of every field of a trace that a simulation can see: of all but where its rows come from."""
-    found = {}
-    for field in dataclasses.fields(trace):
-        if field.name not in ("source", "dropped_rows"):
-            value = getattr(trace, field.name)
-            data = value.tobytes() if isinstance(value, np.ndarray) else json.dumps(value, default=int).encode()
-            found[field.name] = hashlib.sha256(data).hexdigest()
-    return found
+def _digests(requests: Requests) -> dict[str, str]:
+    """The hash of every field of a trace that a simulation can see: of all but where its rows come from. How many rows are
+    there at a time changes no hash."""
+    fields = [field.name for field in dataclasses.fields(Trace) if field.name not in ("source", "dropped_rows")]
+    hashers = {name: hashlib.sha256() for name in fields}
+    for number, chunk in enumerate(requests.chunks()):
+        for name, hasher in hashers.items():
+            value = getattr(chunk, name)
+            if isinstance(value, np.ndarray):
+                hasher.update(value.tobytes())
+            elif number == 0 or (name == "prefix_hashes" and value is not None):
+                hasher.update(json.dumps(value, default=int).encode())
+    return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 
 @cache

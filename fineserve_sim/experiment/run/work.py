@@ -72,13 +72,15 @@ class Cell:
         return self._described().packed()
 
     def _described(self) -> Described:
-        run = self.run
-        return Described(scenario(run), self.key, run.warmup, str(run), self.decisions, self.simulate, self.summed)
+        run, streams = self.run, self.summed is not None
+        return Described(
+            scenario(run, streams=streams), self.key, run.warmup, str(run), self.decisions, self.simulate, self.summed
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A run as the scenario that it is, requests and all."""
+    """A run as the scenario that it is, with its requests or how they are drawn."""
 
     scenario: Scenario
     key: str
@@ -143,7 +145,7 @@ def named(name: str) -> Iterator[None]:
 def keyed(run: Run, summed: Summed | None = None) -> str:
     """The key of a run. Raises ConfigError when it has no requests."""
     try:
-        key = key_of(scenario(run), run.warmup)
+        key = key_of(scenario(run, streams=summed is not None), run.warmup)
         return key if summed is None else f"{key}-{summed.digest}"
     except ConfigError:
         raise

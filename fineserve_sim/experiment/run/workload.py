@@ -7,12 +7,17 @@ every rate. Phases are the exception: their durations are fixed, so a higher rat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import fineserve_traces as traces
 import numpy as np
-from fineserve_traces import Trace
+from fineserve_traces import Draw, Drawn, LengthSource, Requests, Trace
+from fineserve_traces.arrivals import gamma_gaps, poisson_gaps, renewals, segment_by_segment, weibull_gaps
+from fineserve_traces.drawn import ROWS, NextLengths
+from fineserve_traces.onoff import OnOff
+from fineserve_traces.schema import FloatArray
+from fineserve_traces.servegen import Client
 
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.resolve import Setup
@@ -27,115 +32,111 @@ ISOLATED_GAP_S = 1000.0
 
 
 def build_trace(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
-    """The requests of one run, warm-up first. Raises ValueError when there are none to measure."""
+    """The requests of one run, warm-up first, all of them there. Raises ValueError when there are none to measure."""
+    return traces.whole(build_requests(setup, load, rate_scale, seed))
+
+
+def build_requests(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Requests:
+    """As ``build_trace``, drawn while they are read; a trace where they come from a file or are turns of conversations."""
     work = setup.workload
+    requests: Requests
     if work.trace is not None:
-        trace = _replayed(setup, load, rate_scale, seed)
+        requests = _replayed(setup, load, rate_scale, seed)
     elif isinstance(work.arrivals, schema.ManyModels):
-        trace = _many_models(setup, work.arrivals.duration_s, work.arrivals.scale * rate_scale, seed)
+        requests = _many_models(setup, work.arrivals.duration_s, work.arrivals.scale * rate_scale, seed)
     elif phased_s(setup):
-        trace = _phased(setup, load, rate_scale, seed)
+        requests = _phased(setup, load, rate_scale, seed)
     else:
-        trace = _stationary(setup, load, rate_scale, seed)
+        requests = _stationary(setup, load, rate_scale, seed)
     if work.conversations is not None:
         told = work.conversations
-        trace = traces.conversations(
-            trace, shared_tokens=told.shared_tokens, turns=told.turns, gap_s=told.gap_s / rate_scale
+        requests = traces.conversations(
+            traces.whole(requests), shared_tokens=told.shared_tokens, turns=told.turns, gap_s=told.gap_s / rate_scale
         )
-    if len(trace) <= work.warmup_requests:
-        raise ValueError(
-            f"{len(trace)} requests in all, {work.warmup_requests} of them warm-up: none is left to measure"
+    count = requests.requests if isinstance(requests, Drawn) else len(requests)
+    if count <= work.warmup_requests:
+        raise ValueError(f"{count} requests in all, {work.warmup_requests} of them warm-up: none is left to measure")
+    return requests
+
+
+def _stationary(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Drawn:
+    """The first requests of the merged processes of all models, whose order does not depend on the rate scale."""
+    work, lengths, rates = setup.workload, length_source(setup), base_rates(setup, load)
+    count, rate_per_s = (work.requests or 0) + work.warmup_requests, sum(rates.values())
+    process = work.arrivals or schema.Poisson()
+    draws = [
+        Draw(
+            name,
+            partial(_renewals, process, own_per_s, max(16, int(ROWS * own_per_s / rate_per_s)), seed, name),
+            partial(_lengths, lengths, seed, name, count),
         )
-    return trace
+        for name, own_per_s in rates.items()
+    ]
+    return Drawn(tuple(draws), count, rate_per_s, lengths.source, rate_scale)
 
 
-def _stationary(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
-    """The first requests of the merged processes of all models. Each process is long enough to make up all of them, so
-    where it is cut does not matter, and the order of requests does not depend on the rate scale. Only one process at a time
-    is there in its full length: all are drawn twice, first to know the last arrival of them all."""
-    work, lengths = setup.workload, length_source(setup)
-    count = (work.requests or 0) + work.warmup_requests
-    rates = base_rates(setup, load)
-
-    def arrivals(name: str) -> traces.schema.FloatArray:
-        rng = stream(seed, f"arrivals/{name}")
-        return _arrivals(work.arrivals or schema.Poisson(), rng, rates[name], count)
-
-    last_s = _last_of_first(map(arrivals, rates), count)
-    parts = []
-    for name in rates:
-        arrival_s = arrivals(name)
-        arrival_s = arrival_s[: np.searchsorted(arrival_s, last_s, side="right")].copy()
-        if len(arrival_s):
-            first = _First(lengths, count)
-            parts.append(traces.generate(arrival_s, first, stream(seed, f"lengths/{name}"), model=name))
-    merged = replace(traces.merge(parts), source=lengths.source).head(count)
-    place = np.array([list(rates).index(name) for name in merged.models], dtype=np.int32)
-    return merged.with_models(tuple(rates), place[merged.model]).with_arrivals(merged.arrival_s / rate_scale)
-
-
-def _last_of_first(arrivals: Iterable[traces.schema.FloatArray], count: int) -> float:
-    """When the last of the first ``count`` arrivals of all processes comes."""
-    first = np.empty(0)
-    for arrival_s in arrivals:
-        first = np.partition(np.concatenate([first, arrival_s]), count - 1)[:count]
-    return float(first.max())
-
-
-@dataclass(frozen=True, slots=True)
-class _First:
-    """Lengths as the first of ``count`` draws have them, however few are asked for."""
-
-    lengths: traces.LengthSource
-    count: int
-
-    @property
-    def source(self) -> str:
-        return self.lengths.source
-
-    def sample(self, rng: np.random.Generator, n: int) -> tuple[traces.schema.IntArray, traces.schema.IntArray]:
-        prompt_tokens, output_tokens = self.lengths.sample(rng, self.count)
-        return prompt_tokens[:n].copy(), output_tokens[:n].copy()
-
-
-def _arrivals(
+def _renewals(
     process: schema.Poisson | schema.Gamma | schema.Weibull | schema.ManyModels | schema.Replay,
-    rng: np.random.Generator,
     rate_per_s: float,
-    count: int,
-) -> traces.schema.FloatArray:
+    rows: int,
+    seed: int,
+    name: str,
+) -> Iterator[FloatArray]:
+    rng = stream(seed, f"arrivals/{name}")
     if isinstance(process, schema.Gamma):
-        return traces.gamma(rng, rate_per_s, process.cv, count)
+        return renewals(gamma_gaps(rng, rate_per_s, process.cv), rows)
     if isinstance(process, schema.Weibull):
-        return traces.weibull(rng, rate_per_s, process.cv, count)
-    return traces.poisson(rng, rate_per_s, count)
+        return renewals(weibull_gaps(rng, rate_per_s, process.cv), rows)
+    return renewals(poisson_gaps(rng, rate_per_s), rows)
 
 
-def _phased(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
+def _lengths(lengths: LengthSource, seed: int, name: str, count: int) -> NextLengths:
+    return lengths.in_turn(stream(seed, f"lengths/{name}"), count)
+
+
+def _phased(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Drawn:
     """Poisson arrivals through the phases; a model without phases keeps its rate for as long as they last."""
-    rates, lengths, span_s = base_rates(setup, load), length_source(setup), phased_s(setup)
-    parts = []
+    rates, span_s = base_rates(setup, load), phased_s(setup)
+    arrivals = {}
     for model in setup.models:
         steady = [(span_s, rates[model.id])]
         phases = [(phase.duration_s, phase.rate_per_s) for phase in model.entry.phases or ()] or steady
-        rng = stream(seed, f"arrivals/{model.id}")
-        arrival_s = traces.piecewise(rng, [(duration_s, rate * rate_scale) for duration_s, rate in phases])
-        if len(arrival_s):
-            parts.append(traces.generate(arrival_s, lengths, stream(seed, f"lengths/{model.id}"), model=model.id))
-    if not parts:
-        raise ValueError("no request arrives in any phase")
-    return replace(traces.merge(parts), source=lengths.source)
+        scaled = [(duration_s, rate * rate_scale) for duration_s, rate in phases]
+        arrivals[model.id] = partial(_segments, scaled, seed, model.id)
+    return _until_they_end(setup, arrivals, span_s, seed, "no request arrives in any phase")
 
 
-def _many_models(setup: Setup, duration_s: float, scale: float, seed: int) -> Trace:
-    lengths, parts = length_source(setup), []
-    for model, process in zip(setup.models, processes_of(setup), strict=True):
-        arrival_s = process.arrivals(stream(seed, f"arrivals/{model.id}"), duration_s, scale)
-        if len(arrival_s):
-            parts.append(traces.generate(arrival_s, lengths, stream(seed, f"lengths/{model.id}"), model=model.id))
-    if not parts:
-        raise ValueError(f"no request comes to any model in {duration_s:g} s")
-    return replace(traces.merge(parts), source=lengths.source)
+def _segments(segments: list[tuple[float, float]], seed: int, name: str) -> Iterator[FloatArray]:
+    return segment_by_segment(stream(seed, f"arrivals/{name}"), segments)
+
+
+def _many_models(setup: Setup, duration_s: float, scale: float, seed: int) -> Drawn:
+    arrivals = {
+        model.id: partial(_pieces, process, duration_s, scale, seed, model.id)
+        for model, process in zip(setup.models, processes_of(setup), strict=True)
+    }
+    problem = f"no request comes to any model in {duration_s:g} s"
+    return _until_they_end(setup, arrivals, duration_s, seed, problem)
+
+
+def _pieces(process: OnOff | Client, duration_s: float, scale: float, seed: int, name: str) -> Iterator[FloatArray]:
+    return process.pieces(stream(seed, f"arrivals/{name}"), duration_s, scale)
+
+
+def _until_they_end(
+    setup: Setup, arrivals: Mapping[str, Callable[[], Iterator[FloatArray]]], span_s: float, seed: int, problem: str
+) -> Drawn:
+    """The requests of processes that end, in about ``span_s``. Raises ValueError, with this text, when there are none."""
+    counts = {name: sum(map(len, begin())) for name, begin in arrivals.items()}
+    if not any(counts.values()):
+        raise ValueError(problem)
+    lengths, count = length_source(setup), sum(counts.values())
+    draws = [
+        Draw(name, begin, partial(_lengths, lengths, seed, name, counts[name]))
+        for name, begin in arrivals.items()
+        if counts[name]
+    ]
+    return Drawn(tuple(draws), count, count / span_s, lengths.source)
 
 
 def alone_trace(setup: Setup, model: str, load: str | None, seed: int) -> Trace:

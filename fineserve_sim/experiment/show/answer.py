@@ -11,12 +11,12 @@ from fineserve_sim.experiment.show.labels import axis_text, number
 Cell = Mapping[str, Any]
 
 MEANINGS = {
-    "late": "late (first token after its limit)",
-    "slow": "slow (time a token above its limit)",
-    "overdue": "overdue (last token after its limit)",
+    "late": "late (first token)",
+    "slow": "slow (time a token)",
+    "overdue": "overdue (last token)",
     "dropped": "dropped by the scheduler",
     "rejected": "rejected (no engine can hold the prompt)",
-    "unplaced": "unplaced (their model has no GPU)",
+    "unplaced": "unplaced (no GPU)",
     "unfinished": "unfinished",
 }
 _MOMENTS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "slo": "all limits"}
@@ -41,24 +41,27 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def unplaced_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    """One line for each set of models that have no GPU, with the systems and the reasons."""
-    told: dict[str, list[str]] = {}
+    """One line a reason for which models have no GPU: which, with their part of the requests, and under which systems."""
+    told: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
-        if cell["unplaced"]:
-            told.setdefault(_unplaced(cell), []).append(name_of(cell, cells))
-    for text, titles in told.items():
-        yield f"UNPLACED under {', '.join(dict.fromkeys(titles))} on {text}."
+        for why, models in _unplaced(cell).items():
+            told.setdefault(why, {}).setdefault(models, []).append(name_of(cell, cells))
+    for why, found in told.items():
+        whose = "; ".join(f"{models} under {', '.join(dict.fromkeys(titles))}" for models, titles in found.items())
+        yield f"UNPLACED on {why}: {whose}."
 
 
-def _unplaced(cell: Cell) -> str:
-    """Which models, what part of the requests, and why."""
-    share = sum(cell["models"][entry["model"]]["requests"] for entry in cell["unplaced"]) / max(1, cell["requests"])
+def _unplaced(cell: Cell) -> dict[str, str]:
+    """By GPUs and reason: which models, and what part of the requests they get."""
     by_reason: dict[str, list[str]] = {}
     for entry in cell["unplaced"]:
-        by_reason.setdefault(entry["why"], []).append(entry["model"])
-    why = "; ".join(f"{', '.join(models)}: {reason}" for reason, models in by_reason.items())
-    start = " at the start (models come and go)" if cell["models_move"] else ""
-    return f"{gpus_text(cell)}{start}, {percent(share)} of the requests: {why}"
+        by_reason.setdefault(f"{gpus_text(cell)} ({entry['why']})", []).append(entry["model"])
+    start = ", at the start" if cell["models_move"] else ""
+    requests = max(1, cell["requests"])
+    return {
+        why: f"{', '.join(models)} ({percent(sum(cell['models'][name]['requests'] for name in models) / requests)}{start})"
+        for why, models in by_reason.items()
+    }
 
 
 def limits_text(cell: Cell) -> str:
@@ -135,12 +138,9 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
     if found["value"] is None:
         tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
         return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
-    price = _hourly(found["usd_per_hour"])
-    where = f"{found['title']} on {found['value']} {gpu}"
-    more = f" (not on {found['not_on']}: more are another placement)" if found["not_on"] else ""
-    return (
-        f"Take {where}, the fewest found on which a system keeps {targets}: {_margins(found['margins'])}{price}{more}."
-    )
+    where = f"{found['title']} on {found['value']} {gpu}{_hourly(found['usd_per_hour'])}"
+    more = f" ({found['not_on']} fail: more GPUs are another placement)" if found["not_on"] else ""
+    return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}."
 
 
 def _hourly(usd: float | None) -> str:
@@ -151,7 +151,7 @@ def _asked(answer: Mapping[str, Any], cell: Cell) -> str:
     """Of the GPUs that were asked for: nobody keeps the targets, and who comes closest."""
     title = answer["choice"]["title"]
     closest = f"none does; closest {title}" if answer["systems"] > 1 else f"{title} comes to"
-    return f"On {gpus_text(cell)} {closest}"
+    return f"On {cell['cluster']['count']} {closest}"
 
 
 def _margins(margins: Mapping[str, Mapping[str, Any]]) -> str:
@@ -160,8 +160,8 @@ def _margins(margins: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
     points = 100 * margin["margin"]
-    sure = "" if margin["sure"] else ", which its interval does not settle"
-    side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} the target{sure}"
+    sure = "" if margin["sure"] else ", within its interval"
+    side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}{sure}"
     name = "" if targets == 1 else f"{_MOMENTS[metric.removesuffix('_attainment')]} "
     return f"{name}{percent(margin['mean'], margin['half_width'])}, {side}"
 
@@ -174,7 +174,7 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
         )
     whose = "as given"
     if price["default"]:
-        whose = f"{price['source']} of {price['read_on']}, a default: --price"
+        whose = f"by default, {price['source']} of {price['read_on']}; --price"
     parts = [f"${cost['usd_per_hour']:,.2f} an hour"]
     for key, text in (
         ("usd_per_mtoken", "a million output tokens"),
@@ -183,7 +183,7 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
         if cost[key] is not None:
             parts.append(f"${dollars(cost[key])} {text}")
     each = cost["usd_per_hour"] / cell["cluster"]["count"]
-    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} (${each:,.2f} a GPU-hour, {whose})."
+    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} (${each:,.2f} a GPU-hour {whose})."
 
 
 def _misses(cell: Cell) -> str:
@@ -196,7 +196,7 @@ def _misses(cell: Cell) -> str:
         if count
     ]
     worst = worst_models(cell)
-    models = f" Worst models: {', '.join(worst)}." if len(cell["models"]) > 1 and worst else ""
+    models = f" Worst: {', '.join(worst)} within." if len(cell["models"]) > 1 and worst else ""
     return f"Misses: {', '.join(parts)}.{models}"
 
 
@@ -205,7 +205,7 @@ def worst_models(cell: Cell, most: int = 3) -> list[str]:
     shares = {name: model["within"] / model["requests"] for name, model in cell["models"].items() if model["requests"]}
     own = cell["metrics"]["slo_attainment"]["mean"] or 0.0
     low = sorted((name for name in shares if shares[name] < own), key=lambda name: shares[name])
-    return [f"{name} {100 * shares[name]:.0f} % within" for name in low[:most]]
+    return [f"{name} {100 * shares[name]:.0f} %" for name in low[:most]]
 
 
 def _binding(cell: Cell) -> Iterator[str]:
@@ -218,19 +218,19 @@ def _binding(cell: Cell) -> Iterator[str]:
     others = [gpu["waiting"] for gpu in cell["gpus"] if gpu["gpu"] not in first["gpus"]]
     mean = sum(others) / len(others) if others else 1.0
     if first["waiting"] >= 0.5 and mean < first["waiting"] / 4:
-        yield f"The other {len(others)} GPUs: {100 * mean:.0f} %; another placement has room."
+        waits = f"Requests wait there {100 * first['waiting']:.0f} % of the time"
+        yield f"{waits}, on the other {len(others)} GPUs {100 * mean:.0f} %: another placement has room."
 
 
 def _bind(entry: Mapping[str, Any], total: int, cell: Cell) -> str:
     what = _WHATS.get(entry["what"], entry["what"])
     models = sorted(entry["models"], key=lambda name: -entry["models"][name])
     named = ", ".join(models[:4]) + (f" and {len(models) - 4} more" if len(models) > 4 else "")
-    who = f" of {named}" if len(cell["models"]) > 1 else ""
+    who = f": {named}" if len(cell["models"]) > 1 else ""
     where = ""
     if entry["gpus"] and len(entry["gpus"]) < len(cell["gpus"]):
         where = f" on GPU {', '.join(map(str, entry['gpus'][:8]))}{'…' * (len(entry['gpus']) > 8)}"
-    queue = f"; a queue {100 * entry['waiting']:.0f} % of the time" if entry["waiting"] >= 0.01 else ""
-    return f"{what}{where} ({100 * entry['misses'] / total:.0f} % of the misses{who}{queue})"
+    return f"{what}{where} ({100 * entry['misses'] / total:.0f} % of misses{who})"
 
 
 def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
@@ -239,26 +239,26 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
         yield from _searched(answer, cell)
         return
     breaks = answer["breaks"][cell["system"]]
-    base, keeps = _base_per_s(answer, cell), f"{answer['choice']['title']} keeps the targets"
+    base, holds = _base_per_s(answer, cell), f"{answer['choice']['title']} holds"
     held, failing = breaks["holds_to"], breaks["fails_at"]
     if failing is not None and held is not None:
-        yield f"of the rates that were run, {keeps} up to {_rate(held, base)}, no longer at {_rate(failing, base)}."
+        yield f"of the rates that were run, {holds} up to {_rate(held, base)}, no longer at {_rate(failing, base)}."
     elif held is not None:
-        yield f"{keeps} at every rate that was run, up to {_rate(held, base)}."
+        yield f"{holds} at every rate that was run, up to {_rate(held, base)}."
     else:
-        yield f"{keeps} at no rate that was run, from {_rate(failing, base)} on."
+        yield f"{holds} at no rate that was run, from {_rate(failing, base)} on."
 
 
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """What the search along the rate found for the chosen system."""
     rate, base = answer["search"]["rate"], _base_per_s(answer, cell)
-    keeps = f"{answer['choice']['title']} on {gpus_text(cell)} keeps the targets"
+    holds = f"{answer['choice']['title']} on {cell['cluster']['count']} holds"
     if rate["value"] is None:
-        yield f"{keeps} at no rate down to {_rate(rate['least'], base)}."
+        yield f"{holds} at no rate down to {_rate(rate['least'], base)}."
     elif rate["fails_at"] is None:
-        yield f"{keeps} up to {_rate(rate['value'], base)}, the highest that was tried."
+        yield f"{holds} up to {_rate(rate['value'], base)}, the highest that was tried."
     else:
-        yield f"{keeps} up to {_rate(rate['value'], base)}, and breaks at {_rate(rate['fails_at'], base)}."
+        yield f"{holds} up to {_rate(rate['value'], base)}, breaks at {_rate(rate['fails_at'], base)}."
 
 
 def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:

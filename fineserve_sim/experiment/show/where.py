@@ -19,6 +19,7 @@ Cell = Mapping[str, Any]
 
 _GIB = 2**30
 _MOST_GPUS = 16
+_MOST_MODELS = 8
 _ANY_WIDTH = 10_000
 NEVER = "never"
 """A percentile that falls on a request that never got so far."""
@@ -119,7 +120,7 @@ def systems_table(cells: Sequence[Cell]) -> PlainTable:
 
 def models_table(cell: Cell, title: str) -> PlainTable:
     """A row a model of one cell, whose system is called ``title``: where it is, attainment, misses by cause in percent of its
-    requests, latencies, tokens."""
+    requests, latencies, tokens. Where there are too many to show, those with the lowest attainment, and a row for the rest."""
     causes = [cause for cause in CAUSES if cell["misses"][cause]]
     limit_s = cell["ttft_slo_s"]
     differ = len(set(limit_s.values())) > 1
@@ -129,19 +130,38 @@ def models_table(cell: Cell, title: str) -> PlainTable:
     headers += ["tokens/s"]
     table = PlainTable(*headers, left=(0, 1), ranks=ranked(headers, _MODELS_GO, 1))
     moments = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "e2e_p50_s", "e2e_p99_s")
-    for name, model in cell["models"].items():
-        share = model["within"] / model["requests"] if model["requests"] else None
+    shown = most_missed(cell["models"])
+    for name in shown:
+        model = cell["models"][name]
         table.add_row(
             name,
             _places(cell, model),
-            number(model["requests"]),
-            Text(_bare(percent(share)), style="bold red" if share is not None and share < 0.5 else ""),
-            *(_share(model["misses"][cause], model["requests"]) for cause in causes),
+            *_fates([model], causes),
             *([number(float(limit_s[name]))] * differ),
             *(latency(cell, metric, name) for metric in moments),
             number(cell["metrics"]["token_throughput_per_s"]["by_model"][name]["mean"]),
         )
+    if rest := [model for name, model in cell["models"].items() if name not in shown]:
+        table.add_row(f"{len(rest)} others", "", *_fates(rest, causes))
     return table
+
+
+def most_missed(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """All models, or where there are too many to show those with the lowest share within their limits, as far as that is below
+    one."""
+    if len(models) <= _MOST_MODELS:
+        return list(models)
+    shares = {name: model["within"] / model["requests"] for name, model in models.items() if model["requests"]}
+    return sorted((name for name in shares if shares[name] < 1), key=lambda name: shares[name])[:_MOST_MODELS]
+
+
+def _fates(models: Sequence[Mapping[str, Any]], causes: Sequence[str]) -> Iterator[str | Text]:
+    """Of some models together: requests, percent within their limits, and percent missed by each cause."""
+    requests = sum(model["requests"] for model in models)
+    share = sum(model["within"] for model in models) / requests if requests else None
+    yield number(requests)
+    yield Text(_bare(percent(share)), style="bold red" if share is not None and share < 0.5 else "")
+    yield from (_share(sum(model["misses"][cause] for model in models), requests) for cause in causes)
 
 
 def gpus_table(cell: Cell, title: str) -> PlainTable:
@@ -206,7 +226,7 @@ def _places(cell: Cell, model: Mapping[str, Any]) -> str:
 
 
 def _worst(cell: Cell) -> str:
-    return next(iter(worst_models(cell, 1)), "").removesuffix(" within") if len(cell["models"]) > 1 else ""
+    return next(iter(worst_models(cell, 1)), "") if len(cell["models"]) > 1 else ""
 
 
 def _usd(cell: Cell, key: str) -> str:

@@ -11,25 +11,12 @@ scheduler needs to know of residency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
-from fineserve_sim.policy.controller import Controller, QueueLength, Route
-from fineserve_sim.policy.events import (
-    EngineDrained,
-    EngineFailed,
-    EngineReady,
-    EnginesResized,
-    EngineStepped,
-    Event,
-    GpusRepaired,
-    RequestAborted,
-    RequestArrived,
-    RequestReturned,
-    Tick,
-)
+from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel, SchedulerMaker
 from fineserve_sim.policy.fleet.rates import MovingRate
 from fineserve_sim.policy.fleet.roster import Roster, RosterEntry
@@ -74,18 +61,16 @@ class FleetController(Controller):
         for instance in instances:
             self._roster.enter(RosterEntry(instance.model, instance.gpus, Status.RESIDENT))
         self._scopes: dict[int, tuple[int, ...]] = {}
-        self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
         self._held_since_s: dict[str, float] = {}
         self._pressed: set[int] = set()
         self._longest: dict[int, int] = {}  # tokens, by engine that was told of
-        self._now = 0.0
-        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
-            Tick: self._tick,
-            EngineReady: lambda event: self._ready(event.engine),
-            EnginesResized: lambda event: self._resize(event.max_tokens),
-            EngineDrained: lambda event: self._gone(event.engine),
-            EngineFailed: lambda event: self._gone(event.engine, event.lost),
-            GpusRepaired: lambda event: self._look_for_waiting(),
+        self._handlers |= {
+            events.Tick: self._tick,
+            events.EngineReady: lambda event: self._ready(event.engine),
+            events.EnginesResized: lambda event: self._resize(event.max_tokens),
+            events.EngineDrained: lambda event: self._gone(event.engine),
+            events.EngineFailed: lambda event: self._gone(event.engine, event.lost),
+            events.GpusRepaired: lambda event: self._look_for_waiting(),
         }
         self._remake_schedulers(self._gpus)
 
@@ -102,7 +87,7 @@ class FleetController(Controller):
 
     def remove_model(self, id: str, residency: ResidencyPolicy) -> None:
         """The model is no more, nor are its engines, wherever they were. Raises ValueError while requests of it wait."""
-        if self._held[id] or any(self._bound_to.get(engine) for engine in self._roster.of_model[id]):
+        if self._held[id] or any(self._requests.get(engine) for engine in self._roster.of_model[id]):
             raise ValueError(f"requests wait for model {id}")
         self._residency = residency
         for engine in sorted(self._roster.of_model[id]):
@@ -128,18 +113,14 @@ class FleetController(Controller):
 
     def status(self, engine: int) -> Status | None:
         """None for an engine that is not there (any more)."""
-        return self._roster.status(engine)
-
-    def handle(self, now: float, event: Event) -> list[Command]:
-        self._now = now
-        handler = self._handlers.get(type(event))
-        return super().handle(now, event) if handler is None else handler(event)
+        found = self._roster.engines.get(engine)
+        return found.status if found else None
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
+    def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
         request = event.request
-        if isinstance(event, RequestArrived):  # one that comes back is no new demand
+        if isinstance(event, events.RequestArrived):  # one that comes back is no new demand
             self._rates[request.model].note(self._now)
         if self._routes[request.model]:
             return super()._arrive(event)
@@ -150,7 +131,7 @@ class FleetController(Controller):
         is_news = self.held(request.model) == 1 and not self._coming(request.model)
         return [Survey()] if is_news else []
 
-    def _abort(self, event: RequestAborted) -> list[Command]:
+    def _abort(self, event: events.RequestAborted) -> list[Command]:
         for held in self._held.values():
             held.pop(event.request_id, None)
         return super()._abort(event)
@@ -163,17 +144,10 @@ class FleetController(Controller):
 
     def _deliver(self, request: Request, route: Route) -> list[Command]:
         self._roster.engines[route.engine].busy_s = self._now
-        if route.scheduler is not None:
-            self._requests.setdefault(route.engine, {})[request.id] = request
         return super()._deliver(request, route)
 
-    def _unbind(self, request_id: int) -> int:
-        engine = super()._unbind(request_id)
-        del self._requests[engine][request_id]
-        return engine
-
-    def _schedule(self, now: float, event: EngineStepped) -> list[Command]:
-        commands = super()._schedule(now, event)
+    def _schedule(self, event: events.EngineStepped) -> list[Command]:
+        commands = super()._schedule(event)
         if not commands:
             self._note_pressure(event.engines)
         return commands
@@ -181,7 +155,7 @@ class FleetController(Controller):
     def _note_pressure(self, engines: Mapping[int, EngineState]) -> None:
         """Nobody may start: if that engine has a slot and no prompt to compute, its requests wait for memory."""
         for engine, state in engines.items():
-            if self._bound_to[engine] and state.free_slots and not state.prefill_tokens:
+            if self._requests.get(engine) and state.free_slots and not state.prefill_tokens:
                 self._pressed.update(self._roster.engines[engine].gpus)
 
     # --- the life of engines ---------------------------------------------------------------------------------------
@@ -249,7 +223,7 @@ class FleetController(Controller):
         waiting = self._release([engine])
         model = self._roster.engines[engine].model
         self._lead(model, [route for route in self._routes[model] if route.engine != engine])
-        for table in (self._bound_to, self._scopes, self._schedulers, self._queues):
+        for table in (self._scopes, self._schedulers):
             table.pop(engine, None)
         return waiting
 
@@ -290,18 +264,15 @@ class FleetController(Controller):
                 self._deliver(request, self._route_of(request.model, homes[request.id]))
 
     def _open(self, scope: tuple[int, ...], scheduler: LocalScheduler | None) -> None:
-        queue = QueueLength()
         for id in scope:
             engine = self._roster.engines[id]
             model = self._models[engine.model]
             longest = self._longest.get(id, self._max_tokens(engine.model))  # 0: its GPUs leave it no page
             route = Route(id, model.demand.rate_per_s, longest, scheduler)
             self._lead(engine.model, [*(o for o in self._routes[engine.model] if o.engine != id), route])
-            self._bound_to.setdefault(id, 0)
             self._scopes[id] = scope
             if scheduler is not None:
                 self._schedulers[id] = scheduler
-                self._queues[id] = queue
 
     def _route_of(self, model: str, engine: int) -> Route:
         return next(route for route in self._routes[model] if route.engine == engine)
@@ -325,7 +296,7 @@ class FleetController(Controller):
 
     # --- residency -------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: Tick) -> list[Command]:
+    def _tick(self, event: events.Tick) -> list[Command]:
         if self._now >= self.next_tick_s:
             self._ticks = max(self._ticks + 1, int(self._now / self._tick_s))
             self._ticks += self._ticks * self._tick_s <= self._now
@@ -341,11 +312,11 @@ class FleetController(Controller):
                 commands += self._start(suggestion, free_bytes)
         return commands
 
-    def _view(self, event: Tick) -> FleetView:
-        now, running, bound_to = self._now, event.running, self._bound_to
+    def _view(self, event: events.Tick) -> FleetView:
+        now, running, waiting = self._now, event.running, self._requests
         engines = []
         for id, engine in self._roster.engines.items():
-            requests = running.get(id, 0) + bound_to.get(id, 0)
+            requests = running.get(id, 0) + len(waiting.get(id, ()))
             if requests:
                 engine.busy_s = now
             engines.append(EngineView(id, engine.model, engine.gpus, engine.status, now - engine.busy_s, requests))

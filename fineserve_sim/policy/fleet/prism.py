@@ -8,11 +8,12 @@ memory alone since the last look.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from fineserve_sim.policy.fleet.books import Books
-from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement, best_group
 
@@ -84,9 +85,10 @@ class PrismResidency:
     def _activate(self, now: float, view: FleetView, books: Books) -> list[Suggestion]:
         """Engines for pending models, first come first served: who fits nowhere lets nobody pass."""
         suggestions: list[Suggestion] = []
-        part_weights = _PartWeights(self._kvpr, self._models, view.rates_per_s)
+        weigh, models, rates_per_s = self._kvpr.part_weight, self._models, view.rates_per_s
+        part_weight = cache(lambda model: weigh(models[model], rates_per_s[model]))  # for those that are asked for
         for pending in view.pending:
-            found = self._target(pending, part_weights, books)
+            found = self._target(models[pending.model], part_weight, books)
             if found is None:
                 break
             gpus, evicted = found
@@ -97,16 +99,15 @@ class PrismResidency:
         return suggestions
 
     def _target(
-        self, pending: Pending, part_weights: _PartWeights, books: Books
+        self, model: ModelDemand, part_weight: Callable[[str], float], books: Books
     ) -> tuple[tuple[int, ...], list[EngineView]] | None:
         """The GPUs with the lowest KVPR among those that fit the model once idle ones are evicted, and who these are."""
-        model, part_weight = self._models[pending.model], part_weights[pending.model]
         evicted: dict[int, Sequence[EngineView]] = {}
         ratio_of: dict[int, float] = {}
-        ratio, weight_of = self._kvpr.ratio, part_weights.__getitem__
+        ratio, own_weight = self._kvpr.ratio, part_weight(model.id)
         for gpu, leaving, others, kv_bytes in books.room_for(model.id):
             evicted[gpu] = leaving
-            ratio_of[gpu] = ratio(sum(map(weight_of, others)), kv_bytes, model, part_weight)
+            ratio_of[gpu] = ratio(sum(map(part_weight, others)), kv_bytes, model, own_weight)
         gpus = best_group(model.tp, ratio_of, {gpu: slot.node for gpu, slot in self._gpus.items()})
         if gpus is None:
             return None
@@ -149,17 +150,3 @@ def _make_room(evicted: Sequence[EngineView], books: Books) -> list[Suggestion]:
     for engine in evicted:
         books.give_back(engine)
     return [Stop(engine.engine) for engine in evicted]
-
-
-class _PartWeights(dict[str, float]):
-    """KVPR's weight of a part of each model at its present rate, found when it is asked for."""
-
-    def __init__(
-        self, kvpr: KvprPlacement, models: Mapping[str, ModelDemand], rates_per_s: Mapping[str, float]
-    ) -> None:
-        super().__init__()
-        self._kvpr, self._models, self._rates_per_s = kvpr, models, rates_per_s
-
-    def __missing__(self, model: str) -> float:
-        weight = self[model] = self._kvpr.part_weight(self._models[model], self._rates_per_s[model])
-        return weight

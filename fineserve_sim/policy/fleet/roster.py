@@ -45,11 +45,6 @@ class Roster:
         for gpu in gone.gpus:
             self.on_gpu[gpu].remove(id)
 
-    def status(self, id: int) -> Status | None:
-        """None for an engine that is not there (any more)."""
-        found = self.engines.get(id)
-        return found.status if found else None
-
     def serves(self, id: int) -> bool:
         return self.engines[id].status is Status.RESIDENT
 

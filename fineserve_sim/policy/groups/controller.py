@@ -9,34 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fineserve_sim.policy.commands import (
-    Activate,
-    Command,
-    Dispatch,
-    Drop,
-    DropLayers,
-    Reject,
-    RestoreLayers,
-)
+from fineserve_sim.policy import commands, events
+from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.controller import Controller
-from fineserve_sim.policy.events import (
-    EngineDrained,
-    EngineFailed,
-    EngineReady,
-    Event,
-    GpusRepaired,
-    LayersDropped,
-    LayersKept,
-    LayersRestored,
-    Loads,
-    MigrationEnded,
-    RequestAborted,
-    RequestArrived,
-    RequestReturned,
-    Tick,
-)
 from fineserve_sim.policy.groups.dispatch import DispatchPolicy
 from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout
 from fineserve_sim.policy.groups.migration import LlumnixMigration
@@ -46,21 +22,10 @@ from fineserve_sim.policy.interfaces import EngineLoad, Request
 
 NEVER = float("inf")
 
+TICK_S = 0.1
+"""Between looks at everything, in seconds."""
+
 UNKNOWN = EngineLoad(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Monitor:
-    """The policies that look at everything, every ``tick_s``."""
-
-    drop: KunServeDrop | None = None
-    migration: LlumnixMigration | None = None
-    scale_out: ScaleOut | None = None
-    tick_s: float = 0.1
-
-    @property
-    def watches(self) -> bool:
-        return bool(self.drop or self.migration or self.scale_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +53,29 @@ class _Engine:
 
 class GroupController(Controller):
     """``instances`` are GPUs by number of the instance; the first ones serve from the start as engines 0, 1, ... of ``stages``
-    each, the last ``spares`` only when asked for."""
+    each, the last ``spares`` only when asked for. Drop, migration and scale-out look at everything at ticks."""
+
+    stays = "engines of one model queue their requests themselves"
 
     def __init__(
         self,
         model: GroupModel,
         instances: Sequence[tuple[int, ...]],
         dispatch: DispatchPolicy,
-        monitor: Monitor,
         *,
+        drop: KunServeDrop | None = None,
+        migration: LlumnixMigration | None = None,
+        scale_out: ScaleOut | None = None,
         stages: int = 1,
         spares: int = 0,
     ) -> None:
         super().__init__({})
         self._model, self._gpus = model, tuple(instances)
         self.max_tokens = model.max_tokens
-        self._dispatcher, self._monitor = dispatch, monitor
+        self._dispatcher = dispatch
+        self._drop, self._migration, self._scale_out = drop, migration, scale_out
         self.needs_loads = dispatch.needs_loads
-        self.next_tick_s = 0.0 if monitor.watches else NEVER
+        self.next_tick_s = 0.0 if drop or migration or scale_out else NEVER
         self._ticks = 0
         self._engines: dict[int, _Engine] = {}
         self._merging: dict[int, tuple[int, ...]] = {}  # engines that stop, by the one to be
@@ -117,36 +87,29 @@ class GroupController(Controller):
         self._spares = list(range(serving, len(instances)))
         for first in range(0, serving, stages):
             self._add(tuple(range(first, first + stages)), Phase.SERVING)
-        self._handlers: Mapping[type, Callable[[Any], list[Command]]] = {
-            RequestArrived: self._arrive,
-            RequestReturned: lambda event: self._dispatch(event.request),
-            RequestAborted: self._abort,
-            Loads: lambda event: self._note(event.loads),
-            Tick: self._tick,
-            EngineReady: lambda event: self._serve(event.engine),
-            LayersDropped: self._dropped,
-            LayersKept: self._kept,
-            LayersRestored: self._restored,
-            EngineDrained: lambda event: self._remove(event.engine),
-            EngineFailed: self._failed,
-            GpusRepaired: lambda event: self._activate([self._gpus.index(event.gpus)]),
-            MigrationEnded: lambda event: self._moved(event.request_id),
+        self._handlers = {
+            events.RequestArrived: self._arrive,
+            events.RequestReturned: lambda event: self._dispatch(event.request),
+            events.RequestAborted: self._abort,
+            events.Loads: lambda event: self._note(event.loads),
+            events.Tick: self._tick,
+            events.EngineReady: lambda event: self._serve(event.engine),
+            events.LayersDropped: self._dropped,
+            events.LayersKept: self._kept,
+            events.LayersRestored: self._restored,
+            events.EngineDrained: lambda event: self._remove(event.engine),
+            events.EngineFailed: self._failed,
+            events.GpusRepaired: lambda event: self._activate([self._gpus.index(event.gpus)]),
+            events.MigrationEnded: lambda event: self._moved(event.request_id),
         }
-
-    def handle(self, now: float, event: Event) -> list[Command]:
-        self._now = now
-        handler = self._handlers.get(type(event))
-        if handler is None:
-            raise ValueError(f"{type(event).__name__} at {now} s: engines of one model queue their requests themselves")
-        return handler(event)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
+    def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
         request, longest = event.request, self._model.max_tokens
         if request.prompt_tokens >= longest:
             reason = f"prompt of {request.prompt_tokens} tokens; the longest that fits has {longest - 1}"
-            return [Reject(request.id, reason)]
+            return [commands.Reject(request.id, reason)]
         return self._dispatch(request)
 
     def _dispatch(self, request: Request) -> list[Command]:
@@ -155,11 +118,11 @@ class GroupController(Controller):
             engine = self._able(request)
         if engine is None:
             if self._engines and not any(self._holds(other, request) for other in self._engines.values()):
-                return [Drop(request.id, "no instance that is left can hold it")]
+                return [commands.Drop(request.id, "no instance that is left can hold it")]
             self._held.append(request)
             return []
         self._expect(engine, request)
-        return [Dispatch(request.id, engine)]
+        return [commands.Dispatch(request.id, engine)]
 
     def _holds(self, engine: _Engine, request: Request) -> bool:
         return request.prompt_tokens < self._model.holds_tokens(len(engine.instances))
@@ -183,7 +146,7 @@ class GroupController(Controller):
         held, self._held = self._held, []
         return [command for request in held for command in self._dispatch(request)]
 
-    def _abort(self, event: RequestAborted) -> list[Command]:
+    def _abort(self, event: events.RequestAborted) -> list[Command]:
         self._held = [request for request in self._held if request.id != event.request_id]
         return []
 
@@ -230,24 +193,24 @@ class GroupController(Controller):
         for successor in self._splitting.pop(id, ()):
             self._remove(successor)
 
-    def _dropped(self, event: LayersDropped) -> list[Command]:
+    def _dropped(self, event: events.LayersDropped) -> list[Command]:
         for source in self._merging.pop(event.engine, ()):
             self._remove(source)
         return self._serve(event.engine)
 
-    def _kept(self, event: LayersKept) -> list[Command]:
+    def _kept(self, event: events.LayersKept) -> list[Command]:
         for source in self._merging.pop(event.engine, ()):
             if source in self._engines:
                 self._enter(source, Phase.SERVING)
         return self._remove(event.engine) or self._release_held()
 
-    def _restored(self, event: LayersRestored) -> list[Command]:
+    def _restored(self, event: events.LayersRestored) -> list[Command]:
         self._enter(event.engine, Phase.DRAINING)
         for successor in self._splitting.pop(event.engine):
             self._enter(successor, Phase.SERVING)
         return self._release_held()
 
-    def _failed(self, event: EngineFailed) -> list[Command]:
+    def _failed(self, event: events.EngineFailed) -> list[Command]:
         failed = self._engines.get(event.engine)
         if failed is None:
             return []
@@ -259,27 +222,28 @@ class GroupController(Controller):
     def _activate(self, instances: Iterable[int]) -> list[Command]:
         """These instances load what they miss, each to serve alone."""
         model = self._model.id
-        return [Activate(self._add((number,), Phase.LOADING), model, self._gpus[number]) for number in instances]
+        return [
+            commands.Activate(self._add((number,), Phase.LOADING), model, self._gpus[number]) for number in instances
+        ]
 
     # --- looks at everything ---------------------------------------------------------------------------------------
 
-    def _tick(self, event: Tick) -> list[Command]:
-        monitor = self._monitor
+    def _tick(self, event: events.Tick) -> list[Command]:
         if self._now >= self.next_tick_s:
             self._ticks += 1
-            self.next_tick_s = self._ticks * monitor.tick_s
+            self.next_tick_s = self._ticks * TICK_S
         self._note(event.loads)
-        commands: list[Command] = []
-        if monitor.migration is not None:
-            commands += self._migrate(monitor.migration)
-        if monitor.drop is not None:
-            commands += [
+        answer: list[Command] = []
+        if self._migration is not None:
+            answer += self._migrate(self._migration)
+        if self._drop is not None:
+            answer += [
                 self._merge(action) if isinstance(action, Merge) else self._split(action)
-                for action in monitor.drop.tick(self._views())
+                for action in self._drop.tick(self._views())
             ]
-        if monitor.scale_out is not None and self._spares and monitor.scale_out.tick(self._now, self._views()):
-            commands += self._activate([self._spares.pop(0)])
-        return commands
+        if self._scale_out is not None and self._spares and self._scale_out.tick(self._now, self._views()):
+            answer += self._activate([self._spares.pop(0)])
+        return answer
 
     def _views(self) -> list[GroupView]:
         model = self._model
@@ -318,7 +282,7 @@ class GroupController(Controller):
         for source in sources:
             self._end_split(source)
             self._enter(source, Phase.CHANGING)
-        return DropLayers(merged, sources, action.freed_bytes, action.sufficient)
+        return commands.DropLayers(merged, sources, action.freed_bytes, action.sufficient)
 
     def _in_order(self, sources: Iterable[int]) -> tuple[int, ...]:
         """The instances of these engines as the stages of one."""
@@ -333,4 +297,4 @@ class GroupController(Controller):
         into = tuple(self._add((instance,), Phase.LOADING) for instance in instances)
         self._splitting[action.engine] = into
         self._enter(action.engine, Phase.RESTORING)
-        return RestoreLayers(action.engine, into, tuple(self._gpus[instance] for instance in instances))
+        return commands.RestoreLayers(action.engine, into, tuple(self._gpus[instance] for instance in instances))

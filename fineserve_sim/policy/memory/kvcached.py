@@ -227,11 +227,9 @@ class KvCachedManager:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """It is ``now``, in seconds; never earlier than before."""
         self._now = now
 
     def exposed_s(self, owner: int) -> float:
-        """Seconds from now until the driver has done what this engine waits for."""
         return max(0.0, self._engines[owner].ready_s - self._now)
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -277,7 +275,6 @@ class KvCachedManager:
         return engine.room_blocks + self._obtainable_pages(engine) * engine.sure_blocks
 
     def capacity_blocks(self, owner: int) -> int:
-        """How many blocks ``owner`` could get if every other owner held none."""
         engine = self._engines[owner]
         return min(self._limit_bytes // engine.page_bytes, engine.pages.slab_count) * engine.sure_blocks
 
@@ -322,7 +319,6 @@ class KvCachedManager:
         return KVLedger(total, used, stranded, free, self._held_bytes - used - stranded)
 
     def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself."""
         held = 0
         for owner, engine in self._engines.items():
             engine.pages.check()

@@ -304,11 +304,9 @@ class KVSlabManager:
         return self._available_blocks(self._owners[owner].pool)
 
     def capacity_blocks(self, owner: int) -> int:
-        """How many blocks ``owner`` could get if every other owner held none."""
         return self._capacity(self._owners[owner].pool.block_bytes)
 
     def used_bytes(self, owner: int) -> int:
-        """Bytes of the blocks that ``owner`` holds."""
         holder = self._owners[owner]
         return holder.used_blocks * holder.pool.block_bytes
 

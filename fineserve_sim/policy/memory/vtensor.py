@@ -148,11 +148,9 @@ class VTensorManager:
         self._release(tenant, freed)
 
     def match(self, owner: int, keys: Sequence[int]) -> list[int]:
-        """The rows of the longest recorded prefix, held by one sequence more; free them like others."""
         return self._tenants[owner].rows.match(keys)
 
     def record(self, owner: int, keys: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Keep the first ``len(keys)`` rows of a sequence, all full, for requests to come."""
         self._tenants[owner].rows.record(keys, block_ids)
 
     def references(self, owner: int, block: int) -> int:
@@ -202,7 +200,6 @@ class VTensorManager:
             self._spare_chunks -= self._spare.popleft()[1]
 
     def advance(self, now: float) -> None:
-        """It is ``now``, in seconds; never earlier than before."""
         self._now = now
         self._trim()
 
@@ -221,7 +218,6 @@ class VTensorManager:
         return free // self._tenants[owner].tensors
 
     def capacity_blocks(self, owner: int) -> int:
-        """How many rows ``owner`` could get if nobody held any."""
         return self._limit_chunks // self._tenants[owner].tensors
 
     def used_bytes(self, owner: int) -> int:
@@ -251,7 +247,6 @@ class VTensorManager:
         return KVLedger(self._limit_bytes, held, 0, self._limit_bytes - lost - held, lost)
 
     def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself."""
         held = 0
         for owner, tenant in self._tenants.items():
             tenant.rows.check()
