@@ -127,7 +127,7 @@ class Load:
     async def _ask(self, index: int, *, stream: bool, leaves: bool) -> str:
         """How it ended."""
         prompt, begun_s = self._prompts[index], time.monotonic()
-        said, first_s, end, failed = "", None, "finished", False
+        said, first_s, end = "", None, "finished"
         try:
             options: Any = _options(prompt) | {"extra_body": {"ignore_eos": True}}
             if stream:
@@ -141,14 +141,19 @@ class Load:
             else:
                 said = (await self._client.completions.create(**options)).choices[0].text
         except openai.APIStatusError as problem:
-            end, failed = str(problem.code or problem.status_code), problem.status_code == 500
+            end = str(problem.code or problem.status_code)
         except openai.APIError as problem:
             end = str(problem.code or type(problem).__name__)
         now_s = time.monotonic()
-        silent = not stream and (end == "finished" or failed)  # it does not say whether and when its first token came
-        waited_s = 0.0 if silent else (first_s or now_s) - begun_s
+        waited_s = waited_for_token_s(begun_s, first_s, now_s, stream=stream)
         self._tally.note(prompt, self._expected[index], said, end, waited_s, now_s - begun_s)
         return end
+
+
+def waited_for_token_s(begun_s: float, first_s: float | None, now_s: float, *, stream: bool) -> float:
+    """A whole answer does not say when its first token came, nor does the error in its place: it may have had tokens, lost its
+    engine, and waited again for another."""
+    return (first_s or now_s) - begun_s if stream else 0.0
 
 
 # --- hostile ones ------------------------------------------------------------------------------------------------------

@@ -256,12 +256,12 @@ RULES = (
         per=8,
     ),
     Rule(
-        "FineServe, Fig. 13",
-        "1.0x is what FCFS completes saturated",
+        "FineServe, Fig. 13 and 6",
+        "1.0x, and what is asked of every model of a pair, is what FCFS completes saturated",
         saturated,
         1.0,
         0.1,
-        ("fig13:loads.base.rate_per_s",),
+        ("fig13:loads.base.rate_per_s", *(f"fig06:models.{index}.rate_per_s" for index in range(13))),
     ),
     Rule(
         "FineServe, Fig. 12, A and B",

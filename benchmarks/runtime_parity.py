@@ -2,13 +2,14 @@
 
     python benchmarks/runtime_parity.py FOLDER [--pairs N] [--rate N] [--json]
 
-Makes two tiny models, a trace and an experiment file in FOLDER, then N times in turn: measures the engines' steps with
-``fineserve-calibrate --gpu cpu``, plays the file as ``fineserve-run replay`` does and simulates it with ``fineserve-sim run``.
-Prints the tables of docs/parity.md. Needs vLLM on the CPU; a pair takes about four minutes.
+Makes two tiny models, a trace and an experiment file in FOLDER, then N times: plays the file as ``fineserve-run replay`` does,
+system by system, with a probe of the engines' steps (``fineserve-run steps``) before, between and after, and simulates it with
+``fineserve-sim run`` and the probes' table. Prints the tables of docs/parity.md. Needs vLLM on the CPU; a pair takes two to
+three minutes.
 
-What is between the two sides is split. Every step of the real engines is noted with its composition. *device*: how much longer
-than the table says the steps took; *host*: time between two steps while there was work, on the same scale. A second simulation
-takes steps that are longer by both; what is left between it and the engines is *queue*: batching, memory, policy.
+What is between the two sides is split. Every step of the real engines is noted with its composition. *pace*: how much longer
+than the table says the steps took, all of them. A second simulation takes steps that are longer by that; what is left between
+it and the engines is *queue*: batching, memory, policy.
 
 The load is made so that everything happens: bursts that overlap or not, requests whose deadline cannot be met, and too little
 KV memory, so that engines preempt. Memory of the simulated device is set such that its KV bytes are those of the region, less
@@ -22,9 +23,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +35,8 @@ import pyarrow.parquet as pq
 from fineserve_runtime.config import load_file
 from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig, StepReport
 from fineserve_runtime.launch import start_real_host
+from fineserve_runtime.serve import served_scenario
+from fineserve_runtime.step_probe import Noted, Period, Row, note, periods, probe_steps, write_table
 
 from fineserve_sim.catalog import activation_bytes, gpu, graph_bytes, model_from_hf_config, precision, weight_bytes
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario
@@ -54,8 +56,7 @@ SYSTEMS = ("fineserve", "static*")
 EVERY = 4
 """Samples are a second apart; of the KV bytes over time, every fourth is shown."""
 
-TURN_SHARE = 0.095
-"""What a step takes longer after another engine's: ``benchmarks/runtime_turns.py`` on the machine of docs/parity.md."""
+UNMEASURED = [("engine.step_times", None, "real engines take their own time")]
 
 FILE = """\
 # Made by benchmarks/runtime_parity.py.
@@ -64,11 +65,11 @@ title: Two tiny models on real engines and in the simulator
 
 cluster:
   count: 1
-  sharing: {{in_turn: {turn_share}}}  # engines of one process
+  sharing: in_turn  # engines of one process
   gpu: {{name: cpu, memory_gib: {memory_gib}, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
          efficiency: roofline-scaled, source: "not used: steps are measured"}}
 engine: {{block_tokens: 32, max_sequences: {sequences}, token_budget: {budget}, context_bytes: 0,
-         memory_utilization: {utilization!r}, step_times: {steps}}}
+         memory_utilization: {utilization!r}, step_times: steps.parquet}}
 
 models:
   - {{id: A, model: {{config: {model}/config.json}}, precision: W16A16}}
@@ -118,13 +119,16 @@ def play_pair(folder: Path, rate_per_s: float) -> dict[str, Any]:
 def play_and_simulate(folder: Path, rate_per_s: float) -> dict[str, Any]:
     """Fills the folder. Returns the machine's load before and after, and the engines' pace by system."""
     file = write_inputs(folder, rate_per_s)
-    model = json.loads((folder / "model.json").read_text())
-    load, steps = os.getloadavg()[0], f"step-{model}-bfloat16"
-    command("fineserve-calibrate", "--gpu", "cpu", "--only", steps, "--model", folder / model, "--out", folder / "cpu")
-    paces = play_real(file, folder, model)
+    load = os.getloadavg()[0]
+    played = play_real(file, folder)
     command("fineserve-sim", "run", file, "--out", folder / "simulated", "--jobs", "1")
+    model = json.loads((folder / "model.json").read_text())
+    steps = load_step_model(
+        folder / "steps.parquet", model_from_hf_config(folder / model), precision("W16A16"), gpu("h100-sxm")
+    )
+    paces = {name: pace_of(found, steps) for name, found in played.items()}
     for name, pace in paces.items():
-        simulate_at_pace(file, folder, name, pace)
+        simulate_at_pace(file, folder, name, pace["pace"])
     return {"load": [load, os.getloadavg()[0]], "pace": paces}
 
 
@@ -156,8 +160,6 @@ def experiment(model: Path) -> str:
         sequences=SEQUENCES,
         budget=TOKEN_BUDGET,
         utilization=utilization(model),
-        turn_share=TURN_SHARE,
-        steps="cpu/step.parquet",
         slo_s=SLO_S,
         systems=", ".join(f'"{name}"' for name in SYSTEMS),
         region_bytes=REGION_BYTES,
@@ -196,16 +198,16 @@ class StepLog:
     """Starts real engines and notes their steps."""
 
     def __init__(self) -> None:
-        self.reports: list[StepReport] = []
+        self.steps: list[Noted] = []
 
     def start(self, config: HostConfig, listener: EngineListener) -> EngineHost:
         """A ``StartHost``; what was noted of engines before is forgotten."""
-        self.reports.clear()
-        log = self.reports
+        self.steps.clear()
+        log = self.steps
 
         class Tap:
             def on_step(self, report: StepReport) -> None:
-                log.append(report)
+                log.append(note(report))
                 listener.on_step(report)
 
             def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:
@@ -213,68 +215,72 @@ class StepLog:
 
         return start_real_host(config, Tap())
 
-    def played(self) -> list[StepReport]:
+    def played(self) -> list[Noted]:
         """From the first step that answered a request of the trace on: before it, engines warmed up."""
-        ours = (n for n, report in enumerate(self.reports) if any(c.request_id < 10**9 for c in report.chunks))
-        return self.reports[next(ours) :]
+        ours = (n for n, step in enumerate(self.steps) if any(c.request_id < 10**9 for c in step.report.chunks))
+        return self.steps[next(ours) :]
 
 
-def play_real(file: Path, folder: Path, model: str) -> dict[str, dict[str, float]]:
-    """As ``fineserve-run replay`` does. Returns the pace of the engines by system."""
+def play_real(file: Path, folder: Path) -> dict[str, list[Noted]]:
+    """As ``fineserve-run replay`` does, with probes before, between and after, whose table is ``steps.parquet``. Returns the
+    steps by system."""
     from fineserve_runtime.replay import claim_folder, replay_on
 
-    loaded = load_file(file, serving=False)
+    loaded = load_file(file, changes=UNMEASURED, serving=False)
     claim_folder(folder / "real", "cpu")
-    table = folder / "cpu" / "step.parquet"
-    steps = load_step_model(table, model_from_hf_config(folder / model), precision("W16A16"), gpu("h100-sxm"))
-    log, paces = StepLog(), dict[str, dict[str, float]]()
+    log, played, rows = StepLog(), dict[str, list[Noted]](), list[Row]()
     play = replay_on(loaded, start=log.start)
 
+    def probe() -> None:
+        rows.extend(probe_steps(loaded, served_scenario(loaded, None), seed=len(rows)))
+
     def noted(scenario: Scenario) -> RunResult:
+        probe()
         result = play(scenario)
-        paces[scenario.system.name] = pace_of(log.played(), steps)
+        played[scenario.system.name] = log.played()
         return result
 
     run_loaded(loaded.experiment, folder / "real", jobs=1, decisions=True, simulate=noted)
-    return paces
+    probe()
+    write_table(rows, folder / "steps.parquet")
+    return played
 
 
-def pace_of(reports: list[StepReport], steps: StepModel) -> dict[str, float]:
-    """``device``: seconds of the steps against the table's; ``host``: those between steps, on the same scale;
-    ``median``: of the single steps' ratios."""
-    took_s = np.array([report.ended_s - report.started_s for report in reports])
-    predicted_s = np.array([_predicted_s(report, steps) for report in reports])
-    running, host_s = dict[int, int](), 0.0
-    for before, after in pairwise(reports):
-        running[before.engine] = before.state.running
-        if any(running.values()):
-            host_s += after.started_s - before.ended_s
+def pace_of(played: list[Noted], steps: StepModel) -> dict[str, float]:
+    """``pace``: seconds of the steps that followed another at once against the table's; ``processor``: their processor time;
+    ``alone`` and ``in_turn``: of those steps; ``median``: of the single steps' ratios."""
+    found = list(periods(played))
+    took_s = np.array([period.seconds for period in found])
+    predicted_s = np.array([_predicted_s(period, steps) for period in found])
+    in_turn = np.array([period.in_turn for period in found])
     return {
-        "steps": float(len(reports)),
-        "device": float(took_s.sum() / predicted_s.sum()),
+        "steps": float(len(played)),
+        "pace": float(took_s.sum() / predicted_s.sum()),
+        "processor": float(sum(period.processor_s for period in found) / predicted_s.sum()),
         "median": float(np.median(took_s / predicted_s)),
-        "host": float(host_s / predicted_s.sum()),
+        "alone": float(took_s[~in_turn].sum() / predicted_s[~in_turn].sum()),
+        "in_turn": float(took_s[in_turn].sum() / predicted_s[in_turn].sum()),
+        "share_in_turn": float(in_turn.mean()),
     }
 
 
-def _predicted_s(report: StepReport, steps: StepModel) -> float:
+def _predicted_s(period: Period, steps: StepModel) -> float:
     """What the table says of its composition; prompts begin in this step, as nearly all do."""
+    report = period.report
     new, decodes = report.prefill_tokens, report.decodes
-    return steps.step_s(
-        decodes, report.context_tokens if decodes else 0, new, new * (new + 1) / 2, 0, decodes + (new > 0)
-    )
+    batch = decodes, report.context_tokens if decodes else 0, new, new * (new + 1) / 2, 0, decodes + (new > 0)
+    need = steps.demand(*batch)
+    return need.step_s + need.turn_s * period.in_turn
 
 
-def simulate_at_pace(file: Path, folder: Path, system: str, pace: Mapping[str, float]) -> None:
-    """The simulation with steps that are longer by the device's and the host's part, which has what turns cost."""
-    table = pq.read_table(folder / "cpu" / "step.parquet")
+def simulate_at_pace(file: Path, folder: Path, system: str, pace: float) -> None:
+    """The simulation with all steps longer by the same factor."""
+    table = pq.read_table(folder / "steps.parquet")
     place = table.column_names.index("latency_s")
-    slower = pc.multiply(table["latency_s"], pace["device"] + pace["host"])
-    path = folder / f"step-{SYSTEMS.index(system)}.parquet"
-    pq.write_table(table.set_column(place, "latency_s", slower), path)
+    path = folder / f"steps-{SYSTEMS.index(system)}.parquet"
+    pq.write_table(table.set_column(place, "latency_s", pc.multiply(table["latency_s"], pace)), path)
     out = folder / f"paced-{SYSTEMS.index(system)}"
-    changed = ("--set", f"engine.step_times={path}", "--set", "cluster.sharing=in_turn")
-    command("fineserve-sim", "run", file, "--out", out, *changed, "--jobs", "1")
+    command("fineserve-sim", "run", file, "--out", out, "--set", f"engine.step_times={path}", "--jobs", "1")
 
 
 # --- both sides --------------------------------------------------------------------------------------------------------
@@ -366,12 +372,23 @@ def table(system: str, pairs: list[dict[str, Any]]) -> str:
 
 
 def _paces(system: str, pairs: list[dict[str, Any]]) -> list[str]:
-    rows = ["| pair | load before, after | steps | device | median step | host |", "|---" * 6 + "|"]
+    head = (
+        "pair",
+        "load before, after",
+        "steps",
+        "pace",
+        "processor",
+        "median step",
+        "alone",
+        "in turn",
+        "steps in turn",
+    )
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for number, pair in enumerate(pairs):
         pace = pair["pace"][system]
         cells = [str(number), ", ".join(f"{load:.1f}" for load in pair["load"]), f"{pace['steps']:.0f}"]
-        cells += [f"{pace['device'] - 1:+.1%}", f"{pace['median'] - 1:+.1%}", f"{pace['host']:+.1%}"]
-        rows.append(f"| {' | '.join(cells)} |")
+        cells += [f"{pace[name] - 1:+.1%}" for name in ("pace", "processor", "median", "alone", "in_turn")]
+        rows.append(f"| {' | '.join([*cells, format(pace['share_in_turn'], '.0%')])} |")
     return rows
 
 

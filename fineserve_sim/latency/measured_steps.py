@@ -6,6 +6,10 @@ piecewise linear curve, the chunks' attention is ``max(pairs * pair_s, keys * kv
 token counts, row_s, kv_s, pair_s) are non-negative and have the least absolute relative errors over all measured steps
 (least squares with weights from the errors of the round before): a step that was disturbed does not bend the curve.
 
+Where the table has steps that came after another engine's (column ``in_turn``), those take ``turn_s + sampled * turn_row_s +
+decode context * turn_kv_s`` longer: what the other one used has to make room in the caches for code and weights, for what the
+engine keeps of each sequence, and for their keys and values. These are fitted together with the rest.
+
 A step keeps its device busy to the part ``share``: 1 where engines take turns, less where each has cores of its own.
 """
 
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -30,14 +34,29 @@ from fineserve_sim.latency.tables import PiecewiseLinear, TableError
 
 Floats = NDArray[np.float64]
 COLUMNS = ("model", "dtype", "mode", "decodes", "context", "prefill_tokens", "cached_tokens", "latency_s")
+IN_TURN = "in_turn"
+"""A column that tables without a second engine do not have."""
+
 ROUNDS = 20
 NOISE = 0.02  # relative error below which rows weigh alike
+
+
+class TurnFit(NamedTuple):
+    """Seconds that a turn of another engine adds to a step, to each sequence that gets a token in it, and to each cached token
+    of its decodes."""
+
+    turn_s: float
+    row_s: float
+    kv_s: float
+
+    def added_s(self, decode_context: int, sampled: int) -> float:
+        return self.turn_s + sampled * self.row_s + decode_context * self.kv_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
     """Seconds at token counts (``counts``), of a sequence that gets a token, of a cached decode token, and of a query-key
-    pair.
+    pair; ``turn``: what is added after another engine's step.
 
     ``error`` holds fitted / measured - 1 of each row.
     """
@@ -48,6 +67,7 @@ class StepFit:
     kv_s: float
     pair_s: float
     error: Floats
+    turn: TurnFit
 
 
 def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
@@ -64,7 +84,8 @@ def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
     missing = [name for name in COLUMNS if name not in data.column_names]
     if missing:
         raise TableError(f"{path.name}: no column {', '.join(missing)}; expected {', '.join(COLUMNS)}")
-    columns = {name: data[name].to_numpy(zero_copy_only=False) for name in COLUMNS}
+    there = [*COLUMNS, *({IN_TURN} & set(data.column_names))]
+    columns = {name: data[name].to_numpy(zero_copy_only=False) for name in there}
     keep = (columns["model"] == model) & (columns["dtype"] == dtype) & (columns["mode"] == mode)
     if not keep.any():
         engines = zip(*(columns[name].tolist() for name in ("model", "dtype", "mode")), strict=True)
@@ -96,16 +117,19 @@ def fit_steps(columns: dict[str, Any]) -> StepFit:
         raise TableError(f"step: {len(seconds)} rows over {len(counts)} token counts are too few for a step model")
     pairs, keys, decode_keys = new * prefix + new * (new + 1) / 2, prefix + new, decodes * (context + 1)
     hats, sampled = _hats(decodes + new, counts), decodes + (new > 0)
+    turned = np.asarray(columns.get(IN_TURN, np.zeros(len(seconds))), dtype=np.float64)
+    turns = np.column_stack([turned, turned * sampled, turned * decode_keys])
     by_keys, weight = np.zeros(len(seconds), dtype=bool), np.ones(len(seconds))
     for _ in range(ROUNDS):
         kv = decode_keys + np.where(by_keys, keys, 0.0)
-        found = _relative(np.column_stack([hats, sampled, kv, np.where(by_keys, 0.0, pairs)]), seconds, weight)
-        row_s, kv_s, pair_s = found[-3:].tolist()
+        features = np.column_stack([hats, sampled, kv, np.where(by_keys, 0.0, pairs), turns])
+        found = _relative(features, seconds, weight)
+        curve, (row_s, kv_s, pair_s), turn = found[:-6], found[-6:-3].tolist(), found[-3:]
         by_keys = keys * kv_s > pairs * pair_s
         chunks_s = np.maximum(pairs * pair_s, keys * kv_s)
-        error = (hats @ found[:-3] + sampled * row_s + decode_keys * kv_s + chunks_s) / seconds - 1
+        error = (hats @ curve + sampled * row_s + decode_keys * kv_s + chunks_s + turns @ turn) / seconds - 1
         weight = 1 / np.sqrt(np.maximum(np.abs(error), NOISE))
-    return StepFit(counts, np.cumsum(found[:-3]), row_s, kv_s, pair_s, error)
+    return StepFit(counts, np.cumsum(curve), row_s, kv_s, pair_s, error, TurnFit(*turn.tolist()))
 
 
 def _relative(features: Floats, seconds: Floats, weight: Floats) -> Floats:
@@ -172,6 +196,8 @@ class MeasuredOperators:
         where = f"{self.source}, fitted over {len(self.fit.error)} steps, median error {error:.1%}"
         fit = self.fit
         numbers = {"least_s": fit.seconds[0], "row_s": fit.row_s, "kv_s": fit.kv_s, "pair_s": fit.pair_s}
+        turn = fit.turn
+        numbers |= {"turn_s": turn.turn_s, "turn_row_s": turn.row_s, "turn_kv_s": turn.kv_s} if any(turn) else {}
         return [Provenance(f"step.{name}", float(value), "s", "fitted", where) for name, value in numbers.items()]
 
 
@@ -205,7 +231,8 @@ class MeasuredStepModel(StepModel):
         if step_s is None:
             chunks = (prefill_tokens, prefill_pairs, prefill_context)
             step_s = self.step_s(decodes, decode_context, *chunks, sampled)
-        return Demand(self.share, self.share, self.share, step_s=step_s)
+        turn_s = self.fit.turn.added_s(decode_context, sampled)
+        return Demand(self.share, self.share, self.share, step_s=step_s, turn_s=turn_s)
 
 
 def check_steps(

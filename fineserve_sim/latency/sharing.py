@@ -38,14 +38,15 @@ CLOSE = 1e-12
 class Demand(NamedTuple):
     """What an engine's batch needs, as fractions of its step alone on the whole GPU: the time in which compute units and
     memory bandwidth are busy (``StepModel.shares``), and in which any kernel is resident (``StepModel.resident``).
-    ``sm_share``: the part of the SMs that it may take; ``step_s``: how long the step lasts alone. An engine without work needs
-    nothing."""
+    ``sm_share``: the part of the SMs that it may take; ``step_s``: how long the step lasts alone, and ``turn_s`` how much
+    longer after another engine's. An engine without work needs nothing."""
 
     compute: float
     bandwidth: float
     resident: float = 1.0
     sm_share: float = 1.0
     step_s: float = 1.0
+    turn_s: float = 0.0
 
     @property
     def works(self) -> bool:
@@ -118,13 +119,13 @@ def time_slice(demands: Sequence[Demand]) -> list[float]:
     return turns([need.resident for need in demands], SWITCH_SHARE)
 
 
-def in_turn(demands: Sequence[Demand], switch_share: float = 0.0) -> list[float]:
+def in_turn(demands: Sequence[Demand]) -> list[float]:
     """A step of each engine that has work, one after the other: a short step waits for a neighbour's long one, a long one for
-    a short one. A step after another engine's takes ``switch_share`` longer, because caches hold what that one used."""
-    working = [need.step_s for need in demands if need.works]
+    a short one. Each comes after another engine's, and takes its ``turn_s`` longer."""
+    working = [need.step_s + need.turn_s for need in demands if need.works]
     if len(working) < 2:
         return [1.0] * len(demands)
-    round_s = sum(working) * (1.0 + switch_share)
+    round_s = sum(working)
     return [round_s / need.step_s if need.works else 1.0 for need in demands]
 
 
@@ -183,11 +184,11 @@ def _resident_alone(need: Demand, sm_share: float) -> Demand:
 
 def _step_alone(need: Demand, sm_share: float) -> Demand:
     """Three digits: a context that grew by a token is no news."""
-    return Demand(1.0, 0.0, step_s=float(f"{need.step_s:.3g}")) if need.works else IDLE
+    return Demand(1.0, 0.0, step_s=_digits(need.step_s), turn_s=_digits(need.turn_s)) if need.works else IDLE
 
 
-def steps_in_turn(switch_share: float = 0.0) -> SharingLaw:
-    return SharingLaw(lambda demands: in_turn(demands, switch_share), _step_alone)
+def _digits(seconds: float) -> float:
+    return float(f"{seconds:.3g}")
 
 
 def _kernels_alone(need: Demand, sm_share: float) -> Demand:
@@ -200,6 +201,6 @@ LAWS: dict[str, SharingLaw] = {
     "fluid": SharingLaw(fluid, _all),
     "time_slice": SharingLaw(lru_cache(_KEPT)(time_slice), _resident_alone),
     "mps": SharingLaw(lru_cache(_KEPT)(mps), _kernels_alone),
-    "in_turn": steps_in_turn(),
+    "in_turn": SharingLaw(in_turn, _step_alone),
 }
 """By mode, of those that the demands alone decide."""

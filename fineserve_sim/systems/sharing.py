@@ -6,7 +6,6 @@ In a file it is one word, or a mapping of one key:
     sharing: fluid                ideal processor sharing
     sharing: time_slice           contexts take turns, as without a daemon
     sharing: in_turn              a step of each, as engines of one process take them
-    sharing: {in_turn: 0.1}       the same; a step after another engine's takes so much longer
     sharing: mps                  kernels side by side, each engine may take all SMs
     sharing: {mps: {MODEL: 50}}   as many percent of the SMs at most for the engines of a model, all for others
     sharing: {mps: by_rate}       the fewest SMs with which a model meets its rate, from 30 % on (MuxServe)
@@ -29,15 +28,13 @@ Percent = Annotated[int, Field(strict=True, ge=1, le=100)]
 
 
 class Sharing(BaseModel):
-    """``percent``: of the SMs, by model id, under MPS; ``profile``: of each slice, under MIG; ``switch_share``: how much
-    longer a step takes after another engine's, in turn."""
+    """``percent``: of the SMs, by model id, under MPS; ``profile``: of each slice, under MIG."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode
     percent: dict[str, Percent] | Literal["by_rate"] | None = None
     profile: str | None = None
-    switch_share: Annotated[float, Field(ge=0.0, lt=10.0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -49,8 +46,6 @@ class Sharing(BaseModel):
                 return {"mode": value}
             case {"mig": str(profile)} if len(value) == 1:
                 return {"mode": "mig", "profile": profile}
-            case {"in_turn": share} if len(value) == 1 and isinstance(share, int | float):
-                return {"mode": "in_turn", "switch_share": share}
             case {"mps": percent} if len(value) == 1:
                 return {"mode": "mps", "percent": percent}
         raise PydanticCustomError(
@@ -63,8 +58,6 @@ class Sharing(BaseModel):
         """As a file has it."""
         if self.mode == "mig":
             return {"mig": self.profile}
-        if self.switch_share is not None:
-            return {"in_turn": self.switch_share}
         return self.mode if self.percent is None else {self.mode: self.percent}
 
     def renamed(self, models: Mapping[str, str]) -> Sharing:

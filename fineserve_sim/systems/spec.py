@@ -30,6 +30,7 @@ class FineServePlacementSpec(Spec):
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
     replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
     unmet: Literal["rate", "spread"] = "rate"
+    order: Literal["model", "gpu"] = "model"
 
 
 class KvprPlacementSpec(Spec):
@@ -154,10 +155,10 @@ class LeastQueuedDispatchSpec(Spec):
 
 
 class FreenessDispatchSpec(Spec):
-    """Each new request to the group with the most free KV memory a running request (Llumnix)."""
+    """Each new request to the group with the most free KV memory a request (Llumnix)."""
 
     policy: Literal["freeness"] = "freeness"
-    queued: Literal["all", "head"] = "head"
+    queued: Literal["all", "head"] = "all"
 
 
 class LlumnixMigrationSpec(Spec):

@@ -29,9 +29,12 @@ class Bounds:
         if now - job.arrival_s > self.request_s:
             return End("failed", "request_timeout", f"the request was not done in {self.request_s:g} s")
         if (job.engine is None or job.first_token_s is None) and now - job.queued_s > self.queued_s:
-            problem = f"no engine got to the request in {self.queued_s:g} s"
-            return End("failed" if job.generated else "refused", "queue_timeout", problem, 1.0)
+            return self.unserved(job)
         return None
+
+    def unserved(self, job: Job) -> End:
+        problem = f"no engine got to the request in {self.queued_s:g} s"
+        return End("failed" if job.generated else "refused", "queue_timeout", problem, 1.0)
 
 
 class Deadlines:
@@ -50,6 +53,10 @@ class Deadlines:
             return job.arrival_s
         begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.arrival_s, job.slo_s)
         return begin_s + limit_s - self._slo_s[job.model]
+
+    def missed(self, job: Job, reason: str) -> End:
+        """How a request ends that its local scheduler drops. The deadline of one with tokens out is that of who waits."""
+        return self._bounds.unserved(job) if job.generated else End("refused", "deadline", reason)
 
     def overdue(self, job: Job, now: float, *, unled: bool) -> End | None:
         """How a late request ends, if it does. Local schedulers look after deadlines, but not of those who have no engine

@@ -40,7 +40,7 @@ _CPU_BLOCK_TOKENS = 32
 class ModelFiles(Strict):
     """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization``,
     ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words. Of the model's ``tp`` devices, ``stages`` hold consecutive parts
-    of its layers (pipeline parallelism); the others split each layer."""
+    of its layers (pipeline parallelism); the others split each layer. ``embeds``: it answers with vectors, not with text."""
 
     path: Annotated[str, Field(min_length=1)]
     dtype: str = "auto"
@@ -50,6 +50,7 @@ class ModelFiles(Strict):
     prefix_caching: bool = False
     stages: Count = 1
     tool_parser: str | None = None
+    embeds: bool = False
 
 
 class AddedModel(ModelFiles):

@@ -32,6 +32,9 @@ from fineserve_sim.policy.events import EngineStepped, RequestAborted, RequestAr
 from fineserve_sim.policy.fleet.views import Status
 from fineserve_sim.policy.interfaces import Request
 
+_LOOK_S = 0.1
+"""So often the clock looks for who missed a deadline and for engines that hang."""
+
 _LEAST_WAIT_S = 0.001
 """A scheduler that may answer otherwise in an instant is not asked by the clock more often than an engine would ask it."""
 
@@ -69,6 +72,7 @@ class Driver:
         self._draining = False
         self._retry_after_s: float | None = None
         self._epoch_s = time.monotonic()
+        self._next_look_s = 0.0
         self._decisions.begin(spec)
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ class Driver:
             job = make(self._next_id)
             self._check_room(job.model)
             self._next_id += 1
-            job.arrival_s = job.queued_s = self.now()
+            job.arrival_s = job.queued_s = self.now() - job.waited_s
             self._desk.take_in(job)
             self.arrive(job)
             return job
@@ -278,12 +282,12 @@ class Driver:
             self._consult_neighbours(gpu, engine)
 
     def _emit(self, job: Job, chunk: TokenChunk) -> None:
-        if chunk.token_ids:
+        if chunk.token_ids or chunk.vector:
             if job.first_token_s is None:
                 self._pace[job.model].note(self.now())
             self._desk.emit(job, chunk, self.now())
         if chunk.finish_reason is not None:
-            self._end(job, finish_end(chunk.finish_reason, chunk.problem))
+            self._end(job, finish_end(chunk))
 
     def died(self, gpu: int, local: int, reason: str, *, crashed: bool) -> None:
         with self._lock:
@@ -320,15 +324,18 @@ class Driver:
 
     def _on_alarm(self) -> None:
         with self._lock:
-            if self.now() >= self._controller.next_tick_s:
-                self.tell(self._tick())
+            if self.now() >= self._next_look_s:
+                self._next_look_s = self.now() + _LOOK_S
+                self._expire()
                 self._lives.wake_delayed()
                 self._lives.watch(self._bounds.silent_s)
-                self._expire()
+            if self.now() >= self._controller.next_tick_s:
+                self.tell(self._tick())
             for engine in self._places.engines():
                 if self._controller.waiting(engine) and self._places.is_idle(engine):
                     self.consult(engine)
-            self._alarm.set(self._epoch_s + max(self._controller.next_tick_s, self.now() + _LEAST_WAIT_S))
+            next_s = min(self._controller.next_tick_s, self._next_look_s)
+            self._alarm.set(self._epoch_s + max(next_s, self.now() + _LEAST_WAIT_S))
 
     def _on_trouble(self, problem: Exception) -> None:
         """The clock goes on, whatever went wrong at one of its ticks."""
@@ -364,7 +371,8 @@ class Driver:
             case Dispatch():
                 self._dispatch(command)
             case Drop():
-                self._end(self._job(command), End("refused", "deadline", command.reason))
+                job = self._job(command)
+                self._end(job, self._deadlines.missed(job, command.reason))
             case Reject():
                 self._end(self._job(command), End("refused", "rejected", command.reason))
             case Survey():

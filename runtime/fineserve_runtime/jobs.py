@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
-from fineserve_runtime.engines.api import FinishReason, Logprobs, Sampling, Submission
+from fineserve_runtime.engines.api import Logprobs, Sampling, Submission, TokenChunk
 
 
 class End(NamedTuple):
     """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: nobody ever started it. ``failed``: it
     was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people;
-    ``retry_after_s`` says when to come back, where that is known."""
+    ``retry_after_s`` says when to come back, where that is known; ``vector`` is the answer of a model that embeds."""
 
     kind: Literal["finished", "refused", "failed", "aborted"]
     reason: str
     message: str = ""
     retry_after_s: float | None = None
+    vector: tuple[float, ...] = ()
 
 
 class Limits(NamedTuple):
@@ -50,7 +51,8 @@ class Job:
 
     ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now;
     None while it waits and when it ended; ``served_by`` where it was dispatched last; ``unproven``: that one has not had a
-    token of it yet. ``trace`` is the client's ``traceparent``. Times are seconds since the driver started.
+    token of it yet. ``trace`` is the client's ``traceparent``; ``waited_s`` is how long the request took from its client to the
+    driver. Times are seconds since the driver started.
     """
 
     id: int
@@ -62,6 +64,7 @@ class Job:
     priority: int = 0
     tpot_slo_s: float | None = None
     trace: str | None = None
+    waited_s: float = 0.0
     arrival_s: float = 0.0
     queued_s: float = 0.0
     engine: int | None = None
@@ -121,12 +124,13 @@ class Observer(Protocol):
     def ended(self, job: Job, end: End, now: float) -> None: ...
 
 
-def finish_end(reason: FinishReason, problem: str = "") -> End:
-    """The end that an engine reports; ``problem``: it did not take the request."""
-    if problem:
-        return End("refused", "rejected", problem)
+def finish_end(chunk: TokenChunk) -> End:
+    """The end that an engine reports with a request's last chunk; with a ``problem`` it did not take the request."""
+    reason = chunk.finish_reason
+    if chunk.problem:
+        return End("refused", "rejected", chunk.problem)
     if reason in ("stop", "length"):
-        return End("finished", reason)
+        return End("finished", reason, vector=chunk.vector)
     if reason == "abort":
         return End("aborted", "abort", "the request was aborted")
     return End("failed", "engine_error", "the engine could not go on with this request")

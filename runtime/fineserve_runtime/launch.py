@@ -214,6 +214,7 @@ def engine_config(
         kv_limit_bytes=limit_bytes,
         gpus=gpus,
         stages=files.stages,
+        embeds=files.embeds,
     )
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fineserve_runtime.config import AddedModel, RuntimeFile, RuntimeSection
+from fineserve_runtime.config import AddedModel, ModelFiles, RuntimeFile, RuntimeSection
 from fineserve_runtime.core import ModelFacts
 from fineserve_runtime.jobs import Limits, Observer
 from fineserve_runtime.launch import Running, StartHost, launch
@@ -141,7 +141,12 @@ def _service(
     vocab_tokens = {model.id: model.model.vocab_size for model in served.models}
     models = {
         facts.id: _served_name(
-            file, facts, vocab_tokens[facts.id], tokenizer(_folder(file, facts.id)), parsers.get(facts.id)
+            file,
+            facts,
+            file.section.models[facts.id],
+            vocab_tokens[facts.id],
+            tokenizer(_folder(file, facts.id)),
+            parsers.get(facts.id),
         )
         for facts in running.spec.models
     }
@@ -156,10 +161,15 @@ def _folder(file: RuntimeFile, model: str) -> Path:
 
 
 def _served_name(
-    file: RuntimeFile, facts: ModelFacts, vocab_tokens: int, tokenizer: Tokenizer, parser: MakeParser | None
+    file: RuntimeFile,
+    facts: ModelFacts,
+    files: ModelFiles,
+    vocab_tokens: int,
+    tokenizer: Tokenizer,
+    parser: MakeParser | None,
 ) -> ServedName:
     limits = Limits(facts.slo_s if math.isfinite(facts.slo_s) else 3600.0, file.experiment.file.slo.tpot_s)
-    return ServedName(facts.id, tokenizer, vocab_tokens, facts.max_tokens, limits, parser)
+    return ServedName(facts.id, tokenizer, vocab_tokens, facts.max_tokens, limits, parser, files.embeds)
 
 
 class _Admission:
@@ -183,7 +193,7 @@ class _Admission:
                 raise ValueError(" ".join(str(problem).split())[:300]) from None
 
         facts = self._roster.add(name, model, prepare)
-        return _served_name(self._file, facts, *read[0])
+        return _served_name(self._file, facts, model, *read[0])
 
     def remove(self, name: str) -> None:
         self._roster.remove(name, self._file.section.drain_s)

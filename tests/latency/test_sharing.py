@@ -73,11 +73,12 @@ def test_alone_is_alone(law: object) -> None:
 
 
 def test_in_turn_a_short_step_waits_for_the_long_one_and_not_the_other_way_round() -> None:
-    """Rounds of 21 + 3 ms: each engine has one step in each, and a tenth is lost where caches change hands."""
+    """Rounds of 21 + 3 ms: each engine has one step in each, and both lose what the other's turn costs them."""
     prompt, decode, idle = Demand(1.0, 1.0, step_s=0.021), Demand(0.3, 0.3, step_s=0.003), Demand(0.0, 0.0, 0.0)
     assert in_turn([prompt, decode, idle]) == pytest.approx([24 / 21, 8.0, 1.0])
-    assert in_turn([prompt, decode], 0.1) == pytest.approx([1.1 * 24 / 21, 8.8])
-    assert in_turn([decode, idle], 0.1) == [1.0, 1.0]
+    costly = [prompt._replace(turn_s=0.002), decode._replace(turn_s=0.001)]
+    assert in_turn(costly) == pytest.approx([27 / 21, 9.0])
+    assert in_turn([costly[1], idle]) == [1.0, 1.0]
     seen = LAWS["in_turn"].seen
     assert seen(decode._replace(step_s=0.0030001), 1.0) == seen(decode, 1.0)
 

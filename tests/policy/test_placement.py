@@ -129,6 +129,13 @@ class TestFineServePlacement:
         assert where(FineServePlacement().place(models, cluster(110))) == [("a", (0,))]
         assert where(FineServePlacement().place(models, cluster(140))) == [("a", (0,)), ("b", (0,))]
 
+    def test_the_footprint_of_a_tp_group_is_that_of_all_its_gpus(self) -> None:
+        """60 on each of two GPUs is more than 70 on one; as shares of a GPU it is less."""
+        models = [model("one", 70), model("two", 60, tp=2)]
+        assert where(FineServePlacement().place(models, cluster(100, 100))) == [("two", (0, 1))]
+        by_gpu = FineServePlacement(order="gpu")
+        assert where(by_gpu.place(models, cluster(100, 100))) == [("one", (0,))]
+
     def test_equal_footprints_go_by_weights_then_id(self) -> None:
         profile = (point(1, 100.0, 0.1, kv=10),)
         models = [model("b", 20), model("a", 20), model("0", 10, profile=profile)]
@@ -199,7 +206,7 @@ class TestFineServePlacement:
         for gpu in gpus:
             assert sum(i.footprint_bytes for i in placement.instances if gpu.id in i.gpus) <= gpu.memory_bytes
         for later in (False, True):  # first places come first, in the order of footprints, then all other replicas
-            footprints = [i.footprint_bytes for i in placement.instances if (i.replica > 0) == later]
+            footprints = [len(i.gpus) * i.footprint_bytes for i in placement.instances if (i.replica > 0) == later]
             assert footprints == sorted(footprints, reverse=True)
         assert [i.replica > 0 for i in placement.instances] == sorted(i.replica > 0 for i in placement.instances)
         for demand in models:
@@ -214,6 +221,8 @@ class TestFineServePlacement:
             FineServePlacement("best")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="colocation is 'never'"):
             FineServePlacement(colocation="never")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="order is 'size'"):
+            FineServePlacement(order="size")  # type: ignore[arg-type]
 
 
 class TestTpGroups:
@@ -322,7 +331,9 @@ def literal_places(
     def footprint_bytes(one: ModelDemand, point: OperatingPoint) -> int:
         return one.weight_bytes + point.activation_bytes + point.kv_bytes
 
-    order.sort(key=lambda row: (-footprint_bytes(row[0], row[2]), -row[0].weight_bytes, row[0].id))
+    order.sort(
+        key=lambda row: (-row[0].tp * footprint_bytes(row[0], row[2]), -row[0].tp * row[0].weight_bytes, row[0].id)
+    )
     left = {gpu.id: gpu.memory_bytes for gpu in gpus}
     here: dict[int, dict[tuple[str, int], float]] = {gpu.id: {} for gpu in gpus}
     placed = []

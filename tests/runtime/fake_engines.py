@@ -45,6 +45,11 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def embedded(prompt: Sequence[int]) -> tuple[float, ...]:
+    """Four numbers that depend on every token."""
+    return tuple(next_token([*prompt, place]) / 256 for place in range(4))
+
+
 @dataclass(eq=False)
 class Sequence_:
     """A request in an engine: ``computed`` of its tokens are in KV memory."""
@@ -248,6 +253,9 @@ class FakeEngine:
         return done
 
     def _emit(self, sequence: Sequence_) -> TokenChunk:
+        if self.config.embeds:
+            self.running.remove(sequence)
+            return TokenChunk(sequence.submission.request_id, (), "stop", vector=embedded(sequence.tokens))
         sampling = sequence.submission.sampling
         token = next_token(sequence.tokens)
         sequence.tokens.append(token)

@@ -102,10 +102,11 @@ class Runtime:
         slo_s: float = 10.0,
         priority: int = 0,
         sampling: Sampling | None = None,
+        waited_s: float = 0.0,
     ) -> tuple[Job, Heard]:
         heard = Heard()
         wanted = sampling or Sampling(max_tokens=tokens)
-        job = self.driver.submit(lambda id: Job(id, model, prompt, wanted, heard, slo_s, priority))
+        job = self.driver.submit(lambda id: Job(id, model, prompt, wanted, heard, slo_s, priority, waited_s=waited_s))
         return job, heard
 
     def run(self) -> bool:

@@ -77,7 +77,10 @@ def served(
     ) as here:
         metrics.registry.register(EngineFigures(here.hosts, metrics.live, here.driver.health))
         models = {
-            model.id: ServedName(model.id, ByteTokenizer(), 258, 512, Limits(model.slo_s)) for model in spec.models
+            model.id: ServedName(
+                model.id, ByteTokenizer(), 258, 512, Limits(model.slo_s), embeds=bool(changes.get("embeds"))
+            )
+            for model in spec.models
         }
         logged: list[tuple[str, Mapping[str, object]]] = []
         service = Service(

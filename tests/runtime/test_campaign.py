@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos_clients import waited_for_token_s
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,3 +42,9 @@ def test_a_slice_breaks_nothing_and_goes_on_where_it_ended(tmp_path: Path) -> No
     assert campaign(tmp_path, "--report").stdout == both.stdout
     other = campaign(tmp_path, "--requests", "750", "--seed", "1")
     assert other.returncode == 1 and "take another folder" in other.stderr
+
+
+def test_only_streams_say_how_long_a_first_token_took() -> None:
+    assert waited_for_token_s(1.0, 3.0, 9.0, stream=True) == 2.0
+    assert waited_for_token_s(1.0, None, 9.0, stream=True) == 8.0
+    assert waited_for_token_s(1.0, None, 23.0, stream=False) == 0.0

@@ -11,7 +11,7 @@ from fineserve_runtime.jobs import Refused
 from fineserve_runtime.step_times import MeasuredStep
 from runtimekit import Runtime, core_spec, eventually, runtime
 
-from fineserve_sim.systems.spec import FcfsSpec
+from fineserve_sim.systems.spec import FcfsSpec, MooreHodgsonSpec, PrismResidencySpec
 
 PROMPT = (5, 6, 7)
 
@@ -132,6 +132,38 @@ def test_dispatched_requests_have_deadlines_too() -> None:
         here.host.step(0)
         eventually(lambda: heard.end is not None)
         assert heard.end and heard.end[:2] == ("failed", "request_timeout") and heard.tokens_
+
+
+def test_deadlines_do_not_wait_for_a_tick_of_the_policy() -> None:
+    """Whose next one is a minute away."""
+    seldom = PrismResidencySpec(tick_s=60.0)
+    spec = core_spec(scheduler=MooreHodgsonSpec(late="drop"), residency=seldom, weight_bytes=1024)
+    with runtime(spec, bounds=Bounds(queued_s=0.1)) as here:
+        _, heard = here.ask("A")
+        assert here.host.engines[0].submitted
+        eventually(lambda: heard.end is not None)
+        assert heard.end and heard.end[:2] == ("refused", "queue_timeout")
+
+
+def test_the_way_to_the_driver_is_part_of_the_wait() -> None:
+    """A server that has much to read and to tokenise gives nobody more time for it."""
+    with runtime(core_spec(), bounds=Bounds(queued_s=1000.0)) as here:
+        _, heard = here.ask("A", waited_s=1001.0, slo_s=5000.0)
+        assert here.host.engines[0].submitted
+        eventually(lambda: heard.end is not None)
+        assert heard.end and heard.end[:2] == ("refused", "queue_timeout")
+        _, heard = here.ask("B", waited_s=11.0, slo_s=10.0)
+        assert heard.end and heard.end[:2] == ("refused", "deadline")
+
+
+def test_who_has_tokens_and_waits_too_long_for_an_engine_has_failed_and_was_not_refused() -> None:
+    slow = tuple(MeasuredStep(tokens, 0, 100.0) for tokens in (16, 32, 64))
+    with runtime(core_spec(measured=slow, slo_s=1000.0), bounds=Bounds(queued_s=5.0)) as here:
+        _, heard = here.ask("A", tuple(range(5, 45)), tokens=10, slo_s=1000.0)
+        here.host.step(0)
+        here.host.kill(0)
+        eventually(lambda: heard.end is not None)
+        assert heard.end and heard.end[:2] == ("failed", "queue_timeout") and heard.tokens_
 
 
 def test_who_waits_for_an_engine_that_starts_is_told_at_its_deadline() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import re
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +20,7 @@ from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.server.app import create_app
 from fineserve_runtime.server.service import Key
 from fineserve_runtime.server.serving import bind
+from fineserve_runtime.server.unserved import unserved
 from fineserve_runtime.step_times import MeasuredStep
 from runtimekit import core_spec, eventually
 from serverkit import ByteTokenizer, Served, served
@@ -176,6 +181,21 @@ def test_a_request_that_cannot_be_on_time_gets_503_with_its_reason() -> None:
         assert here.metric("fineserve:ttft_slo_met_total", model_name="A") == 1
 
 
+def test_the_time_until_a_request_is_understood_counts_for_its_limit() -> None:
+    """Its prompt is tokenised for longer than its first token may take."""
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str, *, special: bool = True) -> list[int]:
+            here_s = time.monotonic()
+            eventually(lambda: time.monotonic() > here_s + 0.05)
+            return super().encode(text, special=special)
+
+    with served() as here:
+        here.service.models["A"] = replace(here.service.models["A"], tokenizer=Slow())
+        late = here.post("/v1/completions", {"model": "A", "prompt": "x"}, **{"x-slo-ttft-ms": "50"})
+        assert late.status_code == 503 and late.headers["x-fineserve-reason"] == "deadline"
+
+
 def test_a_requests_own_limit_of_the_time_per_token_is_counted() -> None:
     with served(step_s=0.01) as here:
         for limit_ms, tokens in (("1", 4), ("10000", 4), ("1", 1)):
@@ -262,7 +282,7 @@ def test_endpoints_that_are_not_here_say_so() -> None:
     openai = pytest.importorskip("openai")
     with served() as here, openai.OpenAI(base_url=f"{here.url}/v1", api_key="any", max_retries=0) as client:
         for ask, why in (
-            (lambda: client.embeddings.create(model="A", input="x"), "pooling models are not served"),
+            (lambda: client.moderations.create(input="x"), "only those that embed"),
             (lambda: client.responses.retrieve("resp_1"), "nothing is stored"),
             (client.files.list, "one by one"),
         ):
@@ -274,6 +294,32 @@ def test_endpoints_that_are_not_here_say_so() -> None:
         assert "there is no /v1/nothing" in here.post("/v1/nothing", {}).json()["error"]["message"]
         wrong = httpx.get(here.url + "/v1/completions")
         assert wrong.status_code == 405 and wrong.json()["error"]["code"] == "bad_method"
+
+
+OTHERS = (
+    "/score /v1/score /rerank /v1/rerank /v2/rerank /pooling /classify /v2/embed /v1/audio/transcriptions "
+    "/v1/messages/count_tokens /v1/responses/resp_1/cancel /v1/completions/render /sleep /collective_rpc /invocations"
+)
+"""Endpoints of vLLM's front end."""
+
+
+@pytest.mark.parametrize("path", OTHERS.split())
+def test_vllms_other_endpoints_are_named_errors(path: str) -> None:
+    with served() as here:
+        error = here.post(path, {"model": "A"}).json()["error"]
+        assert error["code"] == "unsupported" and error["type"] == "invalid_request_error" and path in error["message"]
+
+
+def test_every_endpoint_of_vllm_is_here_or_a_named_error() -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    texts = [path.read_text() for path in (Path(found.origin).parent / "entrypoints").rglob("*.py")]
+    paths = {path for text in texts for path in re.findall(r'\.(?:get|post|api_route)\(\s*"(/[^"]+)"', text)}
+    assert len(paths) > 50, "vLLM declares its endpoints otherwise"
+    with served() as here:
+        ours = {getattr(route, "path", "") for route in here.server.config.app.routes} | {"/health"}
+    assert not sorted(path for path in paths - ours if unserved(path) is None)
 
 
 def test_an_api_key_guards_everything_but_the_status() -> None:
@@ -304,10 +350,27 @@ def test_tokenize() -> None:
             "count": 2,
             "max_model_len": 512,
             "tokens": [99, 100],
+            "token_strs": None,
         }
         chat = {"model": "A", "messages": [{"role": "user", "content": "ab"}]}
         assert here.post("/tokenize", chat).json()["count"] == len("[user] ab\n")
         assert here.post("/tokenize", {"model": "A"}).status_code == 400
+
+
+def test_tokens_there_and_back() -> None:
+    with served() as here:
+        there = here.post("/tokenize", {"model": "A", "prompt": "ab", "return_token_strs": True}).json()
+        assert there["token_strs"] == ["a", "b"]
+        assert here.post("/detokenize", {"model": "A", "tokens": there["tokens"]}).json() == {"prompt": "ab"}
+        for path, body, param in (
+            ("/detokenize", {"model": "A", "tokens": [999]}, "tokens"),
+            ("/detokenize", {"model": "A", "tokens": [99] * 513}, "tokens"),
+            ("/detokenize", {"model": "A", "tokens": "ab"}, "tokens"),
+            ("/tokenize", {"model": "A", "prompt": "x" * 5000}, "prompt"),
+            ("/tokenize", {"model": "A", "prompt": "x", "chat_template": "y"}, "chat_template"),
+        ):
+            wrong = here.post(path, body)
+            assert wrong.status_code == 400 and wrong.json()["error"]["param"] == param, body
 
 
 def test_metrics_carry_vllms_names_and_the_slab() -> None:

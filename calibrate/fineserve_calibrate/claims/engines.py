@@ -111,8 +111,8 @@ def _saturated_per_s(step: StepModel, kv_bytes: float) -> float:
 
 
 def kv_memory_buys_throughput(evidence: Evidence) -> Verdict:
-    """PR-4-kv-throughput: the step model on the imported tables, lengths of ShareGPT."""
-    host = deployment("vllm-cudagraph")
+    """PR-4-kv-throughput: the step model on the imported tables, host time of the paper's engine, lengths as in its Fig. 3."""
+    host = deployment("sglang-0.5")
     step = StepModel(model("llama-3-8b"), precision("fp16"), 1, gpu("h100-sxm"), host, evidence.imported)
     small, large = (_saturated_per_s(step, gigabytes * 1e9) for gigabytes in (5, 15))
     rates = f"{small:.1f} and {large:.1f} requests/s, {large / small:.2f}x"

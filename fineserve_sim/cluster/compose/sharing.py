@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fineserve_sim.cluster.compose.profiling import demand_of, mean_lengths, step_model
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.contention import Contention
-from fineserve_sim.latency.sharing import LAWS, Demand, SharingLaw, steps_in_turn, under_cap
+from fineserve_sim.latency.sharing import LAWS, Demand, SharingLaw, under_cap
 from fineserve_sim.policy.interfaces import Instance, OperatingPoint
 from fineserve_sim.systems.sharing import Sharing
 from fineserve_sim.systems.spec import PrismResidencySpec
@@ -27,8 +27,6 @@ def _on(gpu: Gpu, scenario: Scenario) -> Sharing:
 
 def law_of(sharing: Sharing) -> SharingLaw:
     """Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine."""
-    if sharing.switch_share is not None:
-        return steps_in_turn(sharing.switch_share)
     return LAWS.get(sharing.mode, LAWS["time_slice"])
 
 

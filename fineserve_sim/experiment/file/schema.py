@@ -113,7 +113,7 @@ class Cluster(Strict):
 
 class Engine(Strict):
     """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them. ``step_times``: the
-    ``step.parquet`` of ``fineserve-calibrate``, relative to the experiment file."""
+    table of ``fineserve-calibrate`` or ``fineserve-run steps``, relative to the experiment file."""
 
     token_budget: Count = 2048
     max_sequences: Count = 256

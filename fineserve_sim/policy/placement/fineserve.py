@@ -3,8 +3,8 @@
 Two phases. First the base footprint F_M of each model: weights, mean activations and mean KV at the smallest profiled
 batch that carries the expected rate; if that batch breaks the TTFT SLO, or none carries the rate, the rate is split
 over one more replica. Replicas are there to meet the rate: where no number of them meets the SLO, the rate alone says how
-many there are. Then the replicas, largest footprint first, each go to the candidate (a GPU, or a TP group)
-with the best score (module ``mme``) after taking them in.
+many there are. Then the replicas, those of the model with the largest footprint first, each go to the candidate (a GPU, or a
+TP group) with the best score (module ``mme``) after taking them in.
 
 The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
 the score would prefer models that use memory badly, and whole engines must fit: an engine reserves more activations than a
@@ -25,6 +25,7 @@ from fineserve_sim.policy.placement.mme import marginal_efficiency
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 Unmet = Literal["rate", "spread"]
+Order = Literal["model", "gpu"]
 
 
 class Footprint(NamedTuple):
@@ -77,10 +78,10 @@ class FineServePlacement:
     unless no other candidate has room, "forbid", or "allow". ``replicas``: "first_places" gives every model its first place
     before any gets a second one; "literal" places all replicas of a model before the next model, even if that model then fits
     nowhere; "yield" gives up replicas until every model has a place; "one" replicates nothing. ``unmet``: how many replicas a
-    model has whose SLO no number of them meets (``base_footprint``). Ties go to the larger weights, then the lower id
-    (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room, they share
-    its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place`` does for a model
-    without profile.
+    model has whose SLO no number of them meets (``base_footprint``). ``order``: models are sorted by their footprint on all
+    GPUs of an instance ("model") or on one of them ("gpu"). Ties go to the larger weights, then the lower id (models); to fewer
+    residents, then the lower GPU ids (candidates). If only some replicas of a model find room, they share its whole rate and
+    the model is reported infeasible. Raises ValueError for unknown options; ``place`` does for a model without profile.
 
     Every replica is scored on every candidate of its size, a few float operations each; "yield" does all that again for
     each replica that is given up.
@@ -92,6 +93,7 @@ class FineServePlacement:
         colocation: Literal["avoid", "forbid", "allow"] = "avoid",
         replicas: Literal["first_places", "literal", "yield", "one"] = "first_places",
         unmet: Unmet = "rate",
+        order: Order = "model",
     ) -> None:
         if score not in ("mean", "exact"):
             raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
@@ -101,7 +103,9 @@ class FineServePlacement:
             raise ValueError(f"replicas is {replicas!r}: use 'first_places', 'literal', 'yield' or 'one'")
         if unmet not in ("rate", "spread"):
             raise ValueError(f"unmet is {unmet!r}: use 'rate' or 'spread'")
-        self._replicas, self._unmet = replicas, unmet
+        if order not in ("model", "gpu"):
+            raise ValueError(f"order is {order!r}: use 'model' or 'gpu'")
+        self._replicas, self._unmet, self._order = replicas, unmet, order
         self._shares = score == "mean"
         self._colocation = colocation
 
@@ -113,7 +117,7 @@ class FineServePlacement:
             if groups[model.tp]
         }
         placeable = [model for model in models if groups[model.tp]]
-        placeable.sort(key=lambda model: (-footprints[model.id].footprint_bytes, -model.weight_bytes, model.id))
+        placeable.sort(key=lambda model: self._rank(model, footprints[model.id]))
         replicas = {id: footprint.replicas for id, footprint in footprints.items()}
         instances = self._assign(placeable, footprints, replicas, groups, gpus)
         while (
@@ -125,6 +129,11 @@ class FineServePlacement:
             replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
             instances = self._assign(placeable, footprints, replicas, groups, gpus)
         return _summary(models, footprints, instances)
+
+    def _rank(self, model: ModelDemand, footprint: Footprint) -> tuple[int, int, str]:
+        """Models with the lowest are placed first."""
+        gpus = model.tp if self._order == "model" else 1
+        return -gpus * footprint.footprint_bytes, -gpus * model.weight_bytes, model.id
 
     def _assign(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fineserve_runtime import __version__
-from fineserve_runtime.cli import check, demo, model, replay, serve, top
+from fineserve_runtime.cli import check, demo, model, replay, serve, steps, top
 from fineserve_sim.cli.program import program
 
 app = program(
@@ -14,6 +14,7 @@ app = program(
 )
 app.command()(serve.serve)
 app.command()(replay.replay)
+app.command()(steps.steps)
 app.command()(top.top)
 app.command()(model.model)
 app.command()(check.check)

@@ -50,7 +50,7 @@ class EngineConfig:
 
     ``gpus`` are those of its host that hold the engine's ranks, one each, in vLLM's order; by default the host's first. They
     split each layer (tensor parallelism), or with ``stages`` the layers into so many consecutive parts (pipeline parallelism),
-    each of which ``len(gpus) / stages`` of them split.
+    each of which ``len(gpus) / stages`` of them split. ``embeds``: it answers prompts with vectors, not with text.
     """
 
     name: str
@@ -66,6 +66,7 @@ class EngineConfig:
     kv_limit_bytes: int | None = None
     gpus: tuple[int, ...] = ()
     stages: int = 1
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +142,14 @@ Logprobs = tuple[tuple[int, float], ...]
 
 class TokenChunk(NamedTuple):
     """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: why it ends with "error";
-    ``logprobs``: one entry a token, where they were asked for."""
+    ``logprobs``: one entry a token, where they were asked for; ``vector``: the whole answer of an engine that embeds."""
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     problem: str = ""
     logprobs: tuple[Logprobs, ...] = ()
+    vector: tuple[float, ...] = ()
 
 
 class StepReport(NamedTuple):

@@ -73,6 +73,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, device: Device, regi
         "scheduling_policy": "priority",
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
+        **({"runner": "pooling", "convert": "embed"} if config.embeds else {}),
     } | (several if ranks > 1 else {})
 
 
@@ -115,16 +116,13 @@ class SteppedCore:
         from vllm.v1.engine import EngineCoreRequest
 
         self._arrivals += 1
-        sampling = vllm_sampling(submission.sampling, self._eos)
-        config = self.core.vllm_config
-        tokenizer = getattr(self.core.structured_output_manager, "tokenizer", None)
-        sampling.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+        embeds = self.core.vllm_config.model_config.runner_type == "pooling"
         request = EngineCoreRequest(
             request_id=str(submission.request_id),
             prompt_token_ids=list(submission.prompt_token_ids),
             mm_features=None,
-            sampling_params=sampling,
-            pooling_params=None,
+            sampling_params=None if embeds else self._sampling(submission),
+            pooling_params=self._pooling() if embeds else None,
             arrival_time=float(self._arrivals),  # orders requests of equal priority
             lora_request=None,
             cache_salt=None,
@@ -132,6 +130,20 @@ class SteppedCore:
             priority=submission.priority,
         )
         self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def _sampling(self, submission: Submission) -> Any:
+        sampling = vllm_sampling(submission.sampling, self._eos)
+        config = self.core.vllm_config
+        tokenizer = getattr(self.core.structured_output_manager, "tokenizer", None)
+        sampling.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+        return sampling
+
+    def _pooling(self) -> Any:
+        from vllm import PoolingParams
+
+        pooling = PoolingParams(task="embed")
+        pooling.verify(self.core.vllm_config.model_config)
+        return pooling
 
     def refuse(self, request_id: int, problem: str) -> None:
         """A request that ``add`` failed on: it ends with reason "error" in the next report, and leaves nothing behind."""
@@ -252,4 +264,5 @@ class SteppedCore:
 def _chunk(output: Any) -> TokenChunk:
     reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
     found = logprobs(output.new_logprobs)
-    return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason, logprobs=found)
+    vector = () if output.pooling_output is None else tuple(output.pooling_output.float().tolist())
+    return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason, logprobs=found, vector=vector)

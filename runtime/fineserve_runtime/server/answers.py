@@ -16,31 +16,37 @@ from fineserve_runtime.server.tools import ToolParser, call_bodies
 
 
 async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The body of an answer. Raises ApiError when a choice is refused or fails; the others are given up then."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_collect(choice)) for choice in choices]
-    except ExceptionGroup as problems:
-        raise problems.exceptions[0] from None
-    finally:
-        for choice in choices:
-            choice.abort()
-    parts = [task.result() for task in tasks]
+    """The body of an answer. Raises ApiError as ``collect`` does."""
+    parts = await collect(choices)
     return head(ask, "chat.completion" if ask.chat else "text_completion") | {
         "choices": [_choice(ask, index, part) for index, part in enumerate(parts)],
         "usage": usage(ask, sum(part.tokens for part in parts)),
     }
 
 
-async def _collect(choice: Choice) -> Piece:
+async def collect(choices: Sequence[Choice]) -> list[Piece]:
+    """Each choice as one piece. Raises ApiError when one is refused or fails; the others are given up then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_collected(choice)) for choice in choices]
+    except ExceptionGroup as problems:
+        raise problems.exceptions[0] from None
+    finally:
+        for choice in choices:
+            choice.abort()
+    return [task.result() for task in tasks]
+
+
+async def _collected(choice: Choice) -> Piece:
     texts: list[str] = []
-    tokens, reason, found, token_ids = 0, None, list[Logprobs](), list[int]()
+    tokens, reason, found, token_ids, vector = 0, None, list[Logprobs](), list[int](), tuple[float, ...]()
     async for piece in choice.pieces():
         texts.append(piece.text)
         token_ids += piece.token_ids
         tokens, reason = tokens + piece.tokens, piece.finish_reason
         found += piece.logprobs
-    return Piece("".join(texts), tokens, reason, tuple(found), tuple(token_ids))
+        vector = piece.vector
+    return Piece("".join(texts), tokens, reason, tuple(found), tuple(token_ids), vector)
 
 
 def _choice(ask: Ask, index: int, part: Piece) -> dict[str, Any]:

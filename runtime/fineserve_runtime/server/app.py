@@ -20,31 +20,25 @@ from fineserve_runtime.server.admin import add_admin
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
 from fineserve_runtime.server.doorman import Doorman, answer
+from fineserve_runtime.server.embeddings import EmbeddingsRequest, embeddings_ask, whole_embeddings
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.responses import ResponsesRequest, ResponseStream, whole_response
-from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, parse
+from fineserve_runtime.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.streams import Choice
+from fineserve_runtime.server.unserved import unserved
 
 T = TypeVar("T")
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
-_UNSERVED = {
-    "/v1/embeddings": "the engines here generate text; pooling models are not served",
-    "/v1/responses/": "nothing is stored; POST /v1/responses answers at once",
-    "/v1/load_lora_adapter": "LoRA adapters lie outside the memory that models share; serve the merged model",
-    "/v1/unload_lora_adapter": "there are no LoRA adapters here",
-    "/v1/audio": "only text is served",
-    "/v1/images": "only text is served",
-    "/v1/rerank": "the engines here generate text; pooling models are not served",
-    "/v1/score": "the engines here generate text; pooling models are not served",
-    "/v1/batches": "send the requests one by one",
-    "/v1/files": "send the requests one by one",
-    "/v1/messages": "use /v1/chat/completions",
-}
-"""What other servers of this protocol have, by the beginning of its path, and why or what instead."""
-
 _LOOK_S = 0.1
 """So often a waiting request looks whether its client is still there."""
 
@@ -74,7 +68,7 @@ def _no_endpoint(request: Request, problem: HTTPException) -> ApiError:
     path = request.url.path
     if problem.status_code != 404:
         return ApiError(problem.status_code, f"{path}: {problem.detail}", code="bad_method")
-    why = next((why for start, why in _UNSERVED.items() if path.startswith(start)), None)
+    why = unserved(path)
     if why is not None:
         return ApiError(404, f"{path} is not served: {why}", code="unsupported", reason="404")
     return ApiError(
@@ -125,20 +119,35 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> dict[str, Any]:
         return await service.work(lambda: _tokenize(service, parse(TokenizeRequest, request.state.body)))
 
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        return await service.work(lambda: _detokenize(service, parse(DetokenizeRequest, request.state.body)))
+
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     served = service.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
+        served.check_length(len(body.prompt), "prompt")
         tokens = served.tokenizer.encode(body.prompt, special=body.add_special_tokens)
     else:
         messages = [message.plain() for message in body.messages or []]
+        served.check_length(sum(len(message["content"]) for message in messages), "messages")
         try:
-            tokens = served.tokenizer.chat(messages, {"add_generation_prompt": True})
+            tokens = served.tokenizer.chat(messages, {"add_generation_prompt": body.add_generation_prompt})
         except ValueError as problem:
             raise ApiError(400, str(problem), param="messages") from None
-    return {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+    strings = [served.tokenizer.decode([token], special=True) for token in tokens] if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens, "token_strs": strings}
+
+
+def _detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
+    served = service.model(body.model)
+    if len(body.tokens) > served.max_model_len:
+        raise served.too_long(f"there are {len(body.tokens)}", "tokens")
+    served.check_ids(body.tokens, "tokens")
+    return {"prompt": served.tokenizer.decode(body.tokens, special=True)}
 
 
 # --- generation --------------------------------------------------------------------------------------------------------
@@ -178,6 +187,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         return await _generate(service, request, understand)
 
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        def understand(raw: bytes) -> Understood:
+            body = parse(EmbeddingsRequest, raw)
+            model = service.model(body.model)
+            ask = embeddings_ask(body, model, request.state.id, _limits(request, model), service.limits)
+            return Understood(ask, partial(whole_embeddings, body, ask), partial(EventStream, ask))
+
+        return await _generate(service, request, understand)
+
 
 class Understood(NamedTuple):
     """A request, and how its answer is told: at once, or by events."""
@@ -190,12 +209,17 @@ class Understood(NamedTuple):
 def _meant(service: Service, request: Request, body: GenerationRequest) -> tuple[ServedName, Limits]:
     """The model, and the request's own limits where it has them, else its model's. Raises ApiError."""
     model = service.model(body.model)
+    model.check_answers(embeds=False)
     key: Key | None = request.state.key
     if body.priority and key is not None and not key.priority:
         problem = f"the key {key.name} may not set a priority"
         raise ApiError(403, problem, kind="permission_error", param="priority", reason="priority")
+    return model, _limits(request, model)
+
+
+def _limits(request: Request, model: ServedName) -> Limits:
     ttft_s, tpot_s = _seconds(request, TTFT_HEADER), _seconds(request, TPOT_HEADER)
-    return model, Limits(ttft_s or model.limits.ttft_s, tpot_s or model.limits.tpot_s)
+    return Limits(ttft_s or model.limits.ttft_s, tpot_s or model.limits.tpot_s)
 
 
 def _seconds(request: Request, header: str) -> float | None:
@@ -220,8 +244,8 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
 
         def submit() -> tuple[Understood, list[Choice]]:
             understood = understand(request.state.body)
-            trace = request.headers.get("traceparent")
-            return understood, service.choose([order._replace(trace=trace) for order in understood.ask.orders], loop)
+            marks = {"trace": request.headers.get("traceparent"), "came_s": request.state.came_s}
+            return understood, service.choose([order._replace(**marks) for order in understood.ask.orders], loop)
 
         understood, choices = await service.work(submit)
         del request.state.body  # it may be large, and the answer take a while

@@ -46,8 +46,8 @@ class Gate:
 class Doorman:
     """ASGI middleware: every request has an id, the client's or ours, a line in the log, and the right key. What goes wrong
     is answered in OpenAI's shape. ``/health`` is answered here, before anything that waits. Bodies are read here, into
-    ``request.state.body``; with them, requests pass a gate in the order in which they came, whose place
-    ``request.state.gate`` gives back."""
+    ``request.state.body``; with them, requests pass a gate in the order in which they came (``request.state.came_s``, on the
+    monotonic clock), whose place ``request.state.gate`` gives back."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -103,6 +103,7 @@ class _Passage:
             self._service.log("request", self._facts | {"took_s": self._passed_s()})
 
     async def _pass_gate(self, receive: Receive, send: Send) -> None:
+        self._scope["state"]["came_s"] = time.monotonic()
         await self._places.acquire()
         gate = self._scope["state"]["gate"] = Gate(self._places)
         try:

@@ -14,7 +14,7 @@ from fineserve_runtime.server.tools import MakeParser
 
 @dataclass(frozen=True, slots=True)
 class ServedName:
-    """What the server knows of a model; its engine knows the rest."""
+    """What the server knows of a model; its engine knows the rest. ``embeds``: it answers with vectors, not with text."""
 
     id: str
     tokenizer: Tokenizer
@@ -22,6 +22,7 @@ class ServedName:
     max_model_len: int
     limits: Limits
     tool_parser: MakeParser | None = None
+    embeds: bool = False
 
     def check_ids(self, token_ids: Iterable[int], where: str) -> None:
         """Raises ApiError for a token id that the model does not have."""
@@ -29,6 +30,12 @@ class ServedName:
             if not 0 <= token < self.vocab_tokens:
                 problem = f"{token} is no token id; the model has 0 to {self.vocab_tokens - 1}"
                 raise ApiError(400, problem, param=where)
+
+    def check_answers(self, *, embeds: bool) -> None:
+        """Raises ApiError where the model answers otherwise."""
+        if embeds != self.embeds:
+            does = "embeds; use /v1/embeddings" if self.embeds else "generates text; serve one with embeds: true"
+            raise ApiError(400, f"the model {self.id} {does}", param="model", code="unsupported")
 
     def check_length(self, characters: int, where: str) -> None:
         """Raises ApiError for a text that is too long whatever its tokens are; to count those would take a while."""

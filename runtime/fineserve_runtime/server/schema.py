@@ -307,7 +307,18 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     model: str
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    tokens: TokenIds

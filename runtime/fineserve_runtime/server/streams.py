@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -14,18 +16,21 @@ from fineserve_runtime.server.text import Detokenizer, StopStrings, Tokenizer
 
 
 class Piece(NamedTuple):
-    """New text and tokens; ``finish_reason`` with the last piece. ``logprobs``: one entry a token, where they were wanted."""
+    """New text and tokens; ``finish_reason`` with the last piece. ``logprobs``: one entry a token, where they were wanted;
+    ``vector``, with the last piece: what a model that embeds answers instead."""
 
     text: str
     tokens: int
     finish_reason: str | None
     logprobs: tuple[Logprobs, ...] = ()
     token_ids: tuple[int, ...] = ()
+    vector: tuple[float, ...] = ()
 
 
 class Order(NamedTuple):
     """One choice that is asked for. ``echo`` is put before its text; ``keep_stop``: the stop string belongs to the text;
-    ``special``: so do special tokens. ``trace``: the client's ``traceparent``."""
+    ``special``: so do special tokens. ``trace``: the client's ``traceparent``; ``came_s``: when the request was here, on the
+    monotonic clock."""
 
     model: str
     prompt: tuple[int, ...]
@@ -37,6 +42,7 @@ class Order(NamedTuple):
     special: bool = False
     echo: str = ""
     trace: str | None = None
+    came_s: float = math.inf
 
 
 class _News(NamedTuple):
@@ -99,6 +105,7 @@ class Choice:
             order.priority,
             limits.tpot_s,
             order.trace,
+            max(0.0, time.monotonic() - order.came_s),
         )
 
     def abort(self) -> None:
@@ -121,7 +128,7 @@ class Choice:
                     if item.kind != "finished":
                         raise unfinished(item)
                     text = self._stops.feed(self._detokenizer.rest()) + self._stops.rest()
-                    yield Piece(echo + text, 0, "stop" if self._stops.hit else item.reason)
+                    yield Piece(echo + text, 0, "stop" if self._stops.hit else item.reason, vector=item.vector)
                     return
                 text = echo + self._stops.feed(self._detokenizer.feed(item.token_ids))
                 echo = ""

@@ -119,7 +119,8 @@ def stock_outputs(
     stepped = SteppedCore(core, 0)
     for request in requests:
         stepped.add(request)
-        core.scheduler.requests[str(request.request_id)].sampling_params.logprobs = logprobs
+        if logprobs is not None:
+            core.scheduler.requests[str(request.request_id)].sampling_params.logprobs = logprobs
     while core.scheduler.has_requests():
         outputs, _ = core.step_fn()
         for batch in (outputs or {}).values():

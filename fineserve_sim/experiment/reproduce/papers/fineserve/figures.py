@@ -121,7 +121,7 @@ def _pair_throughput(results: Results, wanted: Callable[[str], bool]) -> Evaluat
         both = Estimate(sum(part.mean for part in parts), math.hypot(*(part.half_width for part in parts)))
         if wanted(pair):
             found.append(quantity(ratio(both, metric(cell, "throughput_per_s", alone)), pair))
-    return Evaluation(tuple(found), "By simulation, saturated; contention is modelled, not measured.")
+    return Evaluation(tuple(found), "By simulation, each model asked for what FP16 alone completes.")
 
 
 # --- Fig. 9 -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""What a turn of another engine costs, out of a table that has steps alone and in turn."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fineserve_sim.catalog import gpu, model, precision
+from fineserve_sim.latency.measured_steps import MeasuredStepModel, fit_steps
+from fineserve_sim.latency.sharing import in_turn
+
+TURN_S, ROW_S, KV_S = 100e-6, 40e-6, 30e-9
+
+
+def table(*, with_turns: bool) -> dict[str, Any]:
+    """Steps of an engine that is linear in everything, each alone and in turn."""
+    kinds = product((1, 2, 4, 8, 12), (50, 150, 400), (0, 28, 92), (False, True) if with_turns else (False,))
+    rows = [(d, c, new, turned) for d, c, new, turned in kinds]
+    decodes, context, new, turned = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    sampled, keys = decodes + (new > 0), decodes * (context + 1)
+    alone_s = 1.5e-3 + 20e-6 * (decodes + new) + 30e-6 * sampled + 50e-9 * keys
+    seconds = alone_s + turned * (TURN_S + ROW_S * sampled + KV_S * keys)
+    columns = {"decodes": decodes, "context": context, "prefill_tokens": new, "cached_tokens": 0 * new}
+    return columns | {"latency_s": seconds} | ({"in_turn": turned > 0} if with_turns else {})
+
+
+def test_a_turns_cost_is_found_beside_the_steps_own() -> None:
+    fit = fit_steps(table(with_turns=True))
+    assert np.abs(fit.error).max() < 0.01
+    for decodes, context in ((1, 50), (6, 900), (12, 4000)):
+        wanted_s = TURN_S + ROW_S * decodes + KV_S * context
+        assert fit.turn.added_s(context, decodes) == pytest.approx(wanted_s, rel=0.05)
+
+
+def test_tables_of_one_engine_have_no_turns() -> None:
+    fit = fit_steps(table(with_turns=False))
+    assert fit.turn == (0.0, 0.0, 0.0)
+    assert not any("turn" in line.quantity for line in _model(fit).provenance())
+
+
+def test_two_engines_in_turn_wait_for_both_turns() -> None:
+    step = _model(fit_steps(table(with_turns=True)))
+    need = step.demand(4, 600, 0, 0, 0, 4)
+    assert need.step_s == step.step_s(4, 600, 0, 0, 0, 4)
+    assert need.turn_s == pytest.approx(TURN_S + 4 * ROW_S + 600 * KV_S, rel=0.05)
+    assert in_turn([need, need]) == [pytest.approx(2 * (1 + need.turn_s / need.step_s))] * 2
+    assert in_turn([need]) == [1.0]
+
+
+def _model(fit: Any) -> MeasuredStepModel:
+    return MeasuredStepModel(model("llama-3.1-8b"), precision("W16A16"), gpu("h100-sxm"), fit, "made up")
