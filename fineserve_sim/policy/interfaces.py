@@ -39,8 +39,8 @@ class EngineState(NamedTuple):
 class EngineLoad(NamedTuple):
     """What a dispatcher or a global memory manager sees of one engine at one moment. Blocks are KV blocks of the whole model.
 
-    ``queued_blocks`` hold the prompts of all its ``waiting`` requests, ``head_blocks`` that of the first; ``running`` requests
-    have a slot; ``stalled`` ones among them wait for KV that is on its way. ``fullest_bytes``: the most KV bytes on one of its
+    ``queued_blocks`` hold the prompts of all its waiting requests, ``head_blocks`` that of the first; ``running`` requests have
+    a slot; ``stalled`` ones among them wait for KV that is on its way. ``fullest_bytes``: the most KV bytes on one of its
     instances. ``shortest`` is the running request with the fewest blocks, where asked for and if any may be moved.
     """
 
@@ -53,7 +53,6 @@ class EngineLoad(NamedTuple):
     fullest_bytes: int = 0
     shortest: int | None = None
     shortest_blocks: int = 0
-    waiting: int = 0
 
     @property
     def free_blocks(self) -> int:

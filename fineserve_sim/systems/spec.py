@@ -155,10 +155,10 @@ class LeastQueuedDispatchSpec(Spec):
 
 
 class FreenessDispatchSpec(Spec):
-    """Each new request to the group with the most free KV memory a request (Llumnix)."""
+    """Each new request to the group with the most free KV memory a running request (Llumnix)."""
 
     policy: Literal["freeness"] = "freeness"
-    queued: Literal["all", "head"] = "all"
+    queued: Literal["all", "head"] = "head"
 
 
 class LlumnixMigrationSpec(Spec):

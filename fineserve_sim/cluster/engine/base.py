@@ -209,7 +209,6 @@ class Engine(ABC):
             head_blocks,
             self.running,
             len(self.stalled),
-            waiting=self.waiting,
         )
         if not shortest:
             return load

@@ -3,11 +3,8 @@
 KV demand counts what running requests hold and what queued ones will ask for: all of them, or the head of the queue
 alone (``queued``).
 
-    load     = (used + queued) / capacity                                 the smallest wins
-    freeness = (capacity - used - queued) / max(1, running + waiting)     the largest wins (Llumnix)
-
-Where the head alone counts, as in Llumnix's migrations, ``waiting`` is 0. Llumnix's release dispatches by all that wait: a new
-request comes after them.
+    load     = (used + queued) / capacity                       the smallest wins
+    freeness = (capacity - used - queued) / max(1, running)     the largest wins (Llumnix)
 
 A dispatcher ranks its candidates as their loads are told, so that a choice costs what changed, not the size of the cluster.
 """
@@ -124,7 +121,7 @@ class LeastQueued(_Ranked):
 class MostFree(_Ranked):
     """Llumnix: the largest freeness."""
 
-    def __init__(self, queued: Queued = "all") -> None:
+    def __init__(self, queued: Queued = "head") -> None:
         super().__init__()
         self._queued = queued
 
@@ -137,7 +134,5 @@ def queued_blocks(load: EngineLoad, queued: Queued) -> int:
 
 
 def freeness(load: EngineLoad, queued: Queued = "head") -> float:
-    """Free KV blocks a request, of those that run and, where all queued ones count, wait; negative when the queue wants more
-    than there is."""
-    requests = load.running + (load.waiting if queued == "all" else 0)
-    return (load.free_blocks - queued_blocks(load, queued)) / (requests or 1)
+    """Free blocks a running request, in KV blocks; negative when the queue wants more than there is."""
+    return (load.free_blocks - queued_blocks(load, queued)) / (load.running or 1)
