@@ -1,6 +1,6 @@
 """A campaign that tries to break the server: real clients under load while everything goes wrong that can be made to.
 
-    python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake] [--minutes N]
+    python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake|ray] [--minutes N]
         [--gap S] [--long-gap S] [--clients N] [--grace S] [--report]
 
 A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
@@ -12,7 +12,8 @@ Checked: every text against an undisturbed server, every wait and length, the wo
 ``/health`` from another process ten times a second, and at the end of a segment: both models serve again, no KV is in use, as
 much is free as at the start, the server stops with code 0 and leaves nothing behind.
 
-Ray's actors and nodes are not part of it (tests/runtime/test_ray.py loses them).
+With ``--engines ray`` devices are actors on two nodes of a Ray cluster of this machine, engines the fake ones, and actors and
+nodes are lost, too.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -45,127 +43,41 @@ from benchmarks.chaos_clients import (
     Tally,
     burst,
     draw_prompts,
-    hostile,
     reference,
     watch_health,
 )
+from benchmarks.chaos_faults import Faults
+from benchmarks.chaos_ray import Nodes, nodes_for
 from benchmarks.chaos_report import report
 from benchmarks.chaos_server import LATEST_S, LONGEST_S, MODELS, Server, waited_s, write_file
 
 _PROMPTS = 60  # of each model
 _SETTLE_S = 180.0
 _GROWTH_MB = 16.0
-_THIRD = "third"
 
 
-class Faults:
-    """What strikes, and how often it did: short faults about every ``short_gap_s``, long ones every ``long_gap_s``, one of
-    each sort at a time."""
+class Ground(NamedTuple):
+    """What all segments share. ``third``: the model that comes and goes, as an operator adds it."""
 
-    def __init__(
-        self, server: Server, third: dict[str, Any], rng: random.Random, short_gap_s: float, long_gap_s: float
-    ) -> None:
-        self._server, self._third, self._rng = server, third, rng
-        self._short_gap_s, self._long_gap_s = short_gap_s, long_gap_s
-        self.counts: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self._over = asyncio.Event()
-        self._admin = httpx.AsyncClient(base_url=server.url, headers=dict(server.admin.headers), timeout=300)
-
-    async def run(self) -> None:
-        short = {"slow": self._slow, "hostile": self._hostile, "sleep": self._sleep}
-        long = {"kill": self._kill, "stop": self._stop, "add": self._add}
-        await asyncio.gather(self._strike(short, self._short_gap_s), self._strike(long, self._long_gap_s))
-        await self._operate("DELETE", f"/admin/models/{_THIRD}", 200, 404)  # where its own removal did not get through
-        await self._admin.aclose()
-
-    def end(self) -> None:
-        self._over.set()
-
-    async def _strike(self, kinds: dict[str, Callable[[], Coroutine[Any, Any, None]]], gap_s: float) -> None:
-        while not self._over.is_set():
-            kind = self._rng.choice(sorted(kinds))
-            try:
-                await kinds[kind]()
-            except (httpx.HTTPError, OSError) as problem:
-                self.problems.append(f"{kind}: {problem!r}")
-            wait = asyncio.ensure_future(self._over.wait())
-            await asyncio.wait([wait], timeout=self._rng.uniform(0.5, 1.5) * gap_s)
-            wait.cancel()
-
-    def _signal(self, which: signal.Signals) -> int | None:
-        """An engine that was struck."""
-        pids = self._server.engine_pids()
-        if not pids:
-            return None
-        pid = self._rng.choice(pids)
-        try:
-            os.kill(pid, which)
-        except ProcessLookupError:
-            return None
-        return pid
-
-    async def _slow(self) -> None:
-        pid = self._signal(signal.SIGSTOP)
-        if pid is not None:
-            self.counts["engine slowed (stopped for under a second)"] += 1
-            await asyncio.sleep(self._rng.uniform(0.1, 0.9))
-            try:
-                os.kill(pid, signal.SIGCONT)
-            except ProcessLookupError:
-                return
-
-    async def _hostile(self) -> None:
-        self.counts["hostile client"] += 1
-        problem = await hostile(self._server.url, self._rng)
-        if problem is not None:
-            self.problems.append(problem)
-
-    async def _sleep(self) -> None:
-        model = self._rng.choice(MODELS)
-        await self._operate("POST", f"/admin/models/{model}/sleep", 200)
-        await asyncio.sleep(self._rng.uniform(0.05, 0.5))
-        await self._operate("POST", f"/admin/models/{model}/wake", 200)
-        self.counts["model put to sleep and woken"] += 1
-
-    async def _kill(self) -> None:
-        if self._signal(signal.SIGKILL) is not None:
-            self.counts["engine killed"] += 1
-
-    async def _stop(self) -> None:
-        """For good: the watch has to end it."""
-        if self._signal(signal.SIGSTOP) is not None:
-            self.counts["engine stopped for good"] += 1
-
-    async def _add(self) -> None:
-        status = await self._operate("POST", "/admin/models", 201, 409, 503, json={"model": _THIRD} | self._third)
-        if status == 201:
-            body = {"model": _THIRD, "prompt": "hello", "max_tokens": 8}
-            answer = await self._admin.post("/v1/completions", json=body, headers={"authorization": ""})
-            if answer.status_code not in (200, 500, 503):
-                self.problems.append(f"the added model answered {answer.status_code}: {answer.text[:200]}")
-            await self._operate("DELETE", f"/admin/models/{_THIRD}", 200)
-            self.counts["model added and removed"] += 1
-
-    async def _operate(self, method: str, path: str, *good: int, **options: Any) -> int:
-        answer = await self._admin.request(method, path, **options)
-        if answer.status_code not in good:
-            self.problems.append(f"{method} {path} got {answer.status_code}: {answer.text[:200]}")
-        return answer.status_code
+    file: Path
+    third: dict[str, Any]
+    nodes: Nodes | None
+    prompts: list[Prompt]
+    expected: list[Expected]
 
 
-def play_segment(folder: Path, number: int, options: argparse.Namespace, pool: Any) -> dict[str, Any]:
-    """The figures of a segment. ``pool``: prompts, their expected answers, the file and the third model."""
-    prompts, expected, file, third = pool
+def play_segment(folder: Path, number: int, options: argparse.Namespace, ground: Ground) -> dict[str, Any]:
+    """The figures of a segment."""
+    file, _, nodes, prompts, expected = ground
     tally, rng = Tally(), random.Random(f"{options.seed}-{number}")
     kind = {"full_disk": number % 3 == 1, "blocked_pipe": number % 3 == 2}
     begun_s = time.monotonic()
-    server = Server(file, options.engines, log=folder / f"server-{number}.log", **kind)
+    server = Server(file, options.engines, nodes=nodes, log=folder / f"server-{number}.log", **kind)
     try:
-        free_bytes = server.metric("fineserve:region_bytes", 'part="free"')
+        _, free_bytes = _kv(server)
         asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
         storm_s, waited = time.monotonic(), (server.waited_s(), waited_s())
-        storm = asyncio.run(_storm(server, third, rng, options, tally, (prompts, expected, number)))
+        storm = asyncio.run(_storm(server, ground, rng, options, tally, number))
         no_core_s = [server.waited_s() - waited[0], waited_s() - waited[1], time.monotonic() - storm_s]
         faults, health = storm.faults, storm.health
         beside_burst = [each for each in health if each.asked_s >= storm.burst_s]
@@ -218,10 +130,10 @@ class _Storm:
 
 
 async def _storm(
-    server: Server, third: dict[str, Any], rng: random.Random, options: argparse.Namespace, tally: Tally, load: Any
+    server: Server, ground: Ground, rng: random.Random, options: argparse.Namespace, tally: Tally, number: int
 ) -> _Storm:
     """Load and faults; a burst when the load has ended, so that its 1,500 requests are alone with the 20 MB."""
-    prompts, expected, number = load
+    _, third, _, prompts, expected = ground
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     watcher = context.Process(target=watch_health, args=(server.url, server.process.pid, theirs), daemon=True)
@@ -259,12 +171,18 @@ def _settled(server: Server, free_bytes: float, prompts: list[Prompt], expected:
     calm = Tally()
     asyncio.run(Load(server.url, prompts, expected, calm, 0).run(40, 4))
     problems += calm.problems + [f"calm, and yet {each}" for each in calm.outcomes if each not in ("finished", "left")]
-    while time.monotonic() < end_s and server.metric("fineserve:kv_used_bytes{") > 0:
+    used, free = _kv(server)
+    while time.monotonic() < end_s and (used or free != free_bytes):
         time.sleep(0.1)
-    used, free = server.metric("fineserve:kv_used_bytes{"), server.metric("fineserve:region_bytes", 'part="free"')
+        used, free = _kv(server)
     if used or free != free_bytes:
         problems.append(f"{used:.0f} bytes of KV are in use, {free:.0f} free, not {free_bytes:.0f}")
     return problems
+
+
+def _kv(server: Server) -> tuple[float, float]:
+    """Bytes in use, and free, over all devices."""
+    return server.metric("fineserve:kv_used_bytes{"), server.metric("fineserve:region_bytes", 'part="free"')
 
 
 def _waits(tally: Tally, grace_s: float) -> list[str]:
@@ -293,7 +211,7 @@ def main() -> int:
         "--gap", type=float, default=0.5, help="seconds between short faults; long ones: five times that"
     )
     parser.add_argument("--long-gap", type=float, help="seconds between long faults, if not that")
-    parser.add_argument("--engines", choices=["vllm", "fake"], default="vllm")
+    parser.add_argument("--engines", choices=["vllm", "fake", "ray"], default="vllm")
     parser.add_argument("--grace", type=float, default=1.0, help="seconds that a wait may be longer than it should")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no segment after so long")
     parser.add_argument("--report", action="store_true", help="print what is there, and leave")
@@ -312,19 +230,18 @@ def play(options: argparse.Namespace) -> None:
     file, third = write_file(options.folder, options.engines)
     prompts = draw_prompts(options.seed, MODELS, _PROMPTS)
     expected = _expected(options, file, prompts)
-    for number in range(-(-options.requests // options.segment)):
-        if number < len(done(options.folder)):
-            continue
-        if time.monotonic() > end_s:
-            return
-        found = play_segment(options.folder, number, options, (prompts, expected, file, third))
-        with (options.folder / "segments.jsonl").open("a", encoding="utf-8") as out:
-            out.write(json.dumps(found) + "\n")
-        print(f"segment {number}: {found['requests']} requests, {len(found['problems'])} problems", file=sys.stderr)
+    with nodes_for(options.engines) as nodes:
+        for number in range(len(done(options.folder)), -(-options.requests // options.segment)):
+            if time.monotonic() > end_s:
+                return
+            found = play_segment(options.folder, number, options, Ground(file, third, nodes, prompts, expected))
+            with (options.folder / "segments.jsonl").open("a", encoding="utf-8") as out:
+                out.write(json.dumps(found) + "\n")
+            print(f"segment {number}: {found['requests']} requests, {len(found['problems'])} problems", file=sys.stderr)
 
 
 def _expected(options: argparse.Namespace, file: Path, prompts: list[Prompt]) -> list[Expected]:
-    """The answers of an undisturbed server, asked once for a folder."""
+    """The answers of an undisturbed server on this machine, asked once for a folder."""
     kept = options.folder / "reference.json"
     plan = {key: getattr(options, key) for key in ("seed", "segment", "engines", "clients", "gap", "long_gap")}
     if not kept.exists():

@@ -127,7 +127,7 @@ class Load:
     async def _ask(self, index: int, *, stream: bool, leaves: bool) -> str:
         """How it ended."""
         prompt, begun_s = self._prompts[index], time.monotonic()
-        said, first_s, end = "", None, "finished"
+        said, first_s, end, failed = "", None, "finished", False
         try:
             options: Any = _options(prompt) | {"extra_body": {"ignore_eos": True}}
             if stream:
@@ -141,11 +141,11 @@ class Load:
             else:
                 said = (await self._client.completions.create(**options)).choices[0].text
         except openai.APIStatusError as problem:
-            end = str(problem.code or problem.status_code)
+            end, failed = str(problem.code or problem.status_code), problem.status_code == 500
         except openai.APIError as problem:
             end = str(problem.code or type(problem).__name__)
         now_s = time.monotonic()
-        silent = end == "finished" and not stream  # a whole answer does not say when its first token came
+        silent = not stream and (end == "finished" or failed)  # it does not say whether and when its first token came
         waited_s = 0.0 if silent else (first_s or now_s) - begun_s
         self._tally.note(prompt, self._expected[index], said, end, waited_s, now_s - begun_s)
         return end

@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fineserve_runtime.engines.table import SlabTable
+
+from benchmarks.chaos_processes import children, mapping
+from benchmarks.chaos_ray import DEVICES, Nodes
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "runtime"
 KEY = "chaos"
 START_S = 240.0
+_SHARED = Path("/dev/shm")
+_GONE_S = 10.0
 LATEST_S = 10.0  # runtime.queued_s
 LONGEST_S = 60.0  # runtime.request_s
 SETTINGS = {
@@ -41,8 +45,16 @@ SETTINGS = {
     "models.0.ttft_slo_s": "8.0",
     "models.1.ttft_slo_s": "8.0",
 }
-REGION_BYTES = {"vllm": 24 * 2**20, "fake": 256 * 2**10}
+REGION_BYTES = {"vllm": 24 * 2**20, "fake": 256 * 2**10, "ray": 256 * 2**10}
 """Less than 32 clients want. Weights are in it: of vLLM's models 20 MiB, of the fake ones a slab each."""
+
+_PLACEMENT = "{policy: pinned, groups: {tiny-bf16: [[0], [1]], tiny-fp8: [[1]]}}"
+ON_RAY = {
+    "runtime.mode": "in_process",
+    "cluster.count": str(DEVICES),
+    "systems": f"[{{base: fineserve, name: two, placement: {_PLACEMENT}}}]",
+}
+"""What strikes an engine there strikes its device, and takes half of what one model has, and all or nothing of the other."""
 
 MODELS = ("tiny-bf16", "tiny-fp8")
 
@@ -65,15 +77,25 @@ def write_file(folder: Path, engines: str) -> tuple[Path, dict[str, Any]]:
 
 
 class Server:
-    """A running server. ``full_disk``: its decision log goes to a device that is full; ``blocked_pipe``: nobody reads its
-    stderr. Raises RuntimeError when it does not start."""
+    """A running server. ``nodes``: what its devices are on, if not this machine; ``full_disk``: its decision
+    log goes to a device that is full; ``blocked_pipe``: nobody reads its stderr. Raises RuntimeError when it does not start."""
 
     def __init__(
-        self, file: Path, engines: str, *, full_disk: bool = False, blocked_pipe: bool = False, log: Path
+        self,
+        file: Path,
+        engines: str,
+        *,
+        nodes: Nodes | None = None,
+        full_disk: bool = False,
+        blocked_pipe: bool = False,
+        log: Path,
     ) -> None:
-        self._region = f"chaos-{os.getpid()}-{time.monotonic_ns() % 10**9}"
+        self.engines, self.nodes = engines, nodes
+        self._region = f"chaos-{os.getpid()}-{time.monotonic_ns() % 10**9}-"
         settings = SETTINGS | {"runtime.region_name": self._region, "runtime.region_bytes": str(REGION_BYTES[engines])}
         settings["runtime.decisions"] = "/dev/full" if full_disk else "/dev/null"
+        if nodes is not None:
+            settings |= ON_RAY | {"runtime.cluster": f"{{ray: '{nodes.address}'}}"}
         program = ["-m", "fineserve_runtime", "serve"] if engines == "vllm" else [str(Path(__file__))]
         command = [sys.executable, *program, str(file)]
         for key, value in settings.items():
@@ -105,13 +127,10 @@ class Server:
     # --- what is seen of it ----------------------------------------------------------------------------------------
 
     def engine_pids(self) -> list[int]:
-        """Processes of engines, as the owner table has them."""
-        table = SlabTable(Path(f"/dev/shm/fineserve-{self._region}0.table"))
-        try:
-            found = [row.get("pid") for row in table.counters]
-        finally:
-            table.close()
-        return [pid for pid in found if pid not in (0, self.process.pid)]
+        """Processes of engines, be they still starting. On Ray they are in that of their device."""
+        if self.nodes is not None:
+            return self.nodes.actors()
+        return children(self.process.pid, "spawn_main")
 
     def rss_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -145,7 +164,16 @@ class Server:
             return None
 
     def left_behind(self) -> list[str]:
-        return [path.name for path in Path("/dev/shm").glob(f"fineserve-{self._region}*") if path.suffix != ".lock"]
+        """Files, and processes that have one of them open, be it deleted. Ray's go by and by."""
+        end_s = time.monotonic() + _GONE_S
+        while (found := self._remains()) and time.monotonic() < end_s:
+            time.sleep(0.2)
+        return found
+
+    def _remains(self) -> list[str]:
+        name = f"fineserve-{self._region}"
+        files = [path.name for path in _SHARED.glob(f"{name}*") if path.suffix != ".lock"]
+        return files + [f"process {pid}" for pid in mapping(name)]
 
 
 def waited_s(pid: int | str = "self") -> float:
@@ -155,19 +183,28 @@ def waited_s(pid: int | str = "self") -> float:
 
 def serve_fake(arguments: Sequence[str]) -> None:
     """``FILE --set KEY=VALUE ...``"""
+    from contextlib import ExitStack
     from functools import partial
 
     from fineserve_runtime.cli.options import pairs
     from fineserve_runtime.config import load_file
     from fineserve_runtime.engines.device import LocalDevice
     from fineserve_runtime.engines.host import start_host
+    from fineserve_runtime.launch import StartHost
     from fineserve_runtime.serve import run_server
     from leased_core import LeasedCore  # type: ignore[import-not-found]
     from serverkit import ByteTokenizer  # type: ignore[import-not-found]
 
     file = load_file(Path(arguments[0]), pairs(list(arguments[2::2])))
-    start = partial(start_host, open_device=partial(LocalDevice, build=LeasedCore))
-    run_server(file, None, start=start, tokenizer=lambda folder: ByteTokenizer())
+    open_device = partial(LocalDevice, build=LeasedCore)
+    with ExitStack() as stack:
+        start: StartHost = partial(start_host, open_device=open_device)
+        if file.section.cluster is not None:
+            from fineserve_runtime.engines.ray_cluster import ray_cluster
+
+            cluster = ray_cluster(file.section.ray_address, DEVICES, "cpu", open_device)
+            start = stack.enter_context(cluster).start_host
+        run_server(file, None, start=start, tokenizer=lambda folder: ByteTokenizer())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,15 @@ class Route:
     scheduler: LocalScheduler | None
 
 
+class QueueLength:
+    """How many requests wait in one scheduler, for all the engines that it serves."""
+
+    __slots__ = ("length",)
+
+    def __init__(self) -> None:
+        self.length = 0
+
+
 class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
@@ -67,6 +76,8 @@ class Controller:
         }
         self._bound: dict[int, int] = {}
         self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
+        queues = {id(scheduler): QueueLength() for scheduler in self._schedulers.values()}
+        self._queues = {engine: queues[id(scheduler)] for engine, scheduler in self._schedulers.items()}
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out. Raises
@@ -79,8 +90,8 @@ class Controller:
 
     def waiting(self, engine: int) -> int:
         """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
-        scheduler = self._schedulers.get(engine)
-        return 0 if scheduler is None else len(scheduler)
+        queue = self._queues.get(engine)
+        return queue.length if queue else 0
 
     def bound_to(self, engine: int) -> int:
         """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
@@ -127,6 +138,7 @@ class Controller:
             return [Dispatch(request.id, engine)]
         self._bound[request.id] = engine
         self._requests.setdefault(engine, {})[request.id] = request
+        self._queues[engine].length += 1
         route.scheduler.add(request, engine)
         return []
 
@@ -142,6 +154,7 @@ class Controller:
     def _unbind(self, request_id: int) -> int:
         engine = self._bound.pop(request_id)
         del self._requests[engine][request_id]
+        self._queues[engine].length -= 1
         return engine
 
     def _abort(self, event: RequestAborted) -> list[Command]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from fake_engines import FakeEngine, FakeHost
 from fineserve_runtime.engines.api import EngineConfig, HostConfig, StepReport, Submission, TokenChunk
+from fineserve_runtime.engines.device import LocalDevice
 from fineserve_runtime.engines.settings import SlabSettings
 
 from fineserve_sim.policy.interfaces import EngineState
@@ -88,3 +90,17 @@ def build_unless_hung(
     while (model_dir / "hang").exists():
         time.sleep(0.01)
     return FakeCore(config, model_dir, settings, region_bytes, eos)
+
+
+class FrailDevice(LocalDevice):
+    """Cannot start its engines while its first model's folder has a file ``fail``; its process dies at it once where there
+    is a file ``die``."""
+
+    def start(self, engines: Sequence[int]) -> None:
+        folder = self.facts.engines[0].model_dir
+        if (folder / "fail").exists():
+            raise RuntimeError("no room for a process")
+        if (folder / "die").exists():
+            (folder / "die").unlink()
+            os._exit(7)
+        super().start(engines)

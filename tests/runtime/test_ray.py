@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from fake_core import FATAL_TOKEN, FakeCore, build_unless_hung
+from fake_core import FATAL_TOKEN, FakeCore, FrailDevice, build_unless_hung
 from fake_engines import continuation
 from filekit import CONFIG, write_file
 from fineserve_runtime.config import RuntimeFile, load_file
@@ -215,6 +215,50 @@ def test_an_engine_that_hangs_while_it_starts_is_dead_and_can_be_started_again(
         assert host.engines[0].drain(20) and heard.tokens[0, 1] == continuation(prompt(1), 20)
     finally:
         host.close()
+
+
+def test_an_engine_whose_device_cannot_start_it_is_dead_and_can_be_started_later(
+    config: HostConfig, tmp_path: Path
+) -> None:
+    """It was taken for alive: the next wake found nothing to do, and its requests went nowhere."""
+    heard = Heard()
+    host = start_host(replace(config, mode="processes"), heard, partial(FrailDevice, build=FakeCore))
+    try:
+        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
+        assert heard.died.wait(20)
+        (tmp_path / "fail").touch()
+        with pytest.raises(RuntimeError, match="no room for a process"):
+            host.restart(0)
+        assert not host.engines[0].alive and host.engines[1].alive
+        (tmp_path / "fail").unlink()
+        host.restart(0)
+        host.engines[0].submit(submission(1))
+        assert host.engines[0].drain(20) and heard.tokens[0, 1] == continuation(prompt(1), 20)
+    finally:
+        host.close()
+
+
+@needs_ray
+def test_an_actor_that_dies_while_its_engines_start_is_replaced(nodes: Any, config: HostConfig, tmp_path: Path) -> None:
+    from fineserve_runtime.engines.ray_cluster import ray_cluster
+
+    heard = Heard()
+    with ray_cluster(nodes.address, 2, "cpu", partial(FrailDevice, build=FakeCore)) as cluster:
+        host = cluster.start_host(config, heard)
+        try:
+            host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
+            assert heard.died.wait(20)
+            eventually(lambda: len(heard.deaths) == 2)
+            (tmp_path / "die").touch()
+            with pytest.raises(RuntimeError, match="the Ray actor of its device is gone"):
+                host.restart(0)
+            assert not any(handle.alive for handle in host.engines.values())
+            host.restart(0)
+            for engine in (0, 1):
+                host.engines[engine].submit(submission(1))
+                assert host.engines[engine].drain(20) and heard.tokens[engine, 1] == continuation(prompt(1), 20)
+        finally:
+            host.close()
 
 
 @needs_ray

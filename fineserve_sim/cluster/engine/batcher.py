@@ -60,23 +60,35 @@ class Batcher(Engine):
         queue, left = lane.queue, self._settings.token_budget - lane.decodes.size
         chunks: list[PromptChunk] = []
         for sequence in queue.prefilling:
-            if sequence.prefilled:
+            done = sequence.cached_tokens
+            size = min(left, sequence.target_tokens - done)
+            if done == sequence.target_tokens:
                 continue  # its last chunk is in flight
-            chunk = self.take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
-            if chunk is None:
+            if size < 1 or not self.kv.grow(sequence, done + size):
                 return chunks
-            chunks.append(chunk)
-            left -= chunk[2]
+            sequence.cached_tokens = done + size
+            chunks.append((sequence, done, size))
+            left -= size
         slots = self._free_slots() if left > 0 and queue.waiting else 0
         while left > 0 and slots > 0 and queue.waiting:
             sequence = queue.waiting[0]
             if sequence.preempted and not self._may_return(sequence):
                 break
-            chunk = self.begin_prefill(queue, left)
-            if chunk is None:
-                break
-            chunks.append(chunk)
-            left -= chunk[2]
+            if sequence.prefix is None:
+                size = min(left, sequence.target_tokens)
+                if not self.kv.grow(sequence, size):
+                    break
+                sequence.cached_tokens = size
+                queue.start()
+                self.composition_changed = True
+                chunks.append((sequence, 0, size))
+            else:
+                chunk = self.begin_prefill(queue, left)
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+                size = chunk[2]
+            left -= size
             slots -= 1
         return chunks
 

@@ -20,6 +20,8 @@ from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine, Waker
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
+    __slots__ = ("_blocks", "_inbox", "_start_s", "_until_s", "events")
+
     def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker) -> None:
         super().__init__(seat, host, wakeups, shares_gpu=False)
         assert isinstance(seat.kv, CountedBlocks)

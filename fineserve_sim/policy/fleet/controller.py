@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
-from fineserve_sim.policy.controller import Controller, Route
+from fineserve_sim.policy.controller import Controller, QueueLength, Route
 from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel, SchedulerMaker
 from fineserve_sim.policy.fleet.rates import MovingRate
 from fineserve_sim.policy.fleet.roster import Roster, RosterEntry
@@ -223,7 +223,7 @@ class FleetController(Controller):
         waiting = self._release([engine])
         model = self._roster.engines[engine].model
         self._lead(model, [route for route in self._routes[model] if route.engine != engine])
-        for table in (self._scopes, self._schedulers):
+        for table in (self._scopes, self._schedulers, self._queues):
             table.pop(engine, None)
         return waiting
 
@@ -264,6 +264,7 @@ class FleetController(Controller):
                 self._deliver(request, self._route_of(request.model, homes[request.id]))
 
     def _open(self, scope: tuple[int, ...], scheduler: LocalScheduler | None) -> None:
+        queue = QueueLength()
         for id in scope:
             engine = self._roster.engines[id]
             model = self._models[engine.model]
@@ -273,6 +274,7 @@ class FleetController(Controller):
             self._scopes[id] = scope
             if scheduler is not None:
                 self._schedulers[id] = scheduler
+                self._queues[id] = queue
 
     def _route_of(self, model: str, engine: int) -> Route:
         return next(route for route in self._routes[model] if route.engine == engine)

@@ -10,7 +10,7 @@ from pathlib import Path
 from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineListener, HostConfig
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
 from fineserve_runtime.engines.handle import CALL_S, Handle
-from fineserve_runtime.engines.loop import BEAT_S, REMOVED, Beat, Died, Message, Ready, Reply, Stepped
+from fineserve_runtime.engines.loop import BEAT_S, REMOVED, Beat, Died, Message, Ready, Reply, Stepped, one_line
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
 
@@ -124,8 +124,13 @@ class Host:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _start(self, engines: Sequence[int]) -> None:
-        """All start at the same time."""
-        self._device.start(engines)
+        """All start at the same time. Those that the device cannot start are dead."""
+        try:
+            self._device.start(engines)
+        except Exception as problem:
+            for number in engines:
+                self._on_died(Died(number, one_line(problem)))
+            raise
         for number in engines:
             self._await_ready(self._handles[number])
 

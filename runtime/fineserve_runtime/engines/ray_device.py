@@ -191,8 +191,8 @@ class RayDevice:
         self._open()
 
     def start(self, engines: Sequence[int]) -> None:
+        self._link.listen()  # first: an actor that is lost while engines start is lost as any other
         self._link.call("start", tuple(engines))
-        self._link.listen()
 
     @property
     def sound(self) -> bool:
@@ -205,7 +205,8 @@ class RayDevice:
 
     def clear(self, engine: int) -> tuple[int, ...]:
         if not self._lost:
-            return tuple(self._link.call("clear", engine))
+            with contextlib.suppress(ActorGone):  # of which the reader is about to hear
+                return tuple(self._link.call("clear", engine))
         self._link.end()
         self._open()
         self._lost = False
