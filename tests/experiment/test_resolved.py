@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fineserve_sim.experiment import Experiment, load_experiment, run_experiment
+from fineserve_sim.experiment.file.degrees import groups_by_degree
 from fineserve_sim.experiment.results.resolved import write_resolved
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.show.figures import draw
@@ -95,3 +96,11 @@ def test_an_open_tp_degree_follows_the_rate(write_file) -> None:
     assert degrees(3.0, 10.0)["B"] > 1  # the rate
     alone = Run(found.setup, (), "dedicated", "A", 1.0, 0, (1.0, 1.0), alone="B")
     assert [served.tp for served in scenario(alone).models] == [1] and len(scenario(alone).gpus) == 1
+
+
+def test_at_an_open_tp_degree_there_is_memory_for_kv(write_file) -> None:
+    """On one GPU the weights fit beside the context, but with the logits of 1,024 sequences nothing is left."""
+    big = "model: llama-3.1-70b, precision: fp8, tp: auto"
+    many = ("models:", "engine: {deployment: vllm-v1-eager, max_sequences: 1024}\n\nmodels:")
+    found = load_experiment(write_file(many, ("count: 2", "count: 8"), ("model: llama-3.1-8b, precision: fp8", big)))
+    assert [*groups_by_degree(found.setup, found.setup.models[1])] == [2, 4, 8]

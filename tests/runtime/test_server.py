@@ -121,15 +121,15 @@ def test_the_openai_client_async_and_abort() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_frees_its_blocks(stream: bool) -> None:
-    with served(step_s=0.005) as here:
+    with served(step_s=0.05) as here:  # all tokens would take 20 s
         body = json.dumps({"model": "A", "prompt": "long", "max_tokens": 400, "stream": stream}).encode()
         host, port = here.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
             connection.sendall(head.encode() + b"\r\n\r\n" + body)
             eventually(lambda: here.runtime.host.ledger().used_bytes > 0)
-        eventually(lambda: here.runtime.host.ledger().used_bytes == 0, 1.0)
-        assert here.runtime.driver.wait_empty(1)
+        eventually(lambda: here.runtime.host.ledger().used_bytes == 0, 10)
+        assert here.runtime.driver.wait_empty(10)
 
 
 def test_a_stream_with_a_backlog_writes_one_event_a_turn() -> None:

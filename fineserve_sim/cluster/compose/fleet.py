@@ -12,9 +12,8 @@ from fineserve_sim.cluster.compose.instances import factsheet, place
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     engine_kv,
+    fixed_bytes,
     geometry,
-    peak_activation_bytes,
-    resident_bytes,
     tenants_on,
     usable_bytes,
 )
@@ -149,7 +148,7 @@ def _engine_bytes(
     block = geometry(served, settings)
     return EngineBytes(
         weight_bytes(served.model, served.precision, served.tp),
-        resident_bytes(served, settings) + peak_activation_bytes(served, settings),
+        fixed_bytes(served, settings),
         virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
         served.model.max_context_tokens,
     )

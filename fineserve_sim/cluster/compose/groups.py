@@ -9,7 +9,7 @@ from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.compose.instances import place
-from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes, usable_bytes
+from fineserve_sim.cluster.compose.memory import fixed_bytes, geometry, usable_bytes
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import step_model
@@ -227,7 +227,7 @@ def _check_system(scenario: Scenario, execution: specs.PipelineSpec) -> None:
 def _sizes(scenario: Scenario, served: ServedModel, gpu: Gpu) -> ModelBytes:
     settings = scenario.engine
     weights = weight_bytes(served.model, served.precision, served.tp) * served.tp
-    fixed = (resident_bytes(served, settings) + peak_activation_bytes(served, settings)) * served.tp - weights
+    fixed = fixed_bytes(served, settings) * served.tp - weights
     block = geometry(served, settings)
     layers = served.model.layers
     sizes = ModelBytes(

@@ -75,6 +75,11 @@ def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     )
 
 
+def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
+    """All that an engine needs of each of its GPUs before any KV."""
+    return resident_bytes(served, settings) + peak_activation_bytes(served, settings)
+
+
 def tenants_on(
     scenario: Scenario, instances: Sequence[Instance], demands: Mapping[str, ModelDemand]
 ) -> dict[int, list[Tenant]]:
@@ -86,7 +91,7 @@ def tenants_on(
         block_tokens = engine_block_tokens(model, settings, scenario.system.memory)
         tenant = Tenant(
             engine=engine,
-            fixed_bytes=resident_bytes(model, settings) + peak_activation_bytes(model, settings),
+            fixed_bytes=fixed_bytes(model, settings),
             block=geometry(model, replace(settings, block_tokens=block_tokens)),
             footprint_bytes=charged_bytes(instance, demands, len(scenario.gpus)),
             rate_per_s=instance.rate_per_s,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from fineserve_sim.catalog import check_tp, weight_bytes
-from fineserve_sim.cluster.compose.memory import usable_bytes
+import math
+
+from fineserve_sim.catalog import check_tp
+from fineserve_sim.cluster import ServedModel
+from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.policy.interfaces import GpuSlot
 from fineserve_sim.policy.placement.tp_groups import tp_groups
@@ -14,13 +17,13 @@ DEGREES = (1, 2, 4, 8)
 
 
 def groups_by_degree(setup: Setup, model: ResolvedModel) -> dict[int, int]:
-    """How many groups of GPUs there are of each degree, rising, over which the model splits and whose GPUs hold its weights.
-    Slices by MIG form no groups."""
+    """How many groups of GPUs there are of each degree, rising, over which the model splits and on whose GPUs an engine of it
+    has memory for KV left. Slices by MIG form no groups."""
     slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, setup.engine)) for gpu in setup.gpus]
     most = 1 if any(gpu.spec.whole for gpu in setup.gpus) else max(DEGREES)
-    left_bytes = max(slot.memory_bytes for slot in slots) - setup.engine.context_bytes
-    fitting = [tp for tp in DEGREES if tp <= most and _splits(model, tp)]
-    fitting = [tp for tp in fitting if weight_bytes(model.spec, model.precision, tp) < left_bytes]
+    largest_bytes = max(slot.memory_bytes for slot in slots)
+    splitting = [tp for tp in DEGREES if tp <= most and _splits(model, tp)]
+    fitting = [tp for tp in splitting if _fixed_bytes(setup, model, tp) < largest_bytes]
     return {tp: groups for tp in fitting if (groups := len(tp_groups(slots, tp)))}
 
 
@@ -28,6 +31,11 @@ def least_degree(setup: Setup, model: ResolvedModel) -> int:
     """That of the file, or the smallest at which it fits: how a model runs that has GPUs of its own. 1 if it fits nowhere."""
     tp = model.entry.tp
     return tp if isinstance(tp, int) else min(groups_by_degree(setup, model), default=1)
+
+
+def _fixed_bytes(setup: Setup, model: ResolvedModel, tp: int) -> int:
+    served = ServedModel(model.id, model.spec, model.precision, tp, 0.0, math.inf, 0.0, 0.0)
+    return fixed_bytes(served, setup.engine)
 
 
 def _splits(model: ResolvedModel, tp: int) -> bool:

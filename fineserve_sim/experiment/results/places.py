@@ -17,7 +17,7 @@ import numpy as np
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import GpuUse, ServedModel
-from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
+from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.run.run_data import RunData
@@ -51,8 +51,7 @@ class Places:
 
     def fixed_bytes(self, model: str) -> int:
         """All that an engine of the model needs of each of its GPUs before any KV."""
-        served, settings = self.served[model], self._setup.engine
-        return resident_bytes(served, settings) + peak_activation_bytes(served, settings)
+        return fixed_bytes(self.served[model], self._setup.engine)
 
     @cached_property
     def left_bytes(self) -> list[int]:
