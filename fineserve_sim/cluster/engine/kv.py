@@ -14,7 +14,7 @@ from itertools import count, islice
 
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.policy.interfaces import KVManager, keeps_prefixes, takes_time
-from fineserve_sim.policy.memory.paged import PagedPool
+from fineserve_sim.policy.memory.paged import BlockPool, PoolShare
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 
 
@@ -109,24 +109,19 @@ class EngineKV(ABC):
 
 
 class CountedBlocks(EngineKV):
-    """Blocks that are only counted. Unless ``private``, other engines draw from the pools too, or their sizes change."""
+    """Blocks of pools that no other engine draws from."""
 
-    def __init__(self, pools: Sequence[PagedPool], block_tokens: int, *, private: bool = True) -> None:
+    def __init__(self, pools: Sequence[BlockPool], block_tokens: int) -> None:
         super().__init__(block_tokens)
-        self.private = private
         self._pools = tuple(pools)
-        self._only = self._pools[0] if len(self._pools) == 1 else None
-
-    def used_blocks(self) -> int:
-        return self._pools[0].held_blocks
+        # Every rank holds as many blocks: the one with the fewest in all has the fewest left.
+        self._tightest = min(self._pools, key=lambda pool: pool.capacity_blocks)
 
     def free_blocks(self) -> int:
-        if self._only is not None:
-            return self._only.free_blocks
-        return min(pool.free_blocks for pool in self._pools)
+        return self._tightest.free_blocks
 
     def capacity_blocks(self) -> int:
-        return min(pool.capacity_blocks for pool in self._pools)
+        return self._tightest.capacity_blocks
 
     def used_bytes(self) -> int:
         return sum(pool.used_bytes for pool in self._pools)
@@ -145,14 +140,42 @@ class CountedBlocks(EngineKV):
 
     def take(self, blocks: int) -> bool:
         """Take so many blocks of every memory, or none."""
-        if self._only is not None:
-            return self._only.take(blocks)
-        return blocks <= self.free_blocks() and all(pool.take(blocks) for pool in self._pools)
+        if blocks > self._tightest.free_blocks:
+            return False
+        for pool in self._pools:
+            pool.take(blocks)
+        return True
 
     def give(self, blocks: int) -> None:
         """Give so many blocks back to every memory."""
         for pool in self._pools:
             pool.give(blocks)
+
+
+class StageBlocks(CountedBlocks):
+    """Blocks of pools whose size changes, or that others draw from too: those of an engine whose layers come and go."""
+
+    private = False
+
+    def __init__(self, pools: Sequence[PoolShare], block_tokens: int) -> None:
+        super().__init__(pools, block_tokens)
+        self._shares = tuple(pools)
+
+    def used_blocks(self) -> int:
+        return self._shares[0].held_blocks
+
+    def free_blocks(self) -> int:
+        if len(self._shares) == 1:
+            return self._shares[0].free_blocks
+        return min(pool.free_blocks for pool in self._shares)
+
+    def capacity_blocks(self) -> int:
+        return min(pool.capacity_blocks for pool in self._shares)
+
+    def take(self, blocks: int) -> bool:
+        if len(self._shares) == 1:
+            return self._shares[0].take(blocks)
+        return blocks <= self.free_blocks() and all(pool.take(blocks) for pool in self._shares)
 
 
 class PrefixBlocks(EngineKV):

@@ -4,15 +4,71 @@ This is plain PagedAttention memory management as in vLLM: a share is cut into b
 block serves any sequence. Nothing fragments, and nothing can be lent: an idle engine's free blocks stay its own. So blocks
 are counted, not named: which of them a sequence holds changes no decision.
 
-The bytes of a pool may change, where dropped layers become KV memory, and an engine that drains may still draw from it
-beside the next one.
+``PagedPool`` is a fixed share of a GPU. ``PoolShare`` counts the blocks of one engine in a ``BytePool`` whose size changes,
+where dropped layers become KV memory, and from which an engine that drains may still draw beside the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from fineserve_sim.policy.interfaces import KVLedger
+
+
+class BlockPool(Protocol):
+    """Blocks of one engine in one memory, counted. ``take`` and ``give`` raise ValueError for what cannot be."""
+
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def capacity_blocks(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    def take(self, blocks: int) -> bool: ...
+    def give(self, blocks: int) -> None: ...
+
+
+class PagedPool:
+    """``share_bytes`` cut into blocks of ``block_bytes``, ``free_blocks`` of which nobody holds.
+
+    Raises:
+        ValueError: a block below 1 byte or a negative share.
+    """
+
+    __slots__ = ("block_bytes", "capacity_blocks", "free_blocks", "share_bytes")
+
+    def __init__(self, block_bytes: int, share_bytes: int) -> None:
+        if block_bytes < 1 or share_bytes < 0:
+            raise ValueError(
+                f"paged pool: {share_bytes} bytes in blocks of {block_bytes}; need bytes >= 0 and blocks >= 1"
+            )
+        self.block_bytes = block_bytes
+        self.share_bytes = share_bytes
+        self.capacity_blocks = share_bytes // block_bytes
+        self.free_blocks = self.capacity_blocks
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.capacity_blocks - self.free_blocks) * self.block_bytes
+
+    def take(self, blocks: int) -> bool:
+        """Take ``blocks`` blocks. False when there are not as many; then nothing is taken. ValueError if negative."""
+        if blocks < 0:
+            raise ValueError(f"paged pool: {blocks} blocks asked for; it must be 0 or more")
+        if blocks > self.free_blocks:
+            return False
+        self.free_blocks -= blocks
+        return True
+
+    def give(self, blocks: int) -> None:
+        """Give back blocks. ValueError for a negative number or more than are held; then nothing is given back."""
+        held = self.capacity_blocks - self.free_blocks
+        if not 0 <= blocks <= held:
+            raise ValueError(
+                f"paged pool: {blocks} blocks given back; it must be 0 to {held}, the blocks that are held"
+            )
+        self.free_blocks += blocks
 
 
 class BytePool:
@@ -29,22 +85,14 @@ class BytePool:
         return self.limit_bytes - self.used_bytes
 
 
-class PagedPool:
-    """Blocks of ``block_bytes`` that one engine holds in ``pool``, which it has to itself unless others draw from it, too.
-
-    Raises:
-        ValueError: a block below 1 byte or a pool of negative size.
-    """
+class PoolShare:
+    """Blocks of ``block_bytes`` that one engine holds in a ``BytePool``, perhaps beside others."""
 
     __slots__ = ("block_bytes", "held_blocks", "pool")
 
-    def __init__(self, block_bytes: int, pool: BytePool) -> None:
-        if block_bytes < 1 or pool.limit_bytes < 0:
-            raise ValueError(
-                f"paged pool: {pool.limit_bytes} bytes in blocks of {block_bytes}; need bytes >= 0 and blocks >= 1"
-            )
-        self.block_bytes = block_bytes
+    def __init__(self, pool: BytePool, block_bytes: int) -> None:
         self.pool = pool
+        self.block_bytes = block_bytes
         self.held_blocks = 0
 
     @property
@@ -62,10 +110,7 @@ class PagedPool:
         return self.held_blocks * self.block_bytes
 
     def take(self, blocks: int) -> bool:
-        """Take ``blocks`` blocks. False when there are not as many; then nothing is taken. ValueError if negative."""
         pool, bytes = self.pool, blocks * self.block_bytes
-        if bytes < 0:
-            raise ValueError(f"paged pool: {blocks} blocks asked for; it must be 0 or more")
         if pool.used_bytes + bytes > pool.limit_bytes:
             return False
         self.held_blocks += blocks
@@ -73,11 +118,9 @@ class PagedPool:
         return True
 
     def give(self, blocks: int) -> None:
-        """Give back blocks. ValueError for a negative number or more than are held; then nothing is given back."""
-        if not 0 <= blocks <= self.held_blocks:
-            raise ValueError(
-                f"paged pool: {blocks} blocks given back; it must be 0 to {self.held_blocks}, the blocks that are held"
-            )
+        """ValueError for more than are held; then nothing is given back."""
+        if blocks > self.held_blocks:
+            raise ValueError(f"paged pool: {blocks} blocks given back; {self.held_blocks} are held")
         self.held_blocks -= blocks
         self.pool.used_bytes -= blocks * self.block_bytes
 
@@ -95,13 +138,13 @@ class PrivatePools:
     """
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
-        self._pools = _Pools({owner: PagedPool(block, BytePool(share)) for owner, (block, share) in shares.items()})
+        self._pools = _Pools({owner: PagedPool(block, share) for owner, (block, share) in shares.items()})
 
     def join(self, owner: int, block_bytes: int, share_bytes: int) -> None:
         """A new owner with a share of its own. ValueError for one that has a pool."""
         if owner in self._pools:
             raise ValueError(f"private pools: owner {owner} joins twice")
-        self._pools[owner] = PagedPool(block_bytes, BytePool(share_bytes))
+        self._pools[owner] = PagedPool(block_bytes, share_bytes)
 
     def leave(self, owner: int) -> None:
         """The owner goes, and its share with it. ValueError while it holds blocks."""
@@ -114,15 +157,19 @@ class PrivatePools:
         return self._pools[owner]
 
     def free_blocks(self, owner: int) -> int:
+        """How many blocks ``owner`` could get now."""
         return self._pools[owner].free_blocks
 
     def capacity_blocks(self, owner: int) -> int:
+        """Whole blocks in the owner's share; what the others hold does not matter."""
         return self._pools[owner].capacity_blocks
 
     def used_bytes(self, owner: int) -> int:
+        """Bytes of the blocks that ``owner`` holds."""
         return self._pools[owner].used_bytes
 
     def fits(self, demands: Mapping[int, int]) -> bool:
+        """Whether each owner's pool has the blocks asked of it; owners without a pool here are ignored."""
         pools = self._pools
         return all(owner not in pools or blocks <= pools[owner].free_blocks for owner, blocks in demands.items())
 
@@ -130,15 +177,16 @@ class PrivatePools:
         """Bytes of all shares. Nothing is stranded, for there are no slabs; a share's last part of a block is lost."""
         pools = self._pools.values()
         return KVLedger(
-            total_bytes=sum(pool.pool.limit_bytes for pool in pools),
+            total_bytes=sum(pool.share_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             stranded_bytes=0,
             free_bytes=sum(pool.free_blocks * pool.block_bytes for pool in pools),
-            lost_bytes=sum(pool.pool.limit_bytes % pool.block_bytes for pool in pools),
+            lost_bytes=sum(pool.share_bytes % pool.block_bytes for pool in pools),
         )
 
     def check(self) -> None:
+        """Raise AssertionError if a pool contradicts itself."""
         for owner, pool in self._pools.items():
-            assert 0 <= pool.held_blocks <= pool.capacity_blocks, f"owner {owner} holds {pool.held_blocks} blocks"
+            assert 0 <= pool.free_blocks <= pool.capacity_blocks, f"owner {owner}: {pool.free_blocks} free blocks"
         total, *parts = self.ledger()
         assert sum(parts) == total, f"the ledger does not add up: {self.ledger()}"
