@@ -123,7 +123,7 @@ def test_the_answer_its_models_and_its_gpus() -> None:
     assert "Closest: Mine on 1 h100-sxm: 50.0 ± 1.2 %, 45.0 points below." in text
     assert "Cost of 1 h100-sxm: $3.50 an hour, $0.25 a thousand requests within limits ($3.50 a GPU-hour" in text
     assert " by default, list price of X of 2026-01-02; --price)." in text
-    assert "Misses: 40.0 % dropped by the scheduler, 10.0 % late (first token)." in text
+    assert "Misses: 40.0 % dropped, 10.0 % late (first token)." in text
     assert "Worst: B 0 % within." in text
     assert "Binds: compute (100 % of misses: B, A)." in text
     assert "Limits: TTFT 0.5 s (A) to 2 s (B). Load: load A, rate scale 8, SLO scale 5, 1.5 requests/s" in " ".join(

@@ -14,9 +14,9 @@ MEANINGS = {
     "late": "late (first token)",
     "slow": "slow (time a token)",
     "overdue": "overdue (last token)",
-    "dropped": "dropped by the scheduler",
+    "dropped": "dropped",
     "rejected": "rejected (no engine can hold the prompt)",
-    "unplaced": "unplaced (no GPU)",
+    "unplaced": "unplaced",
     "unfinished": "unfinished",
 }
 _MOMENTS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "slo": "all limits"}
@@ -200,7 +200,7 @@ def _misses(cell: Cell) -> str:
     return f"Misses: {', '.join(parts)}.{models}"
 
 
-def worst_models(cell: Cell, most: int = 3) -> list[str]:
+def worst_models(cell: Cell, most: int = 2) -> list[str]:
     """The models with the lowest share within their limits, below the cell's own, with their shares."""
     shares = {name: model["within"] / model["requests"] for name, model in cell["models"].items() if model["requests"]}
     own = cell["metrics"]["slo_attainment"]["mean"] or 0.0
