@@ -167,6 +167,36 @@ def test_a_stream_with_a_backlog_writes_one_event_a_turn() -> None:
     assert len(written) >= 40 and len(set(written[1:])) == len(written) - 1
 
 
+def test_a_client_that_leaves_as_its_stream_begins_frees_its_blocks() -> None:
+    """Its headers are on their way and no event was asked for yet. That its end was left to Python's collector made one in ten
+    of such requests run on."""
+
+    async def talk(here: Served) -> None:
+        body = json.dumps({"model": "A", "prompt": "long", "max_tokens": 400, "stream": True}).encode()
+        said = iter([{"type": "http.request", "body": body, "more_body": False}])
+        began = asyncio.Event()
+
+        async def receive() -> Any:
+            if (message := next(said, None)) is not None:
+                return message
+            await began.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+        scope["headers"] = [(b"authorization", b"Bearer secret")]
+        await create_app(here.service)(scope, receive, send)
+
+    with served(step_s=0.05, keys=(Key("one", "secret", requests=1),)) as here:  # all tokens would take 20 s
+        asyncio.run(talk(here))
+        eventually(lambda: here.runtime.host.ledger().used_bytes == 0, 10)
+        body = {"model": "A", "prompt": "x", "max_tokens": 2}
+        assert here.post("/v1/completions", body, authorization="Bearer secret").status_code == 200
+
+
 def test_a_request_that_cannot_be_on_time_gets_503_with_its_reason() -> None:
     with served(core_spec(slo_s=60.0, measured=SLOW)) as here:
         body = {"model": "A", "prompt": "x" * 60, "max_tokens": 4}

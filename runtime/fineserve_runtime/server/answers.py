@@ -84,7 +84,7 @@ class EventStream:
         try:
             first = await anext(self._pieces)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
         return self._events(first)
 
@@ -101,7 +101,7 @@ class EventStream:
             for event in self._failure(problem):
                 yield event
         finally:
-            self._give_up()
+            self.give_up()
         for event in self._last_words():
             yield event
 
@@ -165,7 +165,7 @@ class EventStream:
     def _head(self) -> dict[str, Any]:
         return head(self._ask, "chat.completion.chunk" if self._ask.chat else "text_completion")
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         for choice in self._choices:
             choice.abort()
 

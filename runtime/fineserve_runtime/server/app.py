@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from fineserve_runtime import __version__
 from fineserve_runtime.jobs import Limits
@@ -252,17 +253,32 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
         request.state.gate.leave()
         if not understood.ask.stream:
             return JSONResponse(await _unless_gone(request, understood.whole(choices)))
-        events = await _unless_gone(request, understood.events(choices).begin())
-        return StreamingResponse(_during(stack.pop_all(), events), media_type="text/event-stream")
+        stream = understood.events(choices)
+        return _Stream(stream, await _unless_gone(request, stream.begin()), stack.pop_all())
 
 
-async def _during(limits: AbstractContextManager[object], events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events, within the limits of their key until the last. One a turn of the event loop, whatever the backlog: others
-    get their turns, and a client that is gone is heard before the rest is written to nobody."""
-    with limits:
-        async for event in events:
-            yield event
-            await asyncio.sleep(0)
+class _Stream(StreamingResponse):
+    """The events of ``stream``, within ``limits`` until the last. However it ends, the stream is given up: a client may leave
+    before the first event is asked for, and a generator that never began has nothing to run at its end."""
+
+    def __init__(self, stream: EventStream, events: AsyncIterator[str], limits: AbstractContextManager[object]) -> None:
+        super().__init__(_in_turns(events), media_type="text/event-stream")
+        self._stream, self._limits = stream, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._limits:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                self._stream.give_up()
+
+
+async def _in_turns(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """One a turn of the event loop, whatever the backlog: others get their turns, and a client that is gone is heard before
+    the rest is written to nobody."""
+    async for event in events:
+        yield event
+        await asyncio.sleep(0)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
