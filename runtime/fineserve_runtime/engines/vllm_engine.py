@@ -48,13 +48,15 @@ def prepare_environment() -> None:
 
 
 def engine_arguments(config: EngineConfig, model_dir: Path, device: Device, region_bytes: int) -> dict[str, Any]:
-    """The arguments of vLLM's EngineArgs that a stock engine of this configuration would get."""
+    """The arguments of vLLM's EngineArgs that a stock engine of this configuration would get. Engines of several ranks are
+    on CPUs."""
     ranks = max(1, len(config.gpus))
     several = {
         "tensor_parallel_size": ranks // config.stages,
         "pipeline_parallel_size": config.stages,
         "distributed_executor_backend": "mp",
         "async_scheduling": False,
+        "worker_cls": f"{_PACKAGE}.vllm_cpu.PatientCPUWorker",
     }
     return {
         "model": str(model_dir),
@@ -95,7 +97,11 @@ def build_core(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
+    from fineserve_runtime.engines.vllm_seams import wait_asleep
+
     vllm_config = EngineArgs(**arguments).create_engine_config()
+    if vllm_config.parallel_config.world_size > 1:
+        wait_asleep()
     return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
 
 

@@ -8,6 +8,9 @@ is being built, and put back at once:
 * ``allocate_kv_cache``, by which both model runners get a zeroed tensor of their own;
 * ``dispatch_cpu_unquantized_gemm``, which on a CPU packs linear weights into private memory where no eviction finds them.
 
+Processes of an engine with several ranks on a CPU keep two replacements, by which they sleep while they wait for each other
+(`wait_asleep`).
+
 `check_contract` names whatever of vLLM's inside is not as we know it, before any engine is built.
 """
 
@@ -15,16 +18,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 KNOWN_GOOD = ("0.32.0",)
 
+_NAP_S = 50e-6
+
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
+_COMMUNICATORS = "vllm.distributed.device_communicators"
 
 CONTRACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm.v1.core.kv_cache_coordinator", "BlockPool"): ("num_gpu_blocks", "enable_caching", "hash_block_size"),
@@ -56,6 +64,8 @@ CONTRACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm.v1.engine.core", "EngineCore.add_request"): ("request",),
     ("vllm.sampling_params", "SamplingParams.verify"): ("model_config", "structured_outputs_config", "tokenizer"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"): ("layer", "remove_weight"),
+    (f"{_COMMUNICATORS}.shm_broadcast", "sched_yield"): (),
+    (f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator._all_group_ranks_share_shm_group_name"): (),
 }
 """(module, name) -> parameters that must be among its own."""
 
@@ -158,3 +168,14 @@ def plain_linears() -> Iterator[None]:
 
     with _replaced(keep_plain, ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")):
         yield
+
+
+def wait_asleep() -> None:
+    """Ranks on a CPU, and the process that schedules them, wait for each other asleep from now on. vLLM lets them spin and
+    yield, which presumes a core for each. Where there are fewer, those that spin keep the others from what they wait for,
+    and on Linux 6.18 two ranks that did so have kept everybody else off both cores for four minutes."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    shm_broadcast.sched_yield = partial(time.sleep, _NAP_S)
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # collectives by gloo, not by spinning

@@ -30,10 +30,9 @@ ALONE = replace(BF16, name="alone", model=TinyModel(seed=2), gpus=(1,))
 def test_shards_of_layers(
     start: Callable[..., tuple[Any, Any]], same_tokens: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Tensor parallelism. Ranks add up in another order than one engine does, so they are compared with vLLM's own ranks.
-    They spin while they wait for each other, which is slow where cores are few: so requests are few, too."""
+    """Tensor parallelism. Ranks add up in another order than one engine does, so they are compared with vLLM's own ranks."""
     host, heard = start(SHARDS, ALONE, mode="processes", slabs=SLABS, gpus=(0, 1))
-    requests, others = draw_requests(1, 10), draw_requests(2, 10)
+    requests, others = draw_requests(1, REQUESTS), draw_requests(2, REQUESTS)
     _same_slabs_in_both_regions(host, heard, requests, others, tmp_path)
     same_tokens(SHARDS, requests, heard.of(0))
     same_tokens(ALONE, others, heard.of(1))
@@ -76,8 +75,8 @@ def _same_slabs_in_both_regions(host: Any, heard: Any, requests: list[Any], othe
     for one, other in zip(requests, others, strict=True):
         host.engines[0].submit(one)
         host.engines[1].submit(other)
-    assert host.engines[0].drain(400)
-    assert host.engines[1].drain(400)
+    assert host.engines[0].drain(120)
+    assert host.engines[1].drain(120)
     heard.then = lambda report: None
     assert max(map(len, both)) > 4
 
