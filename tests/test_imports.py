@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -93,3 +94,10 @@ def test_functions_fit_on_a_screen_and_files_have_one_subject(package: str) -> N
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert lines <= 50, f"{path}: {node.name} has {lines} lines"
+
+
+def test_the_tests_kits_have_names_of_their_own() -> None:
+    """A folder's kits are imported by their bare names, whichever folder was collected first."""
+    tests = (path for path in (ROOT / "tests").rglob("*.py") if path.stem not in ("conftest", "__init__"))
+    stems = Counter(path.stem for path in tests if not path.stem.startswith("test_"))
+    assert [stem for stem, files in stems.items() if files > 1] == []

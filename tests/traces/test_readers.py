@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from filekit import AZURE, BROKEN, BURSTGPT, CSV
+from tracefilekit import AZURE, BROKEN, BURSTGPT, CSV
 from fineserve_traces import TraceError, read_lengths, read_trace, read_vllm_bench
 
 

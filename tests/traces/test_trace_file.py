@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from filekit import AZURE, BROKEN, BURSTGPT, CSV
+from tracefilekit import AZURE, BROKEN, BURSTGPT, CSV
 from fineserve_traces import TraceError, open_trace, read_trace, trace_file, whole
 
 ARENA = "arrival_s,model,prompt_tokens,output_tokens\n"
