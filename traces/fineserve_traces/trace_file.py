@@ -19,7 +19,7 @@ from fineserve_traces.readers import READERS, detect_format
 from fineserve_traces.rows import Rows, model_names, named_source
 from fineserve_traces.schema import IntArray, Trace, TraceError, error_at
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 _DOCUMENTS = ("vllm-bench",)
 _HEADED = ("csv", "arena", "azure", "burstgpt")
 
