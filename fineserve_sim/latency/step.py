@@ -171,18 +171,29 @@ class StepModel:
         return seconds
 
     def decode_span_s(
-        self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
+        self,
+        start_s: float,
+        decodes: int,
+        decode_context: int,
+        steps: int,
+        slowdown: float,
+        until_s: float = math.inf,
     ) -> tuple[list[float], list[float]]:
         """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
-        if steps > SCALAR_STEPS:
-            each_s = self.decode_steps_s(decodes, decode_context, steps)
-            return _ends_of(start_s, each_s, slowdown), each_s.tolist()
         self._reserve(decodes, decodes)
         batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
         host_s = self.overhead_s + decodes * self.sequence_s
-        curve, next_piece = self._decode_curve(decodes), 0.0
+        curve, first_context = self._decode_curve(decodes), decode_context + decodes
+        piece_start, value, slope, next_piece = curve.piece(first_context)
+        if until_s < math.inf:
+            device_s = batch_s + (value + (first_context - piece_start) * slope)
+            least_s = (host_s + (device_s if device_s > floor_s else floor_s)) * slowdown  # later steps take no less
+            steps = min(steps, int((until_s - start_s) / least_s) + 2)
+        if steps > SCALAR_STEPS:
+            each_s = self.decode_steps_s(decodes, decode_context, steps)
+            return _ends_of(start_s, each_s, slowdown), each_s.tolist()
         now, ends, alone_s = start_s, [], []
-        for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
+        for context in range(first_context, decode_context + steps * decodes + 1, decodes):
             if context >= next_piece:
                 piece_start, value, slope, next_piece = curve.piece(context)
             device_s = batch_s + (value + (context - piece_start) * slope)
@@ -193,13 +204,17 @@ class StepModel:
         return ends, alone_s
 
     def decode_ends_s(
-        self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
+        self,
+        start_s: float,
+        decodes: int,
+        decode_context: int,
+        steps: int,
+        slowdown: float,
+        until_s: float = math.inf,
     ) -> list[float]:
         """End times of consecutive decode-only steps from ``start_s``, each ``slowdown`` times as long as alone: the same
-        bits as adding ``step_s(...) * slowdown`` one by one."""
-        if steps <= SCALAR_STEPS:
-            return self.decode_span_s(start_s, decodes, decode_context, steps, slowdown)[0]
-        return _ends_of(start_s, self.decode_steps_s(decodes, decode_context, steps), slowdown)
+        bits as adding ``step_s(...) * slowdown`` one by one. Those after the first beyond ``until_s`` may be left out."""
+        return self.decode_span_s(start_s, decodes, decode_context, steps, slowdown, until_s)[0]
 
     def demand(
         self,

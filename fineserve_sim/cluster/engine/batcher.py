@@ -60,15 +60,13 @@ class Batcher(Engine):
         queue, left = lane.queue, self._settings.token_budget - lane.decodes.size
         chunks: list[PromptChunk] = []
         for sequence in queue.prefilling:
-            done = sequence.cached_tokens
-            size = min(left, sequence.target_tokens - done)
-            if done == sequence.target_tokens:
+            if sequence.prefilled:
                 continue  # its last chunk is in flight
-            if size < 1 or not self.kv.grow(sequence, done + size):
+            chunk = self.take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
+            if chunk is None:
                 return chunks
-            sequence.cached_tokens = done + size
-            chunks.append((sequence, done, size))
-            left -= size
+            chunks.append(chunk)
+            left -= chunk[2]
         slots = self._free_slots() if left > 0 and queue.waiting else 0
         while left > 0 and slots > 0 and queue.waiting:
             sequence = queue.waiting[0]

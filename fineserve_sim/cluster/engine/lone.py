@@ -71,11 +71,12 @@ class LoneEngine(SpanEngine):
         while settled < last:
             boundaries = min(last - settled, decodes.steps_to_finish())
             settled += boundaries
-            sure = self._blocks.take(decodes.blocks_ahead(boundaries - 1))
+            blocks = decodes.blocks_ahead(boundaries - 1)
             decodes.advance(boundaries)
-            self._retire(decodes.pop_finished(), self._ends[settled - 1])
-            if not sure or not self._blocks.take(len(decodes.needing_block())):
+            finished = decodes.pop_finished()
+            if not self._blocks.take(blocks + len(decodes.needing_block())):
                 raise AssertionError(f"engine {self.index}: no memory inside a span")
+            self._retire(finished, self._ends[settled - 1])
 
     def _span_ends(self, now: float) -> list[float]:
         if self._queue.waiting or self._queue.prefilling or self._preempted:
@@ -88,11 +89,9 @@ class LoneEngine(SpanEngine):
         """End times of the iterations up to the moment that somebody looks at."""
         ends: list[float] = []
         for steps, decodes, context_tokens in self._decodes.phases():
-            first_s = self.step.step_s(decodes, context_tokens, 0, 0, 0, decodes)
-            enough = (self._until_s - now) / first_s + 2  # later ones take no less
-            ends += self.step.decode_ends_s(now, decodes, context_tokens, int(min(steps, enough)), self.slowdown)
+            ends += self.step.decode_ends_s(now, decodes, context_tokens, steps, self.slowdown, self._until_s)
             now = ends[-1]
-            if enough < steps or now > self._until_s:
+            if now > self._until_s:
                 break
         return ends
 

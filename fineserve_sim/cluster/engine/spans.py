@@ -184,11 +184,6 @@ class SpanEngine(Batcher):
         ahead = len(self._ends) - 1 - self._settled
         self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
 
-    def accept(self, sequence: SequenceState) -> None:
-        sequence.output_tokens = min(sequence.output_tokens, self.max_tokens - sequence.prompt_tokens)
-        self._queue.append(sequence)
-        self._backlog_tokens += sequence.target_tokens
-
     def stop(self, now: float) -> None:
         self._starting = False
         super().stop(now)
