@@ -34,6 +34,7 @@ class Group(NamedTuple):
 
 
 AUTHORS, VLLM, TRTLLM, STATIC = (0.08, 0.13, None), (0.08, 0.15, None), (0.08, 0.20, None), (0.12, 0.12, None)
+H200, SGLANG = (0.07, 0.18, None), (0.08, 0.10, None)
 GROUPS = (
     Group("8B in FP16, FP8 and AWQ, each share of the SMs: H100, vLLM 0.9.1",
           lambda row: row.set.startswith("fineserve_authors_h100_8b, ") and row.precision != "W4A8KV4", AUTHORS),
@@ -43,14 +44,14 @@ GROUPS = (
     Group("70B FP8 at TP 2, 4, 8: H100, vLLM",
           lambda row: row.set == "aic_silicon_hopper, h100-sxm" and row.backend == "vllm", VLLM),
     Group("70B FP8 at TP 1, 2, 4, 8: H200, vLLM",
-          lambda row: "h200" in row.set and row.backend == "vllm" and "70B" in row.model),
+          lambda row: "h200" in row.set and row.backend == "vllm" and "70B" in row.model, H200),
     Group("8B FP8 at TP 1, 2, 4, 8: H200, vLLM",
-          lambda row: "h200" in row.set and row.backend == "vllm" and "8B" in row.model),
+          lambda row: "h200" in row.set and row.backend == "vllm" and "8B" in row.model, H200),
     Group("8B at TP 1, 2, 4, 8: H100, TensorRT-LLM",
           lambda row: row.set == "aic_silicon_hopper, h100-sxm" and row.backend == "trtllm", TRTLLM),
     Group("70B FP8 at TP 1, 2, 4, 8: H200, TensorRT-LLM",
           lambda row: "h200" in row.set and row.backend == "trtllm", TRTLLM),
-    Group("8B FP8 at TP 1, 2, 4, 8: H200, SGLang", lambda row: "h200" in row.set and row.backend == "sglang"),
+    Group("8B FP8 at TP 1, 2, 4, 8: H200, SGLang", lambda row: "h200" in row.set and row.backend == "sglang", SGLANG),
     Group("Qwen3-32B at TP 4: H100, vLLM and SGLang (readings chosen on these rows)",
           lambda row: row.set.startswith("aic_silicon_qwen3") and row.backend != "trtllm", VLLM),
     Group("Qwen3-32B at TP 4: H100, TensorRT-LLM (readings chosen on these rows)",

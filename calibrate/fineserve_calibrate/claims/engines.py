@@ -1,4 +1,4 @@
-"""Claims on engine steps: the chunk cost model, two engines on a GPU, throughput against KV memory."""
+"""Claims on engine steps: the chunk cost model, two engines on a GPU; throughput against KV memory, which no probe measures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import pandas as pd
 
 from fineserve_calibrate.claims.evidence import Evidence, Verdict, judged, probe, undecided
 from fineserve_calibrate.fit import fit_chunk_cost
-from fineserve_sim.catalog import deployment, gpu, kv_token_bytes, model, precision
-from fineserve_sim.latency import StepModel
 
 STEPS = probe("step")
 PAIR = probe("contention-mps")
-PROMPT, OUTPUT, BUDGET = 1428, 435, 8192
-"""Means of the multi-turn ShareGPT set, prompts cut at 4,096 tokens."""
 DTYPES = ("bfloat16", "fp8", "int4_wo")
 
 
@@ -101,20 +97,6 @@ def fp8_pair(evidence: Evidence) -> Verdict:
     return judged(abs(gain - 1.95) <= 0.2, f"two FP8 engines against one FP16 engine: {gain:.2f}", "contention")
 
 
-def _saturated_per_s(step: StepModel, kv_bytes: float) -> float:
-    """Requests a second of an engine whose KV memory is always full: a batch of mean requests, each prefilled in its turn."""
-    each = PROMPT + OUTPUT // 2
-    batch = int(kv_bytes // (each * kv_token_bytes(step.model, step.precision, step.tp)))
-    decode_s = step.step_s(batch, batch * each, 0, 0, 0, batch)
-    mixed_s = step.step_s(batch - 1, (batch - 1) * each, PROMPT, PROMPT * (PROMPT + 1) / 2, 0, batch)
-    return batch / (OUTPUT * decode_s + batch * (mixed_s - decode_s))
-
-
-def kv_memory_buys_throughput(evidence: Evidence) -> Verdict:
-    """PR-4-kv-throughput: the step model on the imported tables, host time of the paper's engine, lengths as in its Fig. 3."""
-    host = deployment("sglang-0.5")
-    step = StepModel(model("llama-3-8b"), precision("fp16"), 1, gpu("h100-sxm"), host, evidence.imported)
-    small, large = (_saturated_per_s(step, gigabytes * 1e9) for gigabytes in (5, 15))
-    rates = f"{small:.1f} and {large:.1f} requests/s, {large / small:.2f}x"
-    text = f"Llama-3-8B at saturation, prompts {PROMPT}, outputs {OUTPUT}: {rates}"
-    return judged(large / small > 2, text, "step model on the shipped tables")
+def kv_memory_buys_throughput(_: Evidence) -> Verdict:
+    """PR-4-kv-throughput: no probe runs an engine on two sizes of KV memory; experiments/prism_fig04.yaml simulates it."""
+    return undecided("an engine, saturated, on 5 and on 15 GB of KV memory; no probe runs it, a simulation does")
