@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from tracefilekit import AZURE, BROKEN, BURSTGPT, CSV
 from fineserve_traces import TraceError, read_lengths, read_trace, read_vllm_bench
+from tracefilekit import AZURE, BROKEN, BURSTGPT, CSV
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tracefilekit import AZURE, BROKEN, BURSTGPT, CSV
 from fineserve_traces import TraceError, open_trace, read_trace, trace_file, whole
+from tracefilekit import AZURE, BROKEN, BURSTGPT, CSV
 
 ARENA = "arrival_s,model,prompt_tokens,output_tokens\n"
 MODELS = ("9", "gpt", "10", "a")
