@@ -128,7 +128,6 @@ class Cluster:
         sequence.prefix = prefix
         self._sequences[request.id] = sequence
         self.outcomes.arrive(request.id)
-        self.report_loads(now)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
         if engine_id is not None:
@@ -142,7 +141,6 @@ class Cluster:
         """These wait for an engine again, with what they generated as part of their prompts."""
         for sequence in sequences:
             self._sequences[sequence.index] = sequence
-            self.report_loads(now)
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
 
@@ -338,7 +336,8 @@ class Cluster:
     # --- the controller --------------------------------------------------------------------------------------------
 
     def hear(self, now: float, event: Event) -> None:
-        """Something happened: do what the controller says to it."""
+        """Something happened: do what the controller says to it, which knows the loads."""
+        self.report_loads(now)
         self.carry_out(self.tell(now, event), now)
 
     def tell(self, now: float, event: Event) -> list[Command]:
