@@ -4,9 +4,9 @@
         [--gap S] [--long-gap S] [--clients N] [--grace S] [--report]
 
 A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
-requests through OpenAI's client; faults are drawn from the seed and the segment's number. In every third segment the
-decision log's disk is full, in every third nobody reads stderr. Segments are kept in FOLDER: a campaign that was interrupted
-goes on with the next one. ``--report`` prints what is there, as Markdown. Exit code 1 where something happened that must not.
+requests through OpenAI's client; faults are drawn from the seed and the segment's number. Segments are kept in FOLDER: a
+campaign that was interrupted goes on with the next one. ``--report`` prints what is there, as Markdown. Exit code 1 where
+something happened that must not.
 
 Checked: every text against an undisturbed server, every wait and length, the words of every refusal, hostile clients' answers,
 ``/health`` from another process ten times a second, and at the end of a segment: both models serve again, no KV is in use, as
@@ -70,9 +70,8 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, ground:
     """The figures of a segment."""
     file, _, nodes, prompts, expected = ground
     tally, rng = Tally(), random.Random(f"{options.seed}-{number}")
-    kind = {"full_disk": number % 3 == 1, "blocked_pipe": number % 3 == 2}
     begun_s = time.monotonic()
-    server = Server(file, options.engines, nodes=nodes, log=folder / f"server-{number}.log", **kind)
+    server = Server(file, options.engines, nodes=nodes, log=folder / f"server-{number}.log")
     try:
         _, free_bytes = _kv(server)
         asyncio.run(Load(server.url, prompts, expected, tally, number).run(200, 16))  # what it allocates once
@@ -96,7 +95,7 @@ def play_segment(folder: Path, number: int, options: argparse.Namespace, ground:
         "requests": tally.requests + sum(storm.burst.values()),
         "outcomes": dict(tally.outcomes),
         "burst": dict(storm.burst),
-        "faults": dict(faults.counts) | {f"segment with {name}": 1 for name, true in kind.items() if true},
+        "faults": dict(faults.counts),
         "deaths": deaths,
         "preemptions": preemptions,
         "log_lines_lost": lost,

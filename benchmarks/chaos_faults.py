@@ -27,8 +27,8 @@ _LONG = {
 
 
 class Faults:
-    """What strikes, and how often it did: short faults about every ``short_gap_s``, long ones every ``long_gap_s``, one of
-    each sort at a time."""
+    """What strikes, and how often it did: short faults about every ``short_gap_s``, long ones of engines, and
+    either of the logs', every ``long_gap_s``; one of each sort at a time, its kinds in turn."""
 
     def __init__(
         self, server: Server, third: dict[str, Any], rng: random.Random, short_gap_s: float, long_gap_s: float
@@ -46,13 +46,17 @@ class Faults:
             "add": self._add,
             "actor": self._actor,
             "node": self._node,
+            "disk": self._disk,
+            "stderr": self._stderr,
         }
         self._over = asyncio.Event()
         self._admin = httpx.AsyncClient(base_url=server.url, headers=dict(server.admin.headers), timeout=300)
 
     async def run(self) -> None:
-        long = _LONG[self._server.engines]
-        await asyncio.gather(self._strike(_SHORT, self._short_gap_s), self._strike(long, self._long_gap_s))
+        long = (_LONG[self._server.engines], ("disk",), ("stderr",))
+        await asyncio.gather(
+            self._strike(_SHORT, self._short_gap_s), *(self._strike(kinds, self._long_gap_s) for kinds in long)
+        )
         await self._operate("DELETE", f"/admin/models/{_THIRD}", 200, 404)  # where its own removal did not get through
         await self._admin.aclose()
 
@@ -60,8 +64,10 @@ class Faults:
         self._over.set()
 
     async def _strike(self, kinds: Sequence[str], gap_s: float) -> None:
+        deck: list[str] = []
         while not self._over.is_set():
-            kind = self._rng.choice(kinds)
+            deck = deck or self._rng.sample(kinds, len(kinds))
+            kind = deck.pop()
             try:
                 await self._kinds[kind]()
             except (httpx.HTTPError, OSError) as problem:
@@ -128,6 +134,19 @@ class Faults:
             self.counts["node lost"] += 1
             await asyncio.sleep(self._rng.uniform(0, 3))
             await asyncio.to_thread(self._server.nodes.add)
+
+    async def _disk(self) -> None:
+        """Nobody can write a file any longer."""
+        self._server.fill_disk()
+        await asyncio.sleep(self._rng.uniform(0.5, 3))
+        self._server.free_disk()
+        self.counts["disk under the decision log full"] += 1
+
+    async def _stderr(self) -> None:
+        self._server.reads.clear()
+        await asyncio.sleep(self._rng.uniform(0.5, 3))
+        self._server.reads.set()
+        self.counts["stderr unread"] += 1
 
     async def _add(self) -> None:
         status = await self._operate("POST", "/admin/models", 201, 409, 503, json={"model": _THIRD} | self._third)

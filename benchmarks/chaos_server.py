@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +80,15 @@ def write_file(folder: Path, engines: str) -> tuple[Path, dict[str, Any]]:
 
 
 class Server:
-    """A running server. ``nodes``: what its devices are on, if not this machine; ``full_disk``: its decision
-    log goes to a device that is full; ``blocked_pipe``: nobody reads its stderr. Raises RuntimeError when it does not start."""
+    """A running server. ``nodes``: what its devices are on, if not this machine; ``log``: where its stderr is copied to while
+    ``reads`` is set. Raises RuntimeError when it does not start."""
 
-    def __init__(
-        self,
-        file: Path,
-        engines: str,
-        *,
-        nodes: Nodes | None = None,
-        full_disk: bool = False,
-        blocked_pipe: bool = False,
-        log: Path,
-    ) -> None:
+    def __init__(self, file: Path, engines: str, *, nodes: Nodes | None = None, log: Path) -> None:
         self.engines, self.nodes = engines, nodes
         self._region = f"chaos-{os.getpid()}-{time.monotonic_ns() % 10**9}-"
         settings = SETTINGS | {"runtime.region_name": self._region, "runtime.region_bytes": str(REGION_BYTES[engines])}
-        settings["runtime.decisions"] = "/dev/full" if full_disk else "/dev/null"
+        self._decisions = log.with_suffix(".decisions")
+        settings["runtime.decisions"] = str(self._decisions)
         if nodes is not None:
             settings |= ON_RAY | {"runtime.cluster": f"{{ray: '{nodes.address}'}}"}
         program = ["-m", "fineserve_runtime", "serve"] if engines == "vllm" else [str(Path(__file__))]
@@ -103,26 +98,46 @@ class Server:
         path = os.pathsep.join([str(ROOT), *(str(ROOT / each) for each in ("traces", "runtime")), str(TESTS)])
         self.log = log
         environment = os.environ | {"PYTHONPATH": path, "CHAOS_ADMIN_KEY": KEY, "OMP_NUM_THREADS": "1"}
-        with log.open("w") as kept:
-            stderr = subprocess.PIPE if blocked_pipe else kept
-            self.process = subprocess.Popen(command, stderr=stderr, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT)
+        log.write_bytes(b"")
+        self.reads = threading.Event()
+        self.reads.set()
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT
+        )
+        threading.Thread(target=self._copy_stderr, daemon=True).start()
         self.url = self._await_ready()
         self.admin = httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
 
+    def _copy_stderr(self) -> None:
+        assert self.process.stderr is not None
+        with self.log.open("ab", buffering=0) as kept:
+            while self.reads.wait() and (line := self.process.stderr.readline()):
+                kept.write(line)
+
     def _await_ready(self) -> str:
-        """The address. A pipe is read up to that line, and no further."""
+        """The address."""
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s and self.process.poll() is None:
-            if self.process.stderr is not None:
-                lines = [self.process.stderr.readline().decode()]
-            else:
-                time.sleep(0.1)
-                lines = self.log.read_text(encoding="utf-8").splitlines()
-            for line in lines:
+            time.sleep(0.1)
+            for line in self.log.read_text(encoding="utf-8").splitlines():
                 if '"event":"ready"' in line:
                     return str(json.loads(line)["url"])
         self.process.kill()
         raise RuntimeError(f"the server did not start; see {self.log}")
+
+    # --- its disk --------------------------------------------------------------------------------------------------
+
+    def fill_disk(self) -> None:
+        """No file of the server's, nor of engines that it starts now, can grow."""
+        self._limit_files(0)
+
+    def free_disk(self) -> None:
+        self._limit_files(resource.RLIM_INFINITY)
+
+    def _limit_files(self, most_bytes: int) -> None:
+        for pid in (self.process.pid, *children(self.process.pid, "spawn_main")):
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
 
     # --- what is seen of it ----------------------------------------------------------------------------------------
 
@@ -155,13 +170,13 @@ class Server:
         """SIGTERM; the exit code, None where it had to be killed."""
         self.admin.close()
         self.process.send_signal(signal.SIGTERM)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
         try:
             return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return None
+        finally:
+            self._decisions.unlink(missing_ok=True)
 
     def left_behind(self) -> list[str]:
         """Files, and processes that have one of them open, be it deleted. Ray's go by and by."""

@@ -16,7 +16,7 @@ from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.queue import Lane
-from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState
+from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState, Waiting
 from fineserve_sim.cluster.engine.spans import NEVER
 from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.loads import LoadWatch
@@ -83,7 +83,8 @@ class Cluster:
         self._check = check
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
-        self._sequences: dict[int, SequenceState] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._returned: dict[int, SequenceState] = {}  # those that wait for an engine again
         self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
@@ -124,14 +125,11 @@ class Cluster:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
         is known of its tokens, where KV memory keeps prefixes."""
         self.order = order
-        sequence = SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens)
-        sequence.prefix = prefix
-        self._sequences[request.id] = sequence
-        self.outcomes.arrive(request.id)
+        waiting = self._waiting[request.id] = Waiting(request, output_tokens, prefix)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
         if engine_id is not None:
-            self.outcomes.engine[request.id] = engine_id
+            waiting.engine = engine_id
             engine = self.engines[engine_id]
             self.ask_again(engine, now)
             if not engine.busy:
@@ -140,9 +138,15 @@ class Cluster:
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
         """These wait for an engine again, with what they generated as part of their prompts."""
         for sequence in sequences:
-            self._sequences[sequence.index] = sequence
+            self._returned[sequence.index] = sequence
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
+
+    def close(self) -> None:
+        """The run is over: those that still wait do not finish, nor do those under way."""
+        for index, waiting in self._waiting.items():
+            self.outcomes.arrive(index, waiting.engine)
+        self.outcomes.close()
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
         self.outcomes.engine[sequence.index] = engine.column  # it may have moved
@@ -362,7 +366,7 @@ class Cluster:
 
     def _dispatch(self, command: Dispatch, now: float) -> None:
         engine = self.engines[command.engine]
-        sequence = self._sequences.pop(command.request_id)
+        sequence = self._waited(command.request_id)
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
             self.returned(engine, [sequence], now)
             return
@@ -377,6 +381,14 @@ class Cluster:
             engine.replan(now)
 
     def _refuse(self, command: Drop | Reject, now: float) -> None:
-        self._sequences.pop(command.request_id, None)
+        self._waited(command.request_id)
         fate = Fate.REJECTED if isinstance(command, Reject) else Fate.DROPPED
         self.outcomes.end(command.request_id, now, fate)
+
+    def _waited(self, index: int) -> SequenceState:
+        """A request waits no longer."""
+        waiting = self._waiting.pop(index, None)
+        if waiting is None:
+            return self._returned.pop(index)
+        self.outcomes.arrive(index, waiting.engine)
+        return waiting.sequence()

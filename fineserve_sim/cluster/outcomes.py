@@ -15,8 +15,8 @@ BATCH = 8192
 
 
 class Outcomes:
-    """Moments and fates of the requests under way, by number; ``open`` counts these and those still to come. A request ends
-    once: ``end`` raises on a second time."""
+    """Moments and fates of the requests under way, by number; ``open`` counts these, those that wait for their first engine
+    (the cluster keeps them) and those still to come. A request ends once: ``end`` raises on a second time."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -32,8 +32,9 @@ class Outcomes:
         self.open = requests
         self._sink = sink
 
-    def arrive(self, index: int) -> None:
-        self.engine[index] = -1
+    def arrive(self, index: int, engine: int = -1) -> None:
+        """A request is under way, at this engine if any."""
+        self.engine[index] = engine
 
     def first_token(self, index: int, now: float) -> None:
         """Only the first time counts: a recomputed prefill yields a later token."""
@@ -48,8 +49,8 @@ class Outcomes:
         self._put(index, now if fate is Fate.FINISHED else NEVER, fate)
 
     def close(self) -> None:
-        """The run is over: those that are still there do not finish."""
-        for index in [*self.engine]:
+        """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
+        for index in sorted(self.engine):
             self._put(index, NEVER, Fate.UNFINISHED)
         self._hand_on()
 

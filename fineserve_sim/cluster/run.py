@@ -72,7 +72,7 @@ class Run:
             self._events += 1
         self.parts.cluster.settle_all(self._horizon_s, order_of(Kind.START, 0))
         self._end_s = self._horizon_s if outcomes.open else outcomes.last_end_s
-        outcomes.close()
+        self.parts.cluster.close()
 
     def _expect(self) -> None:
         """The next arrival is set."""

@@ -279,7 +279,7 @@ class Driver:
                 self.tell(StepMeasured(model, report.prefill_tokens, report.decodes, duration_s))
             if self._places.engine_at(Place(gpu, report.engine)) == engine:  # with its last request it may have left
                 self.consult(engine)
-            self._consult_neighbours(gpu, engine)
+            self._consult_others(gpu, engine)
 
     def _emit(self, job: Job, chunk: TokenChunk) -> None:
         if chunk.token_ids or chunk.vector:
@@ -314,10 +314,12 @@ class Driver:
             at_s = self._controller.unchanged_until(self.now(), engine, states)
             self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
 
-    def _consult_neighbours(self, gpu: int, engine: int) -> None:
-        """Memory that this engine freed may be what an idle one beside it waits for."""
+    def _consult_others(self, gpu: int, engine: int) -> None:
+        """An engine that takes turns with this one is between two steps, too. To an idle one it may have freed the memory that
+        it waits for."""
+        turns = self._places.take_turns(gpu)
         for other in self._places.engines(gpu):
-            if other != engine and self._controller.waiting(other) and self._places.is_idle(other):
+            if other != engine and self._controller.waiting(other) and (turns or self._places.is_idle(other)):
                 self.consult(other)
 
     # --- the clock -------------------------------------------------------------------------------------------------

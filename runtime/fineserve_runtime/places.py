@@ -78,6 +78,10 @@ class Places:
         handle = self.handle(engine)
         return handle.alive and handle.state().running == 0
 
+    def take_turns(self, gpu: int) -> bool:
+        """Whether one thread steps the engines of this host, so that all are between two steps when one of them reports."""
+        return self._hosts[gpu].config.mode == "in_process"
+
     def engines(self, gpu: int | None = None) -> list[int]:
         """Those that have a place (on this host), in the order of their ids."""
         return sorted(engine for engine, place in self._place.items() if gpu is None or place.gpu == gpu)

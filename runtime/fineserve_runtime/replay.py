@@ -114,6 +114,10 @@ class _Play:
         self._slo_s = {model.id: model.ttft_slo_s for model in scenario.models}
         requests = len(scenario.whole_trace.arrival_s)
         self._jobs: list[Job | None] = [None] * requests
+        lengths = (
+            scenario.whole_trace.prompt_tokens.tolist()
+        )  # drawn before the clock runs: it would delay what arrives
+        self._prompts = [tuple(random.Random(i).choices(_TOKENS, k=length)) for i, length in enumerate(lengths)]
         self._fate = np.zeros(requests, dtype=np.int8)
         self._finish_s = np.full(requests, np.nan)
         self._open = requests
@@ -151,10 +155,8 @@ class _Play:
     def _submit(self, index: int) -> None:
         trace = self._scenario.whole_trace
         model = trace.models[int(trace.model[index])]
-        length, output = int(trace.prompt_tokens[index]), int(trace.output_tokens[index])
-        rng = random.Random(index)
-        prompt = tuple(rng.choices(_TOKENS, k=length))
-        sampling = Sampling(max_tokens=max(1, min(output, self._longest[model] - length)), ignore_eos=True)
+        prompt, output = self._prompts[index], int(trace.output_tokens[index])
+        sampling = Sampling(max_tokens=max(1, min(output, self._longest[model] - len(prompt))), ignore_eos=True)
 
         def make(id: int) -> Job:
             job = Job(id, model, prompt, sampling, _Record(index, self), self._slo_s[model])

@@ -62,7 +62,8 @@ _TOKEN_IDS = range(10, 250)
 
 class Row(NamedTuple):
     """Steps of a kind. ``context``: cached tokens of each decode, in the mean; ``in_turn``: they came after another engine's;
-    ``latency_s``: the median of ``repeats`` periods, ``spread`` their interquartile range over it."""
+    ``latency_s``: the mean of ``repeats`` periods, since what waits for steps waits for their sum; ``spread``: their
+    interquartile range over it."""
 
     model: str
     dtype: str
@@ -286,8 +287,8 @@ def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepRepo
 
 
 def _rows(steps: Sequence[Noted], scene: Scene, served: Mapping[int, ServedModel]) -> Iterator[Row]:
-    """Of a scene's steps: those of all its decodes, settled, or with a whole prompt. Prompts count alone: engines in turn take
-    in what comes once a round, so its cost falls on whoever has the next step."""
+    """Of a scene's steps: those of all its decodes, settled, or with a whole prompt. Prompts count alone: what comes is
+    taken in before the next step, so its cost falls on whoever has it."""
     kinds: dict[tuple[int, int, bool], list[Period]] = defaultdict(list)
     for period in periods(steps):
         report = period.report
@@ -308,7 +309,9 @@ def _nominal(prefill_tokens: int, decodes: int) -> int | None:
 
 
 def _row(served: ServedModel, decodes: int, prefill_tokens: int, in_turn: bool, found: Sequence[Period]) -> Row:
-    low, middle, high = np.quantile([period.processor_s for period in found], [0.25, 0.5, 0.75]).tolist()
+    took_s = [period.processor_s for period in found]
+    low, high = np.quantile(took_s, [0.25, 0.75]).tolist()
+    mean = float(np.mean(took_s))
     context = np.mean([period.report.context_tokens for period in found]) / decodes
     precision = served.precision
     return Row(
@@ -321,7 +324,7 @@ def _row(served: ServedModel, decodes: int, prefill_tokens: int, in_turn: bool, 
         prefill_tokens=prefill_tokens,
         cached_tokens=0,
         in_turn=in_turn,
-        latency_s=middle,
-        spread=(high - low) / middle,
+        latency_s=mean,
+        spread=(high - low) / mean,
         repeats=len(found),
     )

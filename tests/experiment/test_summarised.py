@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fineserve_traces import Requests, drawn, onoff, whole
+from fineserve_traces import Requests, drawn, onoff, trace_file, whole
 
 from fineserve_sim.cluster import outcomes, simulation
 from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.scenario import EndedRequests
 from fineserve_sim.experiment import load_experiment, run_loaded
+from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.results.histogram import RELATIVE_ERROR
 from fineserve_sim.experiment.run import run, workload
-from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.run.store import Store, _digests
 
 SYSTEMS = 'systems: [fineserve, "prism*"]'
 LOAD = ("systems: [fineserve", "systems: [clairvoyant, prism, fineserve")
@@ -184,3 +185,90 @@ def test_four_times_as_many_requests_keep_no_more(most_kept: Callable[[Path, Pat
         path.write_text(STREAMS.format(*STEADY).replace("400", requests), encoding="utf-8")
         most.append(most_kept(path, tmp_path / requests))
     assert most[1] < 1.5 * most[0] < 200
+
+
+REPLAYS = """\
+fineserve: 1
+title: Replays
+cluster: {{gpu: h100-sxm, count: 2}}
+models:
+  - {{id: A, model: llama-3.1-8b, precision: W16A16{}}}
+  - {{id: B, model: llama-3.1-8b, precision: fp8{}}}
+workload: {{trace: trace.dat{}}}
+slo: {}
+systems: [fineserve, prism]
+sweeps: [{{name: rates, axes: {{rate_scale: [1, 2]}}}}]
+seeds: 1
+"""
+ISOLATED = "{ttft: {reference: {system: dedicated, quantile: 0.9, load: isolated}, scale: 2}}"
+REPLAYED = {
+    "by name": ("", "", "", "{ttft_s: 0.1}"),
+    "the first, with limits of their own": ("", "", ", requests: 300, warmup_requests: 20", ISOLATED),
+    "dealt by shares": (", share: 0.7", ", share: 0.3", ", assign: share", "{ttft_s: 0.1}"),
+}
+
+
+def write_recorded(path: Path, requests: int) -> None:
+    rows = (f"{3 + n / 20},{'AB'[n % 3 == 1]},{50 + 7 * n % 900},{5 + n % 90}" for n in range(requests))
+    path.write_text("\n".join(["arrival_s,model,prompt_tokens,output_tokens", *rows, ""]), encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", REPLAYED.values(), ids=REPLAYED)
+def test_a_trace_file_streams_in_and_changes_no_byte(
+    kind: tuple[str, ...], most_kept: Callable[[Path, Path], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 256)
+    write_recorded(tmp_path / "trace.dat", 600)
+    path = tmp_path / "replays.yaml"
+    path.write_text(REPLAYS.format(*kind), encoding="utf-8")
+    streamed = most_kept(path, tmp_path / "streamed")
+    monkeypatch.setattr(run, "build_requests", run.build_trace)
+    assert 2 * streamed < most_kept(path, tmp_path / "held")
+    assert contents(tmp_path / "streamed") == contents(tmp_path / "held")
+
+
+def test_four_times_as_long_a_trace_file_keeps_no_more(
+    most_kept: Callable[[Path, Path], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 256)
+    most = []
+    for requests in (400, 1600):
+        folder = tmp_path / str(requests)
+        folder.mkdir()
+        write_recorded(folder / "trace.dat", requests)
+        (folder / "replays.yaml").write_text(REPLAYS.format(*REPLAYED["by name"]), encoding="utf-8")
+        most.append(most_kept(folder / "replays.yaml", folder / "out"))
+    assert most[1] < 1.5 * most[0] < 200
+
+
+def test_a_row_out_of_order_is_told_with_its_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 256)
+    write_recorded(tmp_path / "trace.dat", 600)
+    with (tmp_path / "trace.dat").open("a", encoding="utf-8") as file:
+        file.write("4.5,A,10,10\n")
+    (tmp_path / "replays.yaml").write_text(REPLAYS.format(*REPLAYED["by name"]), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"trace\.dat, row 601, column arrival_s: 4.5 is earlier than the row before it"
+    ):
+        load_experiment(tmp_path / "replays.yaml")
+
+
+def test_prefixes_of_a_trace_file_stream_in_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 256)
+    rows = (
+        {"timestamp": 50 * n, "input_length": 1200, "output_length": 9, "hash_ids": [n % 5, n % 5]} for n in range(90)
+    )
+    (tmp_path / "trace.dat").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    kind = (", share: 1", ", share: 1", ", assign: share", "{ttft_s: 0.1}")
+    text = REPLAYS.format(*kind).replace("[fineserve, prism]", "[vllm-v0.4.2]")
+    experiment = load_experiment_of(tmp_path, text)
+    setup = experiment.setup_of(experiment.points[0])
+    streamed, held = (build(setup, None, 1.0, 0) for build in (workload.build_requests, workload.build_trace))
+    assert len([*streamed.chunks()]) > 5
+    assert whole(streamed).prefix_hashes == held.prefix_hashes is not None
+    assert _digests(streamed) == _digests(held)
+
+
+def load_experiment_of(folder: Path, text: str) -> Any:
+    (folder / "replays.yaml").write_text(text, encoding="utf-8")
+    return load_experiment(folder / "replays.yaml")

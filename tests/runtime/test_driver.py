@@ -118,6 +118,18 @@ def test_a_request_that_waits_for_the_neighbours_memory_starts_when_it_is_freed(
         assert first.end and second.end and second.tokens_ == continuation(tuple(range(2, 90)), 2)
 
 
+def test_engines_that_take_turns_are_asked_at_each_step_of_one_of_them() -> None:
+    """One thread steps both: when B's step ends, A stands before its next one."""
+    with runtime(core_spec()) as here:
+        for model in "AB":
+            here.ask(model, tokens=20)
+        here.host.step_all()
+        here.ask("A")
+        assert len(here.host.engines[0].submitted) == 1
+        here.host.step(1)
+        assert len(here.host.engines[0].submitted) == 2
+
+
 def test_priority_reaches_the_engine() -> None:
     with runtime(core_spec(scheduler=FcfsSpec()), max_sequences=1) as here:
         _, first = here.ask("A", tokens=1)

@@ -1,11 +1,13 @@
 """Fixtures of the trace tests: a generator, a small trace, and the public data beside the checkout."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fineserve_traces import Trace
 
+sys.path.insert(0, str(Path(__file__).parent))
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 

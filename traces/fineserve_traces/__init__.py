@@ -26,6 +26,7 @@ from fineserve_traces.schema import Trace, TraceError, merge
 from fineserve_traces.sketch import LengthSketch, sharegpt_sketch
 from fineserve_traces.source import Requests, Totals, totals, whole
 from fineserve_traces.stats import TokenStats, TraceStats, describe, prefix_hit_ratio
+from fineserve_traces.trace_file import TraceFile, open_trace
 from fineserve_traces.vllm_bench import BenchResult, read_vllm_bench
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Totals",
     "Trace",
     "TraceError",
+    "TraceFile",
     "TraceStats",
     "conversations",
     "describe",
@@ -53,6 +55,7 @@ __all__ = [
     "generate",
     "length_source",
     "merge",
+    "open_trace",
     "piecewise",
     "poisson",
     "prefix_hit_ratio",

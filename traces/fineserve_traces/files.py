@@ -9,12 +9,13 @@ import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 
-from fineserve_traces.schema import FloatArray, TraceError, cell_error
+from fineserve_traces.schema import FloatArray, TraceError, cell_error, error_at
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PARQUET_MAGIC = b"PAR1"
@@ -26,10 +27,50 @@ def read_text(path: Path) -> bytes:
 
     Raises TraceError when the file is missing, empty, cut short or not UTF-8.
     """
-    try:
+    with _readable(path):
         data = path.read_bytes()
         if data.startswith(_GZIP_MAGIC):
             data = gzip.decompress(data)
+    data = _text(data, path)
+    _check_utf8(data, path, 0)
+    if not data.strip():
+        raise TraceError(f"{path}: the file is empty")
+    return data
+
+
+def read_blocks(path: Path, size: int) -> Iterator[bytes]:
+    """The text of a file in blocks of whole lines, of about so many bytes each; a quoted cell may go over lines. Errors as
+    `read_text`, those of a block when it comes."""
+    lines, rest, found = 0, b"", False
+    with _readable(path), _opened(path) as file:
+        while data := file.read(size):
+            rest = rest + data if lines or rest else _text(data, path)
+            cut = rest.rfind(b"\n") + 1
+            block = rest[:cut]
+            if not block or block.count(b'"') % 2:
+                continue
+            rest = rest[cut:]
+            _check_utf8(block, path, lines)
+            lines, found = lines + block.count(b"\n"), found or bool(block.strip())
+            yield block
+    _check_utf8(rest, path, lines)
+    if not (found or rest.strip()):
+        raise TraceError(f"{path}: the file is empty")
+    if rest:
+        yield rest
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with path.open("rb") as file:
+        packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    return cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What the disk or gzip say is a TraceError."""
+    try:
+        yield
     except FileNotFoundError:
         raise TraceError(f"{path}: no such file") from None
     except EOFError:
@@ -38,23 +79,23 @@ def read_text(path: Path) -> bytes:
         raise TraceError(f"{path}: the gzip file is damaged ({error}); fetch it again") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _text(data: bytes, path: Path) -> bytes:
+    """What a file begins with, without a byte order mark."""
     if data.startswith(_PARQUET_MAGIC):
         raise TraceError(f"{path}: a Parquet file; a trace is CSV, JSON or JSON lines, plain or gzip")
-    data = data.removeprefix(_UTF8_BOM)
-    _check_utf8(data, path)
-    if not data.strip():
-        raise TraceError(f"{path}: the file is empty")
-    return data
+    return data.removeprefix(_UTF8_BOM)
 
 
-def _check_utf8(data: bytes, path: Path) -> None:
+def _check_utf8(data: bytes, path: Path, lines: int) -> None:
+    """``lines`` come before."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TraceError(
-            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        ) from None
+        line = lines + data.count(b"\n", 0, error.start) + 1
+        problem = f": byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        raise error_at(str(path), "line", line, problem) from None
 
 
 def csv_header(data: bytes) -> list[str]:
@@ -87,7 +128,7 @@ class CsvTable:
                 if not row:
                     continue
                 counts = f"{len(row)} values, but the header has {len(self.names)} columns"
-                raise TraceError(f"{self.where}, line {lines.line_num}: {counts}")
+                raise error_at(self.where, "line", lines.line_num, f": {counts}")
             rows.append(row)
         return list(zip(*rows, strict=True))
 
@@ -140,14 +181,14 @@ def json_lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise TraceError(f"{path}, row {row + 1}: not JSON ({error.msg})") from None
+            raise error_at(str(path), "row", row + 1, f": not JSON ({error.msg})") from None
         if not isinstance(value, dict):
-            raise TraceError(f"{path}, row {row + 1}: not a JSON object")
+            raise error_at(str(path), "row", row + 1, ": not a JSON object")
         yield value
 
 
-def json_field(record: dict[str, Any], name: str, where: str) -> Any:
-    """``record[name]``. Raises TraceError, with the nearest name that is there, when it is missing."""
+def json_field(record: dict[str, Any], name: str, where: str, row: int) -> Any:
+    """``record[name]``. Raises TraceError, with the nearest name that is there, when it is missing in this 0-based row."""
     if name not in record:
-        raise TraceError(f"{where}: no field {name!r}{_nearest(name, list(record))}")
+        raise error_at(where, "row", row + 1, f": no field {name!r}{_nearest(name, list(record))}")
     return record[name]

@@ -50,9 +50,9 @@ def read_trace(path: str | Path, format: str | None = None, *, model: str = "def
     path = Path(path)
     data = read_text(path)
     format = format or detect_format(data, path)
-    if format not in _READERS:
-        raise TraceError(f"{path}: unknown format {format!r}; known are {', '.join(_READERS)}")
-    rows = _READERS[format](data, path)
+    if format not in READERS:
+        raise TraceError(f"{path}: unknown format {format!r}; known are {', '.join(READERS)}")
+    rows = READERS[format](data, path)
     return rows.to_trace(str(path), f"{path.name} ({format})", model, strict)
 
 
@@ -149,7 +149,7 @@ def _read_mooncake(data: bytes, path: Path) -> Rows:
     columns: dict[str, list[Any]] = {name: [] for name in _MOONCAKE_FIELDS}
     for row, record in enumerate(json_lines(data, path)):
         for name in _MOONCAKE_FIELDS:
-            columns[name].append(json_field(record, name, f"{where}, row {row + 1}"))
+            columns[name].append(json_field(record, name, where, row))
     times_ms, prompts, outputs = (json_numbers(columns[name], where, name) for name in _MOONCAKE_FIELDS[:3])
     return Rows(
         arrival_s=since_first(times_ms, where, "timestamp") / 1e3,
@@ -167,7 +167,7 @@ def _block_ids(ids: Any, where: str, row: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-_READERS: dict[str, Callable[[bytes, Path], Rows]] = {
+READERS: dict[str, Callable[[bytes, Path], Rows]] = {
     "csv": _read_csv,
     "arena": _read_arena,
     "azure": _read_azure,

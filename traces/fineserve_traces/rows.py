@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,28 +35,56 @@ class Rows:
         served = (self.prompt_tokens > 0) & (self.output_tokens > 0)
         return order[served[order]]
 
+    def check_order(self, where: str) -> None:
+        """Raise TraceError for a row that comes before the one ahead of it, in a format that has them in order."""
+        arrival_column(self.arrival_s, where, self.time_column, in_order=self.in_file_order)
+
+    def after(self, arrival_s: float) -> Rows:
+        """The same rows, of which the first arrived then."""
+        return replace(self, arrival_s=np.append(arrival_s, self.arrival_s[1:]))
+
+    def but_first(self) -> Rows:
+        return replace(
+            self,
+            arrival_s=self.arrival_s[1:],
+            prompt_tokens=self.prompt_tokens[1:],
+            output_tokens=self.output_tokens[1:],
+            names=None if self.names is None else self.names[1:],
+            hashes=None if self.hashes is None else self.hashes[1:],
+        )
+
     def to_trace(self, where: str, source: str, model: str, strict: bool) -> Trace:
         """The trace of these rows. ``where`` names the file in errors, ``model`` the model when the rows name none."""
-        arrival_column(self.arrival_s, where, self.time_column, in_order=strict and self.in_file_order)
+        if strict:
+            self.check_order(where)
         keep = self.requests()
-        names = [model] * len(self.arrival_s) if self.names is None else self.names
-        models = _model_names(names)
-        position = {name: index for index, name in enumerate(models)}
         dropped = len(self.arrival_s) - len(keep)
+        models = model_names([model] if self.names is None else self.names)
+        return self.trace_of(keep, models, named_source(source, dropped), dropped)
+
+    def trace_of(self, keep: npt.NDArray[np.intp], models: tuple[str, ...], source: str, dropped: int = 0) -> Trace:
+        """The trace of the rows ``keep``, with the names of all models; rows without names are of the first."""
+        position = {name: index for index, name in enumerate(models)}
+        names = self.names
         return Trace(
             arrival_s=self.arrival_s[keep],
-            model=np.array([position[names[row]] for row in keep], dtype=np.int32),
+            model=np.array([0 if names is None else position[names[row]] for row in keep], dtype=np.int32),
             prompt_tokens=self.prompt_tokens[keep],
             output_tokens=self.output_tokens[keep],
             models=models,
-            source=source + (f", {dropped} rows with zero tokens dropped" if dropped else ""),
+            source=source,
             prefix_hashes=None if self.hashes is None else tuple(self.hashes[row] for row in keep),
             prefix_block_tokens=self.block_tokens,
             dropped_rows=dropped,
         )
 
 
-def _model_names(names: Sequence[str]) -> tuple[str, ...]:
+def named_source(source: str, dropped: int) -> str:
+    """Where requests come from, for people, with the rows that are none."""
+    return source + (f", {dropped} rows with zero tokens dropped" if dropped else "")
+
+
+def model_names(names: Iterable[str]) -> tuple[str, ...]:
     """The distinct names, sorted; numbered models (arena) come first, in the order of their numbers."""
     return tuple(
         sorted(set(names), key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))

@@ -10,7 +10,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,31 @@ IndexArray = npt.NDArray[np.int32]
 _MAX_TOKENS = 2**53
 
 
+class Place(NamedTuple):
+    """A row or a line of a file (``unit``, counted from 1) and what is wrong there."""
+
+    where: str
+    unit: str
+    number: int
+    problem: str
+
+
 class TraceError(ValueError):
     """A trace or a trace file is not usable; the text says what, where and what would be right, in one line."""
+
+    place: Place | None = None
+
+
+def error_at(where: str, unit: str, number: int, problem: str) -> TraceError:
+    """The error for one row or line; ``problem`` goes on behind its number."""
+    error = TraceError(f"{where}, {unit} {number}{problem}")
+    error.place = Place(where, unit, number, problem)
+    return error
 
 
 def cell_error(where: str, row: int, column: str, problem: str) -> TraceError:
     """The error for one cell; ``row`` is the 0-based index of the request."""
-    return TraceError(f"{where}, row {row + 1}, column {column}: {problem}")
+    return error_at(where, "row", row + 1, f", column {column}: {problem}")
 
 
 def arrival_column(values: npt.ArrayLike, where: str, column: str = "arrival_s", in_order: bool = True) -> FloatArray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ class Requests(Protocol):
 
 
 def whole(requests: Requests) -> Trace:
-    """All of them at once; where they come in several chunks, without prefix hashes. Raises TraceError when there is none."""
+    """All of them at once. Raises TraceError when there is none."""
     chunks = [*requests.chunks()]
     if not chunks:
         raise TraceError(f"{requests.source}: no request comes; give at least one")
@@ -35,13 +36,18 @@ def whole(requests: Requests) -> Trace:
         return chunks[0]
     return replace(
         chunks[0],
-        prefix_hashes=None,
-        prefix_block_tokens=None,
+        prefix_hashes=_hashes(chunks),
         arrival_s=np.concatenate([chunk.arrival_s for chunk in chunks]),
         model=np.concatenate([chunk.model for chunk in chunks]),
         prompt_tokens=np.concatenate([chunk.prompt_tokens for chunk in chunks]),
         output_tokens=np.concatenate([chunk.output_tokens for chunk in chunks]),
     )
+
+
+def _hashes(chunks: Sequence[Trace]) -> tuple[tuple[int, ...], ...] | None:
+    """Ids of a source mean the same in all its chunks."""
+    found = [chunk.prefix_hashes for chunk in chunks if chunk.prefix_hashes is not None]
+    return tuple(chain.from_iterable(found)) if found else None
 
 
 class Totals(NamedTuple):

@@ -80,7 +80,7 @@ class EngineKV(ABC):
 
     def hold(self, sequence: SequenceState) -> bool:
         """Give a sequence that comes from elsewhere the blocks of all that it has cached, or nothing."""
-        sequence.blocks = []
+        sequence.blocks = ()
         tokens, sequence.cached_tokens = sequence.cached_tokens, 0
         fits = self.grow(sequence, tokens)
         sequence.cached_tokens = tokens
@@ -234,7 +234,7 @@ class PrefixBlocks(EngineKV):
         if computed:
             self.keep(sequence)
         self._counted.give(len(self._blocks.drop(sequence.blocks[0])))
-        sequence.blocks = []
+        sequence.blocks = ()
 
     def memory_bytes(self, number: int) -> int:
         return self._counted.memory_bytes(number)
@@ -341,7 +341,7 @@ class NamedBlocks(EngineKV):
             self._record(sequence)
         for manager, held in zip(self._managers, sequence.blocks, strict=bool(sequence.blocks)):
             manager.free(self._owner, held)
-        sequence.blocks = []
+        sequence.blocks = ()
 
     def _take(self, blocks: int) -> list[list[int]] | None:
         if self._only is not None:

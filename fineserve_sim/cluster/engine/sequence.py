@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import NamedTuple
+
+from fineserve_sim.policy.interfaces import Request
 
 
 class Prefix(NamedTuple):
@@ -59,7 +62,7 @@ class SequenceState:
         self.finish_iteration = -1
         self.bucket = -1
         self.prefix: Prefix | None = None
-        self.blocks: list[list[int]] = []
+        self.blocks: Sequence[list[int]] = ()
 
     @property
     def prefilled(self) -> bool:
@@ -71,6 +74,23 @@ class SequenceState:
         self.target_tokens = self.prompt_tokens + self.generated_tokens
         self.cached_tokens = 0
         self.preempted = True
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that no engine has had yet, as small as may be, for an overload has many: what its sequence will be made of
+    (``output_tokens`` is the oracle), and the engine that it was bound to when it came, -1 for none."""
+
+    request: Request
+    output_tokens: int
+    prefix: Prefix | None
+    engine: int = -1
+
+    def sequence(self) -> SequenceState:
+        request = self.request
+        found = SequenceState(request.id, request.arrival_s, request.prompt_tokens, self.output_tokens)
+        found.prefix = self.prefix
+        return found
 
 
 class Decodes:

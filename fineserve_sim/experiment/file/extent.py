@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fineserve_traces import Requests
+
 from fineserve_sim.experiment.file import schema, values
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.resolve import Setup
@@ -45,14 +47,23 @@ def extent(setup: Setup, load: str | None, rate_scale: float) -> Extent:
     return Extent(requests * told.turns, seconds + lasts_s, told_of if longer else key)
 
 
+def _arrival_s(requests: Requests, number: int) -> float:
+    """Of the request with this number, from 1 on."""
+    for chunk in requests.chunks():
+        if number <= len(chunk):
+            return float(chunk.arrival_s[number - 1])
+        number -= len(chunk)
+    raise ValueError(f"{requests.source}: the file has changed, {number} requests are missing")
+
+
 def _opened(setup: Setup, load: str | None, rate_scale: float) -> Extent:
     work, entries = setup.workload, [model.entry for model in setup.models]
     wanted = (work.requests or 0) + work.warmup_requests
     if work.trace is not None:
         trace = recorded(setup)
         requests = min(len(trace), wanted) if work.requests else len(trace)
-        recorded_s = float(trace.arrival_s[requests - 1] - trace.arrival_s[0])
-        whole_s = float(trace.arrival_s[-1] - trace.arrival_s[0]) or 1.0
+        recorded_s = (trace.last_s if requests == len(trace) else _arrival_s(trace, requests)) - trace.first_s
+        whole_s = trace.last_s - trace.first_s or 1.0
         faster = 1.0 if load is None else setup.loads[load].rate_per_s * whole_s / len(trace)
         return Extent(requests, recorded_s / faster / rate_scale, ("workload", "trace"))
     if isinstance(work.arrivals, schema.ManyModels):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import fineserve_traces as traces
 import numpy as np
-from fineserve_traces import LengthSource, Trace, TraceError
+from fineserve_traces import LengthSource, Trace, TraceError, TraceFile
 from fineserve_traces.onoff import OnOff
 from fineserve_traces.prism import ARENA, PROVIDER, arena_lengths, processes
 from fineserve_traces.servegen import Client, servegen_clients
+from numpy.typing import NDArray
 
 from fineserve_sim.experiment.file import schema, values
 from fineserve_sim.experiment.file.document import Document
@@ -29,6 +30,7 @@ def check_sources(document: Document, setup: Setup) -> None:
         if setup.workload.trace is None:
             length_source(setup)
         else:
+            places(setup)
             _check_length(document, setup, len(recorded(setup)))
     except ConfigError:
         raise
@@ -75,24 +77,31 @@ def source_named(lengths: str | schema.FixedLengths, data_dir: Path | None) -> L
 
 
 @lru_cache(maxsize=2)
-def _read_trace(path: Path) -> Trace:
-    trace = traces.read_trace(path)
-    for column in ("prompt_tokens", "output_tokens"):
-        tokens = getattr(trace, column)
-        if tokens.max() > values.MAX_TOKENS:
-            row = int(tokens.argmax())
-            raise TraceError(
-                f"{path}, request {row + 1}: {tokens[row]} {column}; at most {values.MAX_TOKENS} make sense"
-            )
-    return trace
+def _opened(path: Path) -> TraceFile:
+    found = traces.open_trace(path)
+    for column, (tokens, request) in found.longest.items():
+        if tokens > values.MAX_TOKENS:
+            raise TraceError(f"{path}, request {request}: {tokens} {column}; at most {values.MAX_TOKENS} make sense")
+    return found
 
 
-def recorded(setup: Setup) -> Trace:
-    """The trace file's requests, named by the models of the file. Raises ValueError when a name does not fit."""
-    trace = _read_trace(setup.folder / str(setup.workload.trace))
-    ids = [model.id for model in setup.models]
+def recorded(setup: Setup) -> TraceFile:
+    """The trace file, of whose requests none is held. Raises ValueError when it cannot be used."""
+    return _opened(setup.folder / str(setup.workload.trace))
+
+
+@lru_cache(maxsize=2)
+def held(path: Path) -> Trace:
+    """All requests of a trace file, for all runs of this process that hold them."""
+    return traces.read_trace(path)
+
+
+def places(setup: Setup) -> tuple[int, ...]:
+    """Which of the file's models each model of the trace file is; all are the first where requests are dealt by shares. Raises
+    ValueError when a name does not fit."""
+    trace, ids = recorded(setup), [model.id for model in setup.models]
     if setup.workload.assign == "share":
-        return trace.with_models(ids, np.zeros(len(trace), dtype=np.int32))
+        return (0,) * len(trace.models)
     for name in trace.models:
         if name not in ids:
             hint = nearest(name, ids)
@@ -100,8 +109,13 @@ def recorded(setup: Setup) -> Trace:
             raise ValueError(
                 f'the trace has a model "{name}" that is no id of models; {hint}{end} Or set assign: share'
             )
-    place = np.array([ids.index(name) for name in trace.models], dtype=np.int32)
-    return trace.with_models(ids, place[trace.model])
+    return tuple(ids.index(name) for name in trace.models)
+
+
+def model_rows(setup: Setup, model: str) -> NDArray[np.intp]:
+    """The models of the trace file that are this one of the file."""
+    ids = [each.id for each in setup.models]
+    return np.flatnonzero(np.array(places(setup)) == ids.index(model))
 
 
 def describe(setup: Setup) -> str:

@@ -11,7 +11,7 @@ from fineserve_traces import LengthPairs
 
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.resolve import Setup
-from fineserve_sim.experiment.file.sources import lengths_key, processes_of, recorded, source_named
+from fineserve_sim.experiment.file.sources import lengths_key, model_rows, processes_of, recorded, source_named
 from fineserve_sim.experiment.run.streams import stream
 
 _MEAN_SAMPLE = 200_000
@@ -48,15 +48,14 @@ def _recorded_rates(setup: Setup, load: str | None) -> dict[str, float]:
     if setup.workload.assign == "share":
         shares = {model.id: model.entry.share or 0.0 for model in setup.models}
         return {name: total_per_s * share / sum(shares.values()) for name, share in shares.items()}
-    trace = recorded(setup)
-    counts = np.bincount(trace.model, minlength=len(trace.models))
-    return {name: total_per_s * float(counts[index]) / len(trace) for index, name in enumerate(trace.models)}
+    trace, ids = recorded(setup), [model.id for model in setup.models]
+    return {name: total_per_s * float(trace.requests[model_rows(setup, name)].sum()) / len(trace) for name in ids}
 
 
 def _recorded_rate(setup: Setup) -> float:
     """Mean rate of the recorded trace. A trace of one moment counts as one second."""
     trace = recorded(setup)
-    return len(trace) / (float(trace.arrival_s[-1] - trace.arrival_s[0]) or 1.0)
+    return len(trace) / (trace.last_s - trace.first_s or 1.0)
 
 
 def stretch(setup: Setup, load: str | None) -> float:
@@ -70,11 +69,11 @@ def mean_lengths(setup: Setup, model: str) -> tuple[float, float]:
         prompt, output = _source_means(*lengths_key(setup))
         told = setup.workload.conversations or schema.Conversations()
         return told.shared_tokens + prompt + (told.turns - 1) / 2 * (prompt + output), output
-    trace = recorded(setup)
-    own = trace.model == trace.models.index(model)
-    if not own.any():
-        own[:] = True
-    return float(trace.prompt_tokens[own].mean()), float(trace.output_tokens[own].mean())
+    trace, own = recorded(setup), model_rows(setup, model)
+    if not trace.requests[own].sum():
+        own = np.arange(len(trace.models))
+    requests = int(trace.requests[own].sum())
+    return float(trace.prompt_tokens[own].sum()) / requests, float(trace.output_tokens[own].sum()) / requests
 
 
 @lru_cache(maxsize=8)

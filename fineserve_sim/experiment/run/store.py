@@ -62,7 +62,9 @@ def _digests(requests: Requests) -> dict[str, str]:
             value = getattr(chunk, name)
             if isinstance(value, np.ndarray):
                 hasher.update(value.tobytes())
-            elif number == 0 or (name == "prefix_hashes" and value is not None):
+            elif name == "prefix_hashes" and value is not None:
+                hasher.update("".join(json.dumps(ids, default=int) for ids in value).encode())
+            elif number == 0:
                 hasher.update(json.dumps(value, default=int).encode())
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 

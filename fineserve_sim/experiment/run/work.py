@@ -14,11 +14,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from fineserve_traces import whole
+
 from fineserve_sim.cluster import RunResult, Scenario, ScenarioError
 from fineserve_sim.cluster.components import Component
 from fineserve_sim.cluster.merge import Piece
 from fineserve_sim.cluster.simulation import simulate_component
 from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.run.replay import Replay
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.run_data import Limits
 from fineserve_sim.experiment.run.store import Store, key_of
@@ -110,6 +113,8 @@ class Described:
 
     def packed(self) -> Work:
         described, table = _without_table(self.scenario)
+        if isinstance(described.trace, Replay):
+            described = replace(described, trace=whole(described.trace))
         return replace(self, scenario=described, table=table)
 
 

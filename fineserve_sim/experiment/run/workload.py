@@ -16,13 +16,16 @@ from fineserve_traces import Draw, Drawn, LengthSource, Requests, Trace
 from fineserve_traces.arrivals import gamma_gaps, poisson_gaps, renewals, segment_by_segment, weibull_gaps
 from fineserve_traces.drawn import ROWS, NextLengths
 from fineserve_traces.onoff import OnOff
-from fineserve_traces.schema import FloatArray
+from fineserve_traces.schema import FloatArray, IntArray
 from fineserve_traces.servegen import Client
+from numpy.random import Generator
 
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.resolve import Setup
-from fineserve_sim.experiment.file.sources import length_source, processes_of, recorded
+from fineserve_sim.experiment.file.sources import held as held_trace
+from fineserve_sim.experiment.file.sources import length_source, model_rows, places, processes_of, recorded
 from fineserve_sim.experiment.run.rates import base_rates, phased_s, stretch
+from fineserve_sim.experiment.run.replay import Replay
 from fineserve_sim.experiment.run.streams import stream
 
 ISOLATED_REQUESTS = 4096  # common to all models: what sampling error is left moves all base SLOs alike
@@ -33,15 +36,21 @@ ISOLATED_GAP_S = 1000.0
 
 def build_trace(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
     """The requests of one run, warm-up first, all of them there. Raises ValueError when there are none to measure."""
-    return traces.whole(build_requests(setup, load, rate_scale, seed))
+    return traces.whole(_requests(setup, load, rate_scale, seed, held=True))
 
 
 def build_requests(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Requests:
-    """As ``build_trace``, drawn while they are read; a trace where they come from a file or are turns of conversations."""
+    """As ``build_trace``, drawn or read from their file while somebody takes them; a trace where they are turns of
+    conversations."""
+    return _requests(setup, load, rate_scale, seed, held=False)
+
+
+def _requests(setup: Setup, load: str | None, rate_scale: float, seed: int, *, held: bool) -> Requests:
+    """Those of a file are ``held``, for other runs of it, too, or not."""
     work = setup.workload
-    requests: Requests
+    requests: Drawn | Replay | Trace
     if work.trace is not None:
-        requests = _replayed(setup, load, rate_scale, seed)
+        requests = _replayed(setup, load, rate_scale, seed, held=held)
     elif isinstance(work.arrivals, schema.ManyModels):
         requests = _many_models(setup, work.arrivals.duration_s, work.arrivals.scale * rate_scale, seed)
     elif phased_s(setup):
@@ -53,7 +62,7 @@ def build_requests(setup: Setup, load: str | None, rate_scale: float, seed: int)
         requests = traces.conversations(
             traces.whole(requests), shared_tokens=told.shared_tokens, turns=told.turns, gap_s=told.gap_s / rate_scale
         )
-    count = requests.requests if isinstance(requests, Drawn) else len(requests)
+    count = len(requests) if isinstance(requests, Trace) else requests.requests
     if count <= work.warmup_requests:
         raise ValueError(f"{count} requests in all, {work.warmup_requests} of them warm-up: none is left to measure")
     return requests
@@ -154,15 +163,33 @@ def _requests_of(trace: Trace, model: str) -> Trace:
     return own.with_models((model,), np.zeros(len(own), dtype=np.int32))
 
 
-def _replayed(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Trace:
+def _replayed(setup: Setup, load: str | None, rate_scale: float, seed: int, *, held: bool) -> Replay:
     work, trace = setup.workload, recorded(setup)
-    if work.requests is not None:
-        trace = trace.head(work.requests + work.warmup_requests)
-    if work.assign == "share":
-        shares = np.array([model.entry.share or 0.0 for model in setup.models])
-        drawn = stream(seed, "assign").choice(len(shares), size=len(trace), p=shares / shares.sum())
-        trace = trace.with_models(trace.models, drawn)
-    return trace.with_arrivals((trace.arrival_s - trace.arrival_s[0]) / (rate_scale * stretch(setup, load)))
+    return Replay(
+        held_trace(trace.path) if held else trace,
+        len(trace) if work.requests is None else min(len(trace), work.requests + work.warmup_requests),
+        trace.first_s,
+        rate_scale * stretch(setup, load),
+        tuple(model.id for model in setup.models),
+        places(setup),
+        tuple(model.entry.share or 0.0 for model in setup.models) if work.assign == "share" else None,
+        seed,
+    )
+
+
+def _recorded_prompts(setup: Setup, model: str, rng: Generator) -> IntArray:
+    """Prompt tokens of requests of the model that are drawn from the trace file; of any where it has none."""
+    trace, own = recorded(setup), model_rows(setup, model)
+    if not trace.requests[own].sum():
+        own = np.arange(len(trace.models))
+    chosen = rng.choice(int(trace.requests[own].sum()), size=ISOLATED_REQUESTS)
+    found, seen = np.empty(len(chosen), dtype=np.int64), 0
+    for chunk in trace.chunks():
+        prompts = chunk.prompt_tokens[np.isin(chunk.model, own)]
+        here = (seen <= chosen) & (chosen < seen + len(prompts))
+        found[here] = prompts[chosen[here] - seen]
+        seen += len(prompts)
+    return found
 
 
 def isolated_trace(setup: Setup, model: str) -> Trace:
@@ -172,9 +199,7 @@ def isolated_trace(setup: Setup, model: str) -> Trace:
     if setup.workload.trace is None:
         prompt, _ = length_source(setup).sample(rng, ISOLATED_REQUESTS)
     else:
-        trace = recorded(setup)
-        own = trace.prompt_tokens[trace.model == trace.models.index(model)]
-        prompt = rng.choice(own if len(own) else trace.prompt_tokens, size=ISOLATED_REQUESTS)
+        prompt = _recorded_prompts(setup, model, rng)
     count = len(prompt)
     return Trace(
         arrival_s=np.arange(count, dtype=np.float64) * ISOLATED_GAP_S,

@@ -15,8 +15,9 @@ go on.
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace, merge
 from operator import attrgetter
@@ -74,7 +75,7 @@ class EngineFacts:
 
 
 class _Job(NamedTuple):
-    """A waiting request; sorts by (deadline, arrival, id), and ids are unique."""
+    """A waiting request as the plan sees it; sorts by (deadline, arrival, id), and ids are unique."""
 
     deadline_s: float
     arrival_s: float
@@ -103,7 +104,7 @@ class MooreHodgson:
     options, and for facts or fractions out of range.
 
     Who would be late even if started alone now stays late: such requests are set aside once, and a call walks those that are
-    left, O(left log left).
+    left, O(left log left). There may be tens of thousands of them, so nothing is kept of one but the request itself.
     """
 
     def __init__(
@@ -131,20 +132,18 @@ class MooreHodgson:
         self._counts_dispatched = clock == "dispatched"
         self._shared_kv = shared_kv
         self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
-        self._queue: list[_Job] = []  # those that may still be on time, and
-        self._late: list[_Job] = []  # those that cannot, both in the order of deadlines
+        self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
+        self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
         self._last_starts: list[
             tuple[float, _Job]
         ] = []  # heap: when each of the queue, and some that left it, must start
-        self._jobs: dict[int, _Job] = {}
-        self._lengths: dict[int, list[int]] = {
-            id: [] for id in engines
-        }  # sorted prompt tokens of each engine's requests
+        self._jobs: dict[int, _Job] = {}  # of the queue
+        self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
         self._refused: dict[int, Request] = {}  # prompts that never fit, until the next call says so
         self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
 
     def __len__(self) -> int:
-        return len(self._jobs) + len(self._refused)
+        return sum(map(len, self._lengths.values())) + len(self._refused)
 
     def add(self, request: Request, engine: int) -> None:
         """Raises ValueError for an engine outside the scope and for a request that waits already."""
@@ -153,23 +152,22 @@ class MooreHodgson:
             raise ValueError(
                 f"request {request.id} is bound to engine {engine}; this queue serves {sorted(self._facts)}"
             )
-        if request.id in self._jobs or request.id in self._refused:
+        if request.id in self._jobs or request.id in self._refused or self._is_late(request):
             raise ValueError(f"request {request.id} is added twice: it waits already")
         self._answered = None
         if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens(facts, running=0):
             self._refused[request.id] = request
             return
-        duration_s = request.prompt_tokens / facts.prefill_tokens_per_s
-        job = _Job(request.arrival_s + facts.slo_s, request.arrival_s, request.id, duration_s, engine, request)
+        job = self._job(request, engine)
         self._jobs[request.id] = job
         insort(self._queue, job)
-        heappush(self._last_starts, (job.deadline_s - duration_s, job))
+        heappush(self._last_starts, (job.deadline_s - job.duration_s, job))
         insort(self._lengths[engine], request.prompt_tokens)
 
     def remove(self, request_id: int) -> bool:
         if self._refused.pop(request_id, None) is not None:
             return True
-        job = self._jobs.get(request_id)
+        job = self._jobs.get(request_id) or next((job for job in self._late_jobs() if job.id == request_id), None)
         if job is None:
             return False
         self._answered = None
@@ -184,7 +182,7 @@ class MooreHodgson:
             return Admission(dropped=dropped)
         plan = self._plan(now, engines)
         if self._drops_late:
-            dropped += [self._take(job) for job in [*self._late]]
+            dropped += [self._take(job) for job in [*self._late_jobs()]]
         admitted = [self._take(job) for job in self._startable(plan, engines)]
         self._answered = (now, dict(engines))
         return Admission(admitted, dropped)
@@ -198,7 +196,7 @@ class MooreHodgson:
         if not self._can_start(engines):
             return math.inf
         plan = self._plan(now, engines)
-        if self._startable(plan, engines) or (self._drops_late and self._late):
+        if self._startable(plan, engines) or (self._drops_late and any(self._late.values())):
             return soon
         if not self._queue:
             return math.inf
@@ -212,8 +210,8 @@ class MooreHodgson:
         while self._last_starts and self._last_starts[0][0] < now:
             _, job = heappop(self._last_starts)
             if self._jobs.get(job.id) is job:
-                del self._queue[bisect_left(self._queue, job)]
-                insort(self._late, job)
+                self._leave_queue(job)
+                insort(self._late[job.engine], job.request, key=_arrival)
         start_s = now
         if self._counts_dispatched:
             backlogs_s = [state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items()]
@@ -226,7 +224,7 @@ class MooreHodgson:
         blocked = self._facts.keys() - engines.keys()
         started = self._fitting((self._queue[index] for index in plan.on_time), room, blocked)
         if not plan.on_time or (self._late_beside_blocked and not started):
-            late = merge(self._late, (self._queue[index] for index in plan.late))
+            late = merge(self._late_jobs(blocked), (self._queue[index] for index in plan.late))
             started = self._fitting(late, room, blocked)
         return started
 
@@ -265,15 +263,40 @@ class MooreHodgson:
 
     def _take(self, job: _Job) -> Request:
         """The request of ``job``, which no longer waits."""
-        del self._jobs[job.id]
-        place = bisect_left(self._queue, job)
-        if place < len(self._queue) and self._queue[place] is job:
-            del self._queue[place]
+        if self._jobs.get(job.id) is job:
+            self._leave_queue(job)
         else:
-            del self._late[bisect_left(self._late, job)]
+            late = self._late[job.engine]
+            del late[bisect_left(late, _arrival(job.request), key=_arrival)]
         lengths = self._lengths[job.engine]
         del lengths[bisect_left(lengths, job.request.prompt_tokens)]
         return job.request
+
+    def _leave_queue(self, job: _Job) -> None:
+        del self._jobs[job.id]
+        del self._queue[bisect_left(self._queue, job)]
+
+    def _job(self, request: Request, engine: int) -> _Job:
+        facts = self._facts[engine]
+        duration_s = request.prompt_tokens / facts.prefill_tokens_per_s
+        return _Job(request.arrival_s + facts.slo_s, request.arrival_s, request.id, duration_s, engine, request)
+
+    def _late_jobs(self, blocked: Collection[int] = ()) -> Iterable[_Job]:
+        """In the order of deadlines; none of an engine any more once it is ``blocked``."""
+        return merge(*(self._late_of(engine, blocked) for engine, late in self._late.items() if late))
+
+    def _late_of(self, engine: int, blocked: Collection[int]) -> Iterator[_Job]:
+        for request in self._late[engine]:
+            if engine in blocked:
+                return
+            yield self._job(request, engine)
+
+    def _is_late(self, request: Request) -> bool:
+        for late in self._late.values():
+            place = bisect_left(late, _arrival(request), key=_arrival)
+            if place < len(late) and late[place].id == request.id:
+                return True
+        return False
 
 
 class _Room:
@@ -314,6 +337,10 @@ class _Room:
             return self._promised[engine]
         capacity = self._capacity[engine]
         return sum(-(-tokens * capacity // self._capacity[id]) for id, tokens in self._promised.items() if tokens)
+
+
+def _arrival(request: Request) -> tuple[float, int]:
+    return request.arrival_s, request.id
 
 
 _deadline_and_duration = attrgetter("deadline_s", "duration_s")

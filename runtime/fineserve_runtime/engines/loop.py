@@ -155,11 +155,13 @@ class EngineLoop:
             for engine in self._cores:
                 self._emit(Beat(engine))
 
-    def _take_commands(self, wait_s: float) -> None:
-        command = self._inbox.take(wait_s)
+    def _take_commands(self, wait_s: float) -> bool:
+        """Whether any came."""
+        command = first = self._inbox.take(wait_s)
         while command is not None and not self._stopping:
             self._obey(command)
             command = self._inbox.take(0.0)
+        return first is not None
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Stop):
@@ -203,9 +205,15 @@ class EngineLoop:
         self._emit(Reply(call.engine, call.ticket, time.monotonic() - started_s, failure))
 
     def _round(self) -> float:
-        """One step of each engine that has work. Returns how long to wait for commands before the next round."""
+        """One step of each engine that has work; what came meanwhile is in the next one's. Returns how long to wait for
+        commands before the next round."""
         wait_s = BEAT_S
-        for engine, core in list(self._cores.items()):
+        for engine in list(self._cores):
+            if self._take_commands(0.0):
+                wait_s = 0.0  # it may be for one that had its turn
+            core = self._cores.get(engine)
+            if core is None or self._stopping:
+                continue
             try:
                 if core.has_work:
                     wait_s = min(STARVED_S if self._step(engine, core) else 0.0, wait_s)

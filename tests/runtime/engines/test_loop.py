@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fineserve_runtime.engines.api import Sampling, Submission, TokenChunk
 from fineserve_runtime.engines.links import ProcessLink, ThreadLink
-from fineserve_runtime.engines.loop import BEAT_S, Beat, Build, Died, Message, Ready, Stepped, Submit
+from fineserve_runtime.engines.loop import BEAT_S, Beat, Build, Died, EngineLoop, Message, Ready, Stepped, Stop, Submit
 
 from fineserve_sim.policy.interfaces import EngineState
 
@@ -95,6 +95,55 @@ def test_what_an_engine_refuses_ends_that_request_alone() -> None:
         link.send(ask(4))
         message = heard()
         assert isinstance(message, Stepped) and message.report.chunks == (TokenChunk(4, (7,), "length"),)
+
+
+@pytest.mark.parametrize(("sender", "steps"), [(0, [(0, [4]), (1, [4, 5])]), (1, [(0, [4]), (1, [4]), (0, [5])])])
+def test_what_comes_in_an_engines_step_is_in_the_next_step_of_who_is_asked(
+    sender: int, steps: list[tuple[int, list[int]]]
+) -> None:
+    """Engines of one thread take turns. A request waits for no whole round of them, and nobody waits while one has work."""
+    script = Script([Submit(0, ask(4).submission), Submit(1, ask(4).submission)])
+
+    class Core(BrokenCore):
+        def __init__(self, engine: int) -> None:
+            super().__init__()
+            self.engine = engine
+
+        def step(self) -> Any:
+            if self.engine == sender and len(told) == sender:  # its first one
+                script.commands.append(Submit(1 - sender, ask(5).submission))
+            report = super().step()._replace(engine=self.engine)
+            told.append((self.engine, [chunk.request_id for chunk in report.chunks]))
+            return report
+
+    told: list[tuple[int, list[int]]] = []
+    EngineLoop({0: lambda: Core(0), 1: lambda: Core(1)}, script, lambda message: None).run()
+    assert told == steps
+
+
+def test_who_had_nothing_to_do_is_asked_again_before_anybody_waits() -> None:
+    """The request comes when the other engine's turn begins."""
+    script = Script([None, None, Submit(0, ask(4).submission)])
+    stepped = queue.SimpleQueue[Message]()
+
+    def emit(message: Message) -> None:
+        if isinstance(message, Stepped):
+            stepped.put(message)
+
+    EngineLoop({0: BrokenCore, 1: BrokenCore}, script, emit).run()
+    assert stepped.qsize() == 1
+
+
+class Script:
+    """An inbox that has these, None where it is empty for once, and says stop to a loop that would wait for more."""
+
+    def __init__(self, commands: list[Any]) -> None:
+        self.commands = commands
+
+    def take(self, timeout_s: float | None) -> Any:
+        if self.commands:
+            return self.commands.pop(0)
+        return Stop() if timeout_s else None
 
 
 def test_an_engine_of_a_thread_that_crashed_can_be_built_again() -> None:
