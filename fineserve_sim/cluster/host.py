@@ -126,7 +126,6 @@ class Cluster:
         is known of its tokens, where KV memory keeps prefixes."""
         self.order = order
         waiting = self._waiting[request.id] = Waiting(request, output_tokens, prefix)
-        self.report_loads(now)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
         if engine_id is not None:
@@ -140,7 +139,6 @@ class Cluster:
         """These wait for an engine again, with what they generated as part of their prompts."""
         for sequence in sequences:
             self._returned[sequence.index] = sequence
-            self.report_loads(now)
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
 
@@ -342,7 +340,8 @@ class Cluster:
     # --- the controller --------------------------------------------------------------------------------------------
 
     def hear(self, now: float, event: Event) -> None:
-        """Something happened: do what the controller says to it."""
+        """Something happened: do what the controller says to it, which knows the loads."""
+        self.report_loads(now)
         self.carry_out(self.tell(now, event), now)
 
     def tell(self, now: float, event: Event) -> list[Command]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,16 +54,6 @@ class Samples:
         return Timeline(time_s=np.array(self.time_s, dtype=np.float64), engine_models=self._models, **tables)
 
 
-class Sampler(Protocol):
-    """``rows`` of a ``Timeline``."""
-
-    rows: Samples
-
-    def sample(self, now: float) -> None:
-        """Note everything as it is. Engines must be settled up to this moment."""
-        ...
-
-
 class Column(NamedTuple):
     """What one column sums up: the engines of ``model`` that are there, and requests that wait for them."""
 
@@ -73,7 +63,7 @@ class Column(NamedTuple):
 
 
 class EngineSampler:
-    """A column an engine, or a model."""
+    """A column an engine, or a model; ``rows`` of a ``Timeline``."""
 
     def __init__(self, columns: Sequence[Column], managers: Sequence[KVMemory]) -> None:
         self._columns = tuple(columns)
@@ -81,6 +71,7 @@ class EngineSampler:
         self.rows = Samples([column.model for column in columns], len(managers))
 
     def sample(self, now: float) -> None:
+        """Note everything as it is. Engines must be settled up to this moment."""
         engines = [(column.engines(), column.queued()) for column in self._columns]
         ledgers = [manager.ledger() for manager in self._managers]
         self.rows.add(
@@ -125,3 +116,6 @@ class InstanceSampler:
         )
         capacity_bytes = sum(instance.kv.limit_bytes for instance in instances if instance.alive)
         self.looks.append((now, demand_blocks * instances[0].sizes.block_bytes, capacity_bytes, len(engines)))
+
+
+Sampler = EngineSampler | InstanceSampler

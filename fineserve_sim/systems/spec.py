@@ -184,7 +184,6 @@ class KunServeDropSpec(Spec):
     restore_usage: Literal["cluster", "group"] = "cluster"
     required: Literal["net", "gross"] = "gross"
     max_group: PositiveInt | None = None
-    falling_samples: Annotated[int, Field(ge=0)] = 0
     remap_s: Annotated[float, Field(ge=0)] = 0.005
 
 

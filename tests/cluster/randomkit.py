@@ -242,7 +242,6 @@ def kunserve(random: Random) -> Scenario:
         "restore_below": random.choice([0.1, 0.5]),
         "required": random.choice(["net", "gross"]),
         "max_group": random.choice([None, 2, 3]),
-        "falling_samples": random.choice([0, 3]),
     }
     axes = {"dispatch": random.choice(DISPATCH), "execution": _execution(random, [stages]), "drop": drop}
     if stages == 1 and random.random() < 0.3:

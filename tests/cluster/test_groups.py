@@ -57,7 +57,6 @@ def systems_of_any_options(draw: st.DrawFn) -> SystemSpec:
             "restore_below": draw(st.sampled_from([0.1, 0.5])),
             "required": draw(st.sampled_from(["net", "gross"])),
             "max_group": draw(st.sampled_from([None, 2, 3])),
-            "falling_samples": draw(st.sampled_from([0, 3])),
         }
         if stages == 1 and draw(st.booleans()):
             axes["scaling"] = {"instances": 1, "start_s": 0.05, "growing_samples": 2}

@@ -194,12 +194,6 @@ def test_restore_under_half_of_what_the_cluster_has() -> None:
     assert cluster.tick([_pair(10, queued=1), idle]) == []
 
 
-def test_restore_may_wait_until_usage_no_longer_rises() -> None:
-    policy = drop(falling_samples=3)
-    answers = [bool(policy.tick([_pair(used)])) for used in (50, 60, 70, 65, 60)]
-    assert answers == [False, False, False, False, True]
-
-
 def test_thresholds_must_leave_a_gap() -> None:
     with pytest.raises(ValueError, match="under the trigger"):
         drop(trigger=0.5, restore_below=0.5)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.memory.s_partition import Share, demand_weight, split_bytes
+from fineserve_sim.policy.memory.s_partition import Share, split_bytes
 
 
-def test_parts_follow_rate_times_token_bytes() -> None:
+def test_parts_follow_weights() -> None:
     """2/s of 100-byte tokens against 6/s of 50-byte ones: 200 to 300."""
-    shares = {0: Share(demand_weight(2.0, 100), 10), 1: Share(demand_weight(6.0, 50), 10)}
+    shares = {0: Share(2.0 * 100, 10), 1: Share(6.0 * 50, 10)}
     assert split_bytes(1000, shares) == {0: 400, 1: 600}
 
 

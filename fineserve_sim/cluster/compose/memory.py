@@ -19,7 +19,7 @@ from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry
 from fineserve_sim.policy.memory.paged import PrivatePools
-from fineserve_sim.policy.memory.s_partition import Share, demand_weight, split_bytes
+from fineserve_sim.policy.memory.s_partition import Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
@@ -178,7 +178,7 @@ def _shares(spec: PrivatePoolsSpec, usable: int, tenants: Sequence[Tenant]) -> d
 def _demand_shares(spec: PrivatePoolsSpec, kv_bytes: int, tenants: Sequence[Tenant]) -> dict[int, tuple[int, int]]:
     wanted = {
         tenant.engine: Share(
-            demand_weight(tenant.rate_per_s, tenant.block.token_bytes),
+            tenant.rate_per_s * tenant.block.token_bytes,
             tenant.block.blocks_for_tokens(spec.least_tokens) * tenant.block.block_bytes,
         )
         for tenant in tenants

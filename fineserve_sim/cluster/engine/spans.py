@@ -279,8 +279,6 @@ class SpanEngine(Batcher):
     def _ends_of(self, now: float, steps: int) -> list[float]:
         decodes = self._decodes
         span = (now, decodes.size, decodes.context_tokens, steps, self.slowdown)
-        if not self._shares_gpu:
-            return self.step.decode_ends_s(*span)
         ends, self._alone_s = self.step.decode_span_s(*span)
         return ends
 

@@ -24,7 +24,7 @@ from fineserve_sim.cluster.fleet.regroup import Regrouping
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import Activate, DropLayers, Migrate, RestoreLayers
-from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, Event, GpusRepaired, Tick
+from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, GpusRepaired, Tick
 from fineserve_sim.policy.groups.drop_plan import even_split
 
 TICK = order_of(Kind.TIMER, (1 << 18) + 1)
@@ -120,11 +120,6 @@ class Instances(Fleet):
         """Its instances, in the order of stages."""
         return self._stages[engine.index]
 
-    def hear(self, now: float, event: Event) -> None:
-        """Tell the controller, after the loads."""
-        self.cluster.report_loads(now)
-        self.cluster.hear(now, event)
-
     # --- what the cluster tells ------------------------------------------------------------------------------------
 
     def stopped(self, engine: Engine, now: float) -> None:
@@ -156,7 +151,7 @@ class Instances(Fleet):
         cluster.settle_all(now, TICK)
         self.regrouping.end_drained(now)
         loads = {id: engine.load(shortest=self._migrates) for id, engine in cluster.engines.items()}
-        cluster.hear(now, Tick({}, {}, loads))
+        cluster.carry_out(cluster.tell(now, Tick({}, {}, loads)), now)
         if cluster.outcomes.open:
             self._set_tick()
 
@@ -187,7 +182,7 @@ class Instances(Fleet):
         layers = instance.sizes.layers
         instance.load(frozenset(range(layers)))
         self.create(id, (instance,), even_split(layers, 1))
-        self.hear(now, EngineReady(id))
+        self.cluster.hear(now, EngineReady(id))
 
     def fail(self, number: int) -> None:
         cluster, instance = self.cluster, self.instances[number]
@@ -207,9 +202,9 @@ class Instances(Fleet):
                 transfer.cancel()
         instance.fail()
         for id in [*(engine.index for engine in hit), *loading]:
-            self.hear(now, EngineFailed(id, instance.gpus))
+            self.cluster.hear(now, EngineFailed(id, instance.gpus))
         for event in kept:
-            self.hear(now, event)
+            self.cluster.hear(now, event)
         if hit:
             lost.sort(key=lambda sequence: (sequence.arrival_s, sequence.index))
             cluster.returned(hit[0], lost, now)
@@ -217,10 +212,10 @@ class Instances(Fleet):
     def repair(self, number: int) -> None:
         instance = self.instances[number]
         instance.alive = True
-        self.hear(self.cluster.clock.now, GpusRepaired(instance.gpus))
+        self.cluster.hear(self.cluster.clock.now, GpusRepaired(instance.gpus))
 
     def drained(self, engine: Engine, now: float) -> None:
         """A pipeline whose instances serve alone again has ended its last request."""
         engine.dissolve()
         self.remove(engine)
-        self.hear(now, EngineDrained(engine.index))
+        self.cluster.hear(now, EngineDrained(engine.index))

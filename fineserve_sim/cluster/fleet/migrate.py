@@ -46,7 +46,7 @@ class Migrations:
         sequence = next(member for member in lane.decodes if member.index == command.request_id)
         blocks = source.blocks_of(lane, sequence)
         if not self._reserve(destination, blocks, now):
-            self._home.hear(now, MigrationEnded(command.request_id))
+            self._home.cluster.hear(now, MigrationEnded(command.request_id))
             return
         move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), blocks)
         self._moves[sequence] = move
@@ -92,7 +92,7 @@ class Migrations:
         destination.adopt(sequence, now)
         source.replan(now)
         self.moved += 1
-        self._home.hear(now, MigrationEnded(sequence.index))
+        self._home.cluster.hear(now, MigrationEnded(sequence.index))
 
     def forget(self, engine: Engine, now: float) -> None:
         """An engine is lost: what moves from it is lost with it, what moves to it goes on where it is."""
@@ -109,7 +109,7 @@ class Migrations:
         del self._moves[move.sequence]
         self._release(move.destination, move.reserved_blocks)
         move.destination.replan(now)
-        self._home.hear(now, MigrationEnded(move.sequence.index))
+        self._home.cluster.hear(now, MigrationEnded(move.sequence.index))
 
     def _reserve(self, engine: Engine, blocks: int, now: float) -> bool:
         """Hold so many blocks, which the span of the engine may have counted on."""

@@ -47,7 +47,6 @@ class Home(Protocol):
     def drained(self, engine: Engine, now: float) -> None: ...
     def on(self, instances: Sequence[TpGroup]) -> list[Engine]: ...
     def stages_of(self, engine: Engine) -> tuple[TpGroup, ...]: ...
-    def hear(self, now: float, event: Event) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +135,7 @@ class Regrouping:
             waiting += engine.take_waiting()
             cluster.touch(engine)
         if not merged.stopping:
-            home.hear(now, LayersDropped(merged.index))
+            home.cluster.hear(now, LayersDropped(merged.index))
         cluster.returned(merged, sorted(waiting, key=arrival_order), now)
 
     def _complete(self, merged: PipelineEngine, now: float) -> None:
@@ -144,7 +143,7 @@ class Regrouping:
         if self._fetching.pop(merged.index, None) is not None:
             self._home.cluster.order = TIMER
             merged.go_on(now)
-            self._home.hear(now, LayersDropped(merged.index))
+            self._home.cluster.hear(now, LayersDropped(merged.index))
 
     def _layout_of(self, engine: Engine) -> tuple[range, ...]:
         if isinstance(engine, PipelineEngine):
@@ -181,7 +180,7 @@ class Regrouping:
         self._draining[engine.index] = engine
         for id, stage in zip(restore.into, engine.stages, strict=True):
             home.create(id, (stage,), even_split(stage.sizes.layers, 1), shared=True)
-        home.hear(now, LayersRestored(engine.index))
+        home.cluster.hear(now, LayersRestored(engine.index))
         home.cluster.returned(engine, waiting, now)
         self._end_if_drained(engine, now)
 

@@ -37,9 +37,8 @@ class KunServeDrop:
 
     ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model; ``required``:
     whether free KV memory counts against the demand of the queue (net) or not (gross); ``restore_usage``: whose usage must be
-    under ``restore_below`` of its base, that of the whole cluster or of the group itself; ``falling_samples``: restore only
-    when the usage of the group has not risen over so many looks (0: do not ask); ``restore``: whether groups are ever
-    dissolved.
+    under ``restore_below`` of its base, that of the whole cluster or of the group itself; ``restore``: whether groups are
+    ever dissolved.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class KunServeDrop:
         restore_usage: Literal["cluster", "group"] = "cluster",
         required: Literal["net", "gross"] = "gross",
         max_group: int | None = None,
-        falling_samples: int = 0,
         restore: bool = True,
     ) -> None:
         if restore_below >= trigger:
@@ -63,12 +61,9 @@ class KunServeDrop:
         self._trigger, self._restore_below = trigger, restore_below
         self._required, self._max_group, self._restore = required, max_group, restore
         self._restore_usage = restore_usage
-        self._usage: dict[int, deque[int]] = {}
-        self._falling_samples = falling_samples
 
     def tick(self, groups: Sequence[GroupView]) -> list[Merge] | list[Split]:
         """What to do now. Nothing while a group is being changed, until the last KV has arrived at its new place."""
-        self._remember(groups)
         if any(view.phase is Phase.CHANGING or view.load.stalled for view in groups):
             return []
         if any(throttled(view.load, self._trigger) for view in groups if view.phase.takes_requests):
@@ -101,20 +96,8 @@ class KunServeDrop:
             return False
         if self._restore_usage == "group" and not self._is_low([view]):
             return False
-        if view.load.fullest_bytes * len(view.instances) > view.base_bytes:
-            return False  # one of its instances could not hold all weights beside its KV
-        if not self._falling_samples:
-            return True
-        usage = self._usage[view.engine]
-        return len(usage) == usage.maxlen and usage[-1] <= usage[0]
-
-    def _remember(self, groups: Sequence[GroupView]) -> None:
-        if self._falling_samples:
-            self._usage = {
-                view.engine: self._usage.get(view.engine, deque(maxlen=self._falling_samples)) for view in groups
-            }
-            for view in groups:
-                self._usage[view.engine].append(view.used_bytes)
+        # each of its instances must hold all weights beside its KV
+        return view.load.fullest_bytes * len(view.instances) <= view.base_bytes
 
 
 def throttled(load: EngineLoad, trigger: float = 0.95) -> bool:

@@ -20,11 +20,6 @@ class Share(NamedTuple):
     least_bytes: int
 
 
-def demand_weight(rate_per_s: float, token_bytes: int) -> float:
-    """The demand rule: a model's requests per second times its KV bytes per token on this GPU."""
-    return rate_per_s * token_bytes
-
-
 def split_bytes(pool_bytes: int, shares: Mapping[int, Share]) -> dict[int, int]:
     """The pool divided in proportion to the weights, everybody getting at least ``least_bytes``.
 
