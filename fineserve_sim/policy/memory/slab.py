@@ -83,6 +83,8 @@ class KVSlabManager:
         per_slab = pool.blocks_per_slab
         if blocks < 0:
             raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
+        if per_slab == 1:
+            return self._take_lowest_slabs(holder, blocks) if blocks <= self._free_slabs else None
         if blocks > self._available_blocks(pool):
             return None
         ids: list[int] = []
@@ -229,26 +231,46 @@ class KVSlabManager:
         """Slabs that are formatted for nobody."""
         return self._free_slabs
 
+    def _take_lowest_slabs(self, holder: Holder, blocks: int) -> list[int]:
+        """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
+        ids = self._lowest_free(blocks)
+        holder.held.update(dict.fromkeys(ids, 1))
+        self._count_slabs(holder, ids, 1)
+        return ids
+
     def _free_whole_slabs(self, holder: Holder, block_ids: Sequence[int]) -> bool:
         """Give back blocks that are a slab each. False, and nothing done, unless all are held and named once."""
-        held, holes, slabs, blocks = holder.held, self._holes, self._slabs, len(block_ids)
+        held, holes = holder.held, self._holes
         distinct = set(block_ids)
-        if len(distinct) != blocks or not distinct <= held.keys():
+        if len(distinct) != len(block_ids) or not distinct <= held.keys():
             return False
         for slab_id in block_ids:
             del held[slab_id]
-            slab = slabs[slab_id]
-            slab.pool, slab.used = None, 0
             heappush(holes, slab_id)
-            if self._grid_pools:
-                self._shift_unformatted(slab_id, 1)
-        self._free_slabs += blocks
-        pool = holder.pool
-        pool.slabs -= blocks
-        pool.slab_blocks -= blocks
-        pool.used_blocks -= blocks
-        holder.used_blocks -= blocks
+        self._free_slabs += len(block_ids)
+        self._count_slabs(holder, block_ids, -1)
         return True
+
+    def _count_slabs(self, holder: Holder, slab_ids: Sequence[int], sign: int) -> None:
+        """Slabs that are a block each were taken (1) or given back (-1)."""
+        blocks, pool = sign * len(slab_ids), holder.pool
+        pool.slabs += blocks
+        pool.slab_blocks += blocks
+        pool.used_blocks += blocks
+        holder.used_blocks += blocks
+        if self._grid_pools:
+            for slab_id in slab_ids:
+                self._shift_unformatted(slab_id, -sign)
+
+    def _note_single_blocks(self) -> None:
+        """Write down which slabs are formatted to keys whose blocks are whole slabs."""
+        for slab in self._slabs:
+            if slab.pool is not None and slab.pool.blocks_per_slab == 1:
+                slab.pool, slab.used = None, 0
+        for holder in self._owners.values():
+            if holder.pool.blocks_per_slab == 1:
+                for slab_id in holder.held:
+                    self._slabs[slab_id].pool, self._slabs[slab_id].used = holder.pool, 1
 
     def _take_whole_slabs(self, pool: Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
         """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
@@ -328,6 +350,7 @@ class KVSlabManager:
 
     def slab_table(self) -> list[SlabEntry]:
         """One row per slab, by slab id."""
+        self._note_single_blocks()
         untouched = [SlabEntry(SlabState.FREE, None, 0)] * (self.slab_count - len(self._slabs))
         return [self._entry(slab) for slab in self._slabs] + untouched
 
@@ -355,6 +378,7 @@ class KVSlabManager:
 
     def check(self) -> None:
         """Raise AssertionError if the state contradicts itself: recomputes every counter from the slabs. O(slabs)."""
+        self._note_single_blocks()
         free = [slab.id for slab in self._slabs if slab.pool is None and slab.id >= self._reserved]
         assert sorted(self._holes) == free, "the free list is not the unformatted slabs"
         free += range(len(self._slabs), self.slab_count)
