@@ -32,7 +32,7 @@ def _read(path: str | Path) -> tuple[dict[str, Any], Path]:
         config = json.loads(where.read_text(encoding="utf-8"))
     except OSError as error:
         raise CatalogError(f"{where}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CatalogError(f"{where}: not a readable JSON file: {error}") from None
     if not isinstance(config, dict):
         raise CatalogError(f"{where}: expected a JSON object")

@@ -19,6 +19,7 @@ from fineserve_sim.cli.console import (
     console,
     examples,
     interruptible,
+    path_argument,
     progress_bar,
     unused_folder_goes,
 )
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 PARTED, MOST_RATE_SCALE = 0.05, 64.0
 """Systems part where the best and the worst are so far apart, or none is so close to all; the fastest replay that is tried."""
 
-TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file, plain or gzip.", show_default=False)]
+TraceArgument = Annotated[Path, path_argument("TRACE", "Trace file, plain or gzip.")]
 SystemsOption = Annotated[
     list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
 ]
@@ -71,7 +72,9 @@ SharingOption = Annotated[
 ]
 RateScaleOption = Annotated[
     float | None,
-    typer.Option(help="Replay this many times as fast; if not given, where systems part.", show_default=False),
+    typer.Option(
+        min=1e-6, help="Replay this many times as fast; if not given, where systems part.", show_default=False
+    ),
 ]
 SearchOption = Annotated[
     bool, typer.Option("--search/--no-search", help="Find where the answer breaks and how many GPUs it needs.")
@@ -186,7 +189,7 @@ def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
         from fineserve_traces import read_trace
 
         if missing := sorted(set(read_trace(trace).models) - set(ids)):
-            names = ", ".join(missing)
+            names = ", ".join(name if name == name.strip() else repr(name) for name in missing)
             raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
         raise
 

@@ -26,6 +26,17 @@ def named_path(text: str) -> Path:
     return Path(text)
 
 
+def path_argument(metavar: str, help: str) -> Any:
+    """An argument that is a path. Nothing, as of a variable that is not set, is none."""
+
+    def given(text: str) -> Path:
+        if not text.strip():
+            raise typer.BadParameter("is empty; give a path")
+        return Path(text)
+
+    return typer.Argument(parser=given, metavar=metavar, help=help, show_default=False)
+
+
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", "-o", parser=named_path, metavar="DIR", help="Results folder.", show_default=False),

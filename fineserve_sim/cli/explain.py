@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fineserve_sim.cli.console import JsonOption, axis_and_value, examples, interruptible, print_json, print_rows
+from fineserve_sim.cli.console import (
+    JsonOption,
+    axis_and_value,
+    examples,
+    interruptible,
+    path_argument,
+    print_json,
+    print_rows,
+)
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment.show.timelines.life import Life
@@ -25,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results folder of a run.", show_default=False)],
+    folder: Annotated[Path, path_argument("DIR", "Results folder of a run.")],
     request: Annotated[int, typer.Argument(metavar="REQUEST", help="Its number, by arrival.", show_default=False)],
     *,
     system: Annotated[

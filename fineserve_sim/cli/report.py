@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fineserve_sim.cli.console import JsonOption, console, examples, interruptible, named_path, print_json
+from fineserve_sim.cli.console import (
+    JsonOption,
+    console,
+    examples,
+    interruptible,
+    named_path,
+    path_argument,
+    print_json,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +31,8 @@ def register(app: typer.Typer) -> None:
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Results folders of runs.", show_default=False)
+        list[Path],
+        path_argument("DIR...", "Results folders of runs."),
     ],
     *,
     out: Annotated[
@@ -54,8 +63,8 @@ def report(
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Results folder of a run.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, say after a change.", show_default=False)],
+    a: Annotated[Path, path_argument("A", "Results folder of a run.")],
+    b: Annotated[Path, path_argument("B", "Another, say after a change.")],
     as_json: JsonOption = False,
 ) -> None:
     """What changed from A to B: inputs, results beyond their intervals, decisions, claims.

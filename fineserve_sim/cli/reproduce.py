@@ -72,10 +72,14 @@ def reproduce(
         from fineserve_sim.experiment.reproduce import reproduce as decide
         from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
         from fineserve_sim.experiment.run.executors import executor_of
-        from fineserve_sim.experiment.run.files import write_json
+        from fineserve_sim.experiment.run.files import check_writable, write_json
 
         ids = " ".join(claims or ()).replace(",", " ").split()
+        if claims and not ids:
+            raise ValueError("--claims: names no claim; leave the option out for all of them")
         wanted = chosen(read_ledger(claims_file) if claims_file else targets(), paper, ids)
+        if json_file:
+            check_writable(json_file, "--json")
         if markdown:
             check_markdown(markdown)
         folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")

@@ -14,6 +14,7 @@ from fineserve_sim.cli.console import (
     escaped,
     examples,
     interruptible,
+    path_argument,
     print_json,
     progress_bar,
     unused_folder_goes,
@@ -82,7 +83,7 @@ def print_results(out: Path, summary: Mapping[str, Any], as_json: bool, *, rows:
 
 
 def plot(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results folder of a run.", show_default=False)],
+    folder: Annotated[Path, path_argument("DIR", "Results folder of a run.")],
     as_json: JsonOption = False,
 ) -> None:
     """Draw the figures of a results folder again."""

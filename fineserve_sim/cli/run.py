@@ -17,6 +17,7 @@ from fineserve_sim.cli.console import (
     examples,
     interruptible,
     named_path,
+    path_argument,
 )
 from fineserve_sim.cli.limits import PriceOption, TargetsOption, shares_of
 from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results, simulate_into
@@ -24,7 +25,7 @@ from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
 
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Experiment in YAML.", show_default=False)]
+FileArgument = Annotated[Path, path_argument("FILE", "Experiment in YAML.")]
 SeedsOption = Annotated[
     int | None, typer.Option(min=1, help="Seeds a cell, instead of the file's.", show_default=False)
 ]

@@ -18,6 +18,7 @@ from fineserve_sim.cli.console import (
     console,
     examples,
     interruptible,
+    path_argument,
     print_json,
     progress_bar,
     unused_folder_goes,
@@ -53,7 +54,7 @@ Place = dict[str, float | str]
 
 SourceArgument = Annotated[
     Path,
-    typer.Argument(metavar="TRACE|FILE|DIR", help="Trace, experiment in YAML, or results folder.", show_default=False),
+    path_argument("TRACE|FILE|DIR", "Trace, experiment in YAML, or results folder."),
 ]
 GoalsOption = Annotated[
     list[str],
@@ -155,6 +156,10 @@ def size(
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
         if _file(source) is None:
+            if quick:
+                raise ValueError(
+                    "--quick: for an experiment file alone; of a trace, --requests takes the first so many"
+                )
             shares_of(targets, tpot_slo, e2e_slo)  # a target of a trace has its limit
         path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
         with executor_of(executor, jobs) as where:
@@ -199,6 +204,8 @@ def _asked(
     if path is not None:
         _refuse(load, path)
         return path, _overrides(limits, systems, seeds), place, most_gpus
+    if load.rate_scale is not None and "rate_scale" in place:
+        raise ValueError("--rate-scale with --at rate_scale: both say how fast the trace is replayed; give one of them")
     most = most_gpus or MOST_GPUS
     question = _question(source, folder, load, limits, systems or SYSTEMS, seeds, most)
     place |= {} if load.rate_scale is None else {"rate_scale": load.rate_scale}
@@ -316,12 +323,14 @@ def _prices(texts: Sequence[str]) -> dict[str, float]:
     """``2.5`` or ``h100-sxm=2.5``, by GPU. Raises ValueError for anything else."""
     found: dict[str, float] = {}
     for text in texts:
-        gpu, _, usd = text.rpartition("=")
+        gpu, sign, usd = text.rpartition("=")
+        if gpu in found:
+            raise ValueError(f"--price {text}: a second price of {gpu or 'the same GPUs'}; give one")
         try:
             found[gpu] = float(usd)
         except ValueError:
             found[gpu] = 0.0
-        if not 0 < found[gpu] < float("inf"):
+        if not 0 < found[gpu] < float("inf") or (sign and not gpu):
             raise ValueError(f"--price {text}: expected dollars a GPU-hour, such as 2.5 or h100-sxm=2.5")
     return found
 

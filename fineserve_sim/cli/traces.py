@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fineserve_sim.cli.console import JsonOption, examples, print_json, print_rows
+from fineserve_sim.cli.console import JsonOption, examples, path_argument, print_json, print_rows
 
 app = typer.Typer(help="Look at trace files.", no_args_is_help=True)
 
@@ -23,7 +23,7 @@ def options() -> None:
     )
 )
 def stats(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace file, plain or gzip.", show_default=False)],
+    file: Annotated[Path, path_argument("FILE", "Trace file, plain or gzip.")],
     trace_format: Annotated[
         str | None,
         typer.Option("--format", help="Format, where the content does not tell it.", show_default=False),

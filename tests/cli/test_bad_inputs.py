@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,19 +93,19 @@ def test_commands(refused: Any, trace: Path, finished: Path, tmp_path: Path, lin
 
 def trace_bytes(content: str, good: bytes) -> bytes:
     """What a trace file of the table holds."""
-    match content:
-        case "@latin1":
-            return good.replace(b"A", b"\xe4")
-        case "@cut":
-            return gzip.compress(good)[:-12]
-        case "@damaged":
-            packed = gzip.compress(good)
-            return packed[:40] + b"xxxx" + packed[44:]
-        case "@parquet":
-            sink = pa.BufferOutputStream()
-            pq.write_table(pa.table({"arrival_s": [0.0], "prompt_tokens": [5], "output_tokens": [5]}), sink)
-            return sink.getvalue().to_pybytes()
-    return content.encode()
+    packed, sink = gzip.compress(good), pa.BufferOutputStream()
+    pq.write_table(pa.table({"arrival_s": [0.0], "prompt_tokens": [5], "output_tokens": [5]}), sink)
+    made = {
+        "@latin1": good.replace(b"A", b"\xe4"),
+        "@utf16": good.decode().encode("utf-16"),
+        "@long": good + b"10," + 200_000 * b"A" + b",5,5\n",
+        "@deep": 100_000 * b'{"a":',
+        "@cut": packed[:-12],
+        "@twice": gzip.compress(packed),
+        "@damaged": packed[:40] + b"xxxx" + packed[44:],
+        "@parquet": sink.getvalue().to_pybytes(),
+    }
+    return made.get(content, content.encode())
 
 
 @pytest.mark.parametrize(("name", "content", "answer"), table("traces"))
@@ -122,6 +123,47 @@ def test_configs(refused: Any, experiment: Path, small: str, content: str, answe
     (experiment.parent / "m" / "config.json").write_text(content, encoding="utf-8")
     experiment.write_text(small.replace("model: llama-3.1-8b,", "model: {config: m/config.json},", 1), encoding="utf-8")
     refused(["run", "small.yaml"], answer)
+
+
+def cut(summary: dict[str, Any], key: str) -> dict[str, Any]:
+    """The summary without this key, or without this key of its first cell."""
+    if key.startswith("cell "):
+        del summary["cells"][0][key.removeprefix("cell ")]
+    else:
+        del summary[key]
+    return summary
+
+
+@pytest.mark.parametrize("command", ["plot", "report", "explain 1", "diff"])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (100_000 * '{"a":', "maximum recursion depth exceeded while …"),
+        ("cells", "no cells"),
+        ("title", "no title"),
+        ("cell metrics", "no metrics"),
+    ],
+    ids=["half", "deep", "no cells", "no title", "no metrics"],
+)
+def test_damaged_results(
+    refused: Any, finished: Path, tmp_path: Path, command: str, content: str, problem: str
+) -> None:
+    if not content.startswith("{"):
+        content = json.dumps(cut(json.loads((finished / "summary.json").read_text(encoding="utf-8")), content))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "summary.json").write_text(content, encoding="utf-8")
+    name, *rest = command.split()
+    words = [name, "bad", *rest, *(["bad"] if name == "diff" else [])]
+    refused(words, f"bad/summary.json: damaged ({problem}); run the experiment again to write it anew")
+
+
+@pytest.mark.parametrize("command", ["plot", "report"])
+def test_a_damaged_timeline(refused: Any, finished: Path, tmp_path: Path, command: str) -> None:
+    shutil.copytree(finished, tmp_path / "bad")
+    for path in (tmp_path / "bad" / "cells").glob("*.timeline.parquet"):
+        path.write_bytes(b"x")
+    refused([command, "bad"], "bad/cells/….timeline.parquet: damaged; delete it and run again")
 
 
 @pytest.mark.parametrize(("line", "answer"), table("calibrate"))

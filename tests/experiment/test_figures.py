@@ -37,6 +37,7 @@ def cell(sweep: str, system: str, axes: Mapping[str, Any]) -> dict[str, Any]:
         "axes": dict(axes),
         "seeds": 3,
         "requests": 2400,
+        "runs": [],
         "metrics": {
             "ttft_attainment": {"mean": attainment, "half_width": 0.02 + 0.01 * worse},
             "decode_throughput_tokens_per_s": {"mean": 2000.0 * attainment, "half_width": None},
@@ -52,7 +53,8 @@ def sweep_cells(sweep: str, slo_scales: list[float], loads: list[str]) -> list[d
 
 def results(folder: Path, cells: list[dict[str, Any]], figures: list[dict[str, Any]] | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    summary = {"schema": 2, "title": "End to end on one node", "cells": cells, "claims": []}
+    whole = {"title": "End to end on one node", "placements": [], "warnings": [], "claims": []}
+    summary = {"schema": 2, **whole, "cells": cells}
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     (folder / "resolved.yaml").write_text(yaml.safe_dump({"fineserve": 1, "figures": figures}), encoding="utf-8")
     return folder

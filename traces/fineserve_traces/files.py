@@ -18,7 +18,15 @@ import numpy as np
 from fineserve_traces.schema import FloatArray, TraceError, cell_error, error_at
 
 _GZIP_MAGIC = b"\x1f\x8b"
-_PARQUET_MAGIC = b"PAR1"
+_NO_TEXT = {
+    b"PAR1": "a Parquet file",
+    b"PK\x03\x04": "a ZIP archive or a spreadsheet",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file",
+    b"\xfd7zXZ": "an xz file",
+    b"BZh": "a bzip2 file",
+    _GZIP_MAGIC: "a gzip file in a gzip file",
+}
+"""What others than text and gzip begin with."""
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -83,8 +91,9 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _text(data: bytes, path: Path) -> bytes:
     """What a file begins with, without a byte order mark."""
-    if data.startswith(_PARQUET_MAGIC):
-        raise TraceError(f"{path}: a Parquet file; a trace is CSV, JSON or JSON lines, plain or gzip")
+    for magic, what in _NO_TEXT.items():
+        if data.startswith(magic):
+            raise TraceError(f"{path}: {what}; a trace is CSV, JSON or JSON lines, plain or gzip")
     return data.removeprefix(_UTF8_BOM)
 
 
@@ -121,15 +130,18 @@ class CsvTable:
     def _parse(self, data: bytes) -> list[tuple[str, ...]]:
         """The cells of each column; no columns when there are no rows. Empty lines are skipped."""
         lines = csv.reader(io.StringIO(data.decode("utf-8"), newline=""))
-        next(lines)
         rows = []
-        for row in lines:
-            if len(row) != len(self.names):
-                if not row:
-                    continue
-                counts = f"{len(row)} values, but the header has {len(self.names)} columns"
-                raise error_at(self.where, "line", lines.line_num, f": {counts}")
-            rows.append(row)
+        try:
+            next(lines)
+            for row in lines:
+                if len(row) != len(self.names):
+                    if not row:
+                        continue
+                    counts = f"{len(row)} values, but the header has {len(self.names)} columns"
+                    raise error_at(self.where, "line", lines.line_num, f": {counts}")
+                rows.append(row)
+        except csv.Error as error:
+            raise error_at(self.where, "line", lines.line_num, f": not CSV ({error})") from None
         return list(zip(*rows, strict=True))
 
     def require(self, names: Sequence[str]) -> None:
@@ -142,6 +154,13 @@ class CsvTable:
         """One column as text."""
         self.require([name])
         return list(self._columns[self.names.index(name)])
+
+    def model_names(self, name: str) -> list[str]:
+        """One column of names. Raises TraceError at the first cell that is empty."""
+        cells = self.text(name)
+        if "" in cells:
+            raise cell_error(self.where, cells.index(""), name, "empty; name the model, or leave the column out")
+        return cells
 
     def numbers(self, name: str) -> FloatArray:
         """One column as float64, shape (rows,). Raises TraceError at the first cell that is no number."""
@@ -172,6 +191,8 @@ def parse_json(data: bytes, path: Path) -> Any:
         return json.loads(data)
     except json.JSONDecodeError as error:
         raise TraceError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
+    except RecursionError:
+        raise TraceError(f"{path}: not JSON that can be read (nested too deeply)") from None
 
 
 def json_lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
@@ -182,6 +203,8 @@ def json_lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             raise error_at(str(path), "row", row + 1, f": not JSON ({error.msg})") from None
+        except RecursionError:
+            raise error_at(str(path), "row", row + 1, ": not JSON that can be read (nested too deeply)") from None
         if not isinstance(value, dict):
             raise error_at(str(path), "row", row + 1, ": not a JSON object")
         yield value

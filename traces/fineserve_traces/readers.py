@@ -49,7 +49,7 @@ def read_trace(path: str | Path, format: str | None = None, *, model: str = "def
     """
     path = Path(path)
     data = read_text(path)
-    format = format or detect_format(data, path)
+    format = detect_format(data, path) if format is None else format
     if format not in READERS:
         raise TraceError(f"{path}: unknown format {format!r}; known are {', '.join(READERS)}")
     rows = READERS[format](data, path)
@@ -62,15 +62,23 @@ def detect_format(data: bytes, path: Path) -> str:
     if start.startswith(b"["):
         raise TraceError(f"{path}: a JSON list, as ShareGPT's, holds no arrivals; use read_lengths, then generate")
     if start.startswith(b"{"):
-        return "mooncake" if _is_mooncake(start.split(b"\n", 1)[0]) else "vllm-bench"
+        first, _, others = start.partition(b"\n")
+        return _detect_json(first, bool(others.strip()), path)
     return _detect_csv(csv_header(data), path)
 
 
-def _is_mooncake(line: bytes) -> bool:
+def _detect_json(line: bytes, more: bool, path: Path) -> str:
+    """By the first line of a file that begins with an object: whole objects line by line, or one that goes on."""
     try:
-        return bool({"timestamp", "input_length", "hash_ids"} & set(json.loads(line)))
-    except json.JSONDecodeError:
-        return False
+        fields = list(json.loads(line))
+    except (json.JSONDecodeError, RecursionError):
+        return "vllm-bench"  # whose reader tells what is wrong
+    if set(_MOONCAKE_FIELDS) & set(fields):
+        return "mooncake"
+    if more:
+        known = ", ".join(_MOONCAKE_FIELDS)
+        raise TraceError(f"{path}: JSON lines with unknown fields {fields[:6]}; known are {known} (mooncake)")
+    return "vllm-bench"
 
 
 def _detect_csv(header: list[str], path: Path) -> str:
@@ -82,7 +90,8 @@ def _detect_csv(header: list[str], path: Path) -> str:
     best = max(alike, key=lambda format: alike[format])
     if alike[best] < 0.5:
         known = "; ".join(f"{format}: {', '.join(columns)}" for format, columns in _CSV_LAYOUTS.items())
-        raise TraceError(f"{path}: unknown columns {header}; known headers are {known}")
+        apart = "; columns are separated by commas" if len(header) == 1 else ""
+        raise TraceError(f"{path}: unknown columns {header}; known headers are {known}{apart}")
     return best
 
 
@@ -95,7 +104,7 @@ def _read_csv(data: bytes, path: Path) -> Rows:
         arrival_s=arrival_column(table.numbers("arrival_s"), table.where, in_order=False),
         prompt_tokens=token_column(table.numbers("prompt_tokens"), table.where, "prompt_tokens"),
         output_tokens=token_column(table.numbers("output_tokens"), table.where, "output_tokens"),
-        names=table.text("model") if "model" in table.names else None,
+        names=table.model_names("model") if "model" in table.names else None,
     )
 
 
@@ -139,7 +148,7 @@ def _read_burstgpt(data: bytes, path: Path) -> Rows:
         arrival_s=since_first(table.numbers("Timestamp"), table.where, "Timestamp"),
         prompt_tokens=token_column(table.numbers("Request tokens"), table.where, "Request tokens", minimum=0),
         output_tokens=token_column(table.numbers("Response tokens"), table.where, "Response tokens", minimum=0),
-        names=table.text("Model"),
+        names=table.model_names("Model"),
         time_column="Timestamp",
     )
 

@@ -24,9 +24,11 @@ from pydantic_core import PydanticCustomError
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.values import (
     MAX_GPUS,
+    Burstiness,
     Count,
     CountOrZero,
     Fraction,
+    ModelId,
     Name,
     NonNegative,
     Positive,
@@ -143,7 +145,7 @@ class Model(Strict):
     """One served model and its load: a share of the load's total rate, a rate of its own, or phases. ``tp: auto``: the
     degree that carries its rate within its TTFT limit, of those that hold it."""
 
-    id: Name
+    id: ModelId
     model: Annotated[
         Annotated[str, Tag("name")] | Annotated[ConfigJson, Tag("mapping")],
         Discriminator(_shape),
@@ -164,14 +166,14 @@ class Gamma(Strict):
     """``cv``: coefficient of variation of the gaps between arrivals."""
 
     process: Literal["gamma"]
-    cv: Positive
+    cv: Burstiness
 
 
 class Weibull(Strict):
     """``cv``: coefficient of variation of the gaps between arrivals."""
 
     process: Literal["weibull"]
-    cv: Positive
+    cv: Burstiness
 
 
 class Replay(Strict):

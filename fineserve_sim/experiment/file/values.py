@@ -20,6 +20,9 @@ MAX_GPUS = 100_000
 MAX_RATE_PER_S = 1e6
 """No cluster is asked more: beyond, all requests come at once and a second means nothing."""
 
+MAX_CV = 100.0
+"""Of the gaps between arrivals: far beyond any recorded, where one gap lasts longer than all others together."""
+
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE_PER_S, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -29,7 +32,18 @@ CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 Requests = Annotated[int, Field(strict=True, ge=1, le=MAX_REQUESTS)]
 RequestsOrZero = Annotated[int, Field(strict=True, ge=0, le=MAX_REQUESTS)]
+Burstiness = Annotated[float, Field(strict=True, gt=0, le=MAX_CV, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+
+
+def _on_a_line(value: Any) -> Any:
+    if isinstance(value, str) and not value.isprintable():
+        raise PydanticCustomError("line", "must be printable, on one line")
+    return value
+
+
+ModelId = Annotated[str, Field(min_length=1, max_length=100), BeforeValidator(_on_a_line)]
+"""What people read in tables and figures."""
 
 
 def _stem(value: Any) -> Any:

@@ -156,7 +156,7 @@ def chosen(ledger: Mapping[str, Target], paper: str | None, ids: Sequence[str]) 
     if paper is not None:
         papers = dict.fromkeys(target.paper for target in found)
         found = [target for target in found if paper.lower() in target.paper.lower()]
-        if not found:
+        if not found or not paper.strip():
             raise LedgerError(f"--paper {paper}: no such paper; choose from {', '.join(papers)}")
     if missing := [name for name in ids if name not in {target.id for target in found}]:
         raise LedgerError(f"--claims {missing[0]}: no such claim; the ledger has {', '.join(t.id for t in found)}")

@@ -210,10 +210,29 @@ def read_summary(results_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{results_dir}: no summary.json here; give a folder that `fineserve-sim run` has written")
     try:
         summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path}: damaged ({problem}); run the experiment again to write it anew") from None
+    except (ValueError, RecursionError) as problem:
+        raise _damaged(path, problem) from None
     if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
         raise ValueError(
             f"{path}: written by another version; run the same command again, which keeps the simulations that it can"
         )
+    if missing := _missing(summary):
+        raise _damaged(path, f"no {missing}")
     return summary
+
+
+_KEYS = ("title", "placements", "warnings", "claims")
+_CELL_KEYS = ("sweep", "system", "title", "axes", "runs", "metrics")
+
+
+def _missing(summary: Mapping[str, Any]) -> str:
+    """The first thing that every summary has and this one has not; empty where it is whole."""
+    cells = summary.get("cells")
+    if not isinstance(cells, list) or not cells:
+        return "cells"
+    of_cells = [key for cell in cells for key in _CELL_KEYS if not isinstance(cell, dict) or key not in cell]
+    return next((key for key in _KEYS if key not in summary), of_cells[0] if of_cells else "")
+
+
+def _damaged(path: Path, problem: object) -> ValueError:
+    return ValueError(f"{path}: damaged ({problem}); run the experiment again to write it anew")

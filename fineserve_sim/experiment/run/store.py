@@ -170,11 +170,11 @@ class Store:
             path = self._cells / f"{key}.parquet"
             raise ValueError(f"{path}: not there, metrics alone were kept; run it again without --metrics summary")
         meta = self.meta(key)
-        table = _read_table(self._cells / f"{key}.parquet")
+        table = read_table(self._cells / f"{key}.parquet")
         columns = {name: table.column(name).to_numpy() for name in table.column_names}
         engines = len(meta["engine_models"])
         path = self._cells / f"{key}.timeline.parquet"
-        samples = _read_table(path) if path.exists() else None
+        samples = read_table(path) if path.exists() else None
         return RunData(
             models=tuple(meta["models"]),
             **columns,
@@ -202,10 +202,10 @@ def _is_parquet(path: Path) -> bool:
         return False
 
 
-def _read_table(path: Path) -> pa.Table:
-    """A stored table. Raises ConfigError for a damaged one."""
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """A stored table, or some of its columns. Raises ConfigError for a damaged one."""
     try:
-        return pq.read_table(path)
+        return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException):
         raise ConfigError(str(path), "", "damaged; delete it and run again") from None
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow.parquet as pq
 
-from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.run.store import Store, read_table
 
 _COUNTS = ("requests", "finished", "dropped", "rejected", "unfinished", "preemptions")
 Summary = Mapping[str, Any]
@@ -70,7 +69,7 @@ def timeline_frame(folder: Path, summary: Summary) -> pd.DataFrame:
 def _samples(folder: Path, key: str, place: Mapping[str, Any]) -> Iterator[pd.DataFrame]:
     path = folder / "cells" / f"{key}.timeline.parquet"
     if path.is_file():
-        samples = pq.read_table(path)
+        samples = read_table(path)
         for engine, model in enumerate(Store(folder).meta(key)["engine_models"]):
             columns = {
                 name: samples.column(f"{name}.{engine}").to_numpy() for name in ("waiting", "running", "kv_used_bytes")

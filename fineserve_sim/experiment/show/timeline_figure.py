@@ -14,12 +14,12 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fineserve_sim.experiment.file.cells import matching
+from fineserve_sim.experiment.run.store import read_table
 from fineserve_sim.experiment.show.answer import limits_text
 from fineserve_sim.experiment.show.labels import axis_text, quantity
 from fineserve_sim.experiment.show.plot_style import (
@@ -48,7 +48,7 @@ class Timeline:
         path = results_dir / "cells" / f"{key}.timeline.parquet"
         if not path.is_file():
             raise ValueError(f"{path}: not there; run the experiment again to write it anew")
-        self._table = pq.read_table(path)
+        self._table = read_table(path)
         self._requests_path = results_dir / "cells" / f"{key}.parquet"
         meta = json.loads((results_dir / "cells" / f"{key}.json").read_text(encoding="utf-8"))
         self._models: list[str] = meta["models"]
@@ -74,7 +74,7 @@ class Timeline:
         return summed
 
     def _request_series(self, panel: str) -> dict[str, NDArray[np.float64]]:
-        table = pq.read_table(self._requests_path)
+        table = read_table(self._requests_path)
         columns = {name: table.column(name).to_numpy() for name in table.column_names}
         shown = {}
         for index, model in enumerate(self._models):

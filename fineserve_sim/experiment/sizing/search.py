@@ -114,10 +114,13 @@ def size(prober: Prober, axis: Axis, *, most_gpus: int | None = None, precision:
 
 
 def runnable(experiment: Experiment) -> list[str]:
-    """The systems of the file but for bounds, which nobody can run."""
+    """The systems of the file but for bounds, which nobody can run. Raises SizingError where there are bounds alone."""
     names = [item if isinstance(item, str) else item.name for item in experiment.file.systems]
     systems = experiment.setup.systems
-    return [name for name in names if not isinstance(systems[name].scheduler, ClairvoyantSpec)]
+    found = [name for name in names if not isinstance(systems[name].scheduler, ClairvoyantSpec)]
+    if not found:
+        raise SizingError(f"{', '.join(names)}: a bound that nobody can run; name a system, such as fineserve")
+    return found
 
 
 def least_gpus(setup: Setup, system: str, slack: float) -> int:

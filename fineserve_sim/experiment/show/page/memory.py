@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.run.store import Store, read_table
 from fineserve_sim.experiment.show.page.style import Looks, Spec, axis, frame
 from fineserve_sim.experiment.show.timelines.stored import StoredRun
 
@@ -79,7 +78,7 @@ def _in_use(folder: Path, run: StoredRun, stretch: int) -> Iterator[Panel]:
     yield Panel("KV,<br>all GPUs", None, _summed(run, _most(run.data.kv_used_bytes, stretch) / _GIB))
     capacities = Store(folder).meta(run.key)["kv_capacity_bytes"][:MOST_GPUS]
     names = [f"gpu_free_bytes.{gpu}" for gpu in range(len(capacities))]
-    samples = pq.read_table(folder / "cells" / f"{run.key}.timeline.parquet", columns=names)
+    samples = read_table(folder / "cells" / f"{run.key}.timeline.parquet", columns=names)
     for gpu, capacity in enumerate(capacities):
         used = np.maximum(capacity - samples.column(names[gpu]).to_numpy(), 0.0)
         yield _gpu_panel(gpu, capacity, {"": _most(used, stretch) / _GIB})

@@ -22,7 +22,7 @@ def read_search(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path}: damaged; search again") from None
     return found
 
