@@ -18,7 +18,7 @@ def test_compare_answers_on_the_screen_and_in_the_summary(call: Any, trace: Path
     assert "Take " in done.out and "which keeps 95 % of the requests within their limits: 100.0" in done.out
     assert "$2.50 an hour" in done.out and "($2.50 a GPU-hour as given)" in done.out
     assert "Limits: TTFT 0.5 s, TPOT 0.05 s, end to end 5 s." in done.out
-    assert "holds up to rate scale" in done.out and "1 are the fewest" in done.out
+    assert "holds up to rate scale" in done.out and "1 is the fewest" in done.out
     assert done.out.count("\n") < 40
     summary = json.loads((tmp_path / "results" / "compare-recorded" / "summary.json").read_text(encoding="utf-8"))
     assert summary["answer"]["choice"]["holds"] and summary["price"]["usd_per_gpu_hour"] == 2.5
@@ -28,6 +28,26 @@ def test_compare_answers_on_the_screen_and_in_the_summary(call: Any, trace: Path
     page = (tmp_path / "results" / "compare-recorded" / "report.html").read_text(encoding="utf-8")
     answer = done.out.partition("\nSystem ")[0].splitlines()
     assert len(answer) >= 5 and all(f"<p>{line}</p>" in page for line in answer)  # what the search found, too
+
+
+def test_one_request_has_no_rate_no_interval_and_no_cost_by_request(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("arrival_s,model,prompt_tokens,output_tokens\n5,A,512,16\n", encoding="utf-8")
+    alone = ("-s", "fineserve", "--model", "A=llama-3.1-8b:fp8", "--no-anchors", "--no-search")
+    done = call("compare", "one.csv", *alone, "--ttft-slo", "0.5", "--rate-scale", "1", "-j", "1")
+    assert done.code == 0, done.err
+    assert "100.0 %, 5.0 points above, of too few requests for an interval." in done.out
+    assert "Cost of 1 h100-sxm: $3.49 an hour ($3.49 a GPU-hour" in done.out
+    assert "Load: rate scale 1; " in done.out
+
+
+def test_names_in_any_script_leave_the_screen_alone(spawn: Any, tmp_path: Path) -> None:
+    rows = "\n".join(f"{index},模型,512,16" for index in range(20))
+    (tmp_path / "named.csv").write_text(f"arrival_s,model,prompt_tokens,output_tokens\n{rows}\n", encoding="utf-8")
+    options = ("--model", "模型=llama-3.1-8b:fp8", "--ttft-slo", "0.5", "--no-anchors", "--no-search", "-j", "1")
+    process = spawn("compare", "named.csv", "-s", "fineserve", *options, "--rate-scale", "1")
+    out, err = process.communicate()
+    assert process.returncode == 0 and "模型" in out
+    assert "Warning" not in err, err
 
 
 def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: Any, trace: Path) -> None:

@@ -205,7 +205,7 @@ def cluster_values(
         "kv_use_mean": used_bytes[0] / capacity_bytes,
         "kv_use_peak": used_bytes[1] / capacity_bytes,
         "gpu_hours_per_mtoken": cluster.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
-        "gpu_hours_per_1000_within": cluster.gpus * seconds / 3600 / within * 1000 if within else math.nan,
+        "gpu_hours_per_1000_within": cluster.gpus * seconds / 3600 / within * 1000 if within and seconds else math.nan,
     } | ({name: cluster.counters.get(name, math.nan) for name in COUNTERS} if cluster.counters else {})
 
 

@@ -82,7 +82,7 @@ def place_text(cell: Cell) -> str:
     """Where the cell is, its cluster apart, with its load in requests a second."""
     rate = cell["metrics"]["arrival_rate_per_s"]["mean"]
     axes = [lowered(axis_text(axis, value)) for axis, value in place_of(cell) if axis != "slo_scale" or cell["derived"]]
-    return ", ".join([*axes, f"{number(rate)} requests/s"])
+    return ", ".join([*axes, *([] if rate is None else [f"{number(rate)} requests/s"])])
 
 
 def lowered(text: str) -> str:
@@ -103,8 +103,8 @@ def percent(share: float | None, half_width: float | None = None) -> str:
 
 
 def dollars(value: float) -> str:
-    """With cents; three digits of what is less than a dollar."""
-    return f"{value:,.2f}" if value >= 1 else number(float(f"{value:.2g}"))
+    """With cents; two digits of what is less than ten cents."""
+    return f"{value:,.2f}" if value >= 0.1 else number(float(f"{value:.2g}"))
 
 
 def targets_text(targets: Mapping[str, float]) -> str:
@@ -161,6 +161,8 @@ def _margins(margins: Mapping[str, Mapping[str, Any]]) -> str:
 def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
     points = 100 * margin["margin"]
     sure = "" if margin["sure"] else ", within its interval"
+    if margin["half_width"] is None:
+        sure = ", of too few requests for an interval"
     side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}{sure}"
     name = "" if targets == 1 else f"{_MOMENTS[metric.removesuffix('_attainment')]} "
     return f"{name}{percent(margin['mean'], margin['half_width'])}, {side}"
@@ -267,7 +269,8 @@ def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
         return
     found = answer["search"]["gpus"]
     if found["value"] == cell["cluster"]["count"]:
-        yield f"GPUs: at this load {found['value']} are the fewest on which {found['title']} keeps the targets."
+        fewest = f"{found['value']} {'is' if found['value'] == 1 else 'are'} the fewest"
+        yield f"GPUs: at this load {fewest} on which {found['title']} keeps the targets."
     else:
         keeps = f"{found['title']} keeps the targets on {found['value']}"
         yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}."

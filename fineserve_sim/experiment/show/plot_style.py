@@ -7,6 +7,7 @@ narrow ones and each a little aside; bars by hatching.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.container import Container
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation, Transform
 
@@ -44,6 +46,9 @@ _SETTINGS: dict[Any, object] = {
     "svg.hashsalt": "fineserve",
     "svg.fonttype": "path",
 }
+
+_OTHER_SCRIPTS = ("Noto Sans CJK JP", "PingFang SC", "Microsoft YaHei", "Arial Unicode MS")
+"""Fonts for what DejaVu Sans has no glyph of, where the machine has them; elsewhere such a character is a box."""
 
 Handle: TypeAlias = Artist | Container
 """What a legend points at."""
@@ -137,7 +142,12 @@ def house_style() -> Iterator[None]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
-        yield
+        installed = set(fontManager.get_font_names())
+        others = [name for name in _OTHER_SCRIPTS if name in installed]
+        matplotlib.rcParams["font.family"] = [_SETTINGS["font.family"], *others]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            yield
 
 
 def panel_grid(rows: int, columns: int, *, row_height_in: float = 2.2) -> tuple[Figure, list[list[Axes]]]:
