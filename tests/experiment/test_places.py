@@ -12,6 +12,7 @@ import pytest
 from fineserve_sim.experiment import load_experiment, run_experiment
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
+from fineserve_sim.experiment.show.answer import answer_lines
 
 CROWD = """\
 fineserve: 1
@@ -119,3 +120,57 @@ def test_means_over_seeds_keep_what_is_no_number() -> None:
     one = {"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": 10, "busy": 0.5, "kv_least_bytes": None}
     (merged,) = mean_over_seeds([[one], [one | {"models": ["B"], "kv_left_bytes": 21, "busy": 1.0}]])
     assert merged == one | {"kv_left_bytes": 15, "busy": 0.75}
+
+
+SPLIT = """\
+fineserve: 1
+title: A model over two GPUs beside one on each
+cluster: {gpu: h100-sxm, count: 2}
+models:
+  - {id: big, model: llama-3.1-70b, precision: fp8, tp: auto, rate_per_s: 1}
+  - {id: left, model: qwen2.5-14b, precision: fp8, rate_per_s: 2}
+  - {id: right, model: llama-3.1-8b, precision: fp8, rate_per_s: 2}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 8}, requests: 30}
+slo: {ttft_s: 2.0}
+systems: [fineserve]
+seeds: 1
+"""
+
+
+def test_a_model_whose_degree_the_placement_chose_takes_its_part_of_each_gpu(tmp_path: Path) -> None:
+    (tmp_path / "split.yaml").write_text(SPLIT, encoding="utf-8")
+    setup = load_experiment(tmp_path / "split.yaml").setup
+    where = {"big": [0, 1], "left": [0], "right": [1]}
+    instances = [{"model": model, "replica": 0, "gpus": gpus} for model, gpus in where.items()]
+    places = Places(setup, {"instances": instances, "unplaced": []})
+    assert places.weight_bytes("big", 2) == pytest.approx(places.weight_bytes("big") / 2, rel=0.02)
+    for gpu, other in zip(places.gpus([], []), ("left", "right"), strict=True):
+        assert gpu["weights_bytes"] == places.weight_bytes("big", 2) + places.weight_bytes(other)
+        assert 0 < gpu["kv_bytes"] < gpu["usable_bytes"] - gpu["weights_bytes"]
+    assert [row["weights_bytes"] for row in places.rows()][:2] == [places.weight_bytes("big", 2)] * 2
+
+
+SLICES = """\
+fineserve: 1
+title: Two models on two slices of a GPU
+cluster: {gpu: h100-sxm, count: 1, sharing: {mig: 3g}}
+models:
+  - {id: a, model: llama-3.2-1b, precision: fp16, rate_per_s: 4}
+  - {id: b, model: llama-3.2-1b, precision: fp16, rate_per_s: 4}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 8}, requests: 60}
+slo: {ttft_s: 0.5}
+systems: [fineserve]
+seeds: 1
+"""
+
+
+def test_slices_are_counted_and_paid_for_as_the_gpus_that_they_are_of(tmp_path: Path) -> None:
+    (tmp_path / "slices.yaml").write_text(SLICES, encoding="utf-8")
+    run_experiment(tmp_path / "slices.yaml", tmp_path / "out", jobs=1)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
+    (found,) = summary["cells"]
+    assert found["cluster"] == {"gpu": "h100-sxm", "count": 1, "slices": "2 of 3g"} and len(found["gpus"]) == 2
+    price, tokens_per_s = summary["price"]["usd_per_gpu_hour"], found["metrics"]["token_throughput_per_s"]["mean"]
+    assert found["cost"]["usd_per_hour"] == price and summary["answer"]["choice"]["gpus"] == 1
+    assert found["cost"]["usd_per_mtoken"] == pytest.approx(price / 3600 / tokens_per_s * 1e6)
+    assert answer_lines(summary)[0].startswith("Take FineServe on 1 h100-sxm in slices (2 of 3g), which keeps")

@@ -42,11 +42,13 @@ class ResolvedModel:
 class Setup:
     """What a file describes, without sweeps: the hardware, the models, the workload and every system by name.
 
+    ``gpus`` are what models are placed on: the GPUs of the file, which are ``bought``, or the slices of those that MIG divides.
     ``systems`` has the file's systems first and then all built-in ones, which references may name.
     ``folder`` is where relative paths of the file start.
     """
 
     gpus: tuple[Gpu, ...]
+    bought: int
     engine: EngineSettings
     models: tuple[ResolvedModel, ...]
     systems: dict[str, SystemSpec]
@@ -56,6 +58,12 @@ class Setup:
     faults: tuple[Fault, ...]
     folder: Path
     usd_per_gpu_hour: float | None = None
+
+    @property
+    def gpu_name(self) -> str:
+        """What is bought, whole."""
+        spec = self.gpus[0].spec
+        return spec.whole or spec.name
 
     @property
     def names_files(self) -> bool:
@@ -70,6 +78,7 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
     folder = folder / (file.folder or "")
     return Setup(
         gpus=gpus_of(document, file.cluster),
+        bought=file.cluster.count,
         engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=systems_of(document, file),

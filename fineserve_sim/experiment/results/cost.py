@@ -1,7 +1,7 @@
 """Dollars: what an hour of a GPU costs, and what follows for a cell.
 
 The price is the file's (``cluster.usd_per_gpu_hour``), or the catalog's list price of the GPU, which is dated and a default.
-All GPUs of the cluster are paid for, busy or not.
+All GPUs of the cluster are paid for, busy or not, and whole, however MIG divides them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class Price(NamedTuple):
 
 def price_of(setup: Setup) -> Price:
     """The price of the GPUs of a setup."""
-    name = setup.gpus[0].spec.name
+    name = setup.gpu_name
     if setup.usd_per_gpu_hour is not None:
         return Price(setup.usd_per_gpu_hour, False, "given", "")
     listed = list_prices()
     return Price(listed.usd_per_gpu_hour.get(name), True, f"list price of {listed.provider}", listed.read_on)
 
 
-def costs(price: Price, gpus: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def costs(setup: Setup, metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Dollars an hour, a million output tokens and a thousand requests within all their limits; None where there is none."""
-    usd = price.usd_per_gpu_hour
+    usd = price_of(setup).usd_per_gpu_hour
 
     def of(metric: str) -> float | None:
         hours = metrics[metric]["mean"]
-        return None if usd is None or hours is None else float(usd * hours)
+        return None if usd is None or hours is None else float(usd * hours * setup.bought / len(setup.gpus))
 
     return {
-        "usd_per_hour": None if usd is None else usd * gpus,
+        "usd_per_hour": None if usd is None else usd * setup.bought,
         "usd_per_mtoken": of("gpu_hours_per_mtoken"),
         "usd_per_1000_within": of("gpu_hours_per_1000_within"),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import GpuUse, ServedModel
 from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
-from fineserve_sim.experiment.file.degrees import least_degree
+from fineserve_sim.experiment.file.degrees import AUTO, least_degree
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.run.run_data import RunData
 
@@ -37,6 +37,7 @@ class Places:
             )
             for model in setup.models
         }
+        self._auto = {model.id for model in setup.models if model.entry.tp == AUTO}
         self.usable_bytes = [usable_bytes(gpu, setup.engine) for gpu in setup.gpus]
 
     @property
@@ -44,14 +45,19 @@ class Places:
         found: Sequence[Mapping[str, Any]] = self._placement["instances"]
         return found
 
-    def weight_bytes(self, model: str) -> int:
-        """Weights of the model on each of its GPUs."""
-        served = self.served[model]
+    def weight_bytes(self, model: str, gpus: int = 0) -> int:
+        """Weights of the model on each of its GPUs; of an instance on ``gpus`` of them, whose degree the placement may have
+        chosen."""
+        served = self._served(model, gpus)
         return weight_bytes(served.model, served.precision, served.tp)
 
-    def fixed_bytes(self, model: str) -> int:
-        """All that an engine of the model needs of each of its GPUs before any KV."""
-        return fixed_bytes(self.served[model], self._setup.engine)
+    def fixed_bytes(self, model: str, gpus: int = 0) -> int:
+        """All that an engine of the model needs of each of its GPUs before any KV; ``gpus`` as above."""
+        return fixed_bytes(self._served(model, gpus), self._setup.engine)
+
+    def _served(self, model: str, gpus: int) -> ServedModel:
+        served = self.served[model]
+        return replace(served, tp=gpus) if gpus and model in self._auto else served
 
     @cached_property
     def left_bytes(self) -> list[int]:
@@ -59,11 +65,12 @@ class Places:
         left = list(self.usable_bytes)
         for instance in self.instances:
             for gpu in instance["gpus"]:
-                left[gpu] -= self.fixed_bytes(instance["model"])
+                left[gpu] -= self.fixed_bytes(instance["model"], len(instance["gpus"]))
         return [max(0, bytes) for bytes in left]
 
-    def models_on(self, gpu: int) -> list[str]:
-        return [instance["model"] for instance in self.instances if gpu in instance["gpus"]]
+    def on(self, gpu: int) -> list[Mapping[str, Any]]:
+        """The instances on a GPU."""
+        return [instance for instance in self.instances if gpu in instance["gpus"]]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row an instance and GPU, then one a model without a place, whose GPU is null."""
@@ -73,8 +80,8 @@ class Places:
                 "replica": instance["replica"],
                 "gpu": gpu,
                 "tp": len(instance["gpus"]),
-                "weights_bytes": self.weight_bytes(instance["model"]),
-                "fixed_bytes": self.fixed_bytes(instance["model"]),
+                "weights_bytes": self.weight_bytes(instance["model"], len(instance["gpus"])),
+                "fixed_bytes": self.fixed_bytes(instance["model"], len(instance["gpus"])),
                 "why": "",
             }
             for instance in self.instances
@@ -124,8 +131,8 @@ class Places:
             {
                 "gpu": gpu.id,
                 "node": gpu.node,
-                "models": self.models_on(gpu.id),
-                "weights_bytes": sum(map(self.weight_bytes, self.models_on(gpu.id))),
+                "models": [instance["model"] for instance in self.on(gpu.id)],
+                "weights_bytes": sum(self.weight_bytes(each["model"], len(each["gpus"])) for each in self.on(gpu.id)),
                 "usable_bytes": self.usable_bytes[gpu.id],
                 "kv_bytes": self.left_bytes[gpu.id],
                 **left.get(gpu.id, {"kv_left_bytes": None, "kv_least_bytes": None}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import describe
 from fineserve_sim.experiment.results.answer import Targets, answer_of
 from fineserve_sim.experiment.results.binding import binds
@@ -56,7 +58,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "system": outcome.point.system,
         "title": setup.systems[outcome.point.system].title,
         "axes": outcome.point.axes,
-        "cluster": {"gpu": setup.gpus[0].spec.name, "count": len(setup.gpus)},
+        "cluster": cluster_of(setup),
         "seeds": len(runs),
         "requests": measured,
         **totals,
@@ -67,7 +69,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "derived": not all(slo.fixed or slo.reference == "absolute" for slo in outcome.slos.values()),
         "runs": list(outcome.keys),
         "metrics": metrics,
-        "cost": costs(price_of(setup), len(setup.gpus), metrics),
+        "cost": costs(setup, metrics),
         "models": models,
         "gpus": gpus,
         "models_move": setup.systems[outcome.point.system].residency is not None,
@@ -75,6 +77,13 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "unplaced": unplaced,
         "flags": list(_flags(runs, metrics, [entry["model"] for entry in unplaced])),
     }
+
+
+def cluster_of(setup: Setup) -> dict[str, Any]:
+    """What is bought, and where MIG divides it, into how many slices of which profiles."""
+    slices = Counter(gpu.spec.name.removeprefix(f"{setup.gpu_name} ") for gpu in setup.gpus if gpu.spec.whole)
+    told = ", ".join(f"{count} of {profile}" for profile, count in slices.items())
+    return {"gpu": setup.gpu_name, "count": setup.bought, **({"slices": told} if told else {})}
 
 
 def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
@@ -154,7 +163,7 @@ def summary_of(
         "workload": _workload(experiment),
         "slo": _slo(outcomes),
         "price": price_of(setup)._asdict(),
-        "answer": answer_of(listed, len(setup.gpus), _bounds(experiment), targets),
+        "answer": answer_of(listed, setup.bought, _bounds(experiment), targets),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
         "step_times": step_times,

@@ -91,8 +91,10 @@ def lowered(text: str) -> str:
 
 
 def gpus_text(cell: Cell) -> str:
-    """``8 h100-sxm``."""
-    return f"{cell['cluster']['count']} {cell['cluster']['gpu']}"
+    """``8 h100-sxm``, or ``1 h100-sxm in slices (3 of 2g)``."""
+    cluster = cell["cluster"]
+    slices = f" in slices ({cluster['slices']})" if "slices" in cluster else ""
+    return f"{cluster['count']} {cluster['gpu']}{slices}"
 
 
 def percent(share: float | None, half_width: float | None = None) -> str:

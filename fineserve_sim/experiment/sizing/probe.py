@@ -166,7 +166,8 @@ class Prober:
                 break
         found = {goal.metric: estimate(runs, goal.metric) for goal in self.goals}
         hours = estimate(runs, "gpu_hours_per_mtoken").mean
-        usd = price_of(experiment.setup).usd_per_gpu_hour
+        setup = experiment.setup
+        usd = price_of(setup).usd_per_gpu_hour
         return Attained(
             value,
             all(sure),
@@ -177,8 +178,10 @@ class Prober:
             half_widths={
                 metric: one.half_width if math.isfinite(one.half_width) else None for metric, one in found.items()
             },
-            usd_per_hour=None if usd is None else usd * len(experiment.setup.gpus),
-            usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
+            usd_per_hour=None if usd is None else usd * setup.bought,
+            usd_per_mtoken=usd * hours * setup.bought / len(setup.gpus)
+            if usd is not None and math.isfinite(hours)
+            else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
         )

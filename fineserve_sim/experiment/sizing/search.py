@@ -110,7 +110,7 @@ def size(prober: Prober, axis: Axis, *, most_gpus: int | None = None, precision:
             found = fewest_gpus(prober, system, title, min(most, least_gpus(file.setup, system, slack)), most)
         else:
             found = turning_point(prober, system, title, axis, float(start[axis.key]), precision)
-        yield replace(found, gpu=file.setup.gpus[0].spec.name)
+        yield replace(found, gpu=file.setup.gpu_name)
 
 
 def runnable(experiment: Experiment) -> list[str]:

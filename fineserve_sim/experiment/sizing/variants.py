@@ -76,6 +76,4 @@ def _impossible(prober: Prober, variant: Variant, problem: ConfigError) -> Itera
     setup = prober.file().setup
     probe = Attained(0.0, False, {}, None, 0, True, problem.problem)
     for name in runnable(prober.file()):
-        yield Answer(
-            name, setup.systems[name].title, None, (probe,), variant.gpu or setup.gpus[0].spec.name, variant.tp
-        )
+        yield Answer(name, setup.systems[name].title, None, (probe,), variant.gpu or setup.gpu_name, variant.tp)
