@@ -216,6 +216,7 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.run.files import prepare, write_json
+    from fineserve_sim.experiment.show.answer import limits_text
     from fineserve_sim.experiment.show.page.build import write_page
     from fineserve_sim.experiment.show.report import report
     from fineserve_sim.experiment.sizing import cheapest
@@ -232,7 +233,9 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     data = data_of(answers, axis, prober.goals, title)
     prepare(folder)
     write_json(folder / "size.json", data)
-    draw(answers, axis, prober.goals, title, folder)
+    fixed = summary is not None and axis.key != "slo_scale"
+    limits = limits_text(read_summary(folder)["cells"][0]) if fixed else ""
+    draw(answers, axis, prober.goals, title, folder, limits)
     write_page([folder], folder / "report.html")
     if as_json:
         print_json(data)

@@ -114,12 +114,15 @@ def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experi
     }
 
 
-def draw(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str, out: Path) -> list[Path]:
-    """Attainment over all probed values, a panel a target, as PNG and SVG in ``figures/``; the files written."""
+def draw(
+    answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str, out: Path, limits: str = ""
+) -> list[Path]:
+    """Attainment over all probed values, a panel a target, as PNG and SVG in ``figures/``; the files written. ``limits``: in
+    seconds, where the search leaves them alone."""
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     with house_style():
-        return save(_figure(answers, axis, goals, title), folder / "size")
+        return save(_figure(answers, axis, goals, title, limits), folder / "size")
 
 
 def _name(answer: Answer, several: bool) -> str:
@@ -128,7 +131,7 @@ def _name(answer: Answer, several: bool) -> str:
     return f"{answer.title}{f', {answer.gpu}' * several}{tp}"
 
 
-def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str) -> Figure:
+def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str, limits: str) -> Figure:
     several = len({answer.gpu for answer in answers}) > 1
     names = [_name(answer, several) for answer in answers]
     styles = SystemStyles(names, fixed=())
@@ -147,7 +150,8 @@ def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: number(value))
     grid[-1][0].set_xlabel(axis.title)
-    set_heading(figure, title, "ringed: the answer; each point is a probe, ended once it was sure", legend)
+    how = "ringed: the answer; each point is a probe, ended once it was sure"
+    set_heading(figure, title, f"limits: {limits}; {how}" if limits else how, legend)
     return figure
 
 
