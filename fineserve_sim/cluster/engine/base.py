@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Protocol
 
+from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.queue import Lane, Queue
 from fineserve_sim.cluster.engine.seat import Seat
@@ -17,6 +18,8 @@ from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.policy.interfaces import EngineLoad, EngineState
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
+
+NEVER = float("inf")
 
 BatchSums = tuple[int, int, int, int, int, int]
 """The running sums of a batch that the latency model asks for (see ``StepModel.step_s``)."""
@@ -84,7 +87,8 @@ class Engine(ABC):
     ``stalled`` sequences wait for KV from elsewhere, ``reserved_blocks`` are held for sequences that are elsewhere still,
     ``promised_blocks`` is at least what is taken without another question.
     ``stopping``: it forms no more batches; ``closing``: those that it preempts go elsewhere. ``columns`` of a timeline,
-    one a stage: the first counts its requests.
+    one a stage: the first counts its requests. ``next_boundary_s`` is the next boundary to settle inside the batch that is
+    computed, ``order`` that of its step ends among what happens at the same time.
     """
 
     __slots__ = (
@@ -104,6 +108,8 @@ class Engine(ABC):
         "lanes",
         "max_tokens",
         "model",
+        "next_boundary_s",
+        "order",
         "promised_blocks",
         "queues",
         "relief",
@@ -132,6 +138,8 @@ class Engine(ABC):
         self.stopping = self.closing = self.gone = False
         self.columns: tuple[int, ...] = (seat.engine,)
         self.column = seat.engine
+        self.next_boundary_s = NEVER
+        self.order = order_of(Kind.STEP_END, seat.engine)
         self._settings = settings
         self._host = host
         self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]
