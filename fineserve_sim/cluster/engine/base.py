@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from itertools import chain
 from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
@@ -228,11 +229,8 @@ class Engine(ABC):
         return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + self._in_flight(lane))
 
     def _shortest(self) -> tuple[int | None, int]:
-        block_tokens, blocks = self.kv.block_tokens, list[tuple[int, int]]()
-        for lane in self.lanes:
-            tokens = lane.decodes.cached_tokens(lane.leaving, ahead=self._in_flight(lane))
-            blocks += [(-(-cached // block_tokens), index) for cached, index in tokens]
-        held, index = min(blocks, default=(0, None))
+        blocks = [lane.decodes.held_blocks(lane.leaving, ahead=self._in_flight(lane)) for lane in self.lanes]
+        held, index = min(chain.from_iterable(blocks), default=(0, None))
         return index, held
 
     @abstractmethod
