@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -214,6 +215,23 @@ def test_an_engine_that_hangs_while_it_starts_is_dead_and_can_be_started_again(
         host.restart(0)
         host.engines[0].submit(submission(1))
         assert host.engines[0].drain(20) and heard.tokens[0, 1] == continuation(prompt(1), 20)
+    finally:
+        host.close()
+
+
+def test_a_server_that_ends_does_not_wait_for_an_engine_that_starts(config: HostConfig, tmp_path: Path) -> None:
+    heard = Heard()
+    host = start_host(replace(config, mode="processes"), heard, partial(LocalDevice, build=build_unless_hung))
+    try:
+        (tmp_path / "hang").touch()
+        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
+        assert heard.died.wait(20)
+        with ThreadPoolExecutor(1) as pool:
+            restart = pool.submit(host.restart, 0)
+            eventually(lambda: host.engines[0].alive)
+            host.quit()
+            with pytest.raises(RuntimeError, match="A is not waited for: the server is shutting down"):
+                restart.result(20)
     finally:
         host.close()
 

@@ -325,6 +325,10 @@ class EngineHost(Protocol):
         is reported as any other. What shares its thread or its Ray actor dies with it."""
         ...
 
+    def quit(self) -> None:
+        """Before ``close``, from any thread: whoever waits for an engine to start gets a RuntimeError."""
+        ...
+
     def close(self) -> None:
         """Stop every engine and remove the region. Idempotent."""
         ...

@@ -12,6 +12,8 @@ An actor that is gone, with its node or alone, is the death of every engine in i
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import queue
 import threading
 import time
@@ -38,6 +40,13 @@ NEWS = "news"
 
 AGAIN_S = 1.0
 """For some seconds Ray may take a node that died for one that has room."""
+
+_NEAR_S, _CLOSE_S, _GOODBYE_S = 3.0, 15.0, 2.0
+"""An actor with news within the first has the second to close, another the third."""
+
+_LOOK_S = 0.2
+
+_LOG = logging.getLogger("fineserve.engines")
 
 
 class ActorGone(RuntimeError):
@@ -113,11 +122,14 @@ class ActorLink:
         on_news: Callable[[list[Message], Figures | None], None],
         on_lost: Callable[[str], None],
         silent_s: float,
+        quits: threading.Event,
     ) -> None:
         self._actor = actor
         self._on_news = on_news
         self._on_lost = on_lost
         self._silent_s = silent_s
+        self._quits = quits
+        self._heard_s = -math.inf
         self._outbox: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
         self._closing = False
         self._ended: str | None = None
@@ -130,16 +142,21 @@ class ActorLink:
         self._reader.start()
         self._writer.start()
 
-    def call(self, method: str, *arguments: Any, within_s: float = CALL_S) -> Any:
-        """Raises what the method raises, ActorGone, or RuntimeError when the actor found no place in time."""
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Raises what the method raises, ActorGone, or RuntimeError when the actor found no place in time, or the server shuts
+        down."""
+        end_s = time.monotonic() + CALL_S
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=within_s)
+            answer = getattr(self._actor, method).remote(*arguments)
+            while not ray.wait([answer], timeout=_LOOK_S)[0]:
+                if self._quits.is_set():
+                    raise RuntimeError(f"{method} of a device is not waited for: the server is shutting down")
+                if time.monotonic() > end_s:
+                    problem = f"Ray found no room for a device, or it does not answer: no {method} in {CALL_S:g} s"
+                    raise RuntimeError(problem)
+            return ray.get(answer)
         except RayTaskError as problem:
             raise problem.cause from None
-        except GetTimeoutError:
-            raise RuntimeError(
-                f"Ray found no room for a device, or it does not answer: no {method} in {within_s:g} s"
-            ) from None
         except RayError as problem:
             raise ActorGone(self._ended or _reason(problem)) from None
 
@@ -147,22 +164,26 @@ class ActorLink:
         self._outbox.put(command)
 
     def close(self) -> None:
+        """An actor of which nothing is heard is hardly waited for: what is left of it is Ray's to end."""
         self._closing = True
-        with contextlib.suppress(RuntimeError):
-            self.call("close")
-        self.end()
+        near = time.monotonic() - self._heard_s < _NEAR_S
+        try:
+            ray.get(self._actor.close.remote(), timeout=_CLOSE_S if near else _GOODBYE_S)
+        except RayError as problem:
+            _LOG.warning("a device of the Ray cluster was left as it was: %s", one_line(problem))
+        self.end(_GOODBYE_S)
 
     def kill(self) -> None:
         """The reader hears of it."""
         ray.kill(self._actor)
 
-    def end(self) -> None:
+    def end(self, within_s: float = CALL_S) -> None:
         """Let go of an actor that is closed or lost."""
         self._outbox.put(None)
         ray.kill(self._actor)
         for thread in (self._reader, self._writer):
             if thread.is_alive() and threading.current_thread() is not thread:
-                thread.join(timeout=CALL_S)
+                thread.join(timeout=within_s)
 
     def _write(self) -> None:
         """One call at a time, with all commands that came since the last: Ray keeps no order among calls under way."""
@@ -196,6 +217,7 @@ class ActorLink:
                 return self._give_up(f"the Ray actor of its device gave no sign of life for {self._silent_s:g} s")
             except RayError as problem:
                 return _reason(problem)
+            self._heard_s = time.monotonic()
             try:
                 self._on_news(*news)
             except Exception as problem:
@@ -225,6 +247,7 @@ class RayDevice:
         self._receive = receive
         self._new_actor = new_actor
         self._open_device = open_device
+        self._quits = threading.Event()
         self._open()
 
     def start(self, engines: Sequence[int]) -> None:
@@ -268,6 +291,9 @@ class RayDevice:
     def ledger(self, gpu: int | None = None) -> KVLedger:
         return self._figures.ledger
 
+    def quit(self) -> None:
+        self._quits.set()
+
     def close(self) -> None:
         self._link.close()
 
@@ -277,19 +303,19 @@ class RayDevice:
         """Figures of a device whose engines have not started are those of one whose engines are gone, too."""
         end_s = time.monotonic() + CALL_S
         while not self._try_open(end_s):
-            time.sleep(AGAIN_S)
+            self._quits.wait(AGAIN_S)
         self._figures = self._empty
 
     def _try_open(self, end_s: float) -> bool:
         """False when the actor was lost and there is time for another."""
         self._lost = self._is_open = False
-        self._link = ActorLink(self._new_actor(), self._on_news, self._on_lost, self._config.silent_s)
+        self._link = ActorLink(self._new_actor(), self._on_news, self._on_lost, self._config.silent_s, self._quits)
         try:
             self._link.await_actor()
             self.facts, self._empty = self._link.call("open", self._open_device, self._config)
         except BaseException as problem:
             self._link.end()
-            if isinstance(problem, ActorGone) and time.monotonic() < end_s:
+            if isinstance(problem, ActorGone) and time.monotonic() < end_s and not self._quits.is_set():
                 return False
             raise
         self._is_open = True
