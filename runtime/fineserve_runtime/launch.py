@@ -167,6 +167,7 @@ def host_configs(
             slab_multiple=getattr(scenario.system.memory, "slab_multiple", 1),
             weights_in_region=section.weights_in_region,
             poison_freed=section.poison_freed,
+            silent_s=section.silent_s,
         )
     return configs
 

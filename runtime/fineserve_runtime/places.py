@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from fineserve_runtime.engines.api import EngineDied, EngineHandle, EngineHost
@@ -38,6 +39,7 @@ class Places:
         self._host_of = {gpu: first for first, host in hosts.items() for gpu in host.config.gpus}
         self._place: dict[int, Place] = {}
         self._engine: dict[Place, int] = {}
+        self._closed = False
         self._workers = {gpu: ThreadPoolExecutor(1, thread_name_prefix=f"device-{gpu}") for gpu in hosts}
 
     def settle(self, engine: int, model: str, gpus: tuple[int, ...]) -> None:
@@ -136,20 +138,25 @@ class Places:
         return self._workers[gpu].submit(work)
 
     def close(self) -> None:
-        """Do what is still to be done, then take nothing more."""
+        """Take nothing more, and end what is under way; engines that start are not waited for."""
+        self._closed = True
+        for host in self._hosts.values():
+            host.quit()
         for worker in self._workers.values():
-            worker.shutdown(wait=True)
+            worker.shutdown(wait=True, cancel_futures=True)
 
     def _later(self, gpu: int, work: Callable[[], float], done: Callable[[float, BaseException | None], None]) -> None:
         def run() -> None:
             try:
                 seconds = work()
             except Exception as problem:
-                done(0.0, problem)
+                if not self._closed:
+                    done(0.0, problem)
             else:
                 done(seconds, None)
 
-        self._workers[gpu].submit(run)
+        with suppress(RuntimeError):  # closed
+            self._workers[gpu].submit(run)
 
 
 def _wake(handle: EngineHandle) -> None:

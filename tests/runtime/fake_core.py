@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def build_unless_hung(
 
 class FrailDevice(LocalDevice):
     """Cannot start its engines while its first model's folder has a file ``fail``; its process dies at it once where there
-    is a file ``die``."""
+    is a file ``die``, and stops, as at SIGSTOP, where there is a file ``stop``."""
 
     def start(self, engines: Sequence[int]) -> None:
         folder = self.facts.engines[0].model_dir
@@ -103,4 +104,7 @@ class FrailDevice(LocalDevice):
         if (folder / "die").exists():
             (folder / "die").unlink()
             os._exit(7)
+        if (folder / "stop").exists():
+            (folder / "stop").unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
         super().start(engines)

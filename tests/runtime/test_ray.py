@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -217,6 +219,23 @@ def test_an_engine_that_hangs_while_it_starts_is_dead_and_can_be_started_again(
         host.close()
 
 
+def test_a_server_that_ends_does_not_wait_for_an_engine_that_starts(config: HostConfig, tmp_path: Path) -> None:
+    heard = Heard()
+    host = start_host(replace(config, mode="processes"), heard, partial(LocalDevice, build=build_unless_hung))
+    try:
+        (tmp_path / "hang").touch()
+        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
+        assert heard.died.wait(20)
+        with ThreadPoolExecutor(1) as pool:
+            restart = pool.submit(host.restart, 0)
+            eventually(lambda: host.engines[0].alive)
+            host.quit()
+            with pytest.raises(RuntimeError, match="A is not waited for: the server is shutting down"):
+                restart.result(20)
+    finally:
+        host.close()
+
+
 def test_an_engine_whose_device_cannot_start_it_is_dead_and_can_be_started_later(
     config: HostConfig, tmp_path: Path
 ) -> None:
@@ -239,19 +258,32 @@ def test_an_engine_whose_device_cannot_start_it_is_dead_and_can_be_started_later
 
 
 @needs_ray
-def test_an_actor_that_dies_while_its_engines_start_is_replaced(nodes: Any, config: HostConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("die", "the Ray actor of its device is gone"),
+        ("stop", "the Ray actor of its device gave no sign of life for 3 s"),
+    ],
+)
+def test_an_actor_that_is_lost_while_its_engines_start_is_replaced(
+    nodes: Any, config: HostConfig, tmp_path: Path, fault: str, reason: str
+) -> None:
+    """One that stopped was waited for: for 120 s in the call that starts engines, else for 300 s."""
     from fineserve_runtime.engines.ray_cluster import ray_cluster
 
     heard = Heard()
     with ray_cluster(nodes.address, 2, "cpu", partial(FrailDevice, build=FakeCore)) as cluster:
-        host = cluster.start_host(config, heard)
+        host = cluster.start_host(replace(config, silent_s=3.0), heard)
         try:
             host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
             assert heard.died.wait(20)
             eventually(lambda: len(heard.deaths) == 2)
-            (tmp_path / "die").touch()
-            with pytest.raises(RuntimeError, match="the Ray actor of its device is gone"):
+            (tmp_path / fault).touch()
+            begun_s = time.monotonic()
+            with pytest.raises(RuntimeError, match="the Ray actor of its device"):
                 host.restart(0)
+            assert time.monotonic() - begun_s < 100
+            assert all(reason in (handle.death or "") for handle in host.engines.values())  # type: ignore[attr-defined]
             assert not any(handle.alive for handle in host.engines.values())
             host.restart(0)
             for engine in (0, 1):

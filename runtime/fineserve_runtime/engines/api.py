@@ -77,7 +77,8 @@ class HostConfig:
     the same name is refused. ``region_bytes`` (of each) covers KV and, with ``weights_in_region``, weights (only then can
     engines sleep).
     ``slab_multiple`` is the paper's k: a slab is so many times the least common multiple of the block sizes. ``poison_freed``
-    fills every slab that is given back with 0xFF (tests, debugging).
+    fills every slab that is given back with 0xFF (tests, debugging). A device on another machine that gives no sign of life
+    for ``silent_s`` is ended, be it while its engines start.
     """
 
     engines: tuple[EngineConfig, ...]
@@ -90,6 +91,7 @@ class HostConfig:
     slab_multiple: int = 1
     weights_in_region: bool = False
     poison_freed: bool = False
+    silent_s: float = 60.0
     cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "fineserve")
 
     def gpus_of(self, engine: EngineConfig) -> tuple[int, ...]:
@@ -321,6 +323,10 @@ class EngineHost(Protocol):
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """End one of these engines, which give no sign of life: that for which the others may wait, else the first. Its death
         is reported as any other. What shares its thread or its Ray actor dies with it."""
+        ...
+
+    def quit(self) -> None:
+        """Before ``close``, from any thread: whoever waits for an engine to start gets a RuntimeError."""
         ...
 
     def close(self) -> None:

@@ -95,6 +95,10 @@ class Device(Protocol):
         """Of the region on ``gpu``, by default the first."""
         ...
 
+    def quit(self) -> None:
+        """Before ``close``, from any thread: calls that wait for long raise RuntimeError."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -222,6 +226,9 @@ class LocalDevice:
         free = self._memory[gpu].table.free_slabs() * header.slab_bytes
         lost = total - (header.slab_count - header.reserved_slabs) * header.slab_bytes
         return KVLedger(total, total - stranded - free - lost, stranded, free, lost)
+
+    def quit(self) -> None:
+        """No call waits for long."""
 
     def close(self) -> None:
         """Stop every engine and remove the regions. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineListener, HostConfig
 from fineserve_runtime.engines.device import LocalDevice, OpenDevice, model_folder
 from fineserve_runtime.engines.handle import CALL_S, Handle
-from fineserve_runtime.engines.loop import BEAT_S, REMOVED, Beat, Died, Message, Ready, Reply, Stepped, one_line
+from fineserve_runtime.engines.loop import REMOVED, Beat, Died, Message, Ready, Reply, Stepped, one_line
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
 
@@ -19,6 +20,8 @@ __all__ = ["START_TIMEOUT_S", "Host", "model_folder", "start_host"]
 START_TIMEOUT_S = 300.0
 
 _END_S = 10.0
+
+_LOOK_S = 0.2
 
 _LOG = logging.getLogger("fineserve.engines")
 
@@ -44,6 +47,7 @@ class Host:
     def __init__(self, config: HostConfig, listener: EngineListener, open_device: OpenDevice = LocalDevice) -> None:
         self.config = config
         self._listener = listener
+        self._quits = threading.Event()
         self._device = open_device(config, self._receive)
         facts = self._device.facts.engines
         self._handles = {
@@ -118,6 +122,10 @@ class Host:
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         self._device.end_hung(engines, reason)
 
+    def quit(self) -> None:
+        self._quits.set()
+        self._device.quit()
+
     def close(self) -> None:
         self._device.close()
 
@@ -138,7 +146,9 @@ class Host:
         """Engines of one thread are silent while one of them loads, and no worse for that. One that hangs while it starts is
         ended: nobody else would find it dead."""
         end_s = time.monotonic() + START_TIMEOUT_S
-        while not handle.ready.wait(BEAT_S):
+        while not handle.ready.wait(_LOOK_S):
+            if self._quits.is_set():
+                raise RuntimeError(f"{handle.config.name} is not waited for: the server is shutting down")
             if time.monotonic() > end_s:
                 reason = f"{handle.config.name} was not ready after {START_TIMEOUT_S:.0f} s"
                 self._device.end_hung((handle.id,), reason)

@@ -6,12 +6,14 @@ is lost, Ray moves its bundles to one that has room, and there the device's next
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +30,8 @@ from fineserve_runtime.engines.ray_device import NEWS, DeviceActor, RayDevice
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
 _PLACED_S = 30.0
 _ANSWERS_S = 5.0
+_GOODBYE_S = 3.0
+_LOG = logging.getLogger("fineserve.engines")
 
 
 class RayCluster:
@@ -87,7 +91,8 @@ def _joined(address: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        if not _done(ray.shutdown):
+            atexit.unregister(ray.shutdown)  # which would wait again
 
 
 def _check_answers(address: str | None) -> None:
@@ -112,4 +117,13 @@ def _placed(devices: int, resource: str) -> Iterator[Any]:
             )
         yield group
     finally:
-        remove_placement_group(group)
+        if not _done(partial(remove_placement_group, group)):
+            _LOG.warning("cluster: Ray's head does not answer; its placement group and actors are left to it")
+
+
+def _done(goodbye: Callable[[], object]) -> bool:
+    """Whether this was over within seconds. Ray waits a minute for a head that is gone, and then ends the process."""
+    thread = threading.Thread(target=goodbye, name="goodbye", daemon=True)
+    thread.start()
+    thread.join(_GOODBYE_S)
+    return not thread.is_alive()

@@ -5,12 +5,15 @@ a thread or in processes below it, as a server without Ray does on its own machi
 way: one that brings commands, in their order, and one that waits for news. Figures (bytes, free tokens) come with the news,
 at least every `NEWS_S` seconds, because the owner table lies on the other machine.
 
-An actor that is gone, with its node or alone, is the death of every engine in it. A new one can take its place.
+An actor that is gone, with its node or alone, is the death of every engine in it. So is one that has no news for
+``HostConfig.silent_s``, be it while its engines start: it is ended. A new one can take its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import queue
 import threading
 import time
@@ -23,7 +26,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from fineserve_runtime.engines.api import EngineConfig, EngineStats, HostConfig
 from fineserve_runtime.engines.device import Device, DeviceFacts, EngineFacts, OpenDevice
 from fineserve_runtime.engines.links import Receive
-from fineserve_runtime.engines.loop import Died, EngineCommand, Message
+from fineserve_runtime.engines.loop import BEAT_S, Died, EngineCommand, Message, one_line
 from fineserve_sim.policy.interfaces import KVLedger
 
 NEWS_S = 0.5
@@ -37,6 +40,13 @@ NEWS = "news"
 
 AGAIN_S = 1.0
 """For some seconds Ray may take a node that died for one that has room."""
+
+_NEAR_S, _CLOSE_S, _GOODBYE_S = 3.0, 15.0, 2.0
+"""An actor with news within the first has the second to close, another the third."""
+
+_LOOK_S = 0.2
+
+_LOG = logging.getLogger("fineserve.engines")
 
 
 class ActorGone(RuntimeError):
@@ -63,14 +73,20 @@ class Figures(NamedTuple):
 
 
 class DeviceActor:
-    """What runs in the actor: a device of its machine, and a queue of what its engines said. ``open`` comes first."""
+    """What runs in the actor: a device of its machine, and a queue of what its engines said. Before ``open`` there is only
+    ``news``."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._opened = False
         self._device: Device
+
+    def here(self) -> None:
+        """Ray found a place for it."""
 
     def open(self, open_device: OpenDevice, config: HostConfig) -> tuple[DeviceFacts, Figures]:
         self._device = open_device(config, self._messages.put)
+        self._opened = True
         return self._device.facts, Figures.of(self._device)
 
     def start(self, engines: Sequence[int]) -> None:
@@ -83,76 +99,95 @@ class DeviceActor:
         for command in commands:
             self._device.send(command)
 
-    def news(self) -> tuple[list[Message], Figures]:
-        """All messages that are there, after a wait for the first."""
+    def news(self) -> tuple[list[Message], Figures | None]:
+        """All messages that are there, after a wait for the first. No figures before ``open``."""
         messages: list[Message] = []
         with contextlib.suppress(queue.Empty):
             messages.append(self._messages.get(timeout=NEWS_S))
             while True:
                 messages.append(self._messages.get_nowait())
-        return messages, Figures.of(self._device)
+        return messages, Figures.of(self._device) if self._opened else None
 
     def close(self) -> None:
         self._device.close()
 
 
 class ActorLink:
-    """One actor for as long as it lives. ``on_lost`` is called once, when it is gone without having been closed."""
+    """One actor for as long as it lives. ``on_lost`` is called once, when it is gone without having been closed, or was ended
+    because it had no news for ``silent_s``."""
 
     def __init__(
-        self, actor: Any, on_news: Callable[[list[Message], Figures], None], on_lost: Callable[[str], None]
+        self,
+        actor: Any,
+        on_news: Callable[[list[Message], Figures | None], None],
+        on_lost: Callable[[str], None],
+        silent_s: float,
+        quits: threading.Event,
     ) -> None:
         self._actor = actor
         self._on_news = on_news
         self._on_lost = on_lost
+        self._silent_s = silent_s
+        self._quits = quits
+        self._heard_s = -math.inf
         self._outbox: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
         self._closing = False
+        self._ended: str | None = None
         self._reader = threading.Thread(target=self._read, name="fineserve-ray-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="fineserve-ray-writer", daemon=True)
 
+    def await_actor(self) -> None:
+        """Until it is there. From then on news come, and commands go. Raises as ``call`` does."""
+        self.call("here")
+        self._reader.start()
+        self._writer.start()
+
     def call(self, method: str, *arguments: Any) -> Any:
-        """Raises what the method raises, ActorGone, or RuntimeError when the actor found no place in time."""
+        """Raises what the method raises, ActorGone, or RuntimeError when the actor found no place in time, or the server shuts
+        down."""
+        end_s = time.monotonic() + CALL_S
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=CALL_S)
+            answer = getattr(self._actor, method).remote(*arguments)
+            while not ray.wait([answer], timeout=_LOOK_S)[0]:
+                if self._quits.is_set():
+                    raise RuntimeError(f"{method} of a device is not waited for: the server is shutting down")
+                if time.monotonic() > end_s:
+                    problem = f"Ray found no room for a device, or it does not answer: no {method} in {CALL_S:g} s"
+                    raise RuntimeError(problem)
+            return ray.get(answer)
         except RayTaskError as problem:
             raise problem.cause from None
-        except GetTimeoutError:
-            raise RuntimeError(
-                f"Ray found no room for a device, or it does not answer: no {method} in {CALL_S:g} s"
-            ) from None
         except RayError as problem:
-            raise ActorGone(_reason(problem)) from None
-
-    def listen(self) -> None:
-        """From now on news come, and commands go. Does nothing the second time."""
-        if self._reader.ident is None:
-            self._reader.start()
-            self._writer.start()
+            raise ActorGone(self._ended or _reason(problem)) from None
 
     def send(self, command: EngineCommand) -> None:
         self._outbox.put(command)
 
     def close(self) -> None:
+        """An actor of which nothing is heard is hardly waited for: what is left of it is Ray's to end."""
         self._closing = True
-        with contextlib.suppress(RuntimeError):
-            self.call("close")
-        self.end()
+        near = time.monotonic() - self._heard_s < _NEAR_S
+        try:
+            ray.get(self._actor.close.remote(), timeout=_CLOSE_S if near else _GOODBYE_S)
+        except RayError as problem:
+            _LOG.warning("a device of the Ray cluster was left as it was: %s", one_line(problem))
+        self.end(_GOODBYE_S)
 
     def kill(self) -> None:
         """The reader hears of it."""
         ray.kill(self._actor)
 
-    def end(self) -> None:
+    def end(self, within_s: float = CALL_S) -> None:
         """Let go of an actor that is closed or lost."""
         self._outbox.put(None)
         ray.kill(self._actor)
         for thread in (self._reader, self._writer):
             if thread.is_alive() and threading.current_thread() is not thread:
-                thread.join(timeout=CALL_S)
+                thread.join(timeout=within_s)
 
     def _write(self) -> None:
         """One call at a time, with all commands that came since the last: Ray keeps no order among calls under way."""
-        with contextlib.suppress(RayError):
+        try:
             while (command := self._outbox.get()) is not None:
                 batch = [command]
                 with contextlib.suppress(queue.Empty):
@@ -161,15 +196,38 @@ class ActorLink:
                 ray.get(self._actor.send.remote(batch))
                 if command is None:
                     return
+        except RayError:
+            self.kill()  # who takes no commands is of no use, if it lives
 
     def _read(self) -> None:
-        """An actor that Ray lost sight of counts as dead: what its engines said meanwhile is lost."""
-        try:
-            while not self._closing:
-                self._on_news(*ray.get(self._actor.news.options(concurrency_group=NEWS).remote()))
-        except RayError as problem:
-            if not self._closing:
-                self._on_lost(_reason(problem))
+        """Whatever ends this thread, the loss is told: nobody hears of the actor any more. One that Ray lost sight of counts as
+        dead: what its engines said meanwhile is lost."""
+        reason = self._hear()
+        if not self._closing:
+            self._on_lost(reason)
+
+    def _hear(self) -> str:
+        """Until the actor is closed, gone or ended; why. Engines that serve are for the driver's watch, which counts hangs, so
+        it comes a beat before."""
+        patience_s = self._silent_s + BEAT_S
+        while not self._closing:
+            try:
+                news = ray.get(self._actor.news.options(concurrency_group=NEWS).remote(), timeout=patience_s)
+            except GetTimeoutError:
+                return self._give_up(f"the Ray actor of its device gave no sign of life for {self._silent_s:g} s")
+            except RayError as problem:
+                return _reason(problem)
+            self._heard_s = time.monotonic()
+            try:
+                self._on_news(*news)
+            except Exception as problem:
+                return self._give_up(f"what the actor said could not be handled: {one_line(problem)}")
+        return "closed"
+
+    def _give_up(self, reason: str) -> str:
+        self._ended = reason
+        self.kill()
+        return reason
 
 
 class RayDevice:
@@ -177,6 +235,8 @@ class RayDevice:
     is called there."""
 
     facts: DeviceFacts
+    _is_open = False
+    _lost = False
     _empty: Figures
     _figures: Figures
 
@@ -187,11 +247,10 @@ class RayDevice:
         self._receive = receive
         self._new_actor = new_actor
         self._open_device = open_device
-        self._lost = False
+        self._quits = threading.Event()
         self._open()
 
     def start(self, engines: Sequence[int]) -> None:
-        self._link.listen()  # first: an actor that is lost while engines start is lost as any other
         self._link.call("start", tuple(engines))
 
     @property
@@ -209,7 +268,6 @@ class RayDevice:
                 return tuple(self._link.call("clear", engine))
         self._link.end()
         self._open()
-        self._lost = False
         return tuple(range(len(self._config.engines)))
 
     def add(self, engine: EngineConfig) -> tuple[int, EngineFacts]:
@@ -233,6 +291,9 @@ class RayDevice:
     def ledger(self, gpu: int | None = None) -> KVLedger:
         return self._figures.ledger
 
+    def quit(self) -> None:
+        self._quits.set()
+
     def close(self) -> None:
         self._link.close()
 
@@ -242,27 +303,33 @@ class RayDevice:
         """Figures of a device whose engines have not started are those of one whose engines are gone, too."""
         end_s = time.monotonic() + CALL_S
         while not self._try_open(end_s):
-            time.sleep(AGAIN_S)
+            self._quits.wait(AGAIN_S)
         self._figures = self._empty
 
     def _try_open(self, end_s: float) -> bool:
         """False when the actor was lost and there is time for another."""
-        self._link = ActorLink(self._new_actor(), self._on_news, self._on_lost)
+        self._lost = self._is_open = False
+        self._link = ActorLink(self._new_actor(), self._on_news, self._on_lost, self._config.silent_s, self._quits)
         try:
+            self._link.await_actor()
             self.facts, self._empty = self._link.call("open", self._open_device, self._config)
         except BaseException as problem:
             self._link.end()
-            if isinstance(problem, ActorGone) and time.monotonic() < end_s:
+            if isinstance(problem, ActorGone) and time.monotonic() < end_s and not self._quits.is_set():
                 return False
             raise
+        self._is_open = True
         return True
 
-    def _on_news(self, messages: list[Message], figures: Figures) -> None:
-        self._figures = figures
+    def _on_news(self, messages: list[Message], figures: Figures | None) -> None:
+        if figures is not None:
+            self._figures = figures
         for message in messages:
             self._receive(message)
 
     def _on_lost(self, reason: str) -> None:
+        if not self._is_open:  # who opens it finds out
+            return
         self._lost = True
         self._figures = self._empty
         for engine in range(len(self._config.engines)):

@@ -68,7 +68,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 def _no_endpoint(request: Request, problem: HTTPException) -> ApiError:
     path = request.url.path
     if problem.status_code != 404:
-        return ApiError(problem.status_code, f"{path}: {problem.detail}", code="bad_method")
+        return ApiError(problem.status_code, f"{path}: {problem.detail}", code="bad_method", headers=problem.headers)
     why = unserved(path)
     if why is not None:
         return ApiError(404, f"{path} is not served: {why}", code="unsupported", reason="404")

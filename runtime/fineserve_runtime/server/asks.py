@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fineserve_runtime.jobs import Limits
+from fineserve_runtime.server.constraints import LEVELS, levels
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
@@ -93,9 +94,8 @@ def _ask(
     _check_count(len(prompts) * request.n, bounds)
     bad_words = model.bad_words(request.bad_words or ())
     constraint = tools.constraint if tools and tools.constraint else request.constraint()
-    if constraint and len(constraint[1]) > _CONSTRAINT_CHARS:
-        problem = f"a constraint may have {_CONSTRAINT_CHARS} characters, this one has {len(constraint[1])}"
-        raise ApiError(400, problem, param="tools" if tools else "structured_outputs")
+    if constraint:
+        _check_constraint(constraint, "tools" if tools else "structured_outputs")
     orders = []
     for prompt, text in prompts:
         max_tokens = _max_tokens(request, model, prompt, chat=chat)
@@ -119,6 +119,16 @@ def _ask(
     tokens = sum(len(prompt) for prompt, _ in prompts)
     wanted = request.wanted_logprobs
     return Ask(id, model, orders, tokens, chat, request.stream, usage, wanted, tools, int(time.time()))
+
+
+def _check_constraint(constraint: tuple[str, str], where: str) -> None:
+    kind, text = constraint
+    if len(text) > _CONSTRAINT_CHARS:
+        raise ApiError(
+            400, f"a constraint may have {_CONSTRAINT_CHARS} characters, this one has {len(text)}", param=where
+        )
+    if levels(kind, text) > LEVELS:
+        raise ApiError(400, f"a constraint may be nested {LEVELS} levels deep, this one is deeper", param=where)
 
 
 def _max_tokens(request: GenerationRequest, model: ServedName, prompt: list[int], *, chat: bool) -> int:

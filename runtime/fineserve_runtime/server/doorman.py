@@ -58,10 +58,16 @@ class Doorman:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-            await Response(status_code=200 if self._service.driver.sound else 503)(scope, receive, send)
+        if scope["path"] == "/health":
+            await self._health(scope["method"])(scope, receive, send)
             return
         await _Passage(self._app, self._service, scope, self._places).go(receive, send)
+
+    def _health(self, method: str) -> Response:
+        if method not in ("GET", "HEAD"):
+            problem = ApiError(405, "/health: Method Not Allowed", code="bad_method", headers={"Allow": "GET, HEAD"})
+            return answer(self._service, problem)
+        return Response(status_code=200 if self._service.driver.sound else 503)
 
 
 class _Passage:

@@ -17,7 +17,7 @@ from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
-from fineserve_runtime.server.schema import TokenIds
+from fineserve_runtime.server.schema import Many, TokenIds
 from fineserve_runtime.server.streams import Choice, Order
 
 _ONE_TOKEN = Sampling(max_tokens=1)
@@ -30,7 +30,7 @@ class EmbeddingsRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    input: str | list[str] | TokenIds | list[TokenIds]
+    input: str | Many[str] | TokenIds | Many[TokenIds]
     encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fineserve_runtime.jobs import End, Refused
@@ -24,12 +25,13 @@ class ApiError(Exception):
         code: str | None = None,
         reason: str | None = None,
         retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status = status
         self.reason = reason
         text = message.encode(errors="backslashreplace").decode()  # what a client sent may be no text
         self.body: dict[str, Any] = {"error": {"message": text, "type": kind, "param": param, "code": code}}
-        self.headers: dict[str, str] = {}
+        self.headers = dict(headers or {})
         if reason is not None:
             self.headers[REASON_HEADER] = reason
         if status == 503 or retry_after_s is not None:

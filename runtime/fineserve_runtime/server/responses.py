@@ -17,7 +17,7 @@ from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.bodies import usage
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, parse
+from fineserve_runtime.server.schema import ChatRequest, Many, parse
 from fineserve_runtime.server.streams import Choice
 
 _CHATS_OWN = {"messages", "n", "best_of", "max_tokens", "max_completion_tokens", "response_format", "stream_options"}
@@ -70,12 +70,12 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Many[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     stream: bool = False
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Many[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     temperature: float | None = None

@@ -7,12 +7,14 @@ from collections.abc import Sized
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
 """Options of OpenAI's that do not change an answer here, whatever their value."""
@@ -28,7 +30,11 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 """Values with which an option that is not here changes nothing."""
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is refused for its first wrong entry. Of a million of them each would cost a kilobyte, and together the event
+loop seconds."""
+
+TokenIds = Many[Annotated[int, Field(ge=0)]]
 
 
 def parse(kind: type[B], raw: bytes) -> B:
@@ -36,12 +42,27 @@ def parse(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        raise ApiError(400, f"the body is no JSON: {first['msg']}")
-    unknown = first.get("ctx", {}).get("key") if first["type"] == "unknown_key" else None
-    param = ".".join(str(part) for part in (*first["loc"], *([unknown] if unknown else []))) or None
-    raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param)
+        errors = problem.errors(include_url=False, include_input=False)
+    if errors[0]["type"] == "json_invalid":
+        raise ApiError(400, f"the body is no JSON: {errors[0]['msg']}")
+    body = json.loads(raw)
+    places = [_place(each, body) for each in errors]
+    where = max(places, key=len)  # of the kinds of value that were tried, that which went furthest
+    param = ".".join(str(part) for part in where) or None
+    raise ApiError(400, f"{param or 'body'}: {errors[places.index(where)]['msg']}", param=param)
+
+
+def _place(error: ErrorDetails, body: Any) -> list[int | str]:
+    """Where in the body that is, without the kinds of value that were tried there."""
+    found = error["loc"]
+    absent = found[-1:] if error["type"] == "missing" else ()
+    place: list[int | str] = []
+    for part in found[: len(found) - len(absent)]:
+        if part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body)):
+            body = body[part]
+            place.append(part)
+    unknown = [error["ctx"]["key"]] if error["type"] == "unknown_key" else []
+    return [*place, *absent, *unknown]
 
 
 class StreamOptions(BaseModel):
@@ -55,7 +76,7 @@ class StructuredOutputs(BaseModel):
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -109,12 +130,12 @@ class GenerationRequest(BaseModel):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
+    bad_words: Many[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     skip_special_tokens: bool = True
@@ -196,7 +217,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -220,7 +241,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Many[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template, its content as text. Raises ApiError for content that is no text."""
@@ -244,7 +265,7 @@ class Message(BaseModel):
                     call | {"function": call["function"] | {"arguments": json.loads(call["function"]["arguments"])}}
                     for call in extra["tool_calls"]
                 ]
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, RecursionError):
                 problem = "tool_calls of a message need a function with a name and arguments in JSON"
                 raise ApiError(400, problem, param="messages") from None
         return extra
@@ -276,14 +297,14 @@ class FunctionChoice(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -311,7 +332,7 @@ class TokenizeRequest(BaseModel):
 
     model: str
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -1,0 +1,107 @@
+"""What a careless client gets wrong, and a hostile one tries: each is told what was wrong, and where."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fineserve_runtime.server.schema import CompletionRequest
+from pydantic import ValidationError
+from serverkit import served
+
+ASK: dict[str, Any] = {"model": "A", "prompt": "hello", "max_tokens": 4}
+CHAT: dict[str, Any] = {"model": "A", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+
+
+def deep_schema(levels: int) -> str:
+    return '{"items":' * levels + "{}" + "}" * levels
+
+
+DEEP = [
+    {"json": deep_schema(900)},
+    {"json": deep_schema(5_000)},
+    {"json": "[" * 30_000},
+    {"regex": "(" * 4_000 + "a" + ")" * 4_000},
+    {"regex": "([)]" * 4_000 + "a" + ")" * 4_000},
+    {"regex": "(\\)" * 4_000 + "a" + ")" * 4_000},
+    {"json": {"type": "string", "pattern": "(" * 4_000 + "a" + ")" * 4_000}},
+]
+
+
+@pytest.mark.parametrize("constraint", DEEP, ids=range(len(DEEP)))
+def test_a_constraint_that_would_hold_an_engine_up_is_400(constraint: dict[str, Any]) -> None:
+    """The grammar library needed more than 30 s for each of them, on the engine's own thread."""
+    with served() as here:
+        answer = here.post(COMPLETIONS, ASK | {"structured_outputs": constraint})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"] == "a constraint may be nested 64 levels deep, this one is deeper"
+        assert answer.json()["error"]["param"] == "structured_outputs"
+
+
+def test_tools_and_usual_constraints_are_taken_however_many_brackets_they_have() -> None:
+    parameters = json.loads(deep_schema(50))
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with served() as here:
+        for constraint in ({"json": deep_schema(60)}, {"regex": "\\(" * 500 + "[(]" * 500}, {"regex": "(a)" * 500}):
+            answer = here.post(COMPLETIONS, ASK | {"structured_outputs": constraint})
+            assert answer.status_code == 200, answer.text
+        answer = here.post(CHATS, CHAT | {"tools": [tool], "tool_choice": "required"})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.0"),
+        (COMPLETIONS, {"stop": 5}, "stop"),
+        (COMPLETIONS, {"stop": ["a", None]}, "stop.1"),
+        (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias.x"),
+        (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias.5"),
+        (COMPLETIONS, {"stream_options": "x"}, "stream_options"),
+        (CHATS, {"messages": [{"content": "x"}]}, "messages.0.role"),
+        (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        (CHATS, {"messages": 5}, "messages"),
+        (CHATS, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        (CHATS, {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        (RESPONSES, {"input": [1]}, "input.0"),
+        (RESPONSES, {"input": []}, "input"),
+        ("/tokenize", {"messages": []}, "messages"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named_as_the_client_wrote_it(path: str, change: dict[str, Any], param: str) -> None:
+    """Without the kinds of value that were tried for it: it was prompt.str, or tool_choice.literal['none',...]."""
+    body = {COMPLETIONS: ASK, CHATS: CHAT}.get(path, {"model": "A"}) | change
+    with served() as here:
+        answer = here.post(path, body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param, answer.text
+
+
+def test_a_list_with_a_million_wrong_entries_costs_as_much_as_one() -> None:
+    """2.8 MB of numbers and a text were refused after 9 s, with 2.7 GB of error reports."""
+    raw = b'{"model":"A","prompt":[' + b"1," * 1_400_000 + b'"a"]}'
+    with pytest.raises(ValidationError) as found:
+        CompletionRequest.model_validate_json(raw)
+    assert found.value.error_count() < 10
+
+
+def test_arguments_of_calls_that_are_nested_without_end_are_400() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    with served() as here:
+        answer = here.post(CHATS, CHAT | {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages", answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "allowed"),
+    [(COMPLETIONS, "GET", {"POST"}), ("/health", "POST", {"GET", "HEAD"}), ("/metrics", "PUT", {"GET", "HEAD"})],
+)
+def test_a_wrong_method_is_405_with_the_right_ones(path: str, method: str, allowed: set[str]) -> None:
+    with served() as here:
+        answer = httpx.request(method, here.url + path)
+        assert answer.status_code == 405 and answer.json()["error"]["code"] == "bad_method"
+        assert set(answer.headers["allow"].split(", ")) == allowed
