@@ -162,10 +162,7 @@ class TimedKVManager(KVManager, Protocol):
 
 @runtime_checkable
 class PrefixKVManager(KVManager, Protocol):
-    """A KV memory that keeps full blocks of sequences for others with the same prefix (see memory/prefix.py): from the end of
-    the prefill on where ``shares_running``, else when the sequence ends."""
-
-    shares_running: bool
+    """A KV memory that keeps full blocks of sequences that ended for others with the same prefix (see memory/prefix.py)."""
 
     def match(self, owner: int, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix of ``keys``, held by one sequence more; free them like others."""
@@ -182,7 +179,7 @@ def takes_time(memory: object) -> TypeGuard[TimedKVManager]:
 
 
 def keeps_prefixes(memory: object) -> TypeGuard[PrefixKVManager]:
-    return hasattr(memory, "shares_running")
+    return hasattr(memory, "record")
 
 
 class OperatingPoint(NamedTuple):
