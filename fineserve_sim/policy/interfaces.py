@@ -111,7 +111,18 @@ class KVLedger(NamedTuple):
 
 
 class KVMemory(Protocol):
-    """The KV memory of one GPU as anybody may look at it. ``owner`` is an engine that is registered with it."""
+    """The KV memory of one GPU as anybody may look at it."""
+
+    def ledger(self) -> KVLedger: ...
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself (debug flag, test fixtures)."""
+        ...
+
+
+class KVManager(KVMemory, Protocol):
+    """KV memory whose blocks have names: which block an engine gets decides what its neighbours can still get. ``owner`` is an
+    engine that is registered with it."""
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now."""
@@ -127,16 +138,6 @@ class KVMemory(Protocol):
         """Whether all these blocks (owner to number) would be granted, in whatever order they are asked for. Owners that
         are not registered here are ignored."""
         ...
-
-    def ledger(self) -> KVLedger: ...
-
-    def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself (debug flag, test fixtures)."""
-        ...
-
-
-class KVManager(KVMemory, Protocol):
-    """KV memory whose blocks have names: which block an engine gets decides what its neighbours can still get."""
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""

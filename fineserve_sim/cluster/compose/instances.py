@@ -21,13 +21,13 @@ from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.domain import domains_of
-from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.facts import EngineBinding
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.memory.paged import GpuMemory
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
