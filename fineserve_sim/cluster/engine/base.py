@@ -23,8 +23,11 @@ BatchSums = tuple[int, int, int, int, int, int]
 
 
 class EngineHost(Protocol):
-    """The cluster around an engine: what it hears, and what it is asked. ``logs``: whether what is computed is written down."""
+    """The cluster around an engine: what it hears, and what it is asked. ``engines`` by id; ``order`` of the event under way;
+    ``logs``: whether what is computed is written down."""
 
+    engines: dict[int, Engine]
+    order: int
     merging: bool
     logs: bool
     outcomes: Outcomes
