@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.base import NEVER, Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState, Waiting
-from fineserve_sim.cluster.engine.spans import NEVER
 from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log

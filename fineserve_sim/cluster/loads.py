@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from fineserve_sim.cluster.engine.base import Engine, EngineHost
-from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine
+from fineserve_sim.cluster.engine.base import NEVER, Engine, EngineHost
 from fineserve_sim.policy.interfaces import EngineLoad
 
 
@@ -28,7 +27,7 @@ class LoadWatch:
         for engine in engines:
             index = engine.index
             self._touched.add(index)
-            if isinstance(engine, SpanEngine) and engine.next_boundary_s < self._watched_s.get(index, NEVER):
+            if engine.next_boundary_s < self._watched_s.get(index, NEVER):
                 self._watched_s[index] = engine.next_boundary_s
                 heappush(self._due, (engine.next_boundary_s, engine.order, index))
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from itertools import chain
 from typing import Protocol
 
+from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.queue import Lane, Queue
 from fineserve_sim.cluster.engine.seat import Seat
@@ -17,6 +19,8 @@ from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.policy.interfaces import EngineLoad, EngineState
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
+
+NEVER = float("inf")
 
 BatchSums = tuple[int, int, int, int, int, int]
 """The running sums of a batch that the latency model asks for (see ``StepModel.step_s``)."""
@@ -87,7 +91,8 @@ class Engine(ABC):
     ``stalled`` sequences wait for KV from elsewhere, ``reserved_blocks`` are held for sequences that are elsewhere still,
     ``promised_blocks`` is at least what is taken without another question.
     ``stopping``: it forms no more batches; ``closing``: those that it preempts go elsewhere. ``columns`` of a timeline,
-    one a stage: the first counts its requests.
+    one a stage: the first counts its requests. ``next_boundary_s`` is the next boundary to settle inside the batch that is
+    computed, ``order`` that of its step ends among what happens at the same time.
     """
 
     __slots__ = (
@@ -107,6 +112,8 @@ class Engine(ABC):
         "lanes",
         "max_tokens",
         "model",
+        "next_boundary_s",
+        "order",
         "promised_blocks",
         "queues",
         "relief",
@@ -135,6 +142,8 @@ class Engine(ABC):
         self.stopping = self.closing = self.gone = False
         self.columns: tuple[int, ...] = (seat.engine,)
         self.column = seat.engine
+        self.next_boundary_s = NEVER
+        self.order = order_of(Kind.STEP_END, seat.engine)
         self._settings = settings
         self._host = host
         self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]
@@ -223,11 +232,8 @@ class Engine(ABC):
         return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + self._in_flight(lane))
 
     def _shortest(self) -> tuple[int | None, int]:
-        block_tokens, blocks = self.kv.block_tokens, list[tuple[int, int]]()
-        for lane in self.lanes:
-            tokens = lane.decodes.cached_tokens(lane.leaving, ahead=self._in_flight(lane))
-            blocks += [(-(-cached // block_tokens), index) for cached, index in tokens]
-        held, index = min(blocks, default=(0, None))
+        blocks = [lane.decodes.held_blocks(lane.leaving, ahead=self._in_flight(lane)) for lane in self.lanes]
+        held, index = min(chain.from_iterable(blocks), default=(0, None))
         return index, held
 
     @abstractmethod

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from fineserve_sim.cluster.engine.base import EngineHost
+from fineserve_sim.cluster.engine.base import NEVER, EngineHost
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine, Waker
+from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
 
 
 class LoneEngine(SpanEngine):

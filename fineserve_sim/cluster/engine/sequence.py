@@ -148,11 +148,14 @@ class Decodes:
         """Tokens of a member with KV in memory now."""
         return sequence.prompt_tokens + self._generated_tokens_of(sequence) - 1  # the last token has no KV yet
 
-    def cached_tokens(self, without: Collection[SequenceState], ahead: int) -> list[tuple[int, int]]:
-        """Of each member but these, the tokens with KV in memory after so many more iterations, and its index."""
-        done = self.iteration - 1 + ahead
+    def held_blocks(self, without: Collection[SequenceState], ahead: int) -> list[tuple[int, int]]:
+        """Of each member but these, the blocks that hold its KV after so many more iterations, and its index."""
+        block_tokens, done = self._block_tokens, self.iteration - 1 + ahead
         return [
-            (member.prompt_tokens + member.output_tokens - member.finish_iteration + done, member.index)
+            (
+                -((member.finish_iteration - member.prompt_tokens - member.output_tokens - done) // block_tokens),
+                member.index,
+            )
             for _, _, member in self._due
             if member not in without
         ]

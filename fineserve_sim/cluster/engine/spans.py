@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.base import BatchSums, EngineHost, Relief
+from fineserve_sim.cluster.engine.base import NEVER, BatchSums, EngineHost, Relief
 from fineserve_sim.cluster.engine.batcher import Batcher
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.seat import Seat
@@ -30,7 +30,6 @@ SHARED_SPAN = 32
 computed anew. Twice as long for each span that goes undisturbed, up to ``LONGEST_SHARED_SPAN``, whose times are kept."""
 LONGEST_SHARED_SPAN = 256
 
-NEVER = float("inf")
 
 Growth = tuple[float, int, Collection[SequenceState]]
 """At this time, sequences of the engine with this id take a block each."""
@@ -48,8 +47,8 @@ class Waker(Protocol):
 
 
 class SpanEngine(Batcher):
-    """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span, ``next_boundary_s`` the next
-    boundary to settle inside it; ``promised_blocks`` is at least what those ahead in it will take."""
+    """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span;
+    ``promised_blocks`` is at least what the boundaries ahead in it will take."""
 
     __slots__ = (
         "_alone_s",
@@ -63,8 +62,6 @@ class SpanEngine(Batcher):
         "_shares_gpu",
         "_starting",
         "end_s",
-        "next_boundary_s",
-        "order",
         "start_order",
         "wakeups",
     )
@@ -73,8 +70,7 @@ class SpanEngine(Batcher):
         self, seat: Seat, host: EngineHost, wakeups: Waker, *, shares_gpu: bool, relief: Relief | None = None
     ) -> None:
         super().__init__(seat, host, relief=relief)
-        self.end_s = self.next_boundary_s = NEVER
-        self.order = order_of(Kind.STEP_END, seat.engine)
+        self.end_s = NEVER
         self.start_order = order_of(Kind.START, seat.engine)
         self._starting = False
         self.wakeups = wakeups

@@ -11,7 +11,8 @@ from __future__ import annotations
 from simpy.events import Event
 
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.engine.spans import NEVER, SpanEngine
+from fineserve_sim.cluster.engine.base import NEVER
+from fineserve_sim.cluster.engine.spans import SpanEngine
 
 
 class Wakeups:
