@@ -148,7 +148,7 @@ def looking(pending: int, *, moves: bool = False) -> Callable[[int], Work]:
     def prepare(size: int) -> Work:
         models, slots = {model.id: model for model in demands(size)}, gpus(max(2, size // 2))
         waiting = list(models)[:pending]
-        prism = PrismResidency(models, slots, KvprPlacement(), moves=moves)
+        prism = PrismResidency(models, slots, KvprPlacement(), move=moves)
         view = fleet(list(models.values())[pending:], waiting, slots)
 
         def work() -> int:

@@ -7,20 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Protocol
 
-from fineserve_sim.cluster.engine.base import NEVER, Engine
+from fineserve_sim.cluster.engine.base import NEVER, Engine, EngineHost
 from fineserve_sim.policy.interfaces import EngineLoad
-
-
-class Host(Protocol):
-    """The cluster: its engines by id, and the order of the event under way."""
-
-    engines: dict[int, Engine]
-    order: int
-
-    def settle_now(self, engine: Engine, now: float) -> None: ...
-    def touch(self, engine: Engine) -> None: ...
 
 
 class LoadWatch:
@@ -42,7 +31,7 @@ class LoadWatch:
                 self._watched_s[index] = engine.next_boundary_s
                 heappush(self._due, (engine.next_boundary_s, engine.order, index))
 
-    def changed(self, host: Host, now: float) -> dict[int, EngineLoad]:
+    def changed(self, host: EngineHost, now: float) -> dict[int, EngineLoad]:
         """By engine, what is new, up to the event under way."""
         due, watched_s, engines, until = self._due, self._watched_s, host.engines, (now, host.order)
         while due and due[0] < until:
@@ -57,7 +46,7 @@ class LoadWatch:
         self._told |= loads
         return loads
 
-    def check(self, host: Host, now: float) -> None:
+    def check(self, host: EngineHost, now: float) -> None:
         """Raise AssertionError if the load of an engine is not what was told last."""
         for index, engine in host.engines.items():
             host.settle_now(engine, now)

@@ -111,7 +111,18 @@ class KVLedger(NamedTuple):
 
 
 class KVMemory(Protocol):
-    """The KV memory of one GPU as anybody may look at it. ``owner`` is an engine that is registered with it."""
+    """The KV memory of one GPU as anybody may look at it."""
+
+    def ledger(self) -> KVLedger: ...
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself (debug flag, test fixtures)."""
+        ...
+
+
+class KVManager(KVMemory, Protocol):
+    """KV memory whose blocks have names: which block an engine gets decides what its neighbours can still get. ``owner`` is an
+    engine that is registered with it."""
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now."""
@@ -127,16 +138,6 @@ class KVMemory(Protocol):
         """Whether all these blocks (owner to number) would be granted, in whatever order they are asked for. Owners that
         are not registered here are ignored."""
         ...
-
-    def ledger(self) -> KVLedger: ...
-
-    def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself (debug flag, test fixtures)."""
-        ...
-
-
-class KVManager(KVMemory, Protocol):
-    """KV memory whose blocks have names: which block an engine gets decides what its neighbours can still get."""
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""
@@ -162,10 +163,7 @@ class TimedKVManager(KVManager, Protocol):
 
 @runtime_checkable
 class PrefixKVManager(KVManager, Protocol):
-    """A KV memory that keeps full blocks of sequences for others with the same prefix (see memory/prefix.py): from the end of
-    the prefill on where ``shares_running``, else when the sequence ends."""
-
-    shares_running: bool
+    """A KV memory that keeps full blocks of sequences that ended for others with the same prefix (see memory/prefix.py)."""
 
     def match(self, owner: int, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix of ``keys``, held by one sequence more; free them like others."""
@@ -182,7 +180,7 @@ def takes_time(memory: object) -> TypeGuard[TimedKVManager]:
 
 
 def keeps_prefixes(memory: object) -> TypeGuard[PrefixKVManager]:
-    return hasattr(memory, "shares_running")
+    return hasattr(memory, "record")
 
 
 class OperatingPoint(NamedTuple):

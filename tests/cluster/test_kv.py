@@ -37,6 +37,23 @@ def test_finished_blocks_serve_the_next_request_and_are_given_up_on_demand() -> 
     assert kv.used_bytes() == 0 and [pool.free_blocks for pool in ranks] == [4, 4]
 
 
+def test_records_behind_which_another_sequence_goes_on_are_free_memory() -> None:
+    """Two requests of one prefix start side by side, and the first one ends."""
+    pool = PagedPool(16, 64)
+    kv = PrefixBlocks(CountedBlocks([pool], 4))
+    first, second, third = sequence(5, 7), sequence(9, 7, 8), sequence(8)
+    for each, tokens in ((first, 4), (second, 8)):
+        assert kv.grow(each, tokens)
+        each.cached_tokens = tokens
+        kv.keep(each)
+    kv.release(first)
+    assert kv.free_blocks() == 2 and kv.grow(third, 8) and pool.free_blocks == 0
+    kv.release(second)
+    kv.release(third)
+    kv.forget()
+    assert kv.used_bytes() == 0
+
+
 def test_tokens_under_way_are_not_kept() -> None:
     kv = PrefixBlocks(CountedBlocks([PagedPool(16, 64)], 4))
     lost = sequence(12, 7, 8, 9)

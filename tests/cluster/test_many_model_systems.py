@@ -16,6 +16,7 @@ from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import FleetView, Pending
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint
+from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
 from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
@@ -119,7 +120,8 @@ def test_a_static_partition_follows_demand() -> None:
     tenants = tenants_on(scene, instances, {})[0]
     usable = usable_bytes(scene.gpus[0], scene.engine)
     manager = build_manager(scene.system.memory, usable, tenants)
-    calm, rare = (manager.capacity_blocks(tenant.engine) for tenant in tenants)
+    assert isinstance(manager, PrivatePools)
+    calm, rare = (manager.pool(tenant.engine).capacity_blocks for tenant in tenants)
     assert calm / rare == pytest.approx(5.0, rel=0.01)
     left_bytes = usable - sum(tenant.fixed_bytes for tenant in tenants)
     assert (calm + rare) * tenants[0].block.block_bytes == pytest.approx(left_bytes, rel=0.001)

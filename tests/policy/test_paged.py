@@ -22,7 +22,7 @@ def test_shares_are_private() -> None:
     pools = PrivatePools({1: (10, 45), 2: (7, 21)})
     assert pools.pool(1).take(4)
     assert not pools.pool(1).take(1)  # although owner 2 is idle
-    assert (pools.free_blocks(2), pools.capacity_blocks(1), pools.used_bytes(1)) == (3, 4, 40)
+    assert (pools.pool(2).free_blocks, pools.pool(1).capacity_blocks, pools.pool(1).used_bytes) == (3, 4, 40)
     assert pools.ledger() == (66, 40, 0, 21, 5)
 
 
@@ -45,7 +45,7 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
 
 def test_a_share_below_one_block_has_no_capacity() -> None:
     pools = PrivatePools({1: (10, 9)})
-    assert pools.capacity_blocks(1) == 0 and not pools.pool(1).take(1)
+    assert pools.pool(1).capacity_blocks == 0 and not pools.pool(1).take(1)
     assert pools.ledger().lost_bytes == 9
 
 
@@ -66,7 +66,7 @@ class PrivatePoolsMachine(RuleBasedStateMachine):
     def take(self, data: st.DataObject, blocks: int) -> None:
         owner = data.draw(st.sampled_from(sorted(self.shares)))
         fits = self.held[owner] + blocks <= self.capacity(owner)
-        assert self.pools.fits({owner: blocks, 99: 1000}) == fits == self.pools.pool(owner).take(blocks)
+        assert self.pools.pool(owner).take(blocks) == fits
         self.held[owner] += blocks if fits else 0
 
     @rule(data=st.data(), blocks=st.integers(0, 30))
@@ -84,9 +84,9 @@ class PrivatePoolsMachine(RuleBasedStateMachine):
         memory: KVMemory = self.pools
         memory.check()
         for owner, held in self.held.items():
-            assert memory.free_blocks(owner) == self.capacity(owner) - held
-            assert memory.capacity_blocks(owner) == self.capacity(owner)
-            assert memory.used_bytes(owner) == held * self.shares[owner][0]
+            pool = self.pools.pool(owner)
+            assert (pool.capacity_blocks, pool.free_blocks) == (self.capacity(owner), self.capacity(owner) - held)
+            assert pool.used_bytes == held * self.shares[owner][0]
         ledger = memory.ledger()
         assert ledger.used_bytes == sum(held * self.shares[owner][0] for owner, held in self.held.items())
         assert ledger.lost_bytes == sum(share % block for block, share in self.shares.values())

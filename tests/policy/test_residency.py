@@ -80,7 +80,7 @@ class TestEviction:
 
     def test_eviction_can_be_disabled(self) -> None:
         seen = view(self.crowd(), {0: 0}, waiting("d"), pressed=frozenset({0}))
-        assert policy(MODELS, gpus(100), evicts=False).suggest(0.0, seen) == []
+        assert policy(MODELS, gpus(100), evict=False).suggest(0.0, seen) == []
 
     def test_a_busy_draining_or_loading_engine_is_not_evicted(self) -> None:
         crowd = [
@@ -88,7 +88,7 @@ class TestEviction:
             engine(1, "b", 0, idle_s=99, status=LOADING),
             engine(2, "c", 0, idle_s=99, requests=1),
         ]
-        assert policy(MODELS, gpus(100), moves=False).suggest(0.0, view(crowd, {0: 0})) == []
+        assert policy(MODELS, gpus(100), move=False).suggest(0.0, view(crowd, {0: 0})) == []
 
 
 class TestActivation:
@@ -129,7 +129,7 @@ def test_token_weights_follow_the_slo_of_the_time_per_token() -> None:
     a, b = replace(MODELS[0], **facts), replace(MODELS[0], id="b", tokens_per_request=20.0, tpot_slo_s=1.0)  # type: ignore[arg-type]
     models = {model.id: model for model in (a, b, replace(MODELS[2], **facts))}  # type: ignore[arg-type]
     seen = view([engine(0, "a", 0), engine(1, "b", 1)], {0: 80, 1: 80}, waiting("c"))
-    prism = PrismResidency(models, gpus(100, 100), KvprPlacement(weight="token_rate"), moves=False)
+    prism = PrismResidency(models, gpus(100, 100), KvprPlacement(weight="token_rate"), move=False)
     assert prism.suggest(0.0, seen) == [Start("c", (1,))]
 
 
@@ -161,7 +161,7 @@ class TestMoves:
         assert found[0] == Start("d", (1,)) and Start("b", (1,), replaces=1) in found
 
     def test_moves_can_be_disabled(self) -> None:
-        assert policy(MODELS, self.slots, moves=False).suggest(10.0, self.imbalance()) == []
+        assert policy(MODELS, self.slots, move=False).suggest(10.0, self.imbalance()) == []
 
     def test_an_engine_that_is_on_its_way_is_not_moved_again(self) -> None:
         """b is on GPU 1 already as far as placement is concerned."""

@@ -25,13 +25,12 @@ from fineserve_sim.cluster.run import ARRIVAL
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
-from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import LAWS, SharingLaw
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Request
-from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 
 

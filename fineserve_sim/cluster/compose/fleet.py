@@ -8,10 +8,9 @@ from functools import partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.instances import factsheet, place
+from fineserve_sim.cluster.compose.instances import factsheet, place, seat_on
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
-    engine_kv,
     fixed_bytes,
     geometry,
     tenants_on,
@@ -26,8 +25,7 @@ from fineserve_sim.cluster.compose.policies import (
 )
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, contention_of
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel, virtual_kv
-from fineserve_sim.cluster.engine.seat import Seat
+from fineserve_sim.cluster.compose.virtual_memory import legacy_kernel, virtual_kv
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
@@ -125,12 +123,8 @@ class _Builder:
 
     def build_engine(self, cluster: Cluster, engine: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
         cluster.contention.join(engine, gpus, self._sm_shares.of(model, gpus))
-        settings = self._scenario.engine
-        memories = [self.memory.managers[gpu] for gpu in gpus]
-        caches = caches_prefixes(self._scenario.system.memory)
-        kv = engine_kv(engine, memories, settings.block_tokens, caches=caches)
-        max_tokens = min(self.bytes_of[model].context_tokens, kv.capacity_tokens())
-        seat = Seat(engine, model, self._step(model, gpus[0]), kv, max_tokens, settings)
+        served, spec = self.served[model], self._gpus[gpus[0]]
+        seat = seat_on(self._scenario, engine, served, spec, [self.memory.managers[gpu] for gpu in gpus])
         return SpanEngine(seat, cluster, self._wakeups[gpus[0]], shares_gpu=True)
 
     def _schedulers(self, bindings: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import build_manager, engine_block_tokens, engine_kv, tenants_on, usable_bytes
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
@@ -21,13 +22,13 @@ from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.domain import domains_of
-from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.facts import EngineBinding
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.memory.paged import GpuMemory
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
@@ -40,8 +41,13 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
     seats = _seats(scenario, placement.instances, managers)
     instances = placement.instances
     served = {model.id: model for model in scenario.models}
+    bindings = [
+        EngineBinding(seat.engine, seat.model, instances[seat.engine].gpus, seat.kv.capacity_tokens()) for seat in seats
+    ]
     sheets = [
-        _factsheet(scenario, served[seat.model], seat, instances[seat.engine].gpus) for seat in seats if seat.able
+        factsheet(scenario, served[seat.model], binding, seat.step, seat.settings.block_tokens)
+        for seat, binding in zip(seats, bindings, strict=True)
+        if seat.able
     ]
     schedulers = build_schedulers(scenario.system.scheduler, sheets)
     clock = Clock()
@@ -130,18 +136,20 @@ def _managers(
 def _seats(scenario: Scenario, instances: Sequence[Instance], managers: Mapping[int, GpuMemory]) -> list[Seat]:
     served_by_id = {model.id: model for model in scenario.models}
     gpus = {gpu.id: gpu.spec for gpu in scenario.gpus}
+    return [
+        seat_on(scenario, engine, served_by_id[i.model], gpus[i.gpus[0]], [managers[gpu] for gpu in i.gpus])
+        for engine, i in enumerate(instances)
+    ]
+
+
+def seat_on(scenario: Scenario, engine: int, served: ServedModel, gpu: GpuSpec, memories: Sequence[GpuMemory]) -> Seat:
+    """An engine of this model on GPUs of this type, with the KV memory of each."""
     memory = scenario.system.memory
-    seats = []
-    for engine, instance in enumerate(instances):
-        served = served_by_id[instance.model]
-        settings = replace(scenario.engine, block_tokens=engine_block_tokens(served, scenario.engine, memory))
-        own = [managers[gpu] for gpu in instance.gpus]
-        kv = engine_kv(engine, own, settings.block_tokens, caches=caches_prefixes(memory))
-        step = step_model(served, gpus[instance.gpus[0]], settings, legacy_kernel(memory))
-        longest = settings.block_tokens if isinstance(memory, ContiguousSpec) else served.model.max_context_tokens
-        max_tokens = min(longest, kv.capacity_tokens())
-        seats.append(Seat(engine, served.id, step, kv, max_tokens, settings))
-    return seats
+    settings = replace(scenario.engine, block_tokens=engine_block_tokens(served, scenario.engine, memory))
+    kv = engine_kv(engine, memories, settings.block_tokens, caches=caches_prefixes(memory))
+    step = step_model(served, gpu, settings, legacy_kernel(memory))
+    longest = settings.block_tokens if isinstance(memory, ContiguousSpec) else served.model.max_context_tokens
+    return Seat(engine, served.id, step, kv, min(longest, kv.capacity_tokens()), settings)
 
 
 def _routes(
@@ -174,8 +182,3 @@ def factsheet(
         block_tokens=block_tokens,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec | KvCachedSpec | VTensorSpec),
     )
-
-
-def _factsheet(scenario: Scenario, served: ServedModel, seat: Seat, gpus: tuple[int, ...]) -> EngineFactsheet:
-    binding = EngineBinding(seat.engine, seat.model, gpus, seat.kv.capacity_tokens())
-    return factsheet(scenario, served, binding, seat.step, seat.settings.block_tokens)

@@ -15,10 +15,9 @@ from fineserve_sim.catalog import activation_bytes, deployment, graph_bytes, wei
 from fineserve_sim.cluster.compose.virtual_memory import build_kvcached, build_vtensor, tokens_per_block
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry
-from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 from fineserve_sim.policy.memory.s_partition import Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 from fineserve_sim.policy.placement.fineserve import base_footprint

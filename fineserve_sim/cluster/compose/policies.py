@@ -130,17 +130,8 @@ def build_residency(
         return QlmSwapping(models, gpus, **options(spec, "tick_s"))
     kvpr = build_placement(placement if isinstance(placement, specs.KvprPlacementSpec) else specs.KvprPlacementSpec())
     assert isinstance(kvpr, KvprPlacement)
-    return PrismResidency(
-        models,
-        gpus,
-        kvpr,
-        evicts=spec.evict,
-        moves=spec.move,
-        idle_s=spec.idle_s,
-        pressure_fraction=spec.pressure_fraction,
-        replace_s=spec.replace_s,
-        min_stay_s=spec.min_stay_s,
-    )
+    others = ("rate_window_s", "engine_pool", "parallel_loading", "engine_start_s", "tick_s")
+    return PrismResidency(models, gpus, kvpr, **options(spec, *others))
 
 
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:

@@ -27,8 +27,11 @@ BatchSums = tuple[int, int, int, int, int, int]
 
 
 class EngineHost(Protocol):
-    """The cluster around an engine: what it hears, and what it is asked. ``logs``: whether what is computed is written down."""
+    """The cluster around an engine: what it hears, and what it is asked. ``engines`` by id; ``order`` of the event under way;
+    ``logs``: whether what is computed is written down."""
 
+    engines: dict[int, Engine]
+    order: int
     merging: bool
     logs: bool
     outcomes: Outcomes
@@ -282,7 +285,7 @@ class Engine(ABC):
     def adopt(self, sequence: SequenceState, now: float) -> None:
         """A sequence with its KV in place goes on: to decode, or with its prefill."""
         self.stalled.pop(sequence, None)
-        lane = min(self.lanes, key=_size)
+        lane = min(self.lanes, key=lambda lane: lane.size)
         if sequence.prefilled:
             lane.join_next(sequence)
         else:
@@ -391,10 +394,6 @@ class Engine(ABC):
             lane.joining.clear()
             lane.leaving.clear()
             lane.queue.prefilling.clear()
-
-
-def _size(lane: Lane) -> int:
-    return lane.size
 
 
 def _occupancy(lane: Lane) -> int:

@@ -295,16 +295,6 @@ class NamedBlocks(EngineKV):
             sequence.blocks = [ids[:blocks] for ids in found]
         return blocks * self.block_tokens
 
-    def keep(self, sequence: SequenceState) -> None:
-        if all(cache.shares_running for cache in self._caches):
-            self._record(sequence)
-
-    def _record(self, sequence: SequenceState) -> None:
-        """Keep the full blocks of what it has cached, as far as its prefix is known."""
-        if self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
-            for cache, held in zip(self._caches, sequence.blocks, strict=True):
-                cache.record(self._owner, keys, held)
-
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         held = len(sequence.blocks[0]) if sequence.blocks else 0
         needed = -(-tokens // self.block_tokens) - held
@@ -337,8 +327,9 @@ class NamedBlocks(EngineKV):
         return True
 
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
-        if sequence.blocks and computed:
-            self._record(sequence)
+        if sequence.blocks and computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
+            for cache, held in zip(self._caches, sequence.blocks, strict=True):
+                cache.record(self._owner, keys, held)
         for manager, held in zip(self._managers, sequence.blocks, strict=bool(sequence.blocks)):
             manager.free(self._owner, held)
         sequence.blocks = ()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fineserve_sim.cluster.sharing.memory import GpuMemory
 from fineserve_sim.policy.interfaces import takes_time
 from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
-from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 
 class FleetMemory:

@@ -17,7 +17,8 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
 from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
-from fineserve_sim.policy.interfaces import KVMemory, takes_time
+from fineserve_sim.policy.interfaces import KVManager, KVMemory, takes_time
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 
 class MemoryDomain:
@@ -79,8 +80,9 @@ class PrivateDomain(MemoryDomain):
 class SharedDomain(MemoryDomain):
     """A connected set of engines over shared memories."""
 
-    def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVMemory]) -> None:
+    def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVManager]) -> None:
         super().__init__(engines, memories)
+        self._managers = tuple(memories)
         self._spans = tuple(engines)
         self._kv = {engine.index: engine.kv for engine in engines}
         self._clocks = tuple(memory for memory in memories if takes_time(memory))
@@ -128,14 +130,14 @@ class SharedDomain(MemoryDomain):
 
     def _promises_fit(self) -> bool:
         demands = {engine.index: engine.promised_blocks for engine in self.engines}
-        for memory in self._memories:  # noqa: SIM110 - half the time of a generator
+        for memory in self._managers:  # noqa: SIM110 - half the time of a generator
             if not memory.fits(demands):
                 return False
         return True
 
 
 def domains_of(
-    engines: Sequence[SpanEngine], gpus_of: Sequence[tuple[int, ...]], memories: Mapping[int, KVMemory]
+    engines: Sequence[SpanEngine], gpus_of: Sequence[tuple[int, ...]], memories: Mapping[int, GpuMemory]
 ) -> list[MemoryDomain]:
     """Engines that share a memory, directly or through a TP group, form one domain; private pools keep them apart.
 
@@ -150,7 +152,8 @@ def domains_of(
             sharing[place] = own
     for members in connected(sharing):
         gpus = sorted({gpu for place in members for gpu in sharing[place]})
-        domains.append(SharedDomain([engines[place] for place in members], [memories[gpu] for gpu in gpus]))
+        managers = [memory for gpu in gpus if not isinstance(memory := memories[gpu], PrivatePools)]
+        domains.append(SharedDomain([engines[place] for place in members], managers))
     return domains
 
 

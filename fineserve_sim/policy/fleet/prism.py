@@ -22,9 +22,9 @@ class PrismResidency:
     """Idle eviction, activation on demand, and re-placement by KVPR.
 
     ``models`` by id, their ``weight_bytes`` being all that an engine takes beside KV. ``kvpr`` scores GPUs and decides on
-    moves. A model is idle after ``idle_s`` without requests; with ``evicts`` off nothing is ever evicted. Every
+    moves. A model is idle after ``idle_s`` without requests; with ``evict`` off nothing is ever evicted. Every
     ``replace_s`` seconds, and when a model is activated, models may move, each at most once in ``min_stay_s``; with
-    ``moves`` off none does. A GPU is under pressure below ``pressure_fraction`` of its KV memory free. Raises ValueError
+    ``move`` off none does. A GPU is under pressure below ``pressure_fraction`` of its KV memory free. Raises ValueError
     for times or fractions out of range.
 
     A look costs a step for each engine, a model that is activated one for each GPU, and a re-placement a run of KVPR for
@@ -37,8 +37,8 @@ class PrismResidency:
         gpus: Sequence[GpuSlot],
         kvpr: KvprPlacement,
         *,
-        evicts: bool = True,
-        moves: bool = True,
+        evict: bool = True,
+        move: bool = True,
         idle_s: float = 45.0,
         pressure_fraction: float = 0.1,
         replace_s: float = 10.0,
@@ -51,8 +51,8 @@ class PrismResidency:
         self._models = dict(models)
         self._gpus = {gpu.id: gpu for gpu in gpus}
         self._kvpr = kvpr
-        self._evicts = evicts
-        self._moves = moves
+        self._evicts = evict
+        self._moves = move
         self._idle_s = idle_s
         self._pressure_fraction = pressure_fraction
         self._replace_s = replace_s

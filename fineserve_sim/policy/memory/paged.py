@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from fineserve_sim.policy.interfaces import KVLedger
+from fineserve_sim.policy.interfaces import KVLedger, KVManager
 
 
 class BlockPool(Protocol):
@@ -156,23 +156,6 @@ class PrivatePools:
         """The pool of ``owner``, to take from and give back to; ValueError for an unknown owner."""
         return self._pools[owner]
 
-    def free_blocks(self, owner: int) -> int:
-        """How many blocks ``owner`` could get now."""
-        return self._pools[owner].free_blocks
-
-    def capacity_blocks(self, owner: int) -> int:
-        """Whole blocks in the owner's share; what the others hold does not matter."""
-        return self._pools[owner].capacity_blocks
-
-    def used_bytes(self, owner: int) -> int:
-        """Bytes of the blocks that ``owner`` holds."""
-        return self._pools[owner].used_bytes
-
-    def fits(self, demands: Mapping[int, int]) -> bool:
-        """Whether each owner's pool has the blocks asked of it; owners without a pool here are ignored."""
-        pools = self._pools
-        return all(owner not in pools or blocks <= pools[owner].free_blocks for owner, blocks in demands.items())
-
     def ledger(self) -> KVLedger:
         """Bytes of all shares. Nothing is stranded, for there are no slabs; a share's last part of a block is lost."""
         pools = self._pools.values()
@@ -190,3 +173,7 @@ class PrivatePools:
             assert 0 <= pool.free_blocks <= pool.capacity_blocks, f"owner {owner}: {pool.free_blocks} free blocks"
         total, *parts = self.ledger()
         assert sum(parts) == total, f"the ledger does not add up: {self.ledger()}"
+
+
+GpuMemory = KVManager | PrivatePools
+"""The KV memory of one GPU: blocks with names that engines share, or pools of their own."""

@@ -1,22 +1,28 @@
 """Prefix caching: blocks that several sequences of an engine share, and what finished ones leave for later.
 
-Every block has a reference count: one for each sequence that holds it, and one for the radix tree while a record of a finished
-sequence names it. A block at count zero is free. Only full blocks are shared: two sequences that both wrote into the rest of
-a partly filled one would spoil each other's tokens.
+Every block has a reference count: one for each sequence that holds it, and one more while it is recorded as the last of a
+prefix. A block at count zero is free. Only full blocks are shared: two sequences that both wrote into the rest of a partly
+filled one would spoil each other's tokens.
+
+A block's place in its sequence and its key say which prefix it ends, so records need no tree: a prefix is found block by
+block, up to the first that is not recorded. What was not used for longest goes first, and the end of a prefix before its
+beginning. Records that nobody holds wait for that in a heap, each with one entry. A use leaves the entry too old, which shows
+when it reaches the top, as it does that somebody holds the block again. So an eviction costs O(log records) a block, amortised
+over uses; all else costs a step a block, and O(log records) for one that nobody holds any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from fineserve_sim.policy.memory.radix import RadixTree
+from heapq import heappop, heappush, heapreplace
+from itertools import count
 
 
 def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
     """The keys of the full blocks among the first ``tokens`` tokens of a sequence.
 
     ``prefix_ids`` identify its prefixes, one id for each ``id_tokens`` tokens: equal ids mean equal tokens from the first one
-    up to there. A block's key is the first id that covers all of it, so that equal keys never lie.
+    up to there. A block's key is the first id that covers all of it, so that equal keys at one place never lie.
     """
     known = min(tokens, len(prefix_ids) * id_tokens)
     blocks = known // block_tokens
@@ -24,19 +30,26 @@ def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tok
 
 
 class SharedBlocks:
-    """Reference counts of one engine's blocks, and its radix tree of records.
+    """Reference counts of one engine's blocks, and its records of prefixes.
 
-    ``evictable`` counts the blocks that only the tree still holds.
+    ``evictable`` counts the blocks that are recorded, and held by no sequence.
     """
 
     def __init__(self) -> None:
         self._references: dict[int, int] = {}
-        self._recorded: set[int] = set()
-        self._tree: RadixTree[int, int] = RadixTree()
+        self._recorded: list[dict[int, int]] = []  # blocks by place in their sequence, then key
+        self._end_of: dict[int, tuple[int, int]] = {}  # by recorded block, its place and key
+        self._used: dict[int, int] = {}  # by recorded block, the tick of its last use
+        self._tick = 0
+        self._runs: list[
+            tuple[int, int, int, list[int]]
+        ] = []  # a heap: use and -place of the run's last block, turn, run
+        self._in_runs: set[int] = set()
+        self._turns = count()
         self.evictable = 0
 
     def __len__(self) -> int:
-        """Blocks that somebody holds, the tree included."""
+        """Blocks that somebody holds, records included."""
         return len(self._references)
 
     def references(self, block: int) -> int:
@@ -45,67 +58,101 @@ class SharedBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """New blocks, each held by one sequence."""
-        for block in blocks:
-            self._references[block] = 1
+        self._references.update(dict.fromkeys(blocks, 1))
 
     def drop(self, blocks: Sequence[int]) -> list[int]:
         """A sequence lets go of ``blocks``; returns those that nobody holds any more.
 
         Raises ValueError for a block that no sequence holds, or one named twice; then nothing is let go.
         """
+        references, end_of = self._references, self._end_of
         for block in blocks:
-            if self._references.get(block, 0) - (block in self._recorded) < 1:
+            if references.get(block, 0) - (block in end_of) < 1:
                 raise ValueError(f"block {block} is held by no sequence and cannot be freed")
         if len(set(blocks)) < len(blocks):
             raise ValueError("a block is named twice in one call")
-        return [block for block in blocks if self._release(block)]
+        free: list[int] = []
+        idle: list[int] = []
+        for block in blocks:
+            left = references[block] = references[block] - 1
+            if left == 0:
+                del references[block]
+                free.append(block)
+            elif left == 1 and block in end_of:
+                idle.append(block)
+        self.evictable += len(idle)
+        if run := [block for block in idle if block not in self._in_runs]:
+            self._in_runs.update(run)
+            heappush(self._runs, (*self._rank(run[-1]), next(self._turns), run))
+        return free
 
     def match(self, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix, now held by one sequence more. Nothing is copied or taken."""
-        blocks = self._tree.match(keys)
+        blocks, references = self._use(keys), self._references
         for block in blocks:
-            self.evictable -= self._references[block] == 1
-            self._references[block] += 1
+            self.evictable -= references[block] == 1
+            references[block] += 1
         return blocks
 
     def record(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
         """Keep the full blocks of a sequence, one a key, after it lets go of them. Where a prefix is recorded already, the
         recorded blocks stay and those of the sequence are not kept."""
-        shared = self._tree.insert(keys, blocks[: len(keys)])
-        for block in blocks[shared : len(keys)]:
-            self._recorded.add(block)
-            self._references[block] += 1
+        self._recorded += ({} for _ in range(len(keys) - len(self._recorded)))
+        for place in range(len(self._use(keys)), len(keys)):
+            block = self._recorded[place].setdefault(keys[place], blocks[place])
+            self._used[block] = self._tick
+            if block not in self._end_of:
+                self._end_of[block] = place, keys[place]
+                self._references[block] += 1
 
-    def evict(self, count: int) -> list[int]:
-        """Forget records, least recently used first, until ``count`` blocks are free; returns them, fewer if there are
-        none left that only the tree holds."""
-        gone = self._tree.evict(count, lambda block: self._references[block] == 1)
-        for block in gone:
-            self._recorded.discard(block)
-            del self._references[block]
+    def evict(self, number: int) -> list[int]:
+        """Forget records, least recently used first, until ``number`` blocks are free; returns them, fewer if there are
+        none left that nobody holds."""
+        gone: list[int] = []
+        while len(gone) < number and self._runs:
+            used, minus_place, turn, run = self._runs[0]
+            while run and len(gone) < number and self._references[run[-1]] == 1:
+                if self._rank(run[-1]) != (used, minus_place):
+                    break
+                gone.append(self._forget(run.pop()))
+                minus_place += 1
+            if run and self._references[run[-1]] > 1:
+                self._in_runs.remove(run.pop())  # until it is let go again
+            if run:
+                heapreplace(self._runs, (*self._rank(run[-1]), turn, run))
+            else:
+                heappop(self._runs)
         self.evictable -= len(gone)
         return gone
 
-    def _release(self, block: int) -> bool:
-        """One holder less; whether it was the last."""
-        left = self._references[block] - 1
-        if left == 0:
-            del self._references[block]
-            return True
-        self._references[block] = left
-        if left == 1 and block in self._recorded:
-            self.evictable += 1
-            self._tree.offer(block)
-        return False
+    def _use(self, keys: Sequence[int]) -> list[int]:
+        """The blocks of the longest recorded prefix, used now."""
+        blocks = []
+        for recorded, key in zip(self._recorded, keys, strict=False):
+            block = recorded.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        self._tick += 1
+        self._used.update(dict.fromkeys(blocks, self._tick))
+        return blocks
+
+    def _forget(self, block: int) -> int:
+        place, key = self._end_of.pop(block)
+        del self._recorded[place][key], self._used[block], self._references[block]
+        self._in_runs.remove(block)
+        return block
+
+    def _rank(self, block: int) -> tuple[int, int]:
+        """Records go by rising ones."""
+        return self._used[block], -self._end_of[block][0]
 
     def check(self) -> None:
-        """Raise AssertionError if counts and tree contradict each other."""
-        self._tree.check()
-        recorded = self._tree.values()
-        assert len(set(recorded)) == len(recorded) and set(recorded) == self._recorded, (
-            "a block is recorded twice, or lost"
-        )
+        """Raise AssertionError if counts and records contradict each other."""
+        ends = {block: (place, key) for place, here in enumerate(self._recorded) for key, block in here.items()}
+        assert ends == self._end_of and len(ends) == sum(map(len, self._recorded)), "a block is recorded twice, or lost"
+        assert ends.keys() == self._used.keys() <= self._references.keys(), "a recorded block is held by nobody"
         assert all(count > 0 for count in self._references.values()), "a free block is counted"
-        assert self._recorded <= self._references.keys(), "a recorded block is held by nobody"
-        alone = sum(self._references[block] == 1 for block in recorded)
-        assert self.evictable == alone, f"{alone} blocks are evictable, {self.evictable} are counted"
+        alone = {block for block in ends if self._references[block] == 1}
+        assert alone <= self._in_runs == {block for *_, run in self._runs for block in run}, "a lost record"
+        assert self.evictable == len(alone), f"{len(alone)} blocks are evictable, {self.evictable} are counted"

@@ -8,7 +8,7 @@ layer fill 2 MB.
 * *pSet*: the chunks that exist. Freed chunks stay in it, unmapped, for whoever allocates next (lazy deallocation); after
   ``trim_s`` without use they go back to the GPU [R: the paper's memory shrinks with its load, though its rule is to keep
   them until the end].
-* *rTree*: the radix tree of finished requests (prefix.py). A match copies page table entries and raises reference
+* *rTree*: the records of finished requests' prefixes (prefix.py). A match copies page table entries and raises reference
   counts; no chunk is taken, nothing is copied. Records are given up, least recently used first, when rows run out.
 
 Chunks are alike, so the pSet is a count with times; rows have identities, for they are shared. The virtual ranges (vSet)
@@ -89,8 +89,6 @@ class VTensorManager:
     Raises:
         ValueError: a negative limit, or an engine without tensors.
     """
-
-    shares_running = False  # PrefixRecord is for finished requests
 
     def __init__(
         self,

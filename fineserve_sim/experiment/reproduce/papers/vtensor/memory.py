@@ -19,8 +19,7 @@ from fineserve_sim.experiment.reproduce.judge import Evaluation, holds, numbers
 from fineserve_sim.experiment.reproduce.papers.vtensor.flexinfer_model import FlexInfer
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.interfaces import KVMemory
-from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.policy.memory.vtensor import CHUNK_BYTES, VTensorManager, tokens_per_chunk
 
 GB = 2**30
@@ -62,13 +61,13 @@ class Server:
         """What weights and the activations of a step of 2,048 tokens leave."""
         return GPU_BYTES - self.weight_bytes - activation_bytes(model(self.name), 1, 2048, 64)
 
-    def contiguous(self) -> PrivatePools:
+    def contiguous(self) -> PagedPool:
         """Native memory: one block of the maximum length a request."""
-        return PrivatePools({0: (self.max_tokens * self.token_bytes, self.kv_bytes)})
+        return PagedPool(self.max_tokens * self.token_bytes, self.kv_bytes)
 
-    def paged(self) -> PrivatePools:
+    def paged(self) -> PagedPool:
         """vLLM: all that is left, in blocks of 16 tokens."""
-        return PrivatePools({0: (PAGED_TOKENS * self.token_bytes, self.kv_bytes)})
+        return PagedPool(PAGED_TOKENS * self.token_bytes, self.kv_bytes)
 
     def vtensor(self) -> tuple[VTensorManager, FlexInfer]:
         manager = VTensorManager(self.kv_bytes, {0: self.tensors})
@@ -95,15 +94,11 @@ def request_tokens() -> int:
     return round(float((prompts + outputs).mean()))
 
 
-def _fits(manager: KVMemory, requests: int) -> bool:
-    return manager.free_blocks(0) >= requests
-
-
 @claim("VT-1-frag")
 def fragmentation() -> Evaluation:
     """Share of 80 GB that contiguous memory reserves at batch 32 and requests do not use."""
     pool = SEVEN_B.contiguous()
-    fits = _fits(pool, 32)
+    fits = pool.free_blocks >= 32
     reserved = 32 * SEVEN_B.max_tokens * SEVEN_B.token_bytes
     unused = reserved - 32 * request_tokens() * SEVEN_B.token_bytes
     return numbers(
@@ -126,9 +121,9 @@ def pool_share() -> Evaluation:
 def contiguous_out_of_memory() -> Evaluation:
     """The smallest batch of the sweep that contiguous memory cannot hold."""
     pool = SEVEN_B.contiguous()
-    first = next((batch for batch in BATCHES if not _fits(pool, batch)), 0)
+    first = next((batch for batch in BATCHES if pool.free_blocks < batch), 0)
     return numbers(
-        first, detail=f"{pool.capacity_blocks(0)} requests of {SEVEN_B.max_tokens} tokens fit beside the weights."
+        first, detail=f"{pool.capacity_blocks} requests of {SEVEN_B.max_tokens} tokens fit beside the weights."
     )
 
 
@@ -164,8 +159,8 @@ def paged_is_constant() -> Evaluation:
     paged, vtensor = [], []
     for batch in BATCHES:
         pool = SEVEN_B.paged()
-        assert pool.free_blocks(0) >= batch * request_tokens() // PAGED_TOKENS
-        paged.append(pool.ledger().total_bytes)
+        assert pool.free_blocks >= batch * request_tokens() // PAGED_TOKENS
+        paged.append(pool.share_bytes)
         vtensor.append(SEVEN_B.mapped_bytes(batch, request_tokens()))
     constant = len(set(paged)) == 1 and all(low < high for low, high in pairwise(vtensor))
     return holds(
