@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fineserve_sim.policy.interfaces import KVManager
-from fineserve_sim.policy.memory.slab import KVSlabManager, SlabPlan, plan_slabs
+from fineserve_sim.policy.memory.slab import KVSlabManager, SlabPlan, SlabState, plan_slabs
 
+FREE, PARTIAL, FULL, RESERVED = SlabState.FREE, SlabState.PARTIAL, SlabState.FULL, SlabState.RESERVED
 FP16_OWNER, FP8_OWNER = 1, 2
 
 
@@ -33,8 +34,7 @@ def test_figure_8() -> None:
     assert manager.locate(FP16_OWNER, 2) == (1, 0)
     assert manager.locate(FP8_OWNER, 3) == (0, 3)
     assert (manager.byte_offset(FP16_OWNER, 2), manager.byte_offset(FP8_OWNER, 3)) == (4, 3)
-    assert (manager.formatted_blocks(FP8_OWNER), manager.formatted_blocks(FP16_OWNER)) == ((4, 0), (2, 1))
-    assert manager.free_slabs == 2
+    assert manager.slab_table() == [(FULL, 1, 4), (PARTIAL, 2, 1), (FREE, None, 0), (FREE, None, 0)]
 
 
 def test_life_of_a_slab() -> None:
@@ -47,11 +47,11 @@ def test_life_of_a_slab() -> None:
     assert (manager.free_blocks(FP16_OWNER), manager.capacity_blocks(FP16_OWNER)) == (2, 3)
     second = take(manager, FP8_OWNER, 2)  # fills the PARTIAL slab first
     assert second == [3, 4]
-    assert (manager.formatted_blocks(FP8_OWNER), manager.free_slabs) == ((8, 3), 1)
+    assert manager.slab_table() == [(FULL, 1, 4), (PARTIAL, 1, 1), (FREE, None, 0)]
     manager.free(FP8_OWNER, first)
-    assert (manager.formatted_blocks(FP8_OWNER), manager.free_slabs) == ((8, 6), 1)
+    assert manager.slab_table() == [(PARTIAL, 1, 1), (PARTIAL, 1, 1), (FREE, None, 0)]
     manager.free(FP8_OWNER, second)
-    assert (manager.formatted_blocks(FP8_OWNER), manager.free_slabs) == ((0, 0), 3)
+    assert manager.slab_table() == [(FREE, None, 0)] * 3
     assert take(manager, FP16_OWNER, 3) == [0, 1, 2]
     assert manager.alloc(FP16_OWNER, 1) is None and manager.alloc(FP8_OWNER, 1) is None  # exhaustion
     assert manager.used_bytes(FP16_OWNER) == 12
@@ -122,6 +122,7 @@ def test_reserved_slabs_are_held_back() -> None:
     manager = KVSlabManager(20, {1: 1, 2: 2}, plan=SlabPlan(4, (1, 2)), reserved_slabs=2)
     assert manager.capacity_blocks(1) == 12
     assert take(manager, 1, 1) == [8] and take(manager, 2, 4) == [6, 7, 8, 9]  # id 0 is nobody's: the null block
+    assert manager.slab_table()[:3] == [(RESERVED, None, 0), (RESERVED, None, 0), (PARTIAL, 1, 1)]
     assert manager.ledger() == (20, 9, 3, 0, 8)
     manager.check()
 
@@ -185,7 +186,7 @@ def test_grid_loss_of_the_five_models_is_below_one_block_per_slab() -> None:
     """8B FP16 and FP8, 70B, Qwen3-32B and 8B QoQ in KiB: the cap leaves slabs of 20 MiB and QoQ off the LCM."""
     sizes = {0: 2048, 1: 1024, 2: 5120, 3: 4096, 4: 544}
     manager = KVSlabManager(40 * 2**20, sizes, plan=plan_slabs(sizes.values(), cap_bytes=64 * 1024))
-    slabs = manager.slab_count
+    slabs = len(manager.slab_table())
     assert slabs == 2048
     take(manager, 4, manager.capacity_blocks(4))
     lost = manager.ledger().lost_bytes
@@ -210,10 +211,10 @@ def test_grid_loss_of_the_five_models_is_below_one_block_per_slab() -> None:
 def test_bad_free_changes_nothing(ids: list[int], message: str) -> None:
     manager = KVSlabManager(80, {1: 1, 2: 8})
     take(manager, 1, 4)
-    before = manager.ledger(), [manager.formatted_blocks(owner) for owner in (1, 2)]
+    before = manager.ledger(), manager.slab_table()
     with pytest.raises(ValueError, match=message):
         manager.free(1, ids)
-    assert (manager.ledger(), [manager.formatted_blocks(owner) for owner in (1, 2)]) == before
+    assert (manager.ledger(), manager.slab_table()) == before
     manager.check()
 
 
@@ -380,7 +381,7 @@ class KVSlabManagerMachine(RuleBasedStateMachine):
             assert self.manager.used_bytes(owner) == len(self.held[owner]) * key
 
     @invariant()
-    def ledger_agrees(self) -> None:
+    def ledger_and_table_agree(self) -> None:
         naive, plan = self.naive, self.manager.plan
         stranded = dict.fromkeys(self.sizes.values(), 0)
         for slab, key in naive.key.items():
@@ -393,6 +394,8 @@ class KVSlabManagerMachine(RuleBasedStateMachine):
         assert ledger.lost_bytes == self.total - used - sum(stranded.values()) - free
         for owner, key in self.sizes.items():
             assert self.manager.formatted_blocks(owner)[1] * key == stranded[key]
+        table = [row for row in self.manager.slab_table() if row.state is not RESERVED]
+        assert [(row.key, row.used) for row in table] == [(k, len(naive.owner_of[s])) for s, k in naive.key.items()]
 
 
 TestKVSlabManagerMachine = KVSlabManagerMachine.TestCase

@@ -18,9 +18,19 @@ from heapq import heappop, heappush, heapreplace
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
-from fineserve_sim.policy.memory.slab_table import Holder, Holders, Pool, Slab, check_pool, check_slab, take_lowest
+from fineserve_sim.policy.memory.slab_table import (
+    Holder,
+    Holders,
+    Pool,
+    Slab,
+    SlabEntry,
+    SlabState,
+    check_pool,
+    check_slab,
+    take_lowest,
+)
 
-__all__ = ["KVSlabManager", "SlabPlan", "plan_slabs"]
+__all__ = ["KVSlabManager", "SlabEntry", "SlabPlan", "SlabState", "plan_slabs"]
 
 
 class KVSlabManager:
@@ -337,6 +347,17 @@ class KVSlabManager:
             free_bytes=self._free_slabs * slab_bytes,
             lost_bytes=self._total_bytes % slab_bytes + self._reserved * slab_bytes + remainders,
         )
+
+    def slab_table(self) -> list[SlabEntry]:
+        """One row per slab, by slab id."""
+        self._note_single_blocks()
+        untouched = [SlabEntry(SlabState.FREE, None, 0)] * (self.slab_count - len(self._slabs))
+        return [self._entry(slab) for slab in self._slabs] + untouched
+
+    def _entry(self, slab: Slab) -> SlabEntry:
+        if slab.pool is None:
+            return SlabEntry(SlabState.RESERVED if slab.id < self._reserved else SlabState.FREE, None, 0)
+        return SlabEntry(SlabState.PARTIAL if slab.free_bits else SlabState.FULL, slab.pool.block_bytes, slab.used)
 
     def locate(self, owner: int, block_id: int) -> tuple[int, int]:
         """(slab id, local block id) of a block in the view of ``owner``, whether held or not. Raises ValueError for an

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
 
 from fineserve_sim.policy.memory.geometry import SlabPlan
+
+
+class SlabState(Enum):
+    """State of a slab table entry; RESERVED slabs are held back from every owner."""
+
+    FREE = "free"
+    PARTIAL = "partial"
+    FULL = "full"
+    RESERVED = "reserved"
+
+
+class SlabEntry(NamedTuple):
+    """One row of the slab table: ``key`` is the block size in bytes, None while unformatted; ``used`` counts blocks."""
+
+    state: SlabState
+    key: int | None
+    used: int
 
 
 class Pool:
