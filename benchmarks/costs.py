@@ -178,7 +178,7 @@ def fleet(models: Sequence[ModelDemand], waiting: Sequence[str], slots: Sequence
 
 
 def evicting(leaves: int) -> Work:
-    """Blocks of a prefix tree with so many leaves, evicted one at a time while requests go on matching."""
+    """Blocks of so many recorded prefixes, evicted one at a time while requests go on matching."""
     rng = random.Random(leaves)
     blocks = SharedBlocks()
     keys = [(-1 - leaf % 20, *range(leaf * 4, leaf * 4 + 4)) for leaf in range(leaves)]
@@ -216,6 +216,6 @@ COSTS: list[Cost] = [
     Cost("KVPR, judged with the model", "a placement", 2.0, MODELS, placing(KvprPlacement("post"))),
     Cost("MuxServe", "a placement", 2.0, MODELS, placing(MuxServePlacement())),
     Cost("MuxServe, TP 1 to 8", "a placement", 2.0, (32, 64, 128), placing(MuxServePlacement(), (1, 1, 1, 1, 2, 4, 8))),
-    Cost("prefix tree by leaves", "a block", 50e-6, (1000, 2000, 4000, 8000), evicting),
+    Cost("recorded prefixes", "a block", 50e-6, (1000, 2000, 4000, 8000), evicting),
     Cost("drop plan by instances", "a plan", 0.05, (1250, 2500, 5000, 10_000), dropping),
 ]
