@@ -118,8 +118,8 @@ def _profile(shape: _Shape, prompt: int, output: int) -> tuple[OperatingPoint, .
 
 @lru_cache(maxsize=256)
 def _measured_mme(shape: _Shape, prompt: int, output: int) -> float | None:
-    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone. None when its
-    batch limit leaves no two pools to compare."""
+    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone. None when memory
+    does not limit it: its batch limit leaves no two pools to compare, or it computes too little a step to fill the larger."""
     gpu, settings = shape.gpu, shape.settings
     served = ServedModel("profiled", shape.model, shape.precision, shape.tp, 1.0, 1.0, prompt, output)
     largest = min(SWEEP_REQUESTS, settings.max_sequences)
@@ -129,7 +129,8 @@ def _measured_mme(shape: _Shape, prompt: int, output: int) -> float | None:
     block = geometry(served, settings)
     request_bytes = block.blocks_for_tokens(prompt + output) * block.block_bytes
     pools = [count * request_bytes for count in requests]
-    return mme_slope(pools, [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools])
+    resident_tokens = [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools]
+    return mme_slope(pools, resident_tokens) if resident_tokens[1] > resident_tokens[0] else None
 
 
 def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
