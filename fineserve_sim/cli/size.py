@@ -156,17 +156,20 @@ def size(
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
         if _file(source) is None:
-            if quick:
-                raise ValueError(
-                    "--quick: for an experiment file alone; of a trace, --requests takes the first so many"
-                )
-            shares_of(targets, tpot_slo, e2e_slo)  # a target of a trace has its limit
+            _check_trace(targets, limits, quick=quick)
         path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
         with executor_of(executor, jobs) as where:
             with progress_bar() as advance:
                 prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
                 found = list(size_all(prober, tried, axis, most_gpus=most, precision=precision))
             _report(found, axis, prober, folder, as_json)
+
+
+def _check_trace(targets: Sequence[str], limits: _Limits, *, quick: bool) -> None:
+    """Raises ValueError for what only an experiment file has, and for a target without its limit."""
+    if quick:
+        raise ValueError("--quick: for an experiment file alone; of a trace, --requests takes the first so many")
+    shares_of(targets, limits.tpot_slo_s, limits.e2e_slo_s)
 
 
 class _Limits(NamedTuple):

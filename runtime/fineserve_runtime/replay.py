@@ -114,9 +114,8 @@ class _Play:
         self._slo_s = {model.id: model.ttft_slo_s for model in scenario.models}
         requests = len(scenario.whole_trace.arrival_s)
         self._jobs: list[Job | None] = [None] * requests
-        lengths = (
-            scenario.whole_trace.prompt_tokens.tolist()
-        )  # drawn before the clock runs: it would delay what arrives
+        # Prompts are drawn before the clock runs: drawing would delay what arrives.
+        lengths = scenario.whole_trace.prompt_tokens.tolist()
         self._prompts = [tuple(random.Random(i).choices(_TOKENS, k=length)) for i, length in enumerate(lengths)]
         self._fate = np.zeros(requests, dtype=np.int8)
         self._finish_s = np.full(requests, np.nan)

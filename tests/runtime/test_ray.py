@@ -196,6 +196,11 @@ def test_engines_come_and_go_beside_those_that_serve(
         host.close()
 
 
+def lose_engine(host: EngineHost, heard: Heard) -> None:
+    host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
+    assert heard.died.wait(20)
+
+
 def test_an_engine_that_hangs_while_it_starts_is_dead_and_can_be_started_again(
     config: HostConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,8 +209,7 @@ def test_an_engine_that_hangs_while_it_starts_is_dead_and_can_be_started_again(
     host = start_host(replace(config, mode="processes"), heard, partial(LocalDevice, build=build_unless_hung))
     try:
         (tmp_path / "hang").touch()
-        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
-        assert heard.died.wait(20)
+        lose_engine(host, heard)
         with monkeypatch.context() as patch:
             patch.setattr("fineserve_runtime.engines.host.START_TIMEOUT_S", 0.5)
             with pytest.raises(RuntimeError, match="A was not ready after"):
@@ -224,8 +228,7 @@ def test_a_server_that_ends_does_not_wait_for_an_engine_that_starts(config: Host
     host = start_host(replace(config, mode="processes"), heard, partial(LocalDevice, build=build_unless_hung))
     try:
         (tmp_path / "hang").touch()
-        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
-        assert heard.died.wait(20)
+        lose_engine(host, heard)
         with ThreadPoolExecutor(1) as pool:
             restart = pool.submit(host.restart, 0)
             eventually(lambda: host.engines[0].alive)
@@ -243,8 +246,7 @@ def test_an_engine_whose_device_cannot_start_it_is_dead_and_can_be_started_later
     heard = Heard()
     host = start_host(replace(config, mode="processes"), heard, partial(FrailDevice, build=FakeCore))
     try:
-        host.engines[0].submit(Submission(0, (FATAL_TOKEN,), Sampling()))
-        assert heard.died.wait(20)
+        lose_engine(host, heard)
         (tmp_path / "fail").touch()
         with pytest.raises(RuntimeError, match="no room for a process"):
             host.restart(0)

@@ -30,7 +30,6 @@ SHARED_SPAN = 32
 computed anew. Twice as long for each span that goes undisturbed, up to ``LONGEST_SHARED_SPAN``, whose times are kept."""
 LONGEST_SHARED_SPAN = 256
 
-
 Growth = tuple[float, int, Collection[SequenceState]]
 """At this time, sequences of the engine with this id take a block each."""
 

@@ -41,9 +41,8 @@ class SharedBlocks:
         self._end_of: dict[int, tuple[int, int]] = {}  # by recorded block, its place and key
         self._used: dict[int, int] = {}  # by recorded block, the tick of its last use
         self._tick = 0
-        self._runs: list[
-            tuple[int, int, int, list[int]]
-        ] = []  # a heap: use and -place of the run's last block, turn, run
+        # A heap: use and -place of the run's last block, turn, run.
+        self._runs: list[tuple[int, int, int, list[int]]] = []
         self._in_runs: set[int] = set()
         self._turns = count()
         self.evictable = 0

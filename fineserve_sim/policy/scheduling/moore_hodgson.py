@@ -134,9 +134,8 @@ class MooreHodgson:
         self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
         self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
         self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
-        self._last_starts: list[
-            tuple[float, _Job]
-        ] = []  # heap: when each of the queue, and some that left it, must start
+        # A heap: when each of the queue, and some that left it, must start.
+        self._last_starts: list[tuple[float, _Job]] = []
         self._jobs: dict[int, _Job] = {}  # of the queue
         self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
         self._refused: dict[int, Request] = {}  # prompts that never fit, until the next call says so
