@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
 import tracemalloc
 from collections.abc import Callable
@@ -126,12 +127,25 @@ def test_an_error_far_down_names_its_place_in_the_file(kind: str, wrong: str, bl
         assert texts[0].partition(", row")[2] == texts[1].partition(", row")[2]
 
 
-def test_a_longer_file_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def json_line(number: int) -> str:
+    """With a quote in its text, in the first line alone: no cell that goes over lines."""
+    note = '5" pipe' if not number else ""
+    ids = list(range(-(-(number % 900 + 1) // 512)))
+    told = {"timestamp": number, "input_length": number % 900 + 1, "output_length": 1, "hash_ids": ids, "note": note}
+    return json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("head", "row"), [(CSV, lambda n: f"{n / 7},{n + 1},{2 * n + 1}"), ("", json_line)], ids=["csv", "json lines"]
+)
+def test_a_longer_file_takes_no_more_memory(
+    head: str, row: Callable[[int], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 14)
     peaks = []
     for rows in (3_000, 12_000):
-        path = tmp_path / f"{rows}.csv"
-        path.write_text(csv_text(CSV, lambda n: f"{n / 7},{n + 1},{2 * n + 1}", rows))
+        path = tmp_path / f"{rows}.dat"
+        path.write_text(csv_text(head, row, rows))
         found = open_trace(path)
         tracemalloc.start()
         assert sum(map(len, found.chunks())) == rows

@@ -46,16 +46,16 @@ def read_text(path: Path) -> bytes:
     return data
 
 
-def read_blocks(path: Path, size: int) -> Iterator[bytes]:
-    """The text of a file in blocks of whole lines, of about so many bytes each; a quoted cell may go over lines. Errors as
-    `read_text`, those of a block when it comes."""
+def read_blocks(path: Path, size: int, *, cells: bool) -> Iterator[bytes]:
+    """The text of a file in blocks of whole lines, of about so many bytes each. Of ``cells``, as CSV has them, a quoted one may
+    go over lines. Errors as `read_text`, those of a block when it comes."""
     lines, rest, found = 0, b"", False
     with _readable(path), _opened(path) as file:
         while data := file.read(size):
             rest = rest + data if lines or rest else _text(data, path)
             cut = rest.rfind(b"\n") + 1
             block = rest[:cut]
-            if not block or block.count(b'"') % 2:
+            if not block or (cells and block.count(b'"') % 2):
                 continue
             rest = rest[cut:]
             _check_utf8(block, path, lines)

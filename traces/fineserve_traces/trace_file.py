@@ -59,7 +59,7 @@ def open_trace(path: str | Path, format: str | None = None, *, model: str = "def
     """Read a trace file through, without keeping its rows; arguments and errors as those of a strict `read_trace`."""
     path = Path(path)
     if format is None:
-        format = detect_format(_start(read_blocks(path, BLOCK_BYTES)), path)
+        format = detect_format(_start(read_blocks(path, BLOCK_BYTES, cells=False)), path)
     if format not in READERS:
         raise TraceError(f"{path}: unknown format {format!r}; known are {', '.join(READERS)}")
     found, names, dropped = _Found(), dict[str, None](), 0
@@ -120,7 +120,7 @@ def _parts(path: Path, format: str) -> Iterator[Rows]:
     if format in _DOCUMENTS:
         yield read(read_text(path), path)
         return
-    blocks = read_blocks(path, BLOCK_BYTES)
+    blocks = read_blocks(path, BLOCK_BYTES, cells=format in _HEADED)
     block = _start(blocks)
     rows = read(block, path)
     rows.check_order(where)
@@ -132,9 +132,8 @@ def _parts(path: Path, format: str) -> Iterator[Rows]:
         block = next_block
         with _further_down(seen - 1, lines - ahead.count(b"\n")):
             rows = read(ahead + block, path)
-            rows = rows.after(
-                last_s + (float(rows.arrival_s[0]) - first_s)
-            )  # where a row is earlier than the first of all
+            # A reader may count from the earliest row: one before the first of all shifts the times of this part.
+            rows = rows.after(last_s + (float(rows.arrival_s[0]) - first_s))
             rows.check_order(where)
         last_s, seen = float(rows.arrival_s[-1]), seen + len(rows.arrival_s) - 1
         yield rows.but_first()
