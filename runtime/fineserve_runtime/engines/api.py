@@ -270,7 +270,8 @@ class EngineHandle(Protocol):
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no request is left; False when time ran out. Do not call it from a listener."""
+        """Wait until no request is left and the listener has heard all; False when time ran out. Do not call it from a
+        listener."""
         ...
 
     def sleep(self) -> float:

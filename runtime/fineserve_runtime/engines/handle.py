@@ -8,7 +8,7 @@ import time
 from concurrent.futures import Future
 from typing import Literal
 
-from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, Submission
+from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, StepReport, Submission
 from fineserve_runtime.engines.device import Device, EngineFacts
 from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Remove, Reply, Stepped, Submit
 from fineserve_sim.policy.interfaces import EngineState
@@ -123,7 +123,12 @@ class Handle:
             self._base = message.report.state
             for number in [number for number in self._pending if number <= message.seen]:
                 del self._pending[number]
-            finished = {chunk.request_id for chunk in message.report.chunks if chunk.finish_reason}
+
+    def on_told(self, report: StepReport) -> None:
+        """The listener has heard of this step. What ended in it is left until then: who drains waits for all that is said,
+        and where the listener fails, those requests are lost like the others."""
+        with self._changed:
+            finished = {chunk.request_id for chunk in report.chunks if chunk.finish_reason}
             if finished:
                 self._unfinished -= finished
                 self._changed.notify_all()

@@ -171,9 +171,11 @@ class Host:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Stepped):
-            self._handles[message.report.engine].on_heard()
-            self._handles[message.report.engine].on_stepped(message)
+            handle = self._handles[message.report.engine]
+            handle.on_heard()
+            handle.on_stepped(message)
             self._listener.on_step(message.report)
+            handle.on_told(message.report)
         elif isinstance(message, Ready):
             self._handles[message.engine].on_ready(message.state)
         elif isinstance(message, Beat):
