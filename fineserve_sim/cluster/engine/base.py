@@ -183,7 +183,7 @@ class Engine(ABC):
     @property
     def running(self) -> int:
         """Sequences with a slot: decoding, in prefill, swapped, or waiting for their KV."""
-        inside = sum(lane.size for lane in self.lanes) + sum(len(queue.prefilling) for queue in self.queues)
+        inside = sum([lane.size for lane in self.lanes]) + sum([len(queue.prefilling) for queue in self.queues])
         return inside + len(self.stalled) + (self.relief.held if self.relief else 0)
 
     @property
