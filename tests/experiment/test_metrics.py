@@ -190,7 +190,9 @@ def test_a_share_without_a_miss_is_as_certain_as_its_requests_are_many() -> None
 def test_a_share_of_bursts_is_as_uncertain_as_its_batches() -> None:
     """Half of the batches late as a whole: the batches' interval, by Student's t over 20 of them, is the wider one."""
     burst = np.repeat([True, False], 1000)
-    assert of_share([Hits.among(burst)]).half_width == pytest.approx(2.093024 * np.std([0.0, 1.0] * 10, ddof=1) / 20**0.5)
+    assert of_share([Hits.among(burst)]).half_width == pytest.approx(
+        2.093024 * np.std([0.0, 1.0] * 10, ddof=1) / 20**0.5
+    )
 
 
 @pytest.mark.parametrize(("share", "requests"), [(0.99, 40), (0.99, 400), (0.999, 400), (0.95, 100)])
