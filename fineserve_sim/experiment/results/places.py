@@ -21,15 +21,18 @@ from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.experiment.file.degrees import AUTO, least_degree
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.systems.spec import DedicatedPlacementSpec, SystemSpec
 
 _GIB = 2**30
 
 
 class Places:
-    """One placement of one setup, as a run's stored JSON has it: ``instances`` with model, replica and GPUs, ``unplaced``."""
+    """One placement of one setup, as a run's stored JSON has it: ``instances`` with model, replica and GPUs, ``unplaced``.
+    ``system``: whose it is, where that matters."""
 
-    def __init__(self, setup: Setup, placement: Mapping[str, Any]) -> None:
+    def __init__(self, setup: Setup, placement: Mapping[str, Any], system: SystemSpec | None = None) -> None:
         self._setup = setup
+        self._apart = system if system is not None and isinstance(system.placement, DedicatedPlacementSpec) else None
         self._placement = placement
         self.served = {
             model.id: ServedModel(
@@ -106,6 +109,9 @@ class Places:
 
     def _why(self, model: str) -> str:
         need, gpus = self.fixed_bytes(model), len(self.usable_bytes)
+        if self._apart is not None and (own := sum(served.tp for served in self.served.values())) > gpus:
+            count = len(self.served)
+            return f"{self._apart.title} shares no GPU: the {count} models need {own} of their own, there are {gpus}"
         everything = sum(self.fixed_bytes(name) * served.tp for name, served in self.served.items())
         if everything > sum(self.usable_bytes):
             return (
