@@ -184,6 +184,30 @@ def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path
     assert entry["why"] == "Dedicated shares no GPU: the 3 models need 3 of their own, there are 2"
 
 
+PIPELINES = """\
+fineserve: 1
+title: Pipelines of two stages, and copies
+cluster: {gpu: h100-sxm, count: 4, gpus_per_node: 1}
+models:
+  - {id: A, model: qwen2.5-14b, precision: fp16, rate_per_s: 2}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 64}, requests: 40}
+slo: {ttft_s: 2.0}
+systems: [vllm-dp, vllm-pp]
+seeds: 1
+"""
+
+
+def test_a_stage_of_a_pipeline_holds_its_layers_alone(tmp_path: Path) -> None:
+    """Half of the weights on each GPU of a pair; the other half is KV memory, and what is left of it is no more."""
+    (tmp_path / "pairs.yaml").write_text(PIPELINES, encoding="utf-8")
+    run_experiment(tmp_path / "pairs.yaml", tmp_path / "out", jobs=1)
+    copies, pairs = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    for copy, stage in zip(copies["gpus"], pairs["gpus"], strict=True):
+        assert stage["weights_bytes"] == pytest.approx(copy["weights_bytes"] / 2, rel=0.01)
+        assert stage["weights_bytes"] + stage["kv_bytes"] == pytest.approx(copy["weights_bytes"] + copy["kv_bytes"])
+        assert stage["kv_least_bytes"] <= stage["kv_left_bytes"] <= stage["kv_bytes"] * 1.01
+
+
 SLICES = """\
 fineserve: 1
 title: Two models on two slices of a GPU
