@@ -132,7 +132,7 @@ def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any], unplaced: Seque
     half_width = metrics["ttft_attainment"]["half_width"]
     if half_width is None:
         yield "attainment without interval: too few requests"
-    elif half_width > ENOUGH_PRECISION:
+    elif round(half_width, 3) > ENOUGH_PRECISION:
         yield f"attainment half-width {100 * half_width:.1f} points > {100 * ENOUGH_PRECISION:.0f}"
     for fate in ("rejected", "unfinished"):
         count = sum(run.counts[fate] for run in runs)
