@@ -183,6 +183,7 @@ def test_a_share_without_a_miss_is_as_certain_as_its_requests_are_many() -> None
         for share, hit in ((1, np.ones(requests, dtype=np.bool_)), (0, np.zeros(requests, dtype=np.bool_))):
             found = of_share([Hits.among(hit[: requests // 2]), Hits.among(hit[requests // 2 :])])
             assert found.mean == share and 3 / (requests + 4) < found.half_width < 4 / requests
+    assert of_share([Hits.among(np.array([True, True, False, True]))]) == (0.75, 0.75)  # of four batches: 0.8
     assert math.isnan(of_share([Hits.among(np.ones(1, dtype=np.bool_))]).half_width)
     assert math.isnan(of_share([Hits.among(np.empty(0, dtype=np.bool_))]).mean)
 

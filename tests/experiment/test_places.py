@@ -181,6 +181,7 @@ def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path
     _, cell = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
     (entry,) = cell["unplaced"]
     assert entry["model"] == "small"
+    assert {"what": "placement", "misses": cell["misses"]["unplaced"]}.items() <= cell["binds"][-1].items()
     assert entry["why"] == "Dedicated shares no GPU: the 3 models need 3 of their own, there are 2"
 
 

@@ -9,7 +9,8 @@ Two estimators, one for each kind of number:
   the batches of all seeds, Student's t over them. Batches longer than the memory of the queue are nearly independent,
   and 20 a run keep them as long as possible. Where batches do not differ, since nearly all requests met their limit, that
   interval is nothing wide, which n requests cannot show: without a miss the share of misses may still be 3 / n. So it is
-  at least as wide as Wilson's for n independent requests (Wilson, JASA 22, 1927), told from its farther end.
+  at least as wide as Wilson's for n independent requests (Wilson, JASA 22, 1927), told from its farther end, and no wider
+  than shares can be.
 
 **Comparisons are of pairs** where both sides remember as many observations: runs of one seed serve the same requests
 whatever the system (common random numbers; Law, ch. 11), so that what a hard seed does to one system it does to the other
@@ -82,7 +83,7 @@ def of_share(runs: Sequence[Batched]) -> Sample:
     means = np.concatenate([run.met / run.of for run in runs])
     share = sum(int(run.met.sum()) for run in runs) / total
     half_width = max(_half_width(means), _wilson(share, total))  # NaN first: of one request there is none
-    return Sample.of(share, half_width, means.tolist())
+    return Sample.of(share, min(half_width, max(share, 1 - share)), means.tolist())
 
 
 def _wilson(share: float, requests: int) -> float:
