@@ -209,7 +209,7 @@ def worst_models(cell: Cell, most: int = 2) -> list[str]:
     shares = {name: model["within"] / model["requests"] for name, model in cell["models"].items() if model["requests"]}
     own = cell["metrics"]["slo_attainment"]["mean"] or 0.0
     low = sorted((name for name in shares if shares[name] < own), key=lambda name: shares[name])
-    return [f"{name} {100 * shares[name]:.0f} %" for name in low[:most]]
+    return [f"{name} {min(100 * shares[name], 99.9):.{1 if shares[name] > 0.99 else 0}f} %" for name in low[:most]]
 
 
 def _binding(cell: Cell) -> Iterator[str]:

@@ -179,9 +179,7 @@ class Prober:
                 metric: one.half_width if math.isfinite(one.half_width) else None for metric, one in found.items()
             },
             usd_per_hour=None if usd is None else usd * setup.bought,
-            usd_per_mtoken=usd * hours * setup.bought / len(setup.gpus)
-            if usd is not None and math.isfinite(hours)
-            else None,
+            usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
         )
