@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.experiment import ConfigError
+from fineserve_sim.experiment.results.hits import Hits
+from fineserve_sim.experiment.results.metrics import Measures
 from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, cheapest, goal, size
 from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
-from fineserve_sim.experiment.sizing.probe import Prober, _sure
+from fineserve_sim.experiment.sizing.probe import Prober, _sure, _sure_of
 from fineserve_sim.experiment.sizing.report import reasons
 from fineserve_sim.experiment.sizing.search import least_gpus
 from fineserve_sim.experiment.sizing.variants import size_all, variants
@@ -70,10 +73,30 @@ def test_what_never_turns() -> None:
 
 @given(st.lists(st.booleans(), min_size=12, max_size=12), st.sampled_from([0.5, 0.75, 0.9, 1.0]))
 def test_an_early_answer_is_the_late_one(hits: list[bool], share: float) -> None:
-    truth = sum(hits) >= share * len(hits)
+    truth = sum(hits) / len(hits) >= share
     answers = [_sure(sum(hits[:count]), count, len(hits), share) for count in range(len(hits) + 1)]
     assert answers[-1] is truth
     assert all(answer in (None, truth) for answer in answers)
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_a_share_that_is_met_exactly_holds(percent: int) -> None:
+    assert _sure(percent, 100, 100, float(f"0.{percent:02}") if percent < 100 else 1.0) is True
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=4), st.sampled_from([0.5, 0.9]))
+def test_seeds_of_unlike_length_count_by_their_requests(runs: list[list[bool]], share: float) -> None:
+    """Phases and arrivals of many models have as many requests as the seed has it."""
+    measured = [run_of(hits) for hits in runs]
+    every = [hit for hits in runs for hit in hits]
+    truth = sum(every) / len(every) >= share
+    for count in range(1, len(runs) + 1):
+        sure = _sure_of(measured[:count], len(runs), Goal("slo_attainment", share), alike=False)
+        assert sure is (truth if count == len(runs) else None)
+
+
+def run_of(hits: list[bool]) -> Measures:
+    return Measures({"arrived": len(hits)}, {"slo_attainment": {"": Hits.among(np.array(hits))}}, {})
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:2", "ttft:0", "itl:0.9", "ttft:x", "ttft:nan"])
@@ -112,6 +135,14 @@ def test_gpus_that_do_not_hold_the_models_do_not_hold(file: Path, tmp_path: Path
     prober = Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1)
     (answer,) = size(prober, axis_of("gpus"), most_gpus=2)
     assert answer.best is not None and answer.best.value == 2
+
+
+def test_what_the_machine_cannot_do_is_no_answer(file: Path, tmp_path: Path) -> None:
+    """Workers that die for want of memory, or a disk that refuses, say nothing of how many GPUs it takes."""
+    (tmp_path / "out").write_text("a file in the way", encoding="utf-8")
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1)
+    with pytest.raises(ConfigError, match="results cannot be written"):
+        next(size(prober, axis_of("gpus"), most_gpus=2))
 
 
 def test_a_tpot_target_needs_a_limit(file: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.errors import MachineError
 
 _STALE_S = 86_400.0
 
@@ -63,7 +63,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def prepare(out: Path) -> None:
-    """Make the output folder and prove that files can be written in it. Raises ConfigError when they cannot."""
+    """Make the output folder and prove that files can be written in it. Raises MachineError when they cannot."""
     try:
         (out / "cells").mkdir(parents=True, exist_ok=True)
         with atomic(out / "cells" / "probe") as temporary:
@@ -83,7 +83,7 @@ def _sweep(out: Path) -> None:
                     left.unlink()
 
 
-def unwritable(out: Path, problem: OSError) -> ConfigError:
+def unwritable(out: Path, problem: OSError) -> MachineError:
     """A disk error as one line: full, read-only, a file in the way."""
     at = f" ({problem.filename})" if problem.filename else ""
-    return ConfigError(str(out), "", f"results cannot be written: {problem.strerror or problem}{at}")
+    return MachineError(str(out), "", f"results cannot be written: {problem.strerror or problem}{at}")
