@@ -232,6 +232,8 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     if chosen is not None and chosen.best is not None:
         own = next(each for answer, each in found if answer is chosen)
         summary = _chosen_results(own, chosen, axis.key, folder)
+    else:
+        (folder / "summary.json").unlink(missing_ok=True)  # the answer of another search
     title = prober.file().file.title
     data = data_of(answers, axis, prober.goals, title)
     prepare(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,21 @@ def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     data = json.loads(capsys.readouterr().out)
     assert data["systems"][0]["answer"]["value"] in (1, 2)
     assert (tmp_path / "out" / "figures" / "size.svg").exists() and (tmp_path / "out" / "size.json").exists()
+
+
+def test_a_folder_tells_of_what_ran_last(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fineserve_sim.cli.app import app
+
+    def sections(*arguments: str) -> list[str]:
+        app([*arguments, "--jobs", "1", "--out", str(tmp_path / "out")], standalone_mode=False)
+        return re.findall("<h2>([^<]*)", (tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+
+    search = ["size", str(file), "--most-gpus", "2", "--target"]
+    assert {"Search", "Answer"} <= {*sections(*search, "ttft:0.5")}
+    assert sections(*search, "ttft:0.99", "--ttft-slo", "0.0001") == ["Search"]
+    assert not (tmp_path / "out" / "summary.json").exists()
+    assert "Search" not in sections("run", str(file))
+    assert "Answer" in sections("run", str(file))
 
 
 def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path) -> None:
