@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fineserve_sim.experiment import ConfigError
 from fineserve_sim.experiment.results.hits import Hits
 from fineserve_sim.experiment.results.metrics import Measures
-from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, cheapest, goal, size
+from fineserve_sim.experiment.sizing import Answer, Attained, Goal, SizingError, axis_of, cheapest, goal, size, to_take
 from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Prober, _sure, _sure_of
-from fineserve_sim.experiment.sizing.report import reasons
+from fineserve_sim.experiment.sizing.report import headline, reasons
 from fineserve_sim.experiment.sizing.search import least_gpus
 from fineserve_sim.experiment.sizing.variants import size_all, variants
 
@@ -213,6 +213,25 @@ def test_every_gpu_type_and_degree_is_tried_and_the_cheapest_is_told(file: Path,
     assert found[0].best is not None and found[0].best.usd_per_hour == 100.0 * found[0].best.value
     with pytest.raises(SizingError, match="no --gpu l40s is searched"):
         variants(["h100-sxm"], [], {"l40s": 1.0})
+
+
+def answered(system: str, value: float, usd: float | None, gpu: str = "h100-sxm") -> Answer:
+    return Answer(system, system, Attained(value, True, {}, None, 1, False, usd_per_hour=usd), (), gpu)
+
+
+def test_the_one_to_take_is_the_best_along_the_axis() -> None:
+    """Of rates the highest, not the first of equally dear clusters."""
+    found = [answered("a", 1.0, 7.0), answered("b", 4.0, 7.0), answered("c", 4.0, 3.5), answered("d", 0.5, None)]
+    taken = {name: to_take(found, axis_of(name)) for name in ("rate", "slo_scale")}
+    assert [answer and answer.system for answer in taken.values()] == ["c", "d"]
+    assert to_take([], axis_of("rate")) is None
+
+
+def test_without_all_prices_the_fewest_gpus_are_told_as_such() -> None:
+    found = [answered("a", 3, 4.77, "a100-80gb"), answered("a", 2, None, "h800")]
+    assert headline(found, axis_of("gpus"), [goal("ttft:0.9")]) == (
+        "The fewest GPUs (no price is known for h800) that keep 90 % within the limit of TTFT: a on 2 h800."
+    )
 
 
 def test_a_gpu_that_cannot_be_is_an_answer_of_none_among_others(file: Path, tmp_path: Path) -> None:
