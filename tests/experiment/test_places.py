@@ -122,6 +122,12 @@ def test_means_over_seeds_keep_what_is_no_number() -> None:
     assert merged == one | {"kv_left_bytes": 15, "busy": 0.75}
 
 
+@pytest.mark.parametrize("left", [(None, 4, 8), (4, None, 8)])
+def test_means_are_over_the_seeds_that_were_long_enough_for_a_sample(left: tuple[int | None, ...]) -> None:
+    runs = [[{"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": each, "busy": 0.5}] for each in left]
+    assert mean_over_seeds(runs) == [{"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": 6, "busy": 0.5}]
+
+
 SPLIT = """\
 fineserve: 1
 title: A model over two GPUs beside one on each

@@ -176,14 +176,16 @@ def kv_left(run: RunData) -> list[tuple[int, int]]:
 
 
 def mean_over_seeds(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of the GPUs of several runs as one: the models of the first, means of all measured numbers."""
+    """The entries of the GPUs of several runs as one: the models of the first, means of all measured numbers over the runs that
+    have them; a run too short for a sample has none."""
     merged = []
     for entries in zip(*runs, strict=True):
         first = dict(entries[0])
-        for name, value in first.items():
-            if name in ("gpu", "node", "models") or value is None:
+        for name in first:
+            known = [entry[name] for entry in entries if entry[name] is not None]
+            if name in ("gpu", "node", "models") or not known:
                 continue
-            mean = sum(entry[name] for entry in entries) / len(entries)
+            mean = sum(known) / len(known)
             first[name] = int(mean) if name.endswith("_bytes") else mean
         merged.append(first)
     return merged
