@@ -48,13 +48,21 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of the cluster: its place in a node matters for TP groups. ``network_bytes_per_s``: its link to other
-    nodes, in one direction (200 Gbit/s unless said otherwise). ``sharing``: of its SMs; by default as the system has it."""
+    nodes, in one direction (200 Gbit/s unless said otherwise). ``sharing``: of its SMs; by default as the system has it.
+    ``board``: which GPU it is a slice of by MIG, or None where it is whole."""
 
     id: int
     node: int
     spec: GpuSpec
     network_bytes_per_s: float = 25e9
     sharing: Sharing | None = None
+    board: int | None = None
+
+
+def boards(gpus: Sequence[Gpu]) -> int:
+    """How many GPUs these are, the slices of one counted once."""
+    slices = [gpu.board for gpu in gpus if gpu.board is not None]
+    return len(gpus) - len(slices) + len(set(slices))
 
 
 @dataclass(frozen=True, slots=True)

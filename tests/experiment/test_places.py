@@ -158,6 +158,65 @@ def test_a_model_whose_degree_the_placement_chose_takes_its_part_of_each_gpu(tmp
     assert [row["weights_bytes"] for row in places.rows()][:2] == [places.weight_bytes("big", 2)] * 2
 
 
+APART = """\
+fineserve: 1
+title: Three models whose TP degree is open
+cluster: {gpu: h100-sxm, count: 4}
+models:
+  - {id: busy, model: llama-3.1-70b, precision: fp8, tp: auto, rate_per_s: 2}
+  - {id: calm, model: llama-3.1-70b, precision: fp8, tp: auto, rate_per_s: 1}
+  - {id: small, model: llama-3.2-1b, precision: fp8, tp: auto, rate_per_s: 1}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 8}, requests: 30}
+slo: {ttft_s: 0.04}
+systems: [fineserve, dedicated]
+seeds: 1
+"""
+
+
+def test_models_with_gpus_of_their_own_take_open_degrees_at_which_all_have_some(tmp_path: Path) -> None:
+    """Within 40 ms of a first token both large models want all four GPUs; where none is shared, others would have none."""
+    (tmp_path / "apart.yaml").write_text(APART, encoding="utf-8")
+    run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1)
+    cells = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    for cell, degrees in zip(cells, ([4, 4, 1], [2, 1, 1]), strict=True):
+        assert cell["unplaced"] == []
+        assert [len(model["instances"][0]) for model in cell["models"].values()] == degrees
+
+
+def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path: Path) -> None:
+    (tmp_path / "apart.yaml").write_text(APART.replace("count: 4", "count: 2"), encoding="utf-8")
+    run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1)
+    _, cell = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    (entry,) = cell["unplaced"]
+    assert entry["model"] == "small"
+    assert {"what": "placement", "misses": cell["misses"]["unplaced"]}.items() <= cell["binds"][-1].items()
+    assert entry["why"] == "Dedicated shares no GPU: the 3 models need 3 of their own, there are 2"
+
+
+PIPELINES = """\
+fineserve: 1
+title: Pipelines of two stages, and copies
+cluster: {gpu: h100-sxm, count: 4, gpus_per_node: 1}
+models:
+  - {id: A, model: qwen2.5-14b, precision: fp16, rate_per_s: 2}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 64}, requests: 40}
+slo: {ttft_s: 2.0}
+systems: [vllm-dp, vllm-pp]
+seeds: 1
+"""
+
+
+def test_a_stage_of_a_pipeline_holds_its_layers_alone(tmp_path: Path) -> None:
+    """Half of the weights on each GPU of a pair; the other half is KV memory, and what is left of it is no more."""
+    (tmp_path / "pairs.yaml").write_text(PIPELINES, encoding="utf-8")
+    run_experiment(tmp_path / "pairs.yaml", tmp_path / "out", jobs=1)
+    copies, pairs = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    for copy, stage in zip(copies["gpus"], pairs["gpus"], strict=True):
+        assert stage["weights_bytes"] == pytest.approx(copy["weights_bytes"] / 2, rel=0.01)
+        assert stage["weights_bytes"] + stage["kv_bytes"] == pytest.approx(copy["weights_bytes"] + copy["kv_bytes"])
+        assert stage["kv_least_bytes"] <= stage["kv_left_bytes"] <= stage["kv_bytes"] * 1.01
+
+
 SLICES = """\
 fineserve: 1
 title: Two models on two slices of a GPU

@@ -16,10 +16,15 @@ DEGREES = (1, 2, 4, 8)
 """Those that FineServe's own implementation tries."""
 
 
+def slots_of(setup: Setup) -> list[GpuSlot]:
+    """The GPUs as placements see them."""
+    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, setup.engine)) for gpu in setup.gpus]
+
+
 def groups_by_degree(setup: Setup, model: ResolvedModel) -> dict[int, int]:
     """How many groups of GPUs there are of each degree, rising, over which the model splits and on whose GPUs an engine of it
     has memory for KV left. Slices by MIG form no groups."""
-    slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, setup.engine)) for gpu in setup.gpus]
+    slots = slots_of(setup)
     most = 1 if any(gpu.spec.whole for gpu in setup.gpus) else max(DEGREES)
     largest_bytes = max(slot.memory_bytes for slot in slots)
     splitting = [tp for tp in DEGREES if tp <= most and _splits(model, tp)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
@@ -109,6 +109,14 @@ def dollars(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 else number(float(f"{value:.2g}"))
 
 
+def cheapest_text(prices: Iterable[tuple[str, float | None]]) -> str:
+    """What the first of several answers is, whose GPU and dollars an hour are given: ``The cheapest that keeps``, where all are known."""
+    unknown = dict.fromkeys(gpu for gpu, usd in prices if usd is None)
+    if not unknown:
+        return "The cheapest that keeps"
+    return f"The fewest GPUs (no price is known for {', '.join(unknown)}) that keep"
+
+
 def targets_text(targets: Mapping[str, float]) -> str:
     """``95 % of the requests within their limits``."""
     if len(targets) == 1 and "slo_attainment" in targets:
@@ -209,7 +217,7 @@ def worst_models(cell: Cell, most: int = 2) -> list[str]:
     shares = {name: model["within"] / model["requests"] for name, model in cell["models"].items() if model["requests"]}
     own = cell["metrics"]["slo_attainment"]["mean"] or 0.0
     low = sorted((name for name in shares if shares[name] < own), key=lambda name: shares[name])
-    return [f"{name} {100 * shares[name]:.0f} %" for name in low[:most]]
+    return [f"{name} {min(100 * shares[name], 99.9):.{1 if shares[name] > 0.99 else 0}f} %" for name in low[:most]]
 
 
 def _binding(cell: Cell) -> Iterator[str]:

@@ -136,6 +136,15 @@ def least_gpus(setup: Setup, system: str, slack: float) -> int:
     return max(1, -(-weights_bytes // places.usable_bytes[0]))
 
 
+def to_take(answers: Sequence[Answer], axis: Axis) -> Answer | None:
+    """Of GPUs the cheapest answer; else the highest rate or the tightest SLO, the cheapest of equal ones."""
+    if axis is GPUS:
+        return cheapest(answers)
+    values = [answer.best.value for answer in answers if answer.best is not None]
+    best = max(values, default=None) if axis.best == "highest" else min(values, default=None)
+    return cheapest([answer for answer in answers if answer.best is not None and answer.best.value == best])
+
+
 def cheapest(answers: Sequence[Answer]) -> Answer | None:
     """The answer with the fewest dollars an hour; with the fewest GPUs where a price is missing."""
     found = [answer for answer in answers if answer.best is not None]
