@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fineserve_sim.experiment import ConfigError
 from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, cheapest, goal, size
 from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
-from fineserve_sim.experiment.sizing.probe import Prober, _sure
+from fineserve_sim.experiment.sizing.probe import Attained, Prober, _sure
 from fineserve_sim.experiment.sizing.report import reasons
-from fineserve_sim.experiment.sizing.search import least_gpus
+from fineserve_sim.experiment.sizing.search import Answer, least_gpus
 from fineserve_sim.experiment.sizing.variants import size_all, variants
 
 ONE = """\
@@ -177,3 +177,11 @@ def test_a_gpu_that_cannot_be_is_an_answer_of_none_among_others(file: Path, tmp_
     assert second.best is not None
     with pytest.raises(ConfigError, match="no fp8 tensor cores"):
         list(size_all(prober, tried[:1], axis_of("gpus"), most_gpus=2, precision=0.1))
+
+
+def test_of_equally_cheap_answers_the_one_that_attains_most_is_told() -> None:
+    def answer(share: float, usd: float) -> Answer:
+        return Answer("", "", Attained(2, True, {"slo_attainment": share}, None, 1, False, usd_per_hour=usd), ())
+
+    found = [answer(0.96, 4.0), answer(0.99, 4.0), answer(1.0, 8.0)]
+    assert cheapest(found) is found[1]

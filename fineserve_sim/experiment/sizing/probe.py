@@ -185,7 +185,8 @@ class Prober:
         )
 
     def _run(self, experiment: Experiment) -> tuple[list[Measures], tuple[str, ...]]:
-        """The runs of the one cell of an experiment, and the models that had no instance in the first."""
+        """The runs of the one cell of an experiment, and the models that had no instance in the first (none where models come
+        and go)."""
         store = Store(self.out)
         prepare(self.out)
         with lent(self.executor, self.jobs) as executor:
@@ -198,7 +199,8 @@ class Prober:
             measure(store.read(key), outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
             for key, placement in zip(outcome.keys, placements, strict=True)
         ]
-        return runs, tuple(placements[0]["unplaced"])
+        moving = experiment.setup.systems[outcome.point.system].residency is not None
+        return runs, () if moving else tuple(placements[0]["unplaced"])
 
     def experiment(self, system: str, key: str, value: float) -> Experiment:
         """One system at one value, with all seeds."""
