@@ -227,7 +227,7 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     from fineserve_sim.experiment.sizing.report import draw, headline, reasons, table
 
     answers = [answer for answer, _ in found]
-    chosen = cheapest(answers)
+    chosen = cheapest(answers, axis)
     summary = None
     if chosen is not None and chosen.best is not None:
         own = next(each for answer, each in found if answer is chosen)

@@ -136,14 +136,16 @@ def least_gpus(setup: Setup, system: str, slack: float) -> int:
     return max(1, -(-weights_bytes // places.usable_bytes[0]))
 
 
-def cheapest(answers: Sequence[Answer]) -> Answer | None:
-    """The answer with the fewest dollars an hour, or GPUs where a price is missing; of equal ones the one that attains most."""
+def cheapest(answers: Sequence[Answer], axis: Axis = GPUS) -> Answer | None:
+    """The answer with the fewest dollars an hour, or GPUs where a price is missing. Of equal ones that with the best value on
+    ``axis`` (fewest, highest, tightest), then the one that attains most."""
     found = [answer for answer in answers if answer.best is not None]
     priced = all(answer.best is not None and answer.best.usd_per_hour is not None for answer in found)
 
-    def cost(answer: Answer) -> tuple[float, float]:
+    def cost(answer: Answer) -> tuple[float, float, float]:
         best = answer.best
         assert best is not None
-        return (best.usd_per_hour or 0.0) if priced else best.value, -min(best.shares.values(), default=0.0)
+        value = -best.value if axis.best == "highest" else best.value
+        return (best.usd_per_hour or 0.0) if priced else 0.0, value, -min(best.shares.values(), default=0.0)
 
     return min(found, key=cost, default=None)
