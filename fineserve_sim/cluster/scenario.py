@@ -129,10 +129,10 @@ def _lost(what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. ``trace`` are its requests, whole or chunk by chunk; its models must be ids of ``models``. ``sample_s`` spaces
-    the timeline samples (0: none); ``exact_steps`` plans every engine iteration by itself instead of merging equal ones
-    (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a
-    JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
+    """One run. ``trace`` are its requests, whole or chunk by chunk; its models must be ids of ``models``. The timeline
+    has a sample in each ``sample_s`` (0: none); ``exact_steps`` plans each engine iteration by itself, and merges no equal ones
+    (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as
+    a JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
     arrival the run may go on; ``faults`` are for the systems that ``wrong_fault`` accepts."""
 
     system: SystemSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from groupkit import GroupRun, burst, cluster, lawful, system, ttft_s
+from groupkit import GroupRun, burst, cluster, lawful, simulate_groups, system, ttft_s
 from simkit import Row
 
 from fineserve_sim.catalog import weight_bytes
@@ -145,6 +145,21 @@ def test_an_instance_that_fails_while_it_loads_serves_once_when_it_is_back() -> 
     run = lawful(scenario, [Fault(0.1, 0, 0.001), Fault(0.11, 0, 0.001), Fault(0.12, 0, 0.05)])
     assert (run.result.fate == Fate.FINISHED).all()
     assert run.groups[-1] == 4
+
+
+def test_a_restore_that_is_cut_off_leaves_its_layers_missing() -> None:
+    """Half of the weights are on their way when the instance that sends them fails: the other one loads them from its host."""
+    log: list[dict[str, Any]] = []
+    scenario = replace(spike(network_bytes_per_s=1e9), log=log.append)
+    simulate_groups(scenario)
+    restore = next(line for line in log if line.get("command") == "RestoreLayers")
+    (lost,), _ = restore["gpus"]
+    log.clear()
+    simulate_groups(replace(scenario, faults=(Fault(restore["now_s"] + 0.1, lost),)))
+    activated = next(line for line in log if line.get("command") == "Activate")
+    ready = next(line for line in log if line.get("event") == "EngineReady")
+    least_s = copy_bytes(scenario) / 2.1 / scenario.gpus[0].spec.pcie_bytes_per_s
+    assert ready["now_s"] - activated["now_s"] > least_s
 
 
 def test_when_all_instances_fail_requests_wait_for_the_repair() -> None:

@@ -80,6 +80,13 @@ def test_the_answer_is_where_systems_part_and_the_cheapest_that_holds() -> None:
     assert answer["breaks"] == {"a": {"holds_to": 2, "fails_at": None}, "b": {"holds_to": 1, "fails_at": 2}}
 
 
+def test_dollars_are_never_compared_with_gpus() -> None:
+    """Three GPUs without a price are no cheaper than two at $6.98 an hour: the numbers of GPUs decide."""
+    cells = [cell("unpriced", 3, 1, 0.99), cell("priced", 2, 1, 0.99, 6.98), cell("bad", 2, 1, 0.1)]
+    answer = answer_of(cells, 2)
+    assert answer is not None and answer["choice"]["system"] == "priced"
+
+
 def test_where_nothing_holds_the_closest_on_the_gpus_of_the_file_is_told() -> None:
     cells = [cell("a", 2, 1, 0.5), cell("b", 2, 1, 0.5), cell("c", 2, 1, 0.1), cell("own", 4, 1, 0.9)]
     answer = answer_of(cells, 2)

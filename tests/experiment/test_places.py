@@ -122,6 +122,14 @@ def test_means_over_seeds_keep_what_is_no_number() -> None:
     assert merged == one | {"kv_left_bytes": 15, "busy": 0.75}
 
 
+def test_a_seed_without_a_sample_in_its_window_leaves_the_means_to_the_others() -> None:
+    """A window of a second may lie between two samples."""
+    one = {"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": 10, "kv_least_bytes": 5}
+    unseen = one | {"kv_left_bytes": None, "kv_least_bytes": None}
+    assert mean_over_seeds([[one], [unseen]]) == mean_over_seeds([[unseen], [one]]) == [one]
+    assert mean_over_seeds([[unseen], [unseen]]) == [unseen]
+
+
 SPLIT = """\
 fineserve: 1
 title: A model over two GPUs beside one on each

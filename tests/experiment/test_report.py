@@ -235,10 +235,17 @@ def test_flags_name_their_cells_and_end_after_a_dozen() -> None:
     common = [cell("mine", float(scale), "A", 0.5, ["short run"]) for scale in range(1, 4)]
     text = shown(common)
     assert "short run: Mine, SLO scale 1, Load A, Rate scale 8 and 2 other cells" in text
-    many = [cell("mine", float(scale), "A", 0.5, [f"flag {scale}"]) for scale in range(1, 16)]
+    many = [cell("mine", float(scale), "A", 0.5, [f"flag {'x' * scale}"]) for scale in range(1, 16)]
     assert sum(line.startswith("  flag ") for line in shown(many).splitlines()) == 12
     assert "and 3 more flags" in shown(many)
     assert "Handle with care" not in shown([cell("mine", 5.0, "A", 0.5, [])])
+
+
+def test_flags_that_differ_in_their_number_alone_are_one_line() -> None:
+    flags = [["9.5 points > 2"], ["12 points > 2", "no GPU for a-1"], ["10.1 points > 2", "no GPU for a-2"]]
+    text = shown([cell("mine", float(scale), "A", 0.5, each) for scale, each in enumerate(flags, 1)])
+    assert "9.5 to 12 points > 2: Mine, SLO scale 1, Load A, Rate scale 8 and 2 other cells" in text
+    assert "no GPU for a-1: " in text and "no GPU for a-2: " in text
 
 
 def test_what_step_times_rest_on_is_said_and_warned_of() -> None:

@@ -407,7 +407,7 @@ def test_tokens_there_and_back() -> None:
 
 
 def test_metrics_carry_vllms_names_and_the_slab() -> None:
-    with served(step_s=0.01) as here:
+    with served(step_s=0.05) as here:  # all tokens would take 20 s
         with httpx.stream(
             "POST",
             here.url + "/v1/completions",
@@ -450,7 +450,7 @@ def test_a_dead_engine_is_restarted_and_the_answer_is_whole() -> None:
 
 
 def test_a_second_death_ends_the_stream_with_an_error() -> None:
-    with served(step_s=0.002) as here:
+    with served(step_s=0.05) as here:  # all tokens would take 20 s
         with httpx.stream(
             "POST", here.url + "/v1/completions", json={"model": "A", "prompt": "hi", "max_tokens": 400, "stream": True}
         ) as stream:

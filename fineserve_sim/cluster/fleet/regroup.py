@@ -199,9 +199,13 @@ class Regrouping:
             self._settle_resident(stage)
 
     def _cancel_restore(self, engine: Engine) -> None:
+        """What is on its way does not count as resident any more, nor what has come so far."""
         restore = self._restores.pop(engine.index, None)
-        for transfer in restore.pulls if restore else ():
-            transfer.cancel()
+        if restore is not None:
+            for transfer in restore.pulls:
+                transfer.cancel()
+            for stage in restore.engine.stages:
+                self._settle_resident(stage)
 
     # --- failure ---------------------------------------------------------------------------------------------------
 

@@ -176,15 +176,15 @@ def kv_left(run: RunData) -> list[tuple[int, int]]:
 
 
 def mean_over_seeds(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of the GPUs of several runs as one: the models of the first, means of all measured numbers."""
+    """The entries of the GPUs of several runs as one: the models of the first, means of all numbers that are known."""
     merged = []
     for entries in zip(*runs, strict=True):
         first = dict(entries[0])
-        for name, value in first.items():
-            if name in ("gpu", "node", "models") or value is None:
-                continue
-            mean = sum(entry[name] for entry in entries) / len(entries)
-            first[name] = int(mean) if name.endswith("_bytes") else mean
+        for name in first.keys() - {"gpu", "node", "models"}:
+            known = [entry[name] for entry in entries if entry[name] is not None]
+            if known:
+                mean = sum(known) / len(known)
+                first[name] = int(mean) if name.endswith("_bytes") else mean
         merged.append(first)
     return merged
 

@@ -23,7 +23,7 @@ from fineserve_sim.experiment.run.workload import (
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 SAMPLE_S = 1.0
-"""Seconds between the samples of a run's timeline."""
+"""There is a sample of a run's timeline in each so many seconds (``cluster/samples.py`` says where)."""
 
 
 @dataclass(frozen=True, slots=True)

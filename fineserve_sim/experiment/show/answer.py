@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
@@ -107,6 +107,15 @@ def percent(share: float | None, half_width: float | None = None) -> str:
 def dollars(value: float) -> str:
     """With cents; two digits of what is less than ten cents."""
     return f"{value:,.2f}" if value >= 0.1 else number(float(f"{value:.2g}"))
+
+
+def cheapest_text(prices: Iterable[tuple[str, float | None]]) -> str:
+    """What the first of several answers is, whose GPU and dollars an hour are given: ``The cheapest that keeps``, where all
+    are known."""
+    unknown = dict.fromkeys(gpu for gpu, usd in prices if usd is None)
+    if not unknown:
+        return "The cheapest that keeps"
+    return f"The fewest GPUs (no price is known for {', '.join(unknown)}) that keep"
 
 
 def targets_text(targets: Mapping[str, float]) -> str:

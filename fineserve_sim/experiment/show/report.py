@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,8 @@ _SWEEP_METRICS = ("ttft_attainment", "decode_throughput_tokens_per_s")
 _POINT_METRICS = (*_SWEEP_METRICS, "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "kv_use_mean")
 _VERDICT_STYLES = {"reproduced": "green", "direction only": "yellow", "not reproduced": "red", "input": "dim"}
 _MOST_FLAGS = 12
+_NUMBER = re.compile(r"(?<![\w.-])(\d+(?:\.\d+)?)(?![\w.-])")
+"""One that stands by itself: not that of a model's name."""
 
 
 def report(summary: Mapping[str, Any]) -> Group:
@@ -183,18 +186,24 @@ def _claim_value(value: object) -> str:
 
 
 def flag_lines(cells: Sequence[Cell], *, shown: bool = False) -> Iterator[str]:
-    """One line a flag with the cells that carry it; at most a dozen, then how many more there are. ``shown``: a table tells
-    intervals and misses already, so that their flags are left out."""
-    flagged: dict[str, dict[str, None]] = {}
+    """One line a flag with the cells that carry it, and the range of its number where that alone differs; at most a dozen, then
+    how many more there are. ``shown``: a table tells intervals and misses already, so that their flags are left out."""
+    flagged: dict[tuple[str, str], dict[str, str]] = {}  # by the words around its number, that of each cell
     for cell in cells:
         place = ", ".join([cell["title"], *(axis_text(axis, value) for axis, value in cell["axes"].items())])
         for flag in cell["flags"]:
             if shown and any(word in flag for word in ("half-width", "rejected", "unfinished", "no GPU for")):
                 continue
-            flagged.setdefault(flag, {})[place] = None
-    for flag, places in list(flagged.items())[:_MOST_FLAGS]:
-        others = len(places) - 1
+            before, amount, after = (*_NUMBER.split(flag, maxsplit=1), "", "")[:3]
+            flagged.setdefault((before, after), {}).setdefault(place, amount)
+    for (before, after), amounts in list(flagged.items())[:_MOST_FLAGS]:
+        others = len(amounts) - 1
         more = f" and {others} other cell{'s' if others > 1 else ''}" if others else ""
-        yield f"{flag}: {next(iter(places))}{more}"
+        yield f"{before}{_range_of(amounts.values())}{after}: {next(iter(amounts))}{more}"
     if len(flagged) > _MOST_FLAGS:
         yield f"and {len(flagged) - _MOST_FLAGS} more flags (summary.json, cells)"
+
+
+def _range_of(amounts: Iterable[str]) -> str:
+    ordered = sorted(set(amounts), key=lambda amount: float(amount or 0))
+    return " to ".join(dict.fromkeys((ordered[0], ordered[-1])))

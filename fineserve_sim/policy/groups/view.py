@@ -21,7 +21,7 @@ class Phase(StrEnum):
 
     @property
     def takes_requests(self) -> bool:
-        return self in (Phase.SERVING, Phase.RESTORING)
+        return self is Phase.SERVING or self is Phase.RESTORING
 
 
 class GroupView(NamedTuple):

@@ -69,7 +69,8 @@ class Recorder:
         self.died.set()
 
     def of(self, engine: int) -> Tokens:
-        return {request: tuple(ids) for (number, request), ids in self.tokens.items() if number == engine}
+        told = list(self.tokens.items())  # a thread for each engine goes on telling
+        return {request: tuple(ids) for (number, request), ids in told if number == engine}
 
     def preemptions(self, engine: int) -> int:
         return sum(len(report.preempted) for report in self.reports if report.engine == engine)
