@@ -183,6 +183,15 @@ def test_models_with_gpus_of_their_own_take_open_degrees_at_which_all_have_some(
         assert [len(model["instances"][0]) for model in cell["models"].values()] == degrees
 
 
+def test_models_that_take_turns_on_gpus_have_open_degrees_for_which_there_are_workers(tmp_path: Path) -> None:
+    """QLM would need workers of four GPUs and of one here; with GPUs for all from the start nobody waits for a swap."""
+    text = APART.replace("[fineserve, dedicated]", "[{base: qlm, name: qlm, residency: {policy: qlm, swap_s: 1}}]")
+    (tmp_path / "turns.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "turns.yaml", tmp_path / "out", jobs=1)
+    (cell,) = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert cell["finished"] == cell["requests"]
+
+
 def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path: Path) -> None:
     (tmp_path / "apart.yaml").write_text(APART.replace("count: 4", "count: 2"), encoding="utf-8")
     run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1)

@@ -32,6 +32,6 @@ def at_degrees(setup: Setup, system: SystemSpec, models: Sequence[ServedModel]) 
         own = {tp: demand_of(replace(served, tp=tp), setup.gpus[0].spec, setup.engine, slope=False) for tp in groups}
         demands[served.id] = own
         degrees[served.id] = tp_degree([*own.values()], groups)
-    if isinstance(placement, DedicatedPlacementSpec) and system.residency is None:
+    if isinstance(placement, DedicatedPlacementSpec):
         degrees = degrees_apart(demands, degrees, build_placement(placement), slots_of(setup))
     return tuple(replace(served, tp=degrees[served.id]) for served in models)
