@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from fineserve_sim.experiment import load_experiment, run_experiment
+from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.show.answer import answer_lines
@@ -183,6 +183,15 @@ def test_models_with_gpus_of_their_own_take_open_degrees_at_which_all_have_some(
         assert [len(model["instances"][0]) for model in cell["models"].values()] == degrees
 
 
+def test_models_that_take_turns_on_gpus_have_open_degrees_for_which_there_are_workers(tmp_path: Path) -> None:
+    """QLM would need workers of four GPUs and of one here; with GPUs for all from the start nobody waits for a swap."""
+    text = APART.replace("[fineserve, dedicated]", "[{base: qlm, name: qlm, residency: {policy: qlm, swap_s: 1}}]")
+    (tmp_path / "turns.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "turns.yaml", tmp_path / "out", jobs=1)
+    (cell,) = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert cell["finished"] == cell["requests"]
+
+
 def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path: Path) -> None:
     (tmp_path / "apart.yaml").write_text(APART.replace("count: 4", "count: 2"), encoding="utf-8")
     run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1)
@@ -191,6 +200,20 @@ def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path
     assert entry["model"] == "small"
     assert {"what": "placement", "misses": cell["misses"]["unplaced"]}.items() <= cell["binds"][-1].items()
     assert entry["why"] == "Dedicated shares no GPU: the 3 models need 3 of their own, there are 2"
+
+
+def test_an_open_degree_is_that_of_the_gpus_to_which_a_model_is_pinned(tmp_path: Path) -> None:
+    pins = "{busy: [[0, 1]], calm: [[2], [3]], small: [[3]]}"
+    system = f"[{{base: fineserve, name: mine, placement: {{policy: pinned, groups: {pins}}}}}]"
+    (tmp_path / "pins.yaml").write_text(APART.replace("[fineserve, dedicated]", system), encoding="utf-8")
+    run_experiment(tmp_path / "pins.yaml", tmp_path / "out", jobs=1)
+    (cell,) = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert [model["instances"] for model in cell["models"].values()] == [[[0, 1]], [[2], [3]], [[3]]]
+    for groups in ("[[0, 1], [2]]", "[[0, 1, 2]]"):
+        text = APART.replace("[fineserve, dedicated]", system.replace("[[0, 1]]", groups))
+        (tmp_path / "wrong.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"placement.groups.busy: expected [12] different GPUs"):
+            load_experiment(tmp_path / "wrong.yaml")
 
 
 PIPELINES = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fineserve_sim.catalog import check_tp
 from fineserve_sim.cluster import ServedModel
@@ -36,6 +37,12 @@ def least_degree(setup: Setup, model: ResolvedModel) -> int:
     """That of the file, or the smallest at which it fits: how a model runs that has GPUs of its own. 1 if it fits nowhere."""
     tp = model.entry.tp
     return tp if isinstance(tp, int) else min(groups_by_degree(setup, model), default=1)
+
+
+def pinned_degree(setup: Setup, model: ResolvedModel, groups: Sequence[Sequence[int]]) -> int:
+    """How many GPUs each of the ``groups`` must have that a model is pinned to: an open degree is that of the first one."""
+    open_degree = len(groups[0]) if groups and model.entry.tp == AUTO else 0
+    return open_degree if open_degree in groups_by_degree(setup, model) else least_degree(setup, model)
 
 
 def _fixed_bytes(setup: Setup, model: ResolvedModel, tp: int) -> int:

@@ -110,7 +110,8 @@ def dollars(value: float) -> str:
 
 
 def cheapest_text(prices: Iterable[tuple[str, float | None]]) -> str:
-    """What the first of several answers is, whose GPU and dollars an hour are given: ``The cheapest that keeps``, where all are known."""
+    """What the first of several answers is, whose GPU and dollars an hour are given: ``The cheapest that keeps``, where all
+    are known."""
     unknown = dict.fromkeys(gpu for gpu, usd in prices if usd is None)
     if not unknown:
         return "The cheapest that keeps"
@@ -133,13 +134,19 @@ def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
     as_good = f" No worse within the interval: {', '.join(rivals)}." if rivals else ""
     own = f"{choice['title']} on {gpus_text(cell)}"
     if choice["holds"]:
-        return f"Take {own}, which keeps {targets}: {found}.{as_good}"
+        homeless = () if cell["models_move"] else [entry["model"] for entry in cell["unplaced"]]
+        return f"Take {own}, which keeps {targets}: {found}.{_left_out(homeless)}{as_good}"
     if "search" in answer:
         return f"{_found(answer, cell, targets)} {_asked(answer, cell)}: {found}.{as_good}"
     systems, most = answer["systems"], answer["most_gpus"]
     up_to = f"up to {most}" if most > choice["gpus"] else str(choice["gpus"])
     who = f"None of {systems} systems keeps" if systems > 1 else f"{choice['title']} does not keep"
     return f"{who} {targets} on {up_to} {cell['cluster']['gpu']}. Closest: {own}: {found}.{as_good}"
+
+
+def _left_out(models: Sequence[str]) -> str:
+    """Models without a GPU, where so few requests are theirs that the targets are kept without them."""
+    return f" It has no GPU for {', '.join(models)}." if models else ""
 
 
 def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
@@ -149,8 +156,9 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
         tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
         return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
     where = f"{found['title']} on {found['value']} {gpu}{_hourly(found['usd_per_hour'])}"
+    left_out = _left_out(found.get("unplaced", ()))
     more = f" ({found['not_on']} fail: more GPUs are another placement)" if found["not_on"] else ""
-    return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}."
+    return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}.{left_out}"
 
 
 def _hourly(usd: float | None) -> str:
@@ -283,7 +291,8 @@ def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
         yield f"GPUs: at this load {fewest} on which {found['title']} keeps the targets."
     else:
         keeps = f"{found['title']} keeps the targets on {found['value']}"
-        yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}."
+        left_out = _left_out(found.get("unplaced", ()))
+        yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}.{left_out}"
 
 
 def _base_per_s(answer: Mapping[str, Any], cell: Cell) -> float | None:
