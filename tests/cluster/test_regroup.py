@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from groupkit import GroupRun, burst, cluster, lawful, simulate_groups, system, ttft_s
-from simkit import Row
+from simkit import Row, trace_of
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario
 from fineserve_sim.cluster.compose.memory import geometry
 from fineserve_sim.cluster.scenario import Fault
-from fineserve_sim.systems.spec import SpareInstancesSpec
+from fineserve_sim.systems.spec import PrivatePoolsSpec, SpareInstancesSpec
 
 DROPS = ("kunserve-drop", "kunserve-exchange", "kunserve")
 
@@ -144,6 +144,17 @@ def test_an_instance_that_fails_while_it_loads_serves_once_when_it_is_back() -> 
     scenario = cluster("kunserve", burst(60, 100, 100, gap_s=0.02))
     run = lawful(scenario, [Fault(0.1, 0, 0.001), Fault(0.11, 0, 0.001), Fault(0.12, 0, 0.05)])
     assert (run.result.fate == Fate.FINISHED).all()
+    assert run.groups[-1] == 4
+
+
+def test_kept_prefixes_do_not_keep_a_pipeline_together() -> None:
+    """What is kept for others fills memory and stays; it is given up when the layers come back."""
+    caching = system("kunserve").model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)})
+    rows: list[Row] = [*burst(120, 180, 150), (6.0, 20, 2)]
+    ids = [tuple(100 * row + block for block in range(prompt // 16)) for row, (_, prompt, _) in enumerate(rows)]
+    trace = replace(trace_of(rows), prefix_hashes=tuple(ids), prefix_block_tokens=16)
+    run = lawful(cluster(caching, trace))
+    assert run.report.drops and run.report.restores
     assert run.groups[-1] == 4
 
 

@@ -159,6 +159,7 @@ class Regrouping:
         into = dict(zip(command.gpus, command.into, strict=True))
         everything = frozenset(range(engine.stages[0].sizes.layers))
         missing = {stage: everything - stage.resident for stage in engine.stages}
+        engine.kv.forget()
         for stage in engine.stages:
             stage.load(everything)
         self._home.cluster.touch(engine)

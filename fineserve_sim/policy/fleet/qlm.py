@@ -63,13 +63,14 @@ class QlmSwapping:
         self._sort_in(groups)
         taken: set[str] = set()
         suggestions: list[Suggestion] = []
-        engines_on: defaultdict[tuple[int, ...], list[EngineView]] = defaultdict(list)
-        for engine in view.engines:
-            engines_on[engine.gpus].append(engine)
+        engines_on: defaultdict[int, list[EngineView]] = defaultdict(list)
+        for engine in view.engines:  # those of the first placement may lie across workers
+            for gpu in engine.gpus:
+                engines_on[gpu].append(engine)
         for worker, gpus in enumerate(self._workers):
             if not view.free_bytes.keys() >= set(gpus):
                 continue  # a GPU is lost
-            here = engines_on[gpus]
+            here = [*{engine.engine: engine for gpu in gpus for engine in engines_on[gpu]}.values()]
             late = self._is_late(now, worker, here, groups)
             if late:
                 self._queues[worker].sort(key=lambda model: (self._deadline_s(groups[model]), model))
