@@ -48,7 +48,8 @@ class Served:
 
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, headers={"content-type": "application/json", **headers})
+        headers = {"content-type": "application/json", **headers}
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
 
     def metric(self, name: str, **labels: str) -> float:
         value = self.service.metrics.registry.get_sample_value(name, labels)

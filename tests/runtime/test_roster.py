@@ -56,6 +56,11 @@ def start(config: HostConfig, listener: EngineListener) -> EngineHost:
     return FakeHost(config, listener, weight_bytes=64 * BLOCK_BYTES, step_s=0.0005)
 
 
+def start_slow(config: HostConfig, listener: EngineListener) -> EngineHost:
+    """Two thousand tokens take 20 s."""
+    return FakeHost(config, listener, weight_bytes=64 * BLOCK_BYTES, step_s=0.01)
+
+
 @dataclass
 class Here:
     url: str
@@ -63,13 +68,13 @@ class Here:
     log: list[dict[str, Any]]
 
     def add(self, **model: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/admin/models", json=model, headers=ROOT)
+        return httpx.post(f"{self.url}/admin/models", json=model, headers=ROOT, timeout=60)
 
     def remove(self, name: str) -> httpx.Response:
-        return httpx.delete(f"{self.url}/admin/models/{name}", headers=ROOT)
+        return httpx.delete(f"{self.url}/admin/models/{name}", headers=ROOT, timeout=60)
 
     def ask(self, model: str, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **ASK, **options})
+        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **ASK, **options}, timeout=60)
 
     @property
     def models(self) -> set[str]:
@@ -128,7 +133,7 @@ def test_a_model_is_added_serves_and_is_removed(
 
 
 def test_its_requests_end_before_a_model_goes_or_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, monkeypatch, ("runtime.drain_s", "0.5")) as here:
+    with serving(tmp_path, monkeypatch, ("runtime.drain_s", "3"), start=start_slow) as here:
         assert here.add(model="third", path="third", max_model_len=2048).status_code == 201
         answers: dict[int, httpx.Response] = {}
 
@@ -142,7 +147,7 @@ def test_its_requests_end_before_a_model_goes_or_are_told(tmp_path: Path, monkey
         eventually(lambda: handle.state().running == 2)
         assert here.remove("third").status_code == 200
         for client in clients:
-            client.join(10)
+            client.join(60)
         assert answers[20].status_code == 200 and answers[20].json()["usage"]["completion_tokens"] == 20
         told = answers[2000]
         assert told.status_code in (404, 503), told.text
