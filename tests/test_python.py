@@ -120,6 +120,22 @@ def test_a_file_and_its_contents_give_the_same(tmp_path: Path, result: fs.Result
     assert fs.read(tmp_path).cells.equals(result.cells)
 
 
+def test_a_trace_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    """A notebook edits its trace in place and compares anew."""
+    trace = tmp_path / "trace.csv"
+
+    def tokens(prompt_tokens: int, requests: int) -> list[int]:
+        rows = [f"{0.25 * number},A,{prompt_tokens},4" for number in range(requests)]
+        trace.write_text("arrival_s,model,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+        model = ["A=llama-3.1-8b:fp8"]
+        found = fs.compare(trace, ["fineserve"], model, ttft_slo_s=0.5, anchors=False, out=tmp_path / "out", jobs=1)
+        return [int(each) for each in found.requests["prompt_tokens"]]
+
+    assert tokens(512, 3) == [512] * 3
+    assert tokens(256, 4) == [256] * 4
+    assert tokens(128, 4) == [128] * 4
+
+
 def test_a_mistake_names_its_key() -> None:
     with pytest.raises(ConfigError, match=r"^experiment: workload\.reqests: unknown key; did you mean \"requests\"\?$"):
         fs.run(EXPERIMENT | {"workload": {**EXPERIMENT["workload"], "reqests": 3}})

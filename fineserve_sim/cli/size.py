@@ -216,22 +216,24 @@ def _asked(
 
 
 def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, as_json: bool) -> None:
-    """The answers as a table, a figure and data; the cheapest one with its models and GPUs."""
+    """The answers as a table, a figure and data; the one to take with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.run.files import prepare, write_json
     from fineserve_sim.experiment.show.answer import limits_text
     from fineserve_sim.experiment.show.page.build import write_page
     from fineserve_sim.experiment.show.report import report
-    from fineserve_sim.experiment.sizing import cheapest
+    from fineserve_sim.experiment.sizing import to_take
     from fineserve_sim.experiment.sizing.report import as_json as data_of
     from fineserve_sim.experiment.sizing.report import draw, headline, reasons, table
 
     answers = [answer for answer, _ in found]
-    chosen = cheapest(answers)
+    chosen = to_take(answers, axis)
     summary = None
     if chosen is not None and chosen.best is not None:
         own = next(each for answer, each in found if answer is chosen)
         summary = _chosen_results(own, chosen, axis.key, folder)
+    else:
+        (folder / "summary.json").unlink(missing_ok=True)  # the answer of another search
     title = prober.file().file.title
     data = data_of(answers, axis, prober.goals, title)
     prepare(folder)

@@ -80,6 +80,13 @@ def test_the_answer_is_where_systems_part_and_the_cheapest_that_holds() -> None:
     assert answer["breaks"] == {"a": {"holds_to": 2, "fails_at": None}, "b": {"holds_to": 1, "fails_at": 2}}
 
 
+def test_dollars_are_never_compared_with_gpus() -> None:
+    """Three GPUs without a price are no cheaper than two at $6.98 an hour: the numbers of GPUs decide."""
+    cells = [cell("unpriced", 3, 1, 0.99), cell("priced", 2, 1, 0.99, 6.98), cell("bad", 2, 1, 0.1)]
+    answer = answer_of(cells, 2)
+    assert answer is not None and answer["choice"]["system"] == "priced"
+
+
 def test_where_nothing_holds_the_closest_on_the_gpus_of_the_file_is_told() -> None:
     cells = [cell("a", 2, 1, 0.5), cell("b", 2, 1, 0.5), cell("c", 2, 1, 0.1), cell("own", 4, 1, 0.9)]
     answer = answer_of(cells, 2)
@@ -131,7 +138,7 @@ def test_prices_are_the_files_or_dated_defaults(folder: Path) -> None:
     unknown = load_experiment(folder / "two.yaml", [("cluster.gpu", "h800")]).setup
     assert price_of(unknown).usd_per_gpu_hour is None
     metrics = {"gpu_hours_per_mtoken": {"mean": 2.0}, "gpu_hours_per_1000_within": {"mean": None}}
-    found = costs(replace(given, bought=8, gpus=given.gpus[:1] * 8), metrics)
+    found = costs(replace(given, bought=8), metrics)
     assert found == {"usd_per_hour": 20.0, "usd_per_mtoken": 5.0, "usd_per_1000_within": None}
     assert set(costs(unknown, metrics).values()) == {None}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fineserve_sim.experiment import run_experiment
+from fineserve_sim.experiment import load_experiment, run_experiment, run_loaded
 from fineserve_sim.experiment.show.diff import Diff, diff
 from fineserve_sim.experiment.show.diff.text import told
 
@@ -74,6 +74,24 @@ def test_cells_of_one_side_alone_are_named(run: Run) -> None:
     found = diff(run("a"), run("b", systems="[fineserve]"))
     assert found.cells == 2
     assert found.only and all(line.startswith("only in A: ") and "Prism*" in line for line in found.only)
+
+
+def test_cells_that_look_alike_in_three_digits_are_others(write_file: Any, tmp_path: Path) -> None:
+    def made(name: str, scales: str) -> Path:
+        file = write_file(("slo_scale: [2, 4]", "slo_scale: [2]"), ("rate_scale: [1, 2]", f"rate_scale: {scales}"))
+        run_experiment(file, tmp_path / name, jobs=1, overrides=[("systems", "[fineserve]")])
+        return tmp_path / name
+
+    a, b = made("a", "[1.0001, 1.0002]"), made("b", "[1.0002, 1.0003]")
+    assert diff(a, a).cells == 3
+    only = [line for line in diff(a, b).only if "rate: FineServe" in line]
+    assert ["1.0001" in only[0], "1.0003" in only[1]] == [True, True]
+
+
+def test_metrics_alone_are_compared_as_well(run: Run, tmp_path: Path, write_file: Any) -> None:
+    for name in ("a", "b"):
+        run_loaded(load_experiment(write_file()), tmp_path / name, jobs=1, summary=True)
+    assert diff(tmp_path / "a", tmp_path / "b").same
 
 
 def test_placements_and_the_first_other_command_are_told(run: Run) -> None:

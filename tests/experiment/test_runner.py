@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from fineserve_sim.experiment import ConfigError, Interrupted, ScenarioError, load_experiment, run_experiment
+from fineserve_sim.experiment.results import writer
 
 RUNS = 2 + 3 * (2 * 2 + 2)
 """Isolated references of two models; three seeds of two systems at three points, one of which both sweeps have."""
@@ -96,6 +97,23 @@ def test_an_interrupted_run_goes_on_where_it_was(write_file, tmp_path: Path, fak
     run_experiment(path, tmp_path / "out", jobs=1, simulate=fake.simulate)
     assert fake.calls == RUNS
     assert results(tmp_path / "out") == results(tmp_path / "whole")
+
+
+def test_tables_that_are_half_new_have_no_summary(
+    write_file, tmp_path: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it writes, another experiment in the same folder leaves no old answer beside its own file and tables."""
+
+    def killed(path: Path, rows: list[object]) -> None:
+        raise KeyboardInterrupt
+
+    file, out = write_file(), tmp_path / "out"
+    assert run_experiment(file, out, jobs=1, simulate=fake.simulate).exists()
+    monkeypatch.setattr(writer, "_write_table", killed)
+    with pytest.raises(Interrupted):
+        run_experiment(file, out, jobs=1, overrides=[("loads.A.rate_per_s", "10")], simulate=fake.simulate)
+    assert yaml.safe_load((out / "resolved.yaml").read_text())["loads"]["A"]["rate_per_s"] == 10
+    assert not (out / "summary.json").exists()
 
 
 def test_a_full_disk_keeps_what_is_finished(write_file, tmp_path: Path, fake: ModuleType) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.experiment import ConfigError
-from fineserve_sim.experiment.sizing import Goal, SizingError, axis_of, cheapest, goal, size
+from fineserve_sim.experiment.results.hits import Hits
+from fineserve_sim.experiment.results.metrics import Measures
+from fineserve_sim.experiment.sizing import Answer, Attained, Goal, SizingError, axis_of, cheapest, goal, size, to_take
 from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
-from fineserve_sim.experiment.sizing.probe import Prober, _sure
-from fineserve_sim.experiment.sizing.report import reasons
+from fineserve_sim.experiment.sizing.probe import Prober, _sure, _sure_of
+from fineserve_sim.experiment.sizing.report import headline, reasons
 from fineserve_sim.experiment.sizing.search import least_gpus
 from fineserve_sim.experiment.sizing.variants import size_all, variants
 
@@ -70,10 +74,30 @@ def test_what_never_turns() -> None:
 
 @given(st.lists(st.booleans(), min_size=12, max_size=12), st.sampled_from([0.5, 0.75, 0.9, 1.0]))
 def test_an_early_answer_is_the_late_one(hits: list[bool], share: float) -> None:
-    truth = sum(hits) >= share * len(hits)
+    truth = sum(hits) / len(hits) >= share
     answers = [_sure(sum(hits[:count]), count, len(hits), share) for count in range(len(hits) + 1)]
     assert answers[-1] is truth
     assert all(answer in (None, truth) for answer in answers)
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_a_share_that_is_met_exactly_holds(percent: int) -> None:
+    assert _sure(percent, 100, 100, float(f"0.{percent:02}") if percent < 100 else 1.0) is True
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=4), st.sampled_from([0.5, 0.9]))
+def test_seeds_of_unlike_length_count_by_their_requests(runs: list[list[bool]], share: float) -> None:
+    """Phases and arrivals of many models have as many requests as the seed has it."""
+    measured = [run_of(hits) for hits in runs]
+    every = [hit for hits in runs for hit in hits]
+    truth = sum(every) / len(every) >= share
+    for count in range(1, len(runs) + 1):
+        sure = _sure_of(measured[:count], len(runs), Goal("slo_attainment", share), alike=False)
+        assert sure is (truth if count == len(runs) else None)
+
+
+def run_of(hits: list[bool]) -> Measures:
+    return Measures({"arrived": len(hits)}, {"slo_attainment": {"": Hits.among(np.array(hits))}}, {})
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:2", "ttft:0", "itl:0.9", "ttft:x", "ttft:nan"])
@@ -114,6 +138,14 @@ def test_gpus_that_do_not_hold_the_models_do_not_hold(file: Path, tmp_path: Path
     assert answer.best is not None and answer.best.value == 2
 
 
+def test_what_the_machine_cannot_do_is_no_answer(file: Path, tmp_path: Path) -> None:
+    """Workers that die for want of memory, or a disk that refuses, say nothing of how many GPUs it takes."""
+    (tmp_path / "out").write_text("a file in the way", encoding="utf-8")
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1)
+    with pytest.raises(ConfigError, match="results cannot be written"):
+        next(size(prober, axis_of("gpus"), most_gpus=2))
+
+
 def test_a_tpot_target_needs_a_limit(file: Path, tmp_path: Path) -> None:
     prober = Prober(file, tmp_path / "out", [goal("tpot:0.9")], jobs=1)
     with pytest.raises(SizingError, match=r"TPOT needs slo\.tpot_s or slo\.tpot$"):
@@ -129,6 +161,21 @@ def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     data = json.loads(capsys.readouterr().out)
     assert data["systems"][0]["answer"]["value"] in (1, 2)
     assert (tmp_path / "out" / "figures" / "size.svg").exists() and (tmp_path / "out" / "size.json").exists()
+
+
+def test_a_folder_tells_of_what_ran_last(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fineserve_sim.cli.app import app
+
+    def sections(*arguments: str) -> list[str]:
+        app([*arguments, "--jobs", "1", "--out", str(tmp_path / "out")], standalone_mode=False)
+        return re.findall("<h2>([^<]*)", (tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+
+    search = ["size", str(file), "--most-gpus", "2", "--target"]
+    assert {"Search", "Answer"} <= {*sections(*search, "ttft:0.5")}
+    assert sections(*search, "ttft:0.99", "--ttft-slo", "0.0001") == ["Search"]
+    assert not (tmp_path / "out" / "summary.json").exists()
+    assert "Search" not in sections("run", str(file))
+    assert "Answer" in sections("run", str(file))
 
 
 def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path) -> None:
@@ -168,6 +215,25 @@ def test_every_gpu_type_and_degree_is_tried_and_the_cheapest_is_told(file: Path,
         variants(["h100-sxm"], [], {"l40s": 1.0})
 
 
+def answered(system: str, value: float, usd: float | None, gpu: str = "h100-sxm") -> Answer:
+    return Answer(system, system, Attained(value, True, {}, None, 1, False, usd_per_hour=usd), (), gpu)
+
+
+def test_the_one_to_take_is_the_best_along_the_axis() -> None:
+    """Of rates the highest, not the first of equally dear clusters."""
+    found = [answered("a", 1.0, 7.0), answered("b", 4.0, 7.0), answered("c", 4.0, 3.5), answered("d", 0.5, None)]
+    taken = {name: to_take(found, axis_of(name)) for name in ("rate", "slo_scale")}
+    assert [answer and answer.system for answer in taken.values()] == ["c", "d"]
+    assert to_take([], axis_of("rate")) is None
+
+
+def test_without_all_prices_the_fewest_gpus_are_told_as_such() -> None:
+    found = [answered("a", 3, 4.77, "a100-80gb"), answered("a", 2, None, "h800")]
+    assert headline(found, axis_of("gpus"), [goal("ttft:0.9")]) == (
+        "The fewest GPUs (no price is known for h800) that keep 90 % within the limit of TTFT: a on 2 h800."
+    )
+
+
 def test_a_gpu_that_cannot_be_is_an_answer_of_none_among_others(file: Path, tmp_path: Path) -> None:
     file.write_text(ONE.replace("W16A16", "fp8"), encoding="utf-8")
     prober = Prober(file, tmp_path / "out", [goal("ttft:0.5")], jobs=1)
@@ -177,3 +243,13 @@ def test_a_gpu_that_cannot_be_is_an_answer_of_none_among_others(file: Path, tmp_
     assert second.best is not None
     with pytest.raises(ConfigError, match="no fp8 tensor cores"):
         list(size_all(prober, tried[:1], axis_of("gpus"), most_gpus=2, precision=0.1))
+
+
+def test_of_equally_cheap_answers_the_one_that_attains_most_is_told() -> None:
+    def answer(share: float, usd: float, value: float = 2) -> Answer:
+        return Answer("", "", Attained(value, True, {"slo_attainment": share}, None, 1, False, usd_per_hour=usd), ())
+
+    found = [answer(0.96, 4.0), answer(0.99, 4.0), answer(1.0, 8.0)]
+    assert cheapest(found) is found[1]
+    rates = [answer(1.0, 4.0, 1.5), answer(0.96, 4.0, 1.7)]
+    assert to_take(rates, axis_of("rate")) is rates[1] and to_take(rates, axis_of("slo_scale")) is rates[0]

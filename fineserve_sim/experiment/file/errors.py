@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from fineserve_sim.cluster import ScenarioError
 
-__all__ = ["ConfigError", "Interrupted", "ScenarioError", "nearest"]
+__all__ = ["ConfigError", "Interrupted", "MachineError", "ScenarioError", "nearest"]
 
 
 class ConfigError(ValueError):
@@ -21,6 +21,10 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
         return type(self), (self.place, self.key, self.problem)
+
+
+class MachineError(ConfigError):
+    """What the machine does not do, whatever was asked of it: the disk is full, workers die, a stored file is damaged."""
 
 
 class Interrupted(KeyboardInterrupt):

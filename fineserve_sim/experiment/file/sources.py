@@ -76,8 +76,17 @@ def source_named(lengths: str | schema.FixedLengths, data_dir: Path | None) -> L
     return traces.length_source(lengths, data_dir)
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    """Of a file: another one once it has been written again. Of one that is not there, that of no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
 @lru_cache(maxsize=2)
-def _opened(path: Path) -> TraceFile:
+def _opened(path: Path, stamp: tuple[int, int]) -> TraceFile:
     found = traces.open_trace(path)
     for column, (tokens, request) in found.longest.items():
         if tokens > values.MAX_TOKENS:
@@ -87,12 +96,17 @@ def _opened(path: Path) -> TraceFile:
 
 def recorded(setup: Setup) -> TraceFile:
     """The trace file, of whose requests none is held. Raises ValueError when it cannot be used."""
-    return _opened(setup.folder / str(setup.workload.trace))
+    path = setup.folder / str(setup.workload.trace)
+    return _opened(path, _stamp(path))
+
+
+def held(path: Path) -> Trace:
+    """All requests of a trace file, for all runs of this process that hold them."""
+    return _held(path, _stamp(path))
 
 
 @lru_cache(maxsize=2)
-def held(path: Path) -> Trace:
-    """All requests of a trace file, for all runs of this process that hold them."""
+def _held(path: Path, stamp: tuple[int, int]) -> Trace:
     return traces.read_trace(path)
 
 

@@ -33,7 +33,7 @@ def answer_of(
         return None
     candidates = max(places.values(), key=lambda there: _parted(there, targets))
     holding = [cell for cell in candidates if holds(cell, targets)]
-    chosen = min(holding, key=_price) if holding else _closest(candidates, gpus, targets)
+    chosen = _cheapest(holding) if holding else _closest(candidates, gpus, targets)
     return {
         "targets": dict(targets),
         "sweep": chosen["sweep"],
@@ -128,9 +128,16 @@ def _parted(candidates: Sequence[Cell], targets: Targets) -> float:
     return max(found) - min(found)
 
 
-def _price(cell: Cell) -> tuple[float, float]:
-    """Dearer cells later; of equal ones the one with the best attainment first."""
-    return cell["cost"]["usd_per_hour"] or len_gpus(cell), -cell["metrics"]["slo_attainment"]["mean"]
+def _cheapest(cells: Sequence[Cell]) -> Cell:
+    """The fewest dollars an hour, or the fewest GPUs where the price of one is not known; of equal ones the one with the best
+    attainment."""
+    priced = all(cell["cost"]["usd_per_hour"] is not None for cell in cells)
+
+    def price(cell: Cell) -> tuple[float, float]:
+        dollars_or_gpus: float = cell["cost"]["usd_per_hour"] if priced else len_gpus(cell)
+        return dollars_or_gpus, -cell["metrics"]["slo_attainment"]["mean"]
+
+    return min(cells, key=price)
 
 
 def _closest(candidates: Sequence[Cell], gpus: int, targets: Targets) -> Cell:

@@ -41,7 +41,10 @@ _PACKAGES = ("numpy", "scipy", "pandas", "pyarrow", "simpy", "pydantic", "pyyaml
 def write_results(
     experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path, targets: Targets = DEFAULT_TARGETS
 ) -> Path:
-    """Write everything but figures and return the path of summary.json, which comes last."""
+    """Write everything but figures and return the path of summary.json, which comes last. What was here before goes first, so
+    that whoever is killed in between leaves no summary of other tables, and no run stays under the answer of a search."""
+    for name in ("summary.json", "size.json"):
+        (out / name).unlink(missing_ok=True)
     write_resolved(experiment, out / "resolved.yaml")
     write_json(out / "environment.json", environment())
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
@@ -63,7 +66,8 @@ def _judged(experiment: Experiment, outcome: Outcome, seed: int, store: Store, r
     """One run by its limits. Its requests are written, where they were kept."""
     key = outcome.keys[seed]
     meta, summary = store.meta(key), store.summary(key)
-    places = Places(experiment.setup_of(outcome.point), meta["placement"])
+    setup = experiment.setup_of(outcome.point)
+    places = Places(setup, meta["placement"], setup.systems[outcome.point.system])
     if summary is not None:
         measures, left = measures_of(summary), summary["kv_left"]
     else:

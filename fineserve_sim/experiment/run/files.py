@@ -6,12 +6,12 @@ import json
 import os
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.errors import MachineError
 
 _STALE_S = 86_400.0
 
@@ -41,13 +41,16 @@ def write_json(path: Path, value: Any) -> None:
 @contextmanager
 def gone_if_unused(out: Path) -> Iterator[None]:
     """A results folder that is new goes with an error that comes before any simulation has finished; so do the folders that
-    were made to hold it."""
+    were made to hold it, as far as nobody else has put anything there."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         yield
     except ValueError:
         if made and not any((out / "cells").glob("*.json")):
-            rmtree(made[-1], ignore_errors=True)
+            rmtree(out, ignore_errors=True)
+            with suppress(OSError):
+                for folder in made[1:]:
+                    folder.rmdir()
         raise
 
 
@@ -60,12 +63,12 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def prepare(out: Path) -> None:
-    """Make the output folder and prove that files can be written in it. Raises ConfigError when they cannot."""
+    """Make the output folder and prove that files can be written in it. Raises MachineError when they cannot."""
     try:
         (out / "cells").mkdir(parents=True, exist_ok=True)
         with atomic(out / "cells" / "probe") as temporary:
             temporary.write_bytes(b"x")
-        (out / "cells" / "probe").unlink()
+        (out / "cells" / "probe").unlink(missing_ok=True)  # another run into this folder may have been here, too
         _sweep(out)
     except OSError as problem:
         raise unwritable(out, problem) from None
@@ -75,11 +78,12 @@ def _sweep(out: Path) -> None:
     """What writers left that were killed goes after a day; nobody writes one file for so long."""
     for folder in (out, out / "cells", out / "decisions", out / "figures"):
         for left in folder.glob(".*.tmp"):
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its writer has just finished
+                if time.time() - left.stat().st_mtime > _STALE_S:
+                    left.unlink()
 
 
-def unwritable(out: Path, problem: OSError) -> ConfigError:
+def unwritable(out: Path, problem: OSError) -> MachineError:
     """A disk error as one line: full, read-only, a file in the way."""
     at = f" ({problem.filename})" if problem.filename else ""
-    return ConfigError(str(out), "", f"results cannot be written: {problem.strerror or problem}{at}")
+    return MachineError(str(out), "", f"results cannot be written: {problem.strerror or problem}{at}")

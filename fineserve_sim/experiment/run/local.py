@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.executor import LOOKS_S, W
 from fineserve_sim.experiment.run.files import temporaries
 from fineserve_sim.experiment.run.work import Work
@@ -133,7 +133,7 @@ class LocalProcesses:
                 except BrokenProcessPool:
                     deaths += 1
                     if deaths > RETRIES or not self._has_started:
-                        raise ConfigError("", "", _DIED if self._has_started else _UNGUARDED) from None
+                        raise MachineError("", "", _DIED if self._has_started else _UNGUARDED) from None
                     self._bury(out)
                     waiting.extend(work for _, work in running.values())
                     running.clear()

@@ -23,7 +23,7 @@ import fineserve_traces
 import ray
 
 import fineserve_sim
-from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.executor import LOOKS_S, W
 from fineserve_sim.experiment.run.files import atomic, prepare
 from fineserve_sim.experiment.run.work import Work
@@ -52,12 +52,12 @@ def carry_out(work: Work, number: int, board: Any, libraries: Mapping[str, str])
 
 @cache
 def _check_libraries(expected: tuple[tuple[str, str], ...]) -> None:
-    """Raises ConfigError where libraries are not those of the machine that asks."""
+    """Raises MachineError where libraries are not those of the machine that asks."""
     here = libraries()
     for name, wanted in expected:
         if here[name] != wanted:
             problem = f"{name} {here[name]}, this machine has {wanted}; install the same lock file on every node"
-            raise ConfigError(f"Ray node {platform.node()}", "", problem)
+            raise MachineError(f"Ray node {platform.node()}", "", problem)
 
 
 def libraries() -> dict[str, str]:
@@ -135,7 +135,7 @@ def _result(done: Any) -> tuple[dict[str, bytes], Any]:
         raise problem.cause from None
     except ray.exceptions.RayError as problem:
         told = str(problem).strip().splitlines()[0]
-        raise ConfigError(
+        raise MachineError(
             "", "", f"Ray gave up after {RETRIES + 1} tries, perhaps for want of memory: {told}"
         ) from None
     return files, found

@@ -28,7 +28,8 @@ from pydantic import BaseModel
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario
-from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.cluster.scenario import boards
+from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
@@ -136,7 +137,7 @@ class Store:
             "models": list(scenario.trace.models),
             "engine_models": list(result.timeline.engine_models),
             "kv_capacity_bytes": list(result.kv_capacity_bytes),
-            "gpus": len(scenario.gpus),
+            "gpus": boards(scenario.gpus),
             "warmup": warmup,
             "placement": placement(result),
             "end_s": result.end_s,
@@ -203,11 +204,11 @@ def _is_parquet(path: Path) -> bool:
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """A stored table, or some of its columns. Raises ConfigError for a damaged one."""
+    """A stored table, or some of its columns. Raises MachineError for a damaged one."""
     try:
         return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException):
-        raise ConfigError(str(path), "", "damaged; delete it and run again") from None
+        raise MachineError(str(path), "", "damaged; delete it and run again") from None
 
 
 def placement(result: RunResult) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 The first seed is run by itself, the others together, and a cell is given up, or accepted, as soon as the seeds that are left
 cannot change the answer: a target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly
-that of all seeds, because every seed has as many requests. Simulations are kept in the folder, so that a search goes on
-where it stopped.
+that of all seeds: where these have unlike numbers of requests (phases, arrivals of many models), all are run. Simulations
+are kept in the folder, so that a search goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.cluster import simulate
-from fineserve_sim.experiment.file.errors import ConfigError, ScenarioError
+from fineserve_sim.experiment.file.errors import ConfigError, MachineError, ScenarioError
 from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
@@ -146,9 +146,12 @@ class Prober:
             raise SizingError(f"--at {problem.key.removeprefix('sweeps.0.at.')}: {problem.problem}") from None
 
     def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
-        """Run seed after seed until the answer is sure, or all (``fully``). A scenario that cannot run does not hold."""
+        """Run seed after seed until the answer is sure, or all (``fully``). A scenario that cannot run does not hold. Raises
+        MachineError where it is the machine that cannot: this says nothing of the value."""
         try:
             found = self._ask(system, key, value, fully)
+        except MachineError:
+            raise
         except (ScenarioError, ConfigError) as problem:
             found = Attained(value, False, {}, None, 0, True, str(problem))
         if self.told is not None:
@@ -161,7 +164,7 @@ class Prober:
         for count in (1, seeds):
             experiment = self._experiment(system, place, count)
             runs, unplaced = self._run(experiment)
-            sure = [_sure_of(runs, seeds, goal) for goal in self.goals]
+            sure = [_sure_of(runs, seeds, goal, alike=_alike(experiment)) for goal in self.goals]
             if not fully and (False in sure or all(sure)):
                 break
         found = {goal.metric: estimate(runs, goal.metric) for goal in self.goals}
@@ -179,15 +182,14 @@ class Prober:
                 metric: one.half_width if math.isfinite(one.half_width) else None for metric, one in found.items()
             },
             usd_per_hour=None if usd is None else usd * setup.bought,
-            usd_per_mtoken=usd * hours * setup.bought / len(setup.gpus)
-            if usd is not None and math.isfinite(hours)
-            else None,
+            usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
         )
 
     def _run(self, experiment: Experiment) -> tuple[list[Measures], tuple[str, ...]]:
-        """The runs of the one cell of an experiment, and the models that had no instance in the first."""
+        """The runs of the one cell of an experiment, and the models that had no instance in the first (none where models come
+        and go)."""
         store = Store(self.out)
         prepare(self.out)
         with lent(self.executor, self.jobs) as executor:
@@ -200,7 +202,8 @@ class Prober:
             measure(store.read(key), outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
             for key, placement in zip(outcome.keys, placements, strict=True)
         ]
-        return runs, tuple(placements[0]["unplaced"])
+        moving = experiment.setup.systems[outcome.point.system].residency is not None
+        return runs, () if moving else tuple(placements[0]["unplaced"])
 
     def experiment(self, system: str, key: str, value: float) -> Experiment:
         """One system at one value, with all seeds."""
@@ -220,15 +223,24 @@ _BARE = (("claims", "[]"), ("figures", "[]"))
 """A search looks at neither."""
 
 
-def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal) -> bool | None:
-    """Whether the goal will hold over all seeds, of which these are the first."""
+def _alike(experiment: Experiment) -> bool:
+    """Whether all seeds have as many requests; else the durations of the file set their number."""
+    work = experiment.setup.workload
+    return work.trace is not None or work.requests is not None
+
+
+def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal, *, alike: bool) -> bool | None:
+    """Whether the goal will hold over all seeds, of which these are the first; None while nobody knows."""
     requests = sum(run.counts["arrived"] for run in runs)
     hits = sum(run.hits[goal.metric][""].sum() for run in runs)
-    return _sure(hits, requests, requests // len(runs) * seeds, goal.share)
+    if len(runs) == seeds:
+        return _sure(hits, requests, requests, goal.share)
+    return _sure(hits, requests, requests // len(runs) * seeds, goal.share) if alike else None
 
 
 def _sure(hits: int, requests: int, total: int, share: float) -> bool | None:
-    """Whether at least ``share`` of ``total`` requests will have met the limit; None while the rest can still change it."""
-    if hits >= share * total:
+    """Whether at least ``share`` of ``total`` requests will have met the limit; None while the rest can still change it. Shares
+    are compared, as 0.55 of 100 requests is a little more than 55."""
+    if hits / total >= share:
         return True
-    return False if hits + (total - requests) < share * total else None
+    return False if (hits + total - requests) / total < share else None

@@ -136,13 +136,23 @@ def least_gpus(setup: Setup, system: str, slack: float) -> int:
     return max(1, -(-weights_bytes // places.usable_bytes[0]))
 
 
+def to_take(answers: Sequence[Answer], axis: Axis) -> Answer | None:
+    """Of GPUs the cheapest answer; else the highest rate or the tightest SLO, the cheapest of equal ones."""
+    if axis is GPUS:
+        return cheapest(answers)
+    values = [answer.best.value for answer in answers if answer.best is not None]
+    best = max(values, default=None) if axis.best == "highest" else min(values, default=None)
+    return cheapest([answer for answer in answers if answer.best is not None and answer.best.value == best])
+
+
 def cheapest(answers: Sequence[Answer]) -> Answer | None:
-    """The answer with the fewest dollars an hour; with the fewest GPUs where a price is missing."""
+    """The answer with the fewest dollars an hour, or GPUs where a price is missing; of equal ones the one that attains most."""
     found = [answer for answer in answers if answer.best is not None]
     priced = all(answer.best is not None and answer.best.usd_per_hour is not None for answer in found)
 
-    def cost(answer: Answer) -> float:
-        assert answer.best is not None
-        return (answer.best.usd_per_hour or 0.0) if priced else answer.best.value
+    def cost(answer: Answer) -> tuple[float, float]:
+        best = answer.best
+        assert best is not None
+        return (best.usd_per_hour or 0.0) if priced else best.value, -min(best.shares.values(), default=0.0)
 
     return min(found, key=cost, default=None)

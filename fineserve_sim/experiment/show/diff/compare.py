@@ -8,7 +8,7 @@ counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fineserve_sim.experiment.results.stats import difference
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.diff.decisions import changed_placement, first_difference
 from fineserve_sim.experiment.show.diff.inputs import Change, changed_inputs
-from fineserve_sim.experiment.show.labels import axis_text
+from fineserve_sim.experiment.show.labels import axis_text, quantity
 
 Cell = Mapping[str, Any]
 
@@ -59,8 +59,8 @@ def diff(a: Path, b: Path) -> Diff:
     """What changed from ``a`` to ``b``. Raises ValueError for a folder without results."""
     left, right = read_summary(a), read_summary(b)
     of_a, of_b = _by_place(left), _by_place(right)
-    both = {place: (of_a[place], of_b[place]) for place in of_a if place in of_b}
-    moved = [each for place, cells in both.items() for each in _metrics(place, *cells)]
+    both = [(of_a[place], of_b[place]) for place in of_a if place in of_b]
+    moved = [each for cells in both for each in _metrics(*cells)]
     changed = [each for each in moved if each is not None]
     return Diff(
         inputs=tuple(changed_inputs(a, b)),
@@ -73,21 +73,30 @@ def diff(a: Path, b: Path) -> Diff:
     )
 
 
-def _by_place(summary: Mapping[str, Any]) -> dict[str, Cell]:
-    found = {}
-    for cell in summary["cells"]:
-        axes = ", ".join(axis_text(axis, value) for axis, value in sorted(cell["axes"].items()))
-        found[f"{cell['sweep']}: {cell['title']}, {axes}"] = cell
-    return found
+Place = tuple[str, str, tuple[tuple[str, Any], ...]]
 
 
-def _only(a: Mapping[str, Cell], b: Mapping[str, Cell]) -> Iterator[str]:
-    yield from (f"only in A: {place}" for place in a if place not in b)
-    yield from (f"only in B: {place}" for place in b if place not in a)
+def _by_place(summary: Mapping[str, Any]) -> dict[Place, Cell]:
+    return {(cell["sweep"], cell["system"], tuple(sorted(cell["axes"].items()))): cell for cell in summary["cells"]}
 
 
-def _metrics(place: str, a: Cell, b: Cell) -> Iterator[Moved | None]:
+def _told(cell: Cell) -> str:
+    """The place of a cell, its numbers with all digits that tell it from others."""
+    axes = (
+        f"{quantity(axis).label} {value:.10g}" if isinstance(value, float) else axis_text(axis, value)
+        for axis, value in sorted(cell["axes"].items())
+    )
+    return f"{cell['sweep']}: {cell['title']}, {', '.join(axes)}"
+
+
+def _only(a: Mapping[Place, Cell], b: Mapping[Place, Cell]) -> Iterator[str]:
+    yield from (f"only in A: {_told(cell)}" for place, cell in a.items() if place not in b)
+    yield from (f"only in B: {_told(cell)}" for place, cell in b.items() if place not in a)
+
+
+def _metrics(a: Cell, b: Cell) -> Iterator[Moved | None]:
     """One entry a metric that both have or one lost; None where it stayed within its interval."""
+    place = _told(a)
     for metric in dict.fromkeys([*a["metrics"], *b["metrics"]]):
         left, right = a["metrics"].get(metric), b["metrics"].get(metric)
         before, after = (entry["mean"] if entry else None for entry in (left, right))
@@ -105,16 +114,16 @@ def _metrics(place: str, a: Cell, b: Cell) -> Iterator[Moved | None]:
 def _decisions(
     folders: tuple[Path, Path],
     summaries: tuple[Mapping[str, Any], Mapping[str, Any]],
-    cells: Mapping[str, tuple[Cell, Cell]],
+    cells: Sequence[tuple[Cell, Cell]],
 ) -> Iterator[str]:
     """Lines of placements and of commands, those that many cells share once."""
     told: dict[str, list[str]] = {}
-    for place, (a, b) in cells.items():
+    for a, b in cells:
         lines = changed_placement(a, summaries[0]["placements"], summaries[1]["placements"])
         if command := first_difference(folders, (a, b)):
             lines.append(command)
         for line in lines:
-            told.setdefault(f"{a['title']}: {line}", []).append(place)
+            told.setdefault(f"{a['title']}: {line}", []).append(_told(a))
     for line, places in told.items():
         others = f" and {len(places) - 1} other cell{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
         yield f"{line} [{places[0]}{others}]"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun, run_of
+from fineserve_sim.experiment.run.store import Store
 
 Cell = Mapping[str, Any]
 Placements = Sequence[Mapping[str, Any]]
@@ -37,20 +38,19 @@ def _gpus(cell: Cell, placements: Placements) -> dict[str, str]:
 def first_difference(folders: tuple[Path, Path], cells: tuple[Cell, Cell]) -> str | None:
     """The first command of the first seed that differs; None where none does, where both are the same run, and where one has
     no decision log."""
-    a, b = (run_of(folder, cell) for folder, cell in zip(folders, cells, strict=True))
-    if a.key == b.key or not (a.decisions_path.exists() and b.decisions_path.exists()):
+    keys = [cell["runs"][0] for cell in cells]
+    logs = [Store(folder).decisions_path(key) for folder, key in zip(folders, keys, strict=True)]
+    if keys[0] == keys[1] or not all(log.exists() for log in logs):
         return None
-    for number, (left, right) in enumerate(zip_longest(_commands(a), _commands(b))):
+    for number, (left, right) in enumerate(zip_longest(*map(_commands, logs))):
         if left != right:
             return f"command {number + 1}: {_told(left)} -> {_told(right)}"
     return None
 
 
-def _commands(run: StoredRun) -> Iterator[Mapping[str, Any]]:
-    try:
-        yield from (entry for entry in run.decisions() if "command" in entry)
-    except RunError:
-        return
+def _commands(log: Path) -> Iterator[Mapping[str, Any]]:
+    with log.open(encoding="utf-8") as file:
+        yield from (entry for entry in map(json.loads, file) if "command" in entry)
 
 
 def _told(entry: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fineserve_sim.experiment.show.answer import dollars, percent, targets_text
+from fineserve_sim.experiment.show.answer import cheapest_text, dollars, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
 from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
@@ -39,15 +39,17 @@ def search_section(found: Mapping[str, Any]) -> Html:
 def _headline(found: Mapping[str, Any]) -> str:
     targets = targets_text(found["targets"])
     if found["cheapest"] is None:
-        held = any(answer["answer"] for answer in found["systems"])
+        any_held = any(answer["answer"] for answer in found["systems"])
         axis = found["title"].lower() if found["title"] != "GPUs" else "GPUs"
-        return f"The {found['best']} {axis} that keeps {targets}." if held else f"No system keeps {targets}."
+        return f"The {found['best']} {axis} that keeps {targets}." if any_held else f"No system keeps {targets}."
     chosen = found["systems"][found["cheapest"]]
     cost = chosen["answer"]["usd_per_hour"]
     price = "" if cost is None else f", ${cost:,.2f} an hour"
     tp = f" at TP {chosen['tp']}" if chosen["tp"] else ""
     where = f"{chosen['title']} on {chosen['answer']['value']:g} {chosen['gpu']}{tp}"
-    return f"The cheapest that keeps {targets}: {where}{price}."
+    held = [answer for answer in found["systems"] if answer["answer"]]
+    first = cheapest_text((answer["gpu"], answer["answer"]["usd_per_hour"]) for answer in held)
+    return f"{first} {targets}: {where}{price}."
 
 
 def _cells(answer: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
