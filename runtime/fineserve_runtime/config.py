@@ -224,8 +224,8 @@ def _ranks_problem(section: RuntimeSection, name: str, tp: int | Literal["auto"]
 
 
 def _check_access(file: RuntimeFile) -> None:
-    """Keys are there, and the files of TLS."""
-    section = file.section
+    """Keys are there, each for one holder alone, and the files of TLS."""
+    section, known = file.section, dict[str, str]()
     variables = {f"api_keys.{number}.env": key.env for number, key in enumerate(section.api_keys)}
     for name in ("api_key_env", "admin_key_env"):
         if getattr(section, name) is not None:
@@ -233,6 +233,12 @@ def _check_access(file: RuntimeFile) -> None:
     for key, variable in variables.items():
         if not os.environ.get(variable):
             raise file.error(key, f"the environment variable {variable} is empty or not set")
+        if (other := known.setdefault(os.environ[variable], key)) != key:
+            raise file.error(key, f"the same secret as that of {other}; give each a key of its own")
+    names = [key.name for key in section.api_keys]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise file.error(f"api_keys.{number}.name", f'a second key called "{name}"; its limit is counted by name')
     if section.tls is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(

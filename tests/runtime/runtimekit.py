@@ -159,8 +159,8 @@ def runtime(
         driver.close()
 
 
-def eventually(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for another thread."""
+def eventually(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for another thread, which on a busy machine may have no core for seconds."""
     end_s = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < end_s, "it never came true"

@@ -160,6 +160,33 @@ def test_keys_limits_and_tls_of_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert file.section.limits.body_bytes == 1000 and file.section.limits.connections == 4096
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"api_key_env": "TEAM_KEY", "admin_key_env": "TEAM_KEY"},
+            "admin_key_env: the same secret as that of api_key_env",
+        ),
+        (
+            {"api_keys": "[{name: a, env: TEAM_KEY}, {name: b, env: SAME_KEY}]"},
+            "api_keys.1.env: the same secret as that of api_keys.0.env",
+        ),
+        (
+            {"api_keys": "[{name: a, env: TEAM_KEY}, {name: a, env: OTHER_KEY}]"},
+            'api_keys.1.name: a second key called "a"',
+        ),
+    ],
+)
+def test_a_key_is_one_holders(
+    changes: dict[str, str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients with the operators' key would be operators; two keys of one name would share a limit."""
+    for name, secret in (("TEAM_KEY", "t"), ("SAME_KEY", "t"), ("OTHER_KEY", "o")):
+        monkeypatch.setenv(name, secret)
+    with pytest.raises(ConfigError, match=problem):
+        load_file(write_file(tmp_path), [(f"runtime.{key}", value) for key, value in changes.items()])
+
+
 def test_a_file_without_the_section_is_for_the_simulator(tmp_path: Path) -> None:
     file = write_file(tmp_path)
     file.write_text(file.read_text().split("runtime:")[0])

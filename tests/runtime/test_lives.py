@@ -76,7 +76,7 @@ def test_who_waits_for_a_model_that_does_not_come_back_is_told_at_once() -> None
         waiting = [here.ask("A")[1] for _ in range(3)]
         here.host.step(0)
         down(here)
-        eventually(lambda: all(heard.end for heard in [running, *waiting]), 1.0)
+        eventually(lambda: all(heard.end for heard in [running, *waiting]))
         assert running.end and running.end[:2] == ("failed", "model_down")
         for heard in waiting:
             assert heard.end and heard.end[:2] == ("refused", "model_down")

@@ -491,6 +491,19 @@ def test_what_breaks_in_the_text_of_a_stream_ends_it_with_an_error(n: int) -> No
         assert here.metric("fineserve:internal_errors_total") == 1
 
 
+def test_a_parser_that_cannot_be_made_leaves_no_request_behind() -> None:
+    def broken(tools: object, streamed: bool) -> Any:
+        raise RuntimeError("no such tool")
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    with served(step_s=0.05) as here:  # all tokens would take 20 s
+        here.service.models["A"] = replace(here.service.models["A"], tool_parser=broken)
+        body = {"model": "A", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "stream": True}
+        told = here.post("/v1/chat/completions", body | {"tools": [tool]})
+        assert told.status_code == 500 and told.json()["error"]["message"] == "internal error"
+        assert here.runtime.driver.wait_empty(5)
+
+
 def test_sigterm_under_load_lets_the_running_finish() -> None:
     import signal
 

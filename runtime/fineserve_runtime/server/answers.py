@@ -76,12 +76,14 @@ class EventStream:
         self._tokens = 0
         self._opened: set[int] = set()
         self._sent = [0] * len(choices)  # characters
-        self._readers = [ask.tools.reader() for _ in choices] if ask.tools else None
+        self._readers: list[ToolParser] | None = None
         self._called: set[int] = set()
 
     async def begin(self) -> AsyncIterator[str]:
         """The events, once there is a first one. Raises ApiError as ``whole`` does."""
         try:
+            if self._ask.tools is not None:
+                self._readers = [self._ask.tools.reader() for _ in self._choices]
             first = await anext(self._pieces)
         except BaseException:
             self.give_up()

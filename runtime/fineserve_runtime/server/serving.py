@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import signal
 import socket
@@ -48,7 +49,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.listen(_BACKLOG)
     except OSError as problem:
         bound.close()
-        raise OSError(f"{host}:{port} cannot be served: {problem.strerror}; is another server running?") from None
+        hint = "; is another server running?" if problem.errno == errno.EADDRINUSE else ""
+        raise OSError(f"{host}:{port} cannot be served: {problem.strerror}{hint}") from None
     return bound
 
 
