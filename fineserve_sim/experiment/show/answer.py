@@ -110,7 +110,7 @@ def dollars(value: float) -> str:
 
 
 def cheapest_text(prices: Iterable[tuple[str, float | None]]) -> str:
-    """What the first of several answers is, whose GPU and dollars an hour are given: ``The cheapest that keeps``, where all are known."""
+    """What the first of several answers is: ``The cheapest that keeps``, where what an hour of each costs is known."""
     unknown = dict.fromkeys(gpu for gpu, usd in prices if usd is None)
     if not unknown:
         return "The cheapest that keeps"

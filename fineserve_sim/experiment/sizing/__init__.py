@@ -3,4 +3,16 @@
 from fineserve_sim.experiment.sizing.probe import Attained, Goal, SizingError, goal, goals
 from fineserve_sim.experiment.sizing.search import Answer, Axis, axis_of, cheapest, size, to_take
 
-__all__ = ["Answer", "Attained", "Axis", "Goal", "SizingError", "axis_of", "cheapest", "goal", "goals", "size", "to_take"]
+__all__ = [
+    "Answer",
+    "Attained",
+    "Axis",
+    "Goal",
+    "SizingError",
+    "axis_of",
+    "cheapest",
+    "goal",
+    "goals",
+    "size",
+    "to_take",
+]
