@@ -258,7 +258,7 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     elif held is not None:
         yield f"{holds} at every rate that was run, up to {_rate(held, base)}."
     else:
-        yield f"{holds} at no rate that was run, from {_rate(failing, base)} on."
+        yield f"{answer['choice']['title']} fails at {_rate(failing, base)}, the lowest rate here."
 
 
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
