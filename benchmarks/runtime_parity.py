@@ -342,7 +342,7 @@ def _run(results: Path, system: str) -> RunData:
 
 
 def _correlation(one: RunData, other: RunData) -> float:
-    """Of the KV bytes in use, sampled once a second."""
+    """Of the KV bytes in use, looked at once in each second, at the same times."""
     sums = [run.kv_used_bytes.sum(axis=1).astype(float) for run in (one, other)]
     seconds = min(map(len, sums))
     return float(np.corrcoef(sums[0][:seconds], sums[1][:seconds])[0, 1])

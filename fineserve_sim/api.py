@@ -75,7 +75,7 @@ class Result:
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
-        """A row a sample (a second) and engine of every run: ``waiting``, ``running``, ``kv_used_bytes``."""
+        """A row a sample (one in each second) and engine of every run: ``waiting``, ``running``, ``kv_used_bytes``."""
         return frames.timeline_frame(self.folder, self.summary)
 
     @cached_property

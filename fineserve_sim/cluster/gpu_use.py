@@ -1,4 +1,4 @@
-"""How busy each GPU is and what keeps requests waiting on it, from looks at equal distances in time.
+"""How busy each GPU is and what keeps requests waiting on it, from looks spread evenly over time (``samples.py``).
 
 Of all looks up to the last arrival: how often some engine computed there (all stages of a pipeline that computes), how much of
 the GPU's compute units and memory bandwidth the steps in flight needed (their solo shares, over the slowdown of each engine),

@@ -16,6 +16,7 @@ from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.result import WholeTrace
+from fineserve_sim.cluster.samples import sample_time_s
 from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
 
 ARRIVAL = order_of(Kind.ARRIVAL, 0)
@@ -31,8 +32,8 @@ MOST_NOTES = 1 << 13
 
 
 class Run:
-    """A composed cluster that serves ``requests``, so many in all, sampled every ``sample_s`` (0: never), until all have ended,
-    or to ``horizon_s``. ``looks`` say until when samples look at GPUs, ``ended`` takes the requests that have ended;
+    """A composed cluster that serves ``requests``, so many in all, sampled once in each ``sample_s`` (0: never), until all have
+    ended, or to ``horizon_s``. ``looks`` say until when samples look at GPUs, ``ended`` takes the requests that have ended;
     without it they are kept for the result."""
 
     def __init__(
@@ -98,7 +99,7 @@ class Run:
         self.parts.step_times.sample()
         self.gpu_uses.sample(now)
         self._samples += 1
-        clock.at(self._samples * self._sample_s, TIMER, self._on_sample)
+        clock.at(sample_time_s(self._samples, self._sample_s), TIMER, self._on_sample)
         if self._tell is not None and time.monotonic() - self._told_s >= TOLD_S:
             self._told_s = time.monotonic()
             self._tell(self._number - outcomes.open, self._number)

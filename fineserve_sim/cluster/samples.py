@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,17 @@ PER_COLUMN = ("waiting", "running", "kv_used_bytes")
 PER_GPU = ("gpu_stranded_bytes", "gpu_free_bytes")
 HANDED_ON = 64
 """Samples at a time."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def sample_time_s(number: int, every_s: float) -> float:
+    """When sample ``number`` (0, 1, ...) is taken: one in each interval of ``every_s``, the place in it by the golden ratio.
+
+    At equal distances all samples would meet a trace whose arrivals stand on whole seconds at one phase. The places
+    ``number * GOLDEN`` modulo 1 fill the interval evenly (Weyl; discrepancy O(log n / n)), so that for a rhythm of any rational
+    number of intervals the mean over n samples is as near to the mean over time (Koksma's inequality).
+    """
+    return (number + number * GOLDEN % 1.0) * every_s
 
 
 class Samples:

@@ -48,13 +48,21 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of the cluster: its place in a node matters for TP groups. ``network_bytes_per_s``: its link to other
-    nodes, in one direction (200 Gbit/s unless said otherwise). ``sharing``: of its SMs; by default as the system has it."""
+    nodes, in one direction (200 Gbit/s unless said otherwise). ``sharing``: of its SMs; by default as the system has it.
+    ``board``: which GPU it is a slice of by MIG, or None where it is whole."""
 
     id: int
     node: int
     spec: GpuSpec
     network_bytes_per_s: float = 25e9
     sharing: Sharing | None = None
+    board: int | None = None
+
+
+def boards(gpus: Sequence[Gpu]) -> int:
+    """How many GPUs these are, the slices of one counted once."""
+    slices = [gpu.board for gpu in gpus if gpu.board is not None]
+    return len(gpus) - len(slices) + len(set(slices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +129,10 @@ def _lost(what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. ``trace`` are its requests, whole or chunk by chunk; its models must be ids of ``models``. ``sample_s`` spaces
-    the timeline samples (0: none); ``exact_steps`` plans every engine iteration by itself instead of merging equal ones
-    (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as a
-    JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
+    """One run. ``trace`` are its requests, whole or chunk by chunk; its models must be ids of ``models``. The timeline
+    has a sample in each ``sample_s`` (0: none); ``exact_steps`` plans each engine iteration by itself, and merges no equal ones
+    (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as
+    a JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
     arrival the run may go on; ``faults`` are for the systems that ``wrong_fault`` accepts."""
 
     system: SystemSpec

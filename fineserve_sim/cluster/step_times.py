@@ -1,4 +1,4 @@
-"""What the engines' time is made of, from the steps in flight at equal distances in time."""
+"""What the engines' time is made of, from the steps in flight at samples spread evenly over time."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class EngineLoad(NamedTuple):
 
     ``queued_blocks`` hold the prompts of all its waiting requests, ``head_blocks`` that of the first; ``running`` requests have
     a slot; ``stalled`` ones among them wait for KV that is on its way. ``fullest_bytes``: the most KV bytes on one of its
-    instances. ``shortest`` is the running request with the fewest blocks, where asked for and if any may be moved.
+    instances, less what is kept for sequences to come. ``shortest`` is the running request with the fewest blocks, where
+    asked for and if any may be moved.
     """
 
     used_blocks: int

@@ -62,7 +62,7 @@ class Driver:
         self._deadlines = Deadlines(spec.scheduler, self._bounds, self._slo_s)
         self.incident = on_incident
         self._decisions = Decisions(log, lambda problem: on_incident("decision log failed", {"reason": repr(problem)}))
-        self._places: Places
+        self._places = Places({}, self._on_trouble)  # until ``start``: what engines say before is nobody's
         self._lock = threading.RLock()
         self._empty = threading.Condition(self._lock)
         self._desk = Desk(self._slo_s, observers)
@@ -82,18 +82,23 @@ class Driver:
 
     def start(self, hosts: Mapping[int, EngineHost]) -> None:
         """Engines run; put to sleep those that are not resident at first."""
-        self._places = Places(hosts)
+        places = Places(hosts, self._on_trouble)
         for engine, stay in enumerate(self._spec.stays):
-            self._places.settle(engine, stay.model, stay.gpus)
+            places.settle(engine, stay.model, stay.gpus)
             self._desk.open(engine)
         for gpu, host in hosts.items():
             for local, handle in host.engines.items():
-                if self._places.engine_at(Place(gpu, local)) is None:
+                if places.engine_at(Place(gpu, local)) is None:
                     handle.sleep()
         keeps_resident = self._spec.residency is None
-        self._lives = EngineLives(self, self._places, self._desk, tuple(self._slo_s), keeps_resident=keeps_resident)
+        self._lives = EngineLives(self, places, self._desk, tuple(self._slo_s), keeps_resident=keeps_resident)
         self._epoch_s = time.monotonic()
-        self._alarm = Alarm(self._on_alarm, self._on_trouble)
+        self._alarm = Alarm(self._on_alarm, lambda problem: self._on_trouble(problem, "clock"))
+        with self._lock:
+            self._places = places
+            for engine in places.engines():
+                if not places.handle(engine).alive:  # while others started, and nobody heard
+                    self._lives.died(engine, "it died before the driver started", crashed=False)
         self._alarm.set(self._epoch_s)
 
     def begin_drain(self, patience_s: float | None = None) -> None:
@@ -114,13 +119,11 @@ class Driver:
     def close(self) -> None:
         """End what is left, clearly, and stop. The hosts are their owner's to close."""
         self._alarm.close()
-        with self._lock:
-            self._draining = True
+        self._draining = True
         self.end_all()
         self._places.close()
 
     def end_all(self) -> None:
-        """End what is left, clearly."""
         with self._lock:
             for job in self._desk.all():
                 self.give_up(job, End("failed", "shutdown", "the server is shutting down"))
@@ -216,23 +219,23 @@ class Driver:
     def abort(self, request_id: int) -> None:
         """The client left. Unknown ids are ignored."""
         with self._lock:
-            job = self._desk.get(request_id)
-            if job is not None:
+            if (job := self._desk.get(request_id)) is not None:
                 self.give_up(job, End("aborted", "abort", "the client left"))
 
     def complete(self, request_id: int) -> None:
         """The client has what it wanted: its text reached a stop string. Unknown ids are ignored."""
         with self._lock:
-            job = self._desk.get(request_id)
-            if job is not None:
+            if (job := self._desk.get(request_id)) is not None:
                 self.give_up(job, End("finished", "stop"))
 
     def arrive(self, job: Job, *, again: bool = False) -> None:
-        """Tell the core of a request, be it new or on its way ``again``."""
+        """Tell the core of a request, be it new or on its way ``again``; with its engine its model may have gone down, and it
+        was told so."""
+        if self._desk.get(job.id) is None:
+            return
         request = Request(job.id, job.model, self._deadlines.core_arrival_s(job), len(job.prompt) + len(job.generated))
         self.tell(RequestReturned(request) if again else RequestArrived(request))
-        engine = self._controller.engine_of(job.id)
-        if engine is not None and self._places.is_idle(engine):
+        if (engine := self._controller.engine_of(job.id)) is not None and self._places.is_idle(engine):
             self.consult(engine)
 
     def give_up(self, job: Job, end: End) -> None:
@@ -275,8 +278,7 @@ class Driver:
             for request_id in report.preempted:
                 self._desk.note_preemption(request_id)
             if report.prefill_tokens:
-                duration_s = report.ended_s - report.started_s
-                self.tell(StepMeasured(model, report.prefill_tokens, report.decodes, duration_s))
+                self.tell(StepMeasured(model, report.prefill_tokens, report.decodes, report.ended_s - report.started_s))
             if self._places.engine_at(Place(gpu, report.engine)) == engine:  # with its last request it may have left
                 self.consult(engine)
             self._consult_others(gpu, engine)
@@ -291,8 +293,7 @@ class Driver:
 
     def died(self, gpu: int, local: int, reason: str, *, crashed: bool) -> None:
         with self._lock:
-            engine = self._places.engine_at(Place(gpu, local))
-            if engine is not None:
+            if (engine := self._places.engine_at(Place(gpu, local))) is not None:
                 self._lives.died(engine, reason, crashed=crashed)
 
     # --- schedulers ------------------------------------------------------------------------------------------------
@@ -339,9 +340,9 @@ class Driver:
             next_s = min(self._controller.next_tick_s, self._next_look_s)
             self._alarm.set(self._epoch_s + max(next_s, self.now() + _LEAST_WAIT_S))
 
-    def _on_trouble(self, problem: Exception) -> None:
-        """The clock goes on, whatever went wrong at one of its ticks."""
-        self.incident("internal error", {"where": "clock", "reason": repr(problem)})
+    def _on_trouble(self, problem: Exception, where: str = "device") -> None:
+        """The clock goes on, whatever went wrong at one of its ticks; so do the threads of devices."""
+        self.incident("internal error", {"where": where, "reason": repr(problem)})
         self._alarm.set(time.monotonic() + 1.0)
 
     def _tick(self) -> Tick:
@@ -354,8 +355,7 @@ class Driver:
         """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""
         for job in self._desk.all():
             unled = job.engine is None and self._controller.engine_of(job.id) is None
-            end = self._deadlines.overdue(job, self.now(), unled=unled)
-            if end is not None:
+            if (end := self._deadlines.overdue(job, self.now(), unled=unled)) is not None:
                 self.give_up(job, end)
 
     # --- the core --------------------------------------------------------------------------------------------------

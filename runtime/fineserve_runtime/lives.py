@@ -232,8 +232,10 @@ class EngineLives:
     # --- asleep by hand --------------------------------------------------------------------------------------------
 
     def stop(self, model: str) -> None:
-        """Put the model to sleep when its last request ends; new ones are refused. Raises ValueError where weights cannot
-        leave their memory."""
+        """Put the model to sleep when its last request ends; new ones are refused. Raises ValueError for one that was removed,
+        and where weights cannot leave their memory."""
+        if model not in self._down_s:
+            raise ValueError(f"model {model} was removed")
         if not all(host.config.weights_in_region for host in self._places.hosts.values()):
             raise ValueError("models can be put to sleep only where runtime.weights_in_region is true")
         self._stopped.add(model)

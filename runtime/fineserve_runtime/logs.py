@@ -78,7 +78,7 @@ class LineLog:
             try:
                 self._target.write("".join(_line(entry) for entry in [*gap, *batch]))
                 told = seen
-            except (OSError, ValueError, RuntimeError):  # RuntimeError: a stream that is being torn down
+            except Exception:  # a full disk, a stream that is being torn down, an entry that is no JSON
                 with self._news:
                     self.lost += len(batch)
 
@@ -152,12 +152,13 @@ class FileTarget:
         self._size += written
 
     def _rotate(self) -> None:
-        for number in range(KEPT_FILES, 0, -1):
+        """Where no new file can be opened, the old one stays open, and the next try moves no part again."""
+        for number in range(KEPT_FILES if self._path.exists() else 0, 0, -1):
             older, newer = _part_path(self._path, number), _part_path(self._path, number - 1)
             if newer.exists():
                 newer.replace(older)
-        os.close(self._file)
-        self._file = self._open()
+        full, self._file = self._file, self._open()
+        os.close(full)
         self._part += 1
 
 

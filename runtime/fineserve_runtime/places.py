@@ -31,11 +31,12 @@ class Place(NamedTuple):
 
 
 class Places:
-    """``hosts`` by their first device. Raises ValueError for a model that has no engine process on the devices where it is to
-    be."""
+    """``hosts`` by their first device; ``on_trouble`` hears what a callback raises. Raises ValueError for a model that has no
+    engine process on the devices where it is to be."""
 
-    def __init__(self, hosts: Mapping[int, EngineHost]) -> None:
+    def __init__(self, hosts: Mapping[int, EngineHost], on_trouble: Callable[[Exception], None]) -> None:
         self._hosts = dict(hosts)
+        self._on_trouble = on_trouble
         self._host_of = {gpu: first for first, host in hosts.items() for gpu in host.config.gpus}
         self._place: dict[int, Place] = {}
         self._engine: dict[Place, int] = {}
@@ -147,13 +148,16 @@ class Places:
 
     def _later(self, gpu: int, work: Callable[[], float], done: Callable[[float, BaseException | None], None]) -> None:
         def run() -> None:
+            seconds, problem = 0.0, None
             try:
                 seconds = work()
-            except Exception as problem:
-                if not self._closed:
-                    done(0.0, problem)
-            else:
-                done(seconds, None)
+            except Exception as raised:
+                problem = raised
+            try:
+                if problem is None or not self._closed:
+                    done(seconds, problem)
+            except Exception as raised:  # the pool would keep it to itself
+                self._on_trouble(raised)
 
         with suppress(RuntimeError):  # closed
             self._workers[gpu].submit(run)

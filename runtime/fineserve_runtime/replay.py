@@ -24,6 +24,7 @@ from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import Logprobs, Sampling
 from fineserve_runtime.jobs import End, Job, Refused
 from fineserve_runtime.launch import Running, StartHost, launch
+from fineserve_sim.cluster.samples import sample_time_s
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, Timeline
 from fineserve_sim.experiment.file.document import read_yaml
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -191,7 +192,7 @@ class _Play:
         while True:
             now_s = self._driver.now() - self._begin_s
             self._sample(now_s)
-            if done.wait(len(self._sample_s) * gap_s - now_s):
+            if done.wait(sample_time_s(len(self._sample_s), gap_s) - now_s):
                 return
 
     def _sample(self, now_s: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 from fineserve_runtime.config import AddedModel, RuntimeFile, check_model
@@ -76,13 +77,15 @@ class Roster:
             time.sleep(_LOOK_S)
         ends = driver.remove_model(name, f"model {name} was removed by an operator")
         self._metrics.remove_model(name)
+        if wait(ends, _END_S).not_done:
+            raise RuntimeError(f"model {name} is removed, but an engine of it did not end in {_END_S:g} s")
         for end in ends:
-            end.result(_END_S)
+            end.result()
 
     def _await_up(self, name: str) -> None:
         """Its device may have something to do before: another engine starts there."""
-        end_s = time.monotonic() + _END_S
-        while self._running.driver.health(name).condition == "starting" and time.monotonic() < end_s:
+        driver, end_s = self._running.driver, time.monotonic() + _END_S
+        while driver.health(name).condition == "starting" and not driver.draining and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
 
     def _check_system(self) -> None:

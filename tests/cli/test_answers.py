@@ -40,6 +40,16 @@ def test_one_request_has_no_rate_no_interval_and_no_cost_by_request(call: Any, t
     assert "Load: rate scale 1; " in done.out
 
 
+def test_dedicated_gpus_beside_a_model_of_open_degree_are_as_many_as_its_weights_need(call: Any, trace: Path) -> None:
+    models = ("--model", "A=llama-3.1-70b:fp16:auto", "--model", "B=llama-3.1-8b:fp8:auto")
+    done = call(
+        "compare", str(trace), "-s", "fineserve", *models, "--gpus", "2", "--rate-scale", "1", "--no-search", "--json"
+    )
+    assert done.code == 0, done.err
+    clusters = {cell["system"]: cell["cluster"]["count"] for cell in json.loads(done.out)["cells"]}
+    assert clusters == {"fineserve": 2, "clairvoyant": 2, "dedicated": 3}
+
+
 def test_names_in_any_script_leave_the_screen_alone(spawn: Any, tmp_path: Path) -> None:
     rows = "\n".join(f"{index},模型,512,16" for index in range(20))
     (tmp_path / "named.csv").write_text(f"arrival_s,model,prompt_tokens,output_tokens\n{rows}\n", encoding="utf-8")

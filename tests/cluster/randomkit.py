@@ -16,8 +16,10 @@ from fineserve_traces import Trace
 from lawkit import Verdict, judge
 from simkit import H100, Row, fixed_bytes, geometry, pinned, served, trace_of, with_kv_blocks, with_usable_bytes
 
+from fineserve_sim import catalog
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu, Scenario, ServedModel
 from fineserve_sim.systems import SystemSpec, load_systems
+from fineserve_sim.systems.spec import PrivatePoolsSpec
 
 Options = dict[str, Any]
 
@@ -193,7 +195,11 @@ def _fleet(random: Random, residency: Options, placement: Options, memory: Optio
     sharing = _sharing(random, models)
     spec = _spec(placement=placement, scheduler=scheduler, memory=memory, residency=residency, sharing=sharing)
     trace = trace_of(rows, [m.id for m in models])
-    return Scenario(spec, tuple(models), _gpus(cards), trace, settings, sample_s=0.5, drain_s=60.0)
+    gpus = _gpus(cards) if random.random() < 0.7 else _mixed(random, cards)
+    if memory == PRIVATE and random.random() < 0.3:
+        spec = spec.model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)})
+        trace = _with_prefixes(trace)
+    return Scenario(spec, tuple(models), gpus, trace, settings, sample_s=0.5, drain_s=60.0)
 
 
 # --- groups ------------------------------------------------------------------------------------------------------------
@@ -272,7 +278,10 @@ def _groups(random: Random, base: str, axes: Mapping[str, Any]) -> Scenario:
     gpus = tuple(Gpu(gpu, gpu // nodes, H100, network) for gpu in range(count * tp))
     serving = count - (spec.scaling.instances if spec.scaling else 0)
     faults = _faults(random, serving) if random.random() < 0.5 else ()
-    return Scenario(spec, (model,), gpus, trace_of(rows), settings, sample_s=0.05, faults=faults)
+    trace = trace_of(rows)
+    if spec.memory.policy == "private" and spec.migration is None and random.random() < 0.3:
+        spec, trace = spec.model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)}), _with_prefixes(trace)
+    return Scenario(spec, (model,), gpus, trace, settings, sample_s=0.05, faults=faults)
 
 
 def _faults(
@@ -325,6 +334,13 @@ def _sharing(random: Random, models: Sequence[ServedModel]) -> object:
 
 def _gpus(number: int) -> tuple[Gpu, ...]:
     return tuple(Gpu(gpu, 0, H100) for gpu in range(number))
+
+
+def _mixed(random: Random, number: int) -> tuple[Gpu, ...]:
+    """GPUs on two nodes, one of which hosts whatever an H100 does; those of the other may have less memory."""
+    small, large = (H100.model_copy(update={"memory_gib": H100.memory_gib * factor}) for factor in (0.7, 1.5))
+    kinds = [H100, large, catalog.gpu("h200-sxm"), small]
+    return tuple(Gpu(id, id % 2, random.choice(kinds[: 3 + id % 2])) for id in range(number))
 
 
 def _spec(**axes: Any) -> SystemSpec:

@@ -12,6 +12,7 @@ from simkit import solo, step_model
 
 from fineserve_sim.cluster import simulate
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.samples import sample_time_s
 
 
 def test_kinds_are_ordered_as_documented() -> None:
@@ -66,8 +67,9 @@ def test_an_engine_that_ends_a_step_sees_the_request_that_arrives_at_that_moment
 
 
 def test_a_sample_sees_the_arrivals_of_its_moment_and_not_yet_their_start() -> None:
-    run = simulate(solo([(0.0, 100, 50), (0.02, 100, 1), (0.02, 100, 1)], sample_s=0.02))
-    assert run.timeline.time_s[:2].tolist() == [0.0, 0.02]
+    at_s = sample_time_s(1, 0.02)
+    run = simulate(solo([(0.0, 100, 50), (at_s, 100, 1), (at_s, 100, 1)], sample_s=0.02))
+    assert run.timeline.time_s[:2].tolist() == [0.0, at_s]
     assert run.timeline.waiting[:2, 0].tolist() == [1, 2]
     assert run.timeline.running[:2, 0].tolist() == [0, 1]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from simkit import Row, pinned, served, solo, step_model
 
-from fineserve_sim.cluster import Fate, Scenario, ScenarioError, simulate
+from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
 from fineserve_sim.cluster.scenario import Fault, wrong_fault
 from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s
@@ -259,3 +259,12 @@ def test_two_models_are_refused() -> None:
     assert two.system.dispatch is None and pinned({}) is not None
     with pytest.raises(ScenarioError, match="serves one model"):
         simulate(scenario)
+
+
+def test_a_request_moves_only_where_a_slot_is_free() -> None:
+    """Four short requests take all slots of the second instance and little of its memory (every engine checks its slots)."""
+    dispatch = RoundRobinDispatchSpec()
+    rows: list[Row] = [(0.001 * i, *((16, 400) if i % 2 else (320, 200))) for i in range(8)]
+    four = EngineSettings(token_budget=256, max_sequences=4)
+    scenario = cluster(system("llumnix", dispatch=dispatch), rows, instances=2, settings=four)
+    assert lawful(scenario).migrations == 1  # when one has ended

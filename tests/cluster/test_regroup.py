@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from groupkit import GroupRun, burst, cluster, lawful, system, ttft_s
-from simkit import Row
+from groupkit import GroupRun, burst, cluster, lawful, simulate_groups, system, ttft_s
+from simkit import Row, trace_of
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario
 from fineserve_sim.cluster.compose.memory import geometry
 from fineserve_sim.cluster.scenario import Fault
-from fineserve_sim.systems.spec import SpareInstancesSpec
+from fineserve_sim.systems.spec import PrivatePoolsSpec, SpareInstancesSpec
 
 DROPS = ("kunserve-drop", "kunserve-exchange", "kunserve")
 
@@ -145,6 +145,32 @@ def test_an_instance_that_fails_while_it_loads_serves_once_when_it_is_back() -> 
     run = lawful(scenario, [Fault(0.1, 0, 0.001), Fault(0.11, 0, 0.001), Fault(0.12, 0, 0.05)])
     assert (run.result.fate == Fate.FINISHED).all()
     assert run.groups[-1] == 4
+
+
+def test_kept_prefixes_do_not_keep_a_pipeline_together() -> None:
+    """What is kept for others fills memory and stays; it is given up when the layers come back."""
+    caching = system("kunserve").model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)})
+    rows: list[Row] = [*burst(120, 180, 150), (6.0, 20, 2)]
+    ids = [tuple(100 * row + block for block in range(prompt // 16)) for row, (_, prompt, _) in enumerate(rows)]
+    trace = replace(trace_of(rows), prefix_hashes=tuple(ids), prefix_block_tokens=16)
+    run = lawful(cluster(caching, trace))
+    assert run.report.drops and run.report.restores
+    assert run.groups[-1] == 4
+
+
+def test_a_restore_that_is_cut_off_leaves_its_layers_missing() -> None:
+    """Half of the weights are on their way when the instance that sends them fails: the other one loads them from its host."""
+    log: list[dict[str, Any]] = []
+    scenario = replace(spike(network_bytes_per_s=1e9), log=log.append)
+    simulate_groups(scenario)
+    restore = next(line for line in log if line.get("command") == "RestoreLayers")
+    (lost,), _ = restore["gpus"]
+    log.clear()
+    simulate_groups(replace(scenario, faults=(Fault(restore["now_s"] + 0.1, lost),)))
+    activated = next(line for line in log if line.get("command") == "Activate")
+    ready = next(line for line in log if line.get("event") == "EngineReady")
+    least_s = copy_bytes(scenario) / 2.1 / scenario.gpus[0].spec.pcie_bytes_per_s
+    assert ready["now_s"] - activated["now_s"] > least_s
 
 
 def test_when_all_instances_fail_requests_wait_for_the_repair() -> None:

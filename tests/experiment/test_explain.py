@@ -85,6 +85,14 @@ def test_the_life_of_a_request_in_a_group(spike: StoredRun) -> None:
     assert any(what.startswith("KV exchange of engines [") for what in told)
 
 
+def test_a_bound_has_no_lives(tmp_path: Path) -> None:
+    text = CROWDED.replace('systems: ["static*", fineserve]', "systems: [clairvoyant]")
+    (tmp_path / "bound.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "bound.yaml", tmp_path / "out", jobs=1, decisions=True)
+    with pytest.raises(RunError, match=r"Clairvoyant bound, .*: a bound, which no engine serves; name a system"):
+        life_of(stored_run(tmp_path / "out"), 3)
+
+
 def test_the_trace_file_shows_when_engines_are_busy(run: StoredRun, tmp_path: Path) -> None:
     """Every first token comes out at the end of a span, and all prompt tokens are in spans that do not overlap."""
     write_trace([run], tmp_path / "trace.json")

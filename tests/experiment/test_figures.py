@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fineserve_sim.experiment.show.figures import default_figures, draw
-from fineserve_sim.experiment.show.labels import distinct, interval, number, quantity
+from fineserve_sim.experiment.show.labels import axis_label, axis_text, distinct, interval, number, quantity
 from fineserve_sim.experiment.show.placement_figure import placement_figure
 from fineserve_sim.experiment.show.plot_style import SystemStyles, house_style, look_at
 from fineserve_sim.experiment.show.sweep_figure import sweep_figure
@@ -123,6 +123,18 @@ def test_panels_columns_labels_and_legend_say_what_is_drawn() -> None:
     assert line.get_ydata() == pytest.approx([100 * (1 - math.exp(-scale / 6)) for scale in (5, 10, 20, 30)])
 
 
+def test_markers_of_numbers_that_hardly_differ_are_whole() -> None:
+    cells = sweep_cells("slo", [5, 10], ["A"])
+    for place, each in enumerate(cells):
+        each["metrics"]["decode_throughput_tokens_per_s"]["mean"] = 4000.0 + place
+    with house_style():
+        panels = ["decode_throughput_tokens_per_s"]
+        figure = sweep_figure(
+            cells, x="slo_scale", panels=panels, columns=None, title="Even", styles=SystemStyles(SYSTEMS)
+        )
+    assert figure.axes[0].get_ylim()[0] == 0 and figure.axes[0].get_ylim()[1] > 1.04 * 4000
+
+
 def test_a_system_keeps_its_style_when_others_leave() -> None:
     both, alone = SystemStyles(["mine", "fineserve", "prism*"]), SystemStyles(["prism*"])
     assert (both.colour("prism*"), both.marker("prism*")) == (alone.colour("prism*"), alone.marker("prism*"))
@@ -225,6 +237,24 @@ def test_unknown_names_are_read_by_their_unit() -> None:
     assert quantity("link_bytes").scale == 2**-30
     assert distinct([20, 5, 20]) == [5, 20]
     assert distinct(["B", "A", "B"]) == ["B", "A"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "value", "label", "text"),
+    [
+        ("rate_scale", 2.0, "Rate scale", "Rate scale 2"),
+        ("load", "B", "Load", "Load B"),
+        ("cluster.count", 8, "GPUs", "GPUs 8"),
+        ("cluster.gpu", "h100-sxm", "GPU", "GPU h100-sxm"),
+        ("slo.ttft_s", 0.5, "TTFT (s)", "TTFT 0.5 s"),
+        ("faults.0.time_s", 50, "Fault 0 time (s)", "Fault 0 time 50 s"),
+        ("models.1.rate_per_s", 4, "Model 1 rate (1/s)", "Model 1 rate 4/s"),
+        ("engine.context_bytes", 2**29, "Context bytes", "Context bytes 5.37e+08"),
+        ("cluster.network_bytes_per_s", 25e9, "Network (bytes/s)", "Network 2.5e+10 bytes/s"),
+    ],
+)
+def test_an_axis_says_what_it_counts_and_in_which_unit(axis: str, value: Any, label: str, text: str) -> None:
+    assert (axis_label(axis), axis_text(axis, value)) == (label, text)
 
 
 @pytest.mark.parametrize(

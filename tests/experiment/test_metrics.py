@@ -177,9 +177,31 @@ def test_student_interval_over_runs() -> None:
     assert math.isnan(over_runs([1.0, NAN]).mean)
 
 
-def test_share_of_everything_is_certain_and_of_nothing_unknown() -> None:
-    assert of_share([Hits.among(np.ones(100, dtype=np.bool_))]) == (1, 0)
+def test_a_share_without_a_miss_is_as_certain_as_its_requests_are_many() -> None:
+    """Of n requests without one late, the share of misses is below about 3 / n (one side) to 4 / n (both)."""
+    for requests in (40, 400, 40_000):
+        for share, hit in ((1, np.ones(requests, dtype=np.bool_)), (0, np.zeros(requests, dtype=np.bool_))):
+            found = of_share([Hits.among(hit[: requests // 2]), Hits.among(hit[requests // 2 :])])
+            assert found.mean == share and 3 / (requests + 4) < found.half_width < 4 / requests
+    assert of_share([Hits.among(np.array([True, True, False, True]))]) == (0.75, 0.75)  # of four batches: 0.8
+    assert math.isnan(of_share([Hits.among(np.ones(1, dtype=np.bool_))]).half_width)
     assert math.isnan(of_share([Hits.among(np.empty(0, dtype=np.bool_))]).mean)
+
+
+def test_a_share_of_bursts_is_as_uncertain_as_its_batches() -> None:
+    """Half of the batches late as a whole: the batches' interval, by Student's t over 20 of them, is the wider one."""
+    burst = np.repeat([True, False], 1000)
+    assert of_share([Hits.among(burst)]).half_width == pytest.approx(
+        2.093024 * np.std([0.0, 1.0] * 10, ddof=1) / 20**0.5
+    )
+
+
+@pytest.mark.parametrize(("share", "requests"), [(0.99, 40), (0.99, 400), (0.999, 400), (0.95, 100)])
+def test_the_interval_of_few_requests_near_all_covers_the_truth(share: float, requests: int) -> None:
+    """Where most runs have no miss at all, so that their batches do not differ."""
+    rng = np.random.default_rng(1)
+    found = [of_share([Hits.among(rng.random(requests) < share)]) for _ in range(400)]
+    assert sum(abs(each.mean - share) <= each.half_width for each in found) / len(found) > 0.93
 
 
 def covered(correlation: float, trials: int = 300) -> float:

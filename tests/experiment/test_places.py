@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from fineserve_sim.experiment import load_experiment, run_experiment
+from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.show.answer import answer_lines
@@ -122,10 +122,12 @@ def test_means_over_seeds_keep_what_is_no_number() -> None:
     assert merged == one | {"kv_left_bytes": 15, "busy": 0.75}
 
 
-@pytest.mark.parametrize("left", [(None, 4, 8), (4, None, 8)])
-def test_means_are_over_the_seeds_that_were_long_enough_for_a_sample(left: tuple[int | None, ...]) -> None:
-    runs = [[{"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": each, "busy": 0.5}] for each in left]
-    assert mean_over_seeds(runs) == [{"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": 6, "busy": 0.5}]
+def test_a_seed_without_a_sample_in_its_window_leaves_the_means_to_the_others() -> None:
+    """A window of a second may lie between two samples."""
+    one = {"gpu": 0, "node": 0, "models": ["A"], "kv_left_bytes": 10, "kv_least_bytes": 5}
+    unseen = one | {"kv_left_bytes": None, "kv_least_bytes": None}
+    assert mean_over_seeds([[one], [unseen]]) == mean_over_seeds([[unseen], [one]]) == [one]
+    assert mean_over_seeds([[unseen], [unseen]]) == [unseen]
 
 
 SPLIT = """\
@@ -154,6 +156,88 @@ def test_a_model_whose_degree_the_placement_chose_takes_its_part_of_each_gpu(tmp
         assert gpu["weights_bytes"] == places.weight_bytes("big", 2) + places.weight_bytes(other)
         assert 0 < gpu["kv_bytes"] < gpu["usable_bytes"] - gpu["weights_bytes"]
     assert [row["weights_bytes"] for row in places.rows()][:2] == [places.weight_bytes("big", 2)] * 2
+
+
+APART = """\
+fineserve: 1
+title: Three models whose TP degree is open
+cluster: {gpu: h100-sxm, count: 4}
+models:
+  - {id: busy, model: llama-3.1-70b, precision: fp8, tp: auto, rate_per_s: 2}
+  - {id: calm, model: llama-3.1-70b, precision: fp8, tp: auto, rate_per_s: 1}
+  - {id: small, model: llama-3.2-1b, precision: fp8, tp: auto, rate_per_s: 1}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 8}, requests: 30}
+slo: {ttft_s: 0.04}
+systems: [fineserve, dedicated]
+seeds: 1
+"""
+
+
+def test_models_with_gpus_of_their_own_take_open_degrees_at_which_all_have_some(tmp_path: Path) -> None:
+    """Within 40 ms of a first token both large models want all four GPUs; where none is shared, others would have none."""
+    (tmp_path / "apart.yaml").write_text(APART, encoding="utf-8")
+    run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1)
+    cells = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    for cell, degrees in zip(cells, ([4, 4, 1], [2, 1, 1]), strict=True):
+        assert cell["unplaced"] == []
+        assert [len(model["instances"][0]) for model in cell["models"].values()] == degrees
+
+
+def test_models_that_take_turns_on_gpus_have_open_degrees_for_which_there_are_workers(tmp_path: Path) -> None:
+    """QLM would need workers of four GPUs and of one here; with GPUs for all from the start nobody waits for a swap."""
+    text = APART.replace("[fineserve, dedicated]", "[{base: qlm, name: qlm, residency: {policy: qlm, swap_s: 1}}]")
+    (tmp_path / "turns.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "turns.yaml", tmp_path / "out", jobs=1)
+    (cell,) = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert cell["finished"] == cell["requests"]
+
+
+def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path: Path) -> None:
+    (tmp_path / "apart.yaml").write_text(APART.replace("count: 4", "count: 2"), encoding="utf-8")
+    run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1)
+    _, cell = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    (entry,) = cell["unplaced"]
+    assert entry["model"] == "small"
+    assert {"what": "placement", "misses": cell["misses"]["unplaced"]}.items() <= cell["binds"][-1].items()
+    assert entry["why"] == "Dedicated shares no GPU: the 3 models need 3 of their own, there are 2"
+
+
+def test_an_open_degree_is_that_of_the_gpus_to_which_a_model_is_pinned(tmp_path: Path) -> None:
+    pins = "{busy: [[0, 1]], calm: [[2], [3]], small: [[3]]}"
+    system = f"[{{base: fineserve, name: mine, placement: {{policy: pinned, groups: {pins}}}}}]"
+    (tmp_path / "pins.yaml").write_text(APART.replace("[fineserve, dedicated]", system), encoding="utf-8")
+    run_experiment(tmp_path / "pins.yaml", tmp_path / "out", jobs=1)
+    (cell,) = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert [model["instances"] for model in cell["models"].values()] == [[[0, 1]], [[2], [3]], [[3]]]
+    for groups in ("[[0, 1], [2]]", "[[0, 1, 2]]"):
+        text = APART.replace("[fineserve, dedicated]", system.replace("[[0, 1]]", groups))
+        (tmp_path / "wrong.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"placement.groups.busy: expected [12] different GPUs"):
+            load_experiment(tmp_path / "wrong.yaml")
+
+
+PIPELINES = """\
+fineserve: 1
+title: Pipelines of two stages, and copies
+cluster: {gpu: h100-sxm, count: 4, gpus_per_node: 1}
+models:
+  - {id: A, model: qwen2.5-14b, precision: fp16, rate_per_s: 2}
+workload: {lengths: {prompt_tokens: 512, output_tokens: 64}, requests: 40}
+slo: {ttft_s: 2.0}
+systems: [vllm-dp, vllm-pp]
+seeds: 1
+"""
+
+
+def test_a_stage_of_a_pipeline_holds_its_layers_alone(tmp_path: Path) -> None:
+    """Half of the weights on each GPU of a pair; the other half is KV memory, and what is left of it is no more."""
+    (tmp_path / "pairs.yaml").write_text(PIPELINES, encoding="utf-8")
+    run_experiment(tmp_path / "pairs.yaml", tmp_path / "out", jobs=1)
+    copies, pairs = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    for copy, stage in zip(copies["gpus"], pairs["gpus"], strict=True):
+        assert stage["weights_bytes"] == pytest.approx(copy["weights_bytes"] / 2, rel=0.01)
+        assert stage["weights_bytes"] + stage["kv_bytes"] == pytest.approx(copy["weights_bytes"] + copy["kv_bytes"])
+        assert stage["kv_least_bytes"] <= stage["kv_left_bytes"] <= stage["kv_bytes"] * 1.01
 
 
 SLICES = """\

@@ -143,6 +143,13 @@ def test_a_system_that_keeps_the_targets_is_taken_the_cheapest_first() -> None:
     assert "0.5 points above, within its interval" in shown([cell("mine", 5.0, "A", 0.955, [])], answer=unsure)
 
 
+def test_a_cluster_that_keeps_the_targets_without_a_model_says_so_at_once() -> None:
+    taken = cell("mine", 5.0, "A", 0.99, []) | {"unplaced": [{"model": "A", "why": "no room"}]}
+    assert "4.0 points above. It has no GPU for A." in shown([taken], answer=answer_of([taken], 1))
+    coming = taken | {"models_move": True}
+    assert "It has no GPU" not in shown([coming], answer=answer_of([coming], 1))
+
+
 def test_where_nothing_holds_the_cluster_that_the_search_found_comes_first() -> None:
     cells = [cell("mine", 5.0, "A", 0.9, []), cell("static", 5.0, "A", 0.8, [])]
     answer = answer_of(cells, 1)

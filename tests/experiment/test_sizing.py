@@ -243,3 +243,13 @@ def test_a_gpu_that_cannot_be_is_an_answer_of_none_among_others(file: Path, tmp_
     assert second.best is not None
     with pytest.raises(ConfigError, match="no fp8 tensor cores"):
         list(size_all(prober, tried[:1], axis_of("gpus"), most_gpus=2, precision=0.1))
+
+
+def test_of_equally_cheap_answers_the_one_that_attains_most_is_told() -> None:
+    def answer(share: float, usd: float, value: float = 2) -> Answer:
+        return Answer("", "", Attained(value, True, {"slo_attainment": share}, None, 1, False, usd_per_hour=usd), ())
+
+    found = [answer(0.96, 4.0), answer(0.99, 4.0), answer(1.0, 8.0)]
+    assert cheapest(found) is found[1]
+    rates = [answer(1.0, 4.0, 1.5), answer(0.96, 4.0, 1.7)]
+    assert to_take(rates, axis_of("rate")) is rates[1] and to_take(rates, axis_of("slo_scale")) is rates[0]

@@ -64,6 +64,18 @@ def test_every_number_is_that_of_the_rows(ran: tuple[Path, dict[str, Any], dict[
     assert differences(rows, summary) == []
 
 
+def test_gpu_hours_are_of_whole_gpus(write_file, tmp_path: Path) -> None:
+    """Two halves of one GPU by MIG are a GPU hour an hour, and cost it, whichever way metrics are made."""
+    slices = write_file(("count: 2", "count: 1, sharing: {mig: 3g}"), LOAD)
+    for summary in both(slices, tmp_path):
+        for cell in summary["cells"]:
+            assert cell["cluster"]["slices"] == "2 of 3g"
+            metrics, cost = cell["metrics"], cell["cost"]
+            hours = metrics["gpu_hours_per_mtoken"]["mean"]
+            assert hours == pytest.approx(1 / 3600 * 1e6 / metrics["token_throughput_per_s"]["mean"], rel=0.1)
+            assert cost["usd_per_mtoken"] == pytest.approx(hours * cost["usd_per_hour"])
+
+
 def test_no_row_is_kept_of_any_cell(ran: tuple[Path, dict[str, Any], dict[str, Any]]) -> None:
     """Those of the runs that limits come from stay."""
     out, _, summary = ran

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.interfaces import ModelDemand, OperatingPoint
-from fineserve_sim.policy.placement.degree import tp_degree
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
+from fineserve_sim.policy.placement.degree import degrees_apart, tp_degree
+from fineserve_sim.policy.placement.static import DedicatedPlacement
 
 # (throughput, TTFT) at batches 1, 2 and 4
 SLOW, FAST = ((1.0, 0.4), (1.8, 0.6), (3.0, 0.9)), ((2.0, 0.2), (3.5, 0.3), (6.0, 0.5))
@@ -65,3 +66,35 @@ def test_a_model_that_fits_nowhere_is_refused() -> None:
         tp_degree([], {})
     with pytest.raises(ValueError, match="has no profile"):
         tp_degree([replace(demand(1, SLOW, 1.0, 1.0), profile=())], {1: 1})
+
+
+def of_each(tps: tuple[int, ...], rate_per_s: float = 1.0, weight_bytes: int = 80) -> dict[int, ModelDemand]:
+    """A model at each degree, ``weight_bytes`` in all."""
+    return {tp: ModelDemand("m", rate_per_s, 1.0, tp, weight_bytes // tp, 1, ()) for tp in tps}
+
+
+def apart(models: dict[str, dict[int, ModelDemand]], wanted: dict[str, int], gpus: int) -> dict[str, int]:
+    named = {name: {tp: replace(each, id=name) for tp, each in own.items()} for name, own in models.items()}
+    slots = [GpuSlot(gpu, 0, 100) for gpu in range(gpus)]
+    found = degrees_apart(named, wanted, DedicatedPlacement(), slots)
+    placement = DedicatedPlacement().place([named[name][tp] for name, tp in found.items()], slots)
+    if sum(min(own) for own in models.values()) <= gpus:
+        assert not placement.unplaced
+    return found
+
+
+def test_models_that_share_no_gpu_keep_the_degrees_that_they_want_while_all_have_gpus() -> None:
+    models = {"a": of_each((1, 2, 4)), "b": of_each((1, 2, 4))}
+    assert apart(models, {"a": 4, "b": 4}, 8) == {"a": 4, "b": 4}
+
+
+def test_the_largest_degree_goes_down_first_of_equal_ones_that_of_the_least_rate() -> None:
+    models = {"a": of_each((1, 2, 4)), "b": of_each((1, 2, 4), rate_per_s=9.0), "c": of_each((1,))}
+    assert apart(models, {"a": 4, "b": 4, "c": 1}, 7) == {"a": 2, "b": 4, "c": 1}
+    assert apart(models, {"a": 4, "b": 4, "c": 1}, 4) == {"a": 1, "b": 2, "c": 1}
+
+
+def test_no_degree_is_one_at_which_a_model_does_not_fit() -> None:
+    models = {"a": of_each((2, 4), weight_bytes=160), "b": of_each((1, 2))}
+    assert apart(models, {"a": 4, "b": 1}, 4) == {"a": 2, "b": 1}
+    assert apart(models, {"a": 4, "b": 2}, 2) == {"a": 2, "b": 1}  # one of them has no GPU, at any degree

@@ -15,6 +15,7 @@ from fineserve_sim.policy.events import (
     EngineDrained,
     EngineFailed,
     EngineReady,
+    EnginesResized,
     EngineStepped,
     Event,
     RequestAborted,
@@ -193,6 +194,16 @@ class TestLife:
         driver.ready(0)
         assert driver.controller.held("a") == 0 and driver.controller.bound_to(0) == 2
         assert driver.step(0) == [Dispatch(1, 0), Dispatch(2, 0)]
+
+    def test_a_held_prompt_that_the_engine_cannot_hold_is_refused(self) -> None:
+        """As one that comes when the engine is there: else it would wait for as long as the engine stays."""
+        driver, script = fleet()
+        script.suggestions = [Start("a", (0,))]
+        driver.arrive(1, "a", prompt_tokens=30)
+        driver.arrive(2, "a")
+        driver.tell(EnginesResized({0: 20}))
+        assert driver.ready(0) == [Reject(1, "prompt of 30 tokens, at most 19")]
+        assert driver.controller.held("a") == 0 and driver.step(0) == [Dispatch(2, 0)]
 
     def test_a_move_serves_at_the_source_until_the_target_is_ready(self) -> None:
         driver, script = fleet(("a", (0,)))

@@ -194,6 +194,14 @@ def test_restore_under_half_of_what_the_cluster_has() -> None:
     assert cluster.tick([_pair(10, queued=1), idle]) == []
 
 
+def test_a_pipeline_that_drains_has_no_memory_beside_its_successors() -> None:
+    """Four instances have 400 blocks without drop: those of the pipeline that drains are counted at its successors."""
+    draining = view(5, 60, instances=(2, 3), phase=Phase.DRAINING, base_bytes=200 * BLOCK)
+    successors = [view(6, 10), view(7, 10)]
+    assert drop().tick([_pair(119), draining, *successors]) == [Split(4)]
+    assert drop().tick([_pair(120), draining, *successors]) == []
+
+
 def test_thresholds_must_leave_a_gap() -> None:
     with pytest.raises(ValueError, match="under the trigger"):
         drop(trigger=0.5, restore_below=0.5)

@@ -129,6 +129,29 @@ class TestWorkers:
         with pytest.raises(ValueError, match="a worker of 4 GPUs"):
             partition_workers(models, gpus(4))
 
+    def test_a_group_goes_to_a_worker_that_holds_its_model(self) -> None:
+        """A worker that cannot hold the head of its queue would empty its GPU for it at every look, and serve nobody."""
+        models = {"big": demand("big", weight_bytes=60), "small": demand("small")}
+        for seed in range(8):
+            policy = QlmSwapping(models, [GpuSlot(0, 0, 50), GpuSlot(1, 0, 100)], seed=seed)
+            busy, idle = engine(0, "small", 1, requests=1), engine(1, "small", 0)
+            assert policy.suggest(0.0, view(busy, idle, pending=(group("big"),))) == []
+            assert policy.suggest(1.0, view(idle, pending=(group("big"),))) == [Start("big", (1,))]
+        policy = QlmSwapping(models, [GpuSlot(0, 0, 50)])
+        assert policy.suggest(0.0, view(pending=(group("big"), group("small")))) == [Start("small", (0,))]
+
+    def test_an_engine_of_another_size_makes_way(self) -> None:
+        """The first placement knows no workers: two of them wait for the idle engine that lies across both."""
+        models = {"big": demand("big", tp=2), "small": demand("small", weight_bytes=20), "other": demand("other")}
+        policy = QlmSwapping(models, gpus(4))
+        across = engine(0, "big", 2, 3)
+        busy = view(across._replace(requests=1), pending=(group("small"),))
+        assert policy.suggest(0.0, busy) == []
+        first, second = (s for s in policy.suggest(1.0, view(across, pending=(group("small"),))))
+        assert (
+            first == Stop(0) and isinstance(second, Start) and second.model == "small" and second.gpus in ((2,), (3,))
+        )
+
     def test_a_group_goes_to_a_worker_of_its_size(self) -> None:
         models = {"big": demand("big", tp=2), "small": demand("small")}
         policy = QlmSwapping(models, gpus(4))

@@ -110,6 +110,12 @@ class TestActivation:
         seen = view([engine(0, "a", 0)], {0: 75}, waiting("b", "d"))
         assert policy(models, gpus(100)).suggest(0.0, seen) == [Start("b", (0,))]
 
+    def test_who_would_not_even_fit_on_empty_gpus_lets_others_pass(self) -> None:
+        """The other GPU of the node is lost."""
+        models = [*MODELS, demand("big", 50, tp=2)]
+        seen = view([], {0: 100}, waiting("big", "a"), {"big": 1.0})
+        assert policy(models, gpus(100, 100)).suggest(0.0, seen) == [Start("a", (0,))]
+
     def test_two_activations_count_each_other(self) -> None:
         seen = view([], {0: 100, 1: 100}, waiting("a", "b"))
         assert policy(MODELS, gpus(100, 100)).suggest(0.0, seen) == [Start("a", (0,)), Start("b", (1,))]

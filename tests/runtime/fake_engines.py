@@ -81,6 +81,8 @@ class FakeEngine:
     silent_s: float = 0.0
     submitted: list[Submission] = field(default_factory=list)
     refused: list[TokenChunk] = field(default_factory=list)
+    telling: threading.RLock = field(default_factory=threading.RLock)
+    """Held while the listener is told, so that it hears of one thing at a time, in order, and of no step after its death."""
     eos_token_ids: tuple[int, ...] = (EOS,)
     block_bytes: int = BLOCK_BYTES
 
@@ -144,7 +146,9 @@ class FakeEngine:
                 self.host.step(self.id)
             return True
         with self.host.lock:
-            return self.host.lock.wait_for(lambda: not self.has_work, timeout_s)
+            drained = self.host.lock.wait_for(lambda: not self.has_work, timeout_s)
+        with self.telling:
+            return drained
 
     def sleep(self) -> float:
         with self.host.lock:
@@ -345,20 +349,24 @@ class FakeHost:
     def kill(self, engine: int, reason: str = "killed", *, crashed: bool = False) -> None:
         """The process is gone, with all that it held."""
         self.killed.append(engine)
-        with self.lock:
-            dead = self.engines[engine]
-            lost = tuple(s.submission.request_id for s in [*dead.waiting, *dead.running])
-            dead.alive = False
-            dead.waiting, dead.running = [], []
-        self.listener.on_died(engine, reason, lost, crashed)
+        dead = self.engines[engine]
+        with dead.telling:
+            with self.lock:
+                lost = tuple(s.submission.request_id for s in [*dead.waiting, *dead.running])
+                dead.alive = False
+                dead.waiting, dead.running = [], []
+            self.listener.on_died(engine, reason, lost, crashed)
 
     def step(self, engine: int) -> bool:
         """One iteration of one engine and its report; False when it had nothing to do."""
-        with self.lock:
-            here = self.engines[engine]
-            report = here.step() if here.alive and not here.asleep and here.has_work else None
-        if report is not None:
-            self.listener.on_step(report)
+        here = self.engines.get(engine)
+        if here is None:
+            return False
+        with here.telling:
+            with self.lock:
+                report = here.step() if here.alive and not here.asleep and here.has_work else None
+            if report is not None:
+                self.listener.on_step(report)
         with self.lock:
             self.lock.notify_all()
         return report is not None

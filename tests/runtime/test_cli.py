@@ -113,7 +113,7 @@ def test_a_server_from_a_file_serves_and_drains_at_sigterm(tmp_path: Path, capsy
 
 
 def test_top_shows_every_model_and_its_memory() -> None:
-    with served(step_s=0.005) as here:
+    with served(step_s=0.05) as here:  # all tokens would take 15 s
         body = {"model": "A", "prompt": "x" * 60, "max_tokens": 300, "stream": True}
         with httpx.stream("POST", here.url + "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import shutil
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import pytest
 from fake_engines import REFUSED_TOKEN
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.server.limits import HttpLimits
+from fineserve_runtime.server.responses import ResponsesRequest
+from fineserve_runtime.server.schema import ChatRequest, CompletionRequest
 from fineserve_runtime.server.service import Key
 from fineserve_runtime.server.serving import Tls
 from runtimekit import core_spec, eventually
@@ -53,6 +56,8 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice"),
     ({"structured_outputs": {"guide": "a"}}, "structured_outputs.guide"),
     ({"priority": 10**9}, "priority"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
 ]
 
 
@@ -70,6 +75,41 @@ def test_options_without_effect_here_are_taken() -> None:
     with served() as here:
         harmless = {"user": "me", "store": True, "metadata": {"a": "b"}, "suffix": "", "logit_bias": {}, "best_of": 1}
         assert here.post("/v1/completions", ASK | harmless | {"stop_token_ids": None}).status_code == 200
+
+
+NULLS = {
+    "/v1/completions": (ASK, CompletionRequest),
+    "/v1/chat/completions": ({"model": "A", "messages": [{"role": "user", "content": "hi"}]}, ChatRequest),
+    "/v1/responses": ({"model": "A", "input": "hi"}, ResponsesRequest),
+}
+
+
+@pytest.mark.parametrize("path", NULLS)
+def test_null_is_the_same_as_leaving_an_option_out(path: str) -> None:
+    """OpenAI's reference calls most of its options nullable, and some clients send all that they know."""
+    body, kind = NULLS[path]
+    options = [name for name in kind.model_fields if name not in body]
+    with served() as here:
+        answer = here.post(path, body | dict.fromkeys(options))
+        assert answer.status_code == 200, answer.text
+        if path != "/v1/responses":
+            streamed = here.post(path, body | {"stream": True, "stream_options": {"include_usage": None}})
+            assert streamed.status_code == 200 and "usage" not in streamed.text
+
+
+def test_a_compressed_body_is_named_as_such() -> None:
+    with served() as here:
+        packed = gzip.compress(json.dumps(ASK).encode())
+        told = here.post("/v1/completions", packed, **{"content-encoding": "gzip"})
+        assert told.status_code == 415 and "gzip" in told.json()["error"]["message"]
+        assert here.post("/v1/completions", ASK, **{"content-encoding": "identity"}).status_code == 200
+
+
+def test_a_path_with_a_slash_too_many_is_no_redirect() -> None:
+    """To an address that the client's Host header makes."""
+    with served() as here:
+        told = here.post("/v1/completions/", ASK)
+        assert told.status_code == 404 and told.json()["error"]["message"].startswith("there is no /v1/completions/")
 
 
 def test_options_reach_the_engine_under_vllms_names() -> None:
@@ -206,6 +246,33 @@ def test_who_sends_half_a_request_is_closed() -> None:
             assert [kept.post(here.url + "/v1/completions", json=ASK).status_code for _ in range(3)] == [200] * 3
 
 
+@pytest.mark.parametrize("rest", [b"x", b"xxx"])
+def test_who_was_refused_and_never_ends_its_body_is_closed(rest: bytes) -> None:
+    """It needs no key for it, so it could take all connections."""
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    limits = HttpLimits(body_s=0.1, silent_s=30)
+    with served(limits=limits, keys=(Key("team", "t"),)) as here, connected(here) as connection:
+        connection.sendall(post)
+        assert answer_on(connection)[0] == 401
+        with suppress(ConnectionError):
+            for byte in rest:
+                connection.sendall(bytes([byte]))
+            assert connection.recv(1000) == b""
+        eventually(lambda: here.metric("fineserve:http_refused_total", reason="ignored_body") == 1)
+
+
+def test_who_was_refused_may_end_its_body_and_ask_again() -> None:
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+    with served(keys=(Key("team", "t"),)) as here, connected(here) as connection:
+        connection.sendall(post + b"\r\n")
+        assert answer_on(connection)[0] == 401
+        for part in (b"x", b"x" * 9):
+            connection.sendall(part)
+        connection.sendall(post + b"Authorization: Bearer t\r\n\r\n" + b"{" * 10)
+        status, error = answer_on(connection)
+        assert status == 400 and "no JSON" in error["message"]
+
+
 def test_clients_with_slow_bodies_hold_nobody_up() -> None:
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
     with served() as here, ExitStack() as stack:
@@ -314,7 +381,7 @@ def test_an_end_by_stop_string_is_an_end() -> None:
 
 def test_keys_have_limits_of_their_own_and_only_some_may_set_a_priority() -> None:
     keys = (Key("batch", "b", requests=1, priority=False), Key("team", "t"))
-    with served(keys=keys, step_s=0.005) as here:
+    with served(keys=keys, step_s=0.05) as here:  # all tokens of the stream would take 20 s
         batch, team = {"authorization": "Bearer b"}, {"authorization": "Bearer t"}
         with httpx.stream(
             "POST", here.url + "/v1/completions", json=ASK | {"stream": True, "max_tokens": 400}, headers=batch
@@ -357,7 +424,7 @@ def test_with_tls_the_server_speaks_https_alone(tmp_path: Path) -> None:
 def test_a_draining_server_answers_503_and_streams_end_with_an_error_event() -> None:
     import signal
 
-    with served(core_spec(scheduler=FcfsSpec()), step_s=0.01, drain_s=1.0) as here:
+    with served(core_spec(scheduler=FcfsSpec()), step_s=0.05, drain_s=30) as here:  # all tokens would take 25 s
         body = ASK | {"max_tokens": 500, "ignore_eos": True}
         ends: list[Any] = []
 
@@ -379,9 +446,10 @@ def test_a_draining_server_answers_503_and_streams_end_with_an_error_event() -> 
         eventually(lambda: len(here.runtime.host.engines[0].submitted) >= 26)
         here.server.handle_exit(signal.SIGTERM, None)
         late = here.post("/v1/completions", ASK)
-        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert (late.status_code, late.headers["retry-after"]) == (503, "30")
         assert late.json()["error"]["code"] == "draining"
         assert httpx.get(here.url + "/ready").status_code == 503 and httpx.get(here.url + "/health").status_code == 200
+        here.server.handle_exit(signal.SIGTERM, None)  # whose patience is at an end
         for client in clients:
             client.join(10)
         good = {(503, "1", "shutdown"), ("shutdown", "data: [DONE]")}

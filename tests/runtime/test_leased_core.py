@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,10 +67,12 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 def test_tokens_are_right_while_engines_take_memory_from_one_another(tmp_path: Path) -> None:
-    heard = Heard()
+    all_there = threading.Event()
+    heard = Heard(lambda report: all_there.wait(60))  # the thread of both engines waits for what it tells
     with started(tmp_path, heard) as host:
         free = host.ledger().free_bytes
         submit(host)
+        all_there.set()
         eventually(lambda: heard.ended == 2 * REQUESTS, 60)
         assert heard.preempted > 0, "memory was never short"
         for (_, number), tokens in heard.tokens.items():
@@ -90,3 +93,14 @@ def test_bytes_that_somebody_else_wrote_show_in_the_tokens(tmp_path: Path) -> No
         eventually(lambda: heard.ended == 2 * REQUESTS, 60)
     wrong = [number for (_, number), tokens in heard.tokens.items() if tokens != continuation(prompt(number), TOKENS)]
     assert len(wrong) > REQUESTS
+
+
+def test_the_figures_of_an_engine_that_was_removed_are_zero(tmp_path: Path) -> None:
+    """Whoever lists the engines may look at one a moment later: the scrape of a metric, or the tick of a driver."""
+    with started(tmp_path, Heard()) as host:
+        handle, other = host.engines.values()
+        held = handle.stats().weight_bytes
+        assert held and handle.state().free_kv_tokens
+        host.remove(handle.id)
+        assert list(host.engines) == [other.id]
+        assert set(handle.stats()) == {0} and handle.state().running == 0

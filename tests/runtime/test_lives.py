@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fake_engines import REFUSED_TOKEN, continuation
+from fake_engines import REFUSED_TOKEN, FakeHost, continuation
 from fineserve_runtime.alarm import Alarm
 from fineserve_runtime.backoff import FIRST_S, GOOD_S, MOST_S, Backoff
 from fineserve_runtime.bounds import Bounds
-from fineserve_runtime.jobs import Refused
+from fineserve_runtime.driver import Driver
+from fineserve_runtime.engines.api import HostConfig
+from fineserve_runtime.jobs import Job, Refused
+from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.step_times import MeasuredStep
-from runtimekit import Runtime, core_spec, eventually, runtime
+from runtimekit import Runtime, core_spec, engine_config, eventually, runtime
 
 from fineserve_sim.systems.spec import FcfsSpec, MooreHodgsonSpec, PrismResidencySpec
 
@@ -173,6 +176,63 @@ def test_who_waits_for_an_engine_that_starts_is_told_at_its_deadline() -> None:
         _, heard = here.ask("B", slo_s=0.2)
         eventually(lambda: heard.end is not None)
         assert heard.end and heard.end[:2] == ("refused", "deadline")
+
+
+def test_requests_that_were_told_that_their_model_is_down_are_not_sent_to_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the engine that died are among them."""
+    monkeypatch.setattr("fineserve_runtime.lives._PATIENCE_S", 0.5)  # the second death's back-off is a second
+    with runtime(core_spec(("A",), slo_s=60.0)) as here:
+        here.host.kill(0)
+        eventually(lambda: here.driver.health("A").condition == "ready")
+        asked = [here.ask("A", tokens=30, slo_s=60.0)[1] for _ in range(12)]
+        here.host.step(0)
+        here.host.step(0)
+        given = len(here.host.engines[0].submitted)
+        assert 1 < given < 12, "some wait for a slot"
+        here.host.kill(0)
+        assert [(heard.end and heard.end.reason, heard.ends) for heard in asked] == [("model_down", 1)] * 12
+        eventually(lambda: here.driver.health("A").condition == "ready")
+        _, heard = here.ask("A", tokens=3)
+        here.run()
+        assert heard.tokens_ == continuation(PROMPT, 3) and len(here.host.engines[0].submitted) == given + 1
+        assert not [facts for what, facts in here.incidents if what == "internal error"]
+
+
+def test_an_engine_that_dies_before_its_driver_starts_is_started_again() -> None:
+    """While the server starts other engines, nobody hears of it."""
+    spec = core_spec()
+    driver = Driver(spec)
+    engines = tuple(engine_config(model.id) for model in spec.models)
+    host = FakeHost(HostConfig(engines, spec.gpus[0].memory_bytes), driver.listener(0))
+    host.kill(0)
+    driver.start({0: host})
+    try:
+        eventually(lambda: host.restarts == [0] and driver.health("A").condition == "ready")
+    finally:
+        host.close()
+        driver.close()
+
+
+class Clumsy(Metrics):
+    """An observer that stumbles over the first dispatch."""
+
+    stumbled = False
+
+    def dispatched(self, job: Job, now: float) -> None:
+        if not self.stumbled:
+            self.stumbled = True
+            raise OSError("no room to count")
+
+
+def test_what_goes_wrong_when_an_engine_came_up_is_told() -> None:
+    spec = core_spec(weight_bytes=16 * 1024, resident=("A",), residency=PrismResidencySpec(tick_s=0.05))
+    with runtime(spec, observers=[Clumsy("AB")]) as here:
+        here.ask("B")
+        eventually(lambda: any(what == "internal error" for what, _ in here.incidents))
+        (facts,) = [facts for what, facts in here.incidents if what == "internal error"]
+        assert facts == {"where": "device", "reason": "OSError('no room to count')"}
 
 
 def test_the_clock_outlives_what_goes_wrong_at_a_tick() -> None:

@@ -112,6 +112,35 @@ def test_a_file_is_rotated_and_its_parts_replay_as_one_log(tmp_path: Path) -> No
         replay_file(path)
 
 
+def test_a_rotation_that_fails_writes_into_nobody_elses_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor was closed, and the next file or connection of the server had that number."""
+    target = FileTarget(tmp_path / "log", file_bytes=110)
+    target.write('{"head": 1}\n')
+    target.write('{"x": "%s"}\n' % ("x" * 80))
+    with monkeypatch.context() as patch:
+        patch.setattr("fineserve_runtime.logs.FileTarget._open", lambda self: os.open(tmp_path / "no" / "log", 0))
+        for _ in range(6):
+            with pytest.raises(OSError, match="No such file"):
+                target.write('{"y": 1}\n')
+    other = (tmp_path / "other").open("w")
+    target.write('{"y": 2}\n')
+    target.close()
+    other.close()
+    assert not (tmp_path / "other").read_text()
+    assert [path.name for path in log_parts(tmp_path / "log")] == ["log.1", "log"]
+    assert [line.get("y") for line in lines(tmp_path / "log")] == [None, 2]
+    assert len(lines(tmp_path / "log.1")) == 2
+
+
+def test_an_entry_that_is_no_json_costs_itself(tmp_path: Path) -> None:
+    log = LineLog(FileTarget(tmp_path / "log"), "test")
+    log({("no", "key"): 1})  # type: ignore[dict-item]
+    eventually(lambda: log.lost == 1)
+    log({"number": 1})
+    log.close()
+    assert lines(tmp_path / "log") == [{"lost": 1}, {"number": 1}]
+
+
 def test_a_log_with_a_gap_is_not_replayed_in_silence(tmp_path: Path) -> None:
     with runtime(core_spec()) as here:
         here.ask("A")

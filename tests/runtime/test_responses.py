@@ -125,7 +125,7 @@ def test_calls_of_functions_are_items_of_their_own(stream: bool) -> None:
 
 
 def test_a_failure_in_a_stream_is_an_error_event() -> None:
-    with talking(step_s=0.002) as (here, client):
+    with talking(step_s=0.05) as (here, client):  # all tokens would take 20 s
         host = here.runtime.host
         with client.responses.stream(model="A", input="long", max_output_tokens=400) as stream:
             next(stream)

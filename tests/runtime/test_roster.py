@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from fake_engines import BLOCK_BYTES, FakeHost
 from filekit import write_file, write_model
 from fineserve_runtime.cli import app
 from fineserve_runtime.config import load_file
-from fineserve_runtime.engines.api import EngineHost, EngineListener, HostConfig
-from fineserve_runtime.launch import Running, launch
+from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig
+from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_runtime.logs import EventLog
 from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.replay_log import replay
@@ -30,6 +30,26 @@ from typer.testing import CliRunner
 PRISM = "[{base: fineserve, name: p, residency: {policy: prism, tick_s: 0.05}}]"
 ROOT = {"authorization": "Bearer root"}
 ASK = {"prompt": "hello", "max_tokens": 4}
+
+
+class Stuck(FakeHost):
+    """An engine that is added starts for ever, until the server ends; one that is removed does not go."""
+
+    def __init__(self, config: HostConfig, listener: EngineListener) -> None:
+        super().__init__(config, listener, weight_bytes=64 * BLOCK_BYTES, step_s=0.0005)
+        self.begun, self.quits = threading.Event(), threading.Event()
+        self.told_to_quit = False
+
+    def add(self, engine: EngineConfig) -> int:
+        self.begun.set()
+        self.told_to_quit = self.quits.wait(20)
+        raise RuntimeError("the server is shutting down")
+
+    def remove(self, engine: int) -> None:
+        raise RuntimeError("it did not end")
+
+    def quit(self) -> None:
+        self.quits.set()
 
 
 def start(config: HostConfig, listener: EngineListener) -> EngineHost:
@@ -57,7 +77,9 @@ class Here:
 
 
 @contextmanager
-def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> Iterator[Here]:
+def serving(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str], start: StartHost = start
+) -> Iterator[Here]:
     """A server from a file, over fake engines, with a third model's folder beside those of the file."""
     monkeypatch.setenv("ROOT_KEY", "root")
     write_model(folder / "third")
@@ -155,6 +177,34 @@ def test_what_cannot_be_added_or_removed_leaves_everything_as_it_was(
         assert here.remove("nobody").status_code == 404
         assert here.remove("tiny-fp8").status_code == 200, "those of the start may go, too"
         assert "the only model" in here.remove("tiny-bf16").json()["error"]["message"]
+
+
+def test_a_model_whose_engine_does_not_end_is_gone_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, monkeypatch, start=Stuck) as here:
+        told = here.remove("tiny-fp8")
+        assert told.status_code == 503 and "did not end" in told.json()["error"]["message"]
+        assert here.models == {"tiny-bf16"} and here.remove("tiny-fp8").status_code == 404
+        with pytest.raises(ValueError, match="was removed"):
+            here.running.driver.stop("tiny-fp8")
+        assert here.ask("tiny-bf16").status_code == 200
+
+
+def test_a_server_ends_though_a_model_is_being_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fineserve_runtime.server.serving._LAST_WORDS_S", 0.1)
+    with serving(tmp_path, monkeypatch, start=Stuck) as here:
+
+        def add() -> None:
+            with suppress(httpx.TransportError):  # it is cut
+                here.add(model="third", path="third")
+
+        client = threading.Thread(target=add)
+        client.start()
+        host = here.running.hosts[0]
+        assert isinstance(host, Stuck) and host.begun.wait(10)
+    client.join(10)
+    assert host.told_to_quit and not client.is_alive()
 
 
 @pytest.mark.parametrize(

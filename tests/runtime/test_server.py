@@ -9,7 +9,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -407,14 +408,15 @@ def test_tokens_there_and_back() -> None:
 
 
 def test_metrics_carry_vllms_names_and_the_slab() -> None:
-    with served(step_s=0.01) as here:
+    with served(step_s=0.05) as here:  # all tokens would take 20 s
         with httpx.stream(
             "POST",
             here.url + "/v1/completions",
             json={"model": "A", "prompt": "x" * 40, "max_tokens": 400, "stream": True},
         ) as stream:
             lines = stream.iter_lines()
-            next(lines)
+            for _ in range(5):  # three tokens: there is a time between two
+                next(lines)
             text = httpx.get(here.url + "/metrics").text
             assert 'vllm:num_requests_running{model_name="A"} 1.0' in text
             assert 'vllm:num_requests_waiting{model_name="B"} 0.0' in text
@@ -450,7 +452,7 @@ def test_a_dead_engine_is_restarted_and_the_answer_is_whole() -> None:
 
 
 def test_a_second_death_ends_the_stream_with_an_error() -> None:
-    with served(step_s=0.002) as here:
+    with served(step_s=0.05) as here:  # all tokens would take 20 s
         with httpx.stream(
             "POST", here.url + "/v1/completions", json={"model": "A", "prompt": "hi", "max_tokens": 400, "stream": True}
         ) as stream:
@@ -461,6 +463,32 @@ def test_a_second_death_ends_the_stream_with_an_error() -> None:
             here.runtime.host.kill(0)
             rest = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
         assert rest[-1]["error"]["code"] == "engine_died"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_breaks_in_the_text_of_a_stream_ends_it_with_an_error(n: int) -> None:
+    """With several choices it waited for ever for the one that broke."""
+
+    class Brittle(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+            if len(told) > 8:
+                raise OverflowError("no such token")
+            told.append(0)
+            return super().decode(token_ids, special=special)
+
+    told: list[int] = []
+    with served() as here:
+        here.service.models["A"] = replace(here.service.models["A"], tokenizer=Brittle())
+        body = {"model": "A", "prompt": "hi", "max_tokens": 60, "n": n, "stream": True}
+        with httpx.stream("POST", here.url + "/v1/completions", json=body) as stream:
+            lines: list[str] = []
+            with suppress(httpx.RemoteProtocolError):  # it is cut then
+                for line in stream.iter_lines():
+                    lines += [line] if line else []
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["message"] == "internal error"
+        assert here.runtime.driver.wait_empty(5)
+        eventually(lambda: any(event == "internal error" for event, _ in here.logged))
+        assert here.metric("fineserve:internal_errors_total") == 1
 
 
 def test_sigterm_under_load_lets_the_running_finish() -> None:

@@ -28,7 +28,14 @@ BROKEN = [
     (CSV + "0,1,1\n1,2,3,4\n", ", line 3: 4 values, but the header has 3 columns"),
     ("arrival_s,promt_tokens,output_tokens\n0,1,1\n", ": no column 'prompt_tokens' (did you mean 'promt_tokens'?)"),
     ("arival_s,prompt_tokens,output_tokens\n0,1,1\n", ": no column 'arrival_s' (did you mean 'arival_s'?)"),
-    ("prompt_tokens,output_tokens\n1,1\n", ": no column 'arrival_s' in ['prompt_tokens', 'output_tokens']"),
+    (
+        "prompt_tokens,output_tokens\n1,1\n",
+        ": no column 'arrival_s' in ['prompt_tokens', 'output_tokens']; a trace has",
+    ),
+    (
+        "time,name,prompt,output\n0,A,1,1\n",
+        "; a trace has arrival_s, prompt_tokens, output_tokens and, for several models, model",
+    ),
     ("arrival_s,prompt_tokens,output_tokens,arrival_s\n0,1,1,1\n", ": column 'arrival_s' is in the header twice"),
     ("day,hour\n0,1\n", ": unknown columns ['day', 'hour']; known headers are csv: arrival_s"),
     ((CSV + "0,1,1\n").encode() + b"1,\xff,1\n", ", line 3: byte 0xff is not UTF-8"),

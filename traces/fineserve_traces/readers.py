@@ -100,7 +100,10 @@ def _detect_csv(header: list[str], path: Path) -> str:
 def _read_csv(data: bytes, path: Path) -> Rows:
     table = CsvTable(data, path)
     if not difflib.get_close_matches("arrival_s", table.names):
-        raise TraceError(f"{path}: no column 'arrival_s' in {table.names}; lengths alone are read with read_lengths")
+        needed = ", ".join(_CSV_LAYOUTS["csv"])
+        raise TraceError(
+            f"{path}: no column 'arrival_s' in {table.names}; a trace has {needed} and, for several models, model"
+        )
     table.require(_CSV_LAYOUTS["csv"])
     return Rows(
         arrival_s=arrival_column(table.numbers("arrival_s"), table.where, in_order=False),

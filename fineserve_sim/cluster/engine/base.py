@@ -88,7 +88,8 @@ class Relief(Protocol):
 class Engine(ABC):
     """Batches of one model instance.
 
-    ``stalled`` sequences wait for KV from elsewhere, ``reserved_blocks`` are held for sequences that are elsewhere still,
+    ``stalled`` sequences wait for KV from elsewhere; ``coming`` ones are elsewhere still, and have their slots here and
+    ``reserved_blocks``;
     ``promised_blocks`` is at least what is taken without another question.
     ``stopping``: it forms no more batches; ``closing``: those that it preempts go elsewhere. ``columns`` of a timeline,
     one a stage: the first counts its requests. ``next_boundary_s`` is the next boundary to settle inside the batch that is
@@ -105,6 +106,7 @@ class Engine(ABC):
         "closing",
         "column",
         "columns",
+        "coming",
         "composition_changed",
         "gone",
         "index",
@@ -138,7 +140,7 @@ class Engine(ABC):
         self.promised_blocks = 0
         self.composition_changed = False
         self.stalled: dict[SequenceState, None] = {}
-        self.reserved_blocks = 0
+        self.coming = self.reserved_blocks = 0
         self.stopping = self.closing = self.gone = False
         self.columns: tuple[int, ...] = (seat.engine,)
         self.column = seat.engine
@@ -187,6 +189,11 @@ class Engine(ABC):
         return inside + len(self.stalled) + (self.relief.held if self.relief else 0)
 
     @property
+    def free_slots(self) -> int:
+        """Sequences that may start or come, as far as slots go."""
+        return self._settings.max_sequences * len(self.lanes) - self.running - self.coming
+
+    @property
     def requests(self) -> int:
         """All that were dispatched here and have not ended."""
         return self.running + self.waiting
@@ -214,27 +221,17 @@ class Engine(ABC):
         if len(self.queues) > 1:
             queued_blocks = sum([queue.queued_blocks for queue in self.queues])
             head_blocks = max([queue.head_blocks for queue in self.queues])
-        load = EngineLoad(
-            used_blocks,
-            used_blocks + self.kv.free_blocks(),
-            queued_blocks,
-            head_blocks,
-            self.running,
-            len(self.stalled),
-        )
+        blocks = (used_blocks, used_blocks + self.kv.free_blocks(), queued_blocks, head_blocks)
+        load = EngineLoad(*blocks, self.running, len(self.stalled))
         if not shortest:
             return load
-        candidate, candidate_blocks = self._shortest()
-        return load._replace(shortest=candidate, shortest_blocks=candidate_blocks)
+        held = [lane.decodes.held_blocks(lane.leaving, ahead=self._in_flight(lane)) for lane in self.lanes]
+        shortest_blocks, index = min(chain.from_iterable(held), default=(0, None))
+        return load._replace(shortest=index, shortest_blocks=shortest_blocks)
 
     def blocks_of(self, lane: Lane, sequence: SequenceState) -> int:
         """Blocks of a sequence that decodes in ``lane``, with the one for the token under way."""
         return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + self._in_flight(lane))
-
-    def _shortest(self) -> tuple[int | None, int]:
-        blocks = [lane.decodes.held_blocks(lane.leaving, ahead=self._in_flight(lane)) for lane in self.lanes]
-        held, index = min(chain.from_iterable(blocks), default=(0, None))
-        return index, held
 
     @abstractmethod
     def _in_flight(self, lane: Lane) -> bool:
@@ -285,7 +282,7 @@ class Engine(ABC):
     def adopt(self, sequence: SequenceState, now: float) -> None:
         """A sequence with its KV in place goes on: to decode, or with its prefill."""
         self.stalled.pop(sequence, None)
-        lane = min(self.lanes, key=lambda lane: lane.size)
+        lane = min(self.lanes, key=lambda lane: lane.started)
         if sequence.prefilled:
             lane.join_next(sequence)
         else:
@@ -374,7 +371,10 @@ class Engine(ABC):
         return sorted(lost, key=arrival_order)
 
     def check(self) -> None:
-        """Raise AssertionError unless the blocks that its sequences hold are those that it takes."""
+        """Raise AssertionError unless the blocks that its sequences hold are those that it takes, and each has a slot."""
+        most = self._settings.max_sequences
+        slots_hold = self.free_slots >= 0 and all(lane.size <= most for lane in self.lanes)
+        assert slots_hold, f"engine {self.index}: more sequences than slots"
         if not isinstance(self.kv, CountedBlocks):
             return
         resting = [*self.stalled, *(sequence for queue in self.queues for sequence in queue.prefilling)]
@@ -397,4 +397,4 @@ class Engine(ABC):
 
 
 def _occupancy(lane: Lane) -> int:
-    return lane.size + len(lane.queue.waiting) + len(lane.queue.prefilling)
+    return lane.started + len(lane.queue.waiting)

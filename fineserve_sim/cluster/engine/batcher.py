@@ -67,7 +67,7 @@ class Batcher(Engine):
                 return chunks
             chunks.append(chunk)
             left -= chunk[2]
-        slots = self._free_slots() if left > 0 and queue.waiting else 0
+        slots = self._free_slots(lane) if left > 0 and queue.waiting else 0
         while left > 0 and slots > 0 and queue.waiting:
             sequence = queue.waiting[0]
             if sequence.preempted and not self._may_return(sequence):
@@ -117,13 +117,14 @@ class Batcher(Engine):
 
     def may_start(self, sequence: SequenceState) -> bool:
         """A slot, nobody with an older claim, and for one that lost its KV room for all of it."""
-        return self._free_slots() > 0 and (not sequence.preempted or self._may_return(sequence))
+        return self._free_slots(self.lanes[0]) > 0 and (not sequence.preempted or self._may_return(sequence))
 
-    def _free_slots(self) -> int:
-        """Sequences that may start now; none while others have an older claim to the memory."""
+    def _free_slots(self, lane: Lane) -> int:
+        """Sequences of the lane's queue that may start now; none while others have an older claim to the memory."""
         if self._preempted or (self.relief is not None and not self.relief.admits):
             return 0
-        return self._settings.max_sequences * len(self.lanes) - self.running
+        free = self.free_slots
+        return free if len(self.queues) == 1 else min(free, self._settings.max_sequences - lane.started)
 
     def _may_return(self, sequence: SequenceState) -> bool:
         """There is room for all of a sequence that lost its KV, and a block to go on: else two could evict each other for

@@ -50,8 +50,12 @@ class EngineKV(ABC):
         """Bytes held in one of its memories."""
         raise AssertionError("a shared memory has its own ledger")
 
+    def kept_bytes(self, number: int) -> int:
+        """Those of them that are kept for sequences to come."""
+        return 0
+
     def forget(self) -> None:  # noqa: B027 - most keep nothing
-        """Give up all that is kept for sequences to come: the memory goes to somebody else."""
+        """Give up all that is kept for sequences to come, and keep nothing more: the memory goes to somebody else."""
 
     def free_tokens(self) -> int:
         """Tokens that the engine's memory could still take now."""
@@ -188,6 +192,7 @@ class PrefixBlocks(EngineKV):
         self._counted = counted
         self._blocks = SharedBlocks()
         self._names = count()
+        self._keeps = True
 
     def free_blocks(self) -> int:
         return self._counted.free_blocks() + self._blocks.evictable
@@ -209,7 +214,7 @@ class PrefixBlocks(EngineKV):
         return len(found) * self.block_tokens
 
     def keep(self, sequence: SequenceState) -> None:
-        if keys := self._keys(sequence, sequence.cached_tokens):
+        if self._keeps and (keys := self._keys(sequence, sequence.cached_tokens)):
             self._blocks.record(keys, sequence.blocks[0])
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
@@ -235,11 +240,18 @@ class PrefixBlocks(EngineKV):
             self.keep(sequence)
         self._counted.give(len(self._blocks.drop(sequence.blocks[0])))
         sequence.blocks = ()
+        if not self._keeps:
+            self.forget()
 
     def memory_bytes(self, number: int) -> int:
         return self._counted.memory_bytes(number)
 
+    def kept_bytes(self, number: int) -> int:
+        kept = self._blocks.evictable
+        return kept and self.memory_bytes(number) // self._counted.used_blocks() * kept
+
     def forget(self) -> None:
+        self._keeps = False
         self._counted.give(len(self._blocks.evict(self._blocks.evictable)))
 
     def _name(self, blocks: int) -> list[int] | None:

@@ -58,7 +58,8 @@ class PipelineEngine(Batcher):
         return any(lane.launched for lane in self.lanes)
 
     def load(self, *, shortest: bool = False) -> EngineLoad:
-        return super().load(shortest=shortest)._replace(fullest_bytes=max(stage.kv.used_bytes for stage in self.stages))
+        held_bytes = [stage.kv.used_bytes - self.kv.kept_bytes(number) for number, stage in enumerate(self.stages)]
+        return super().load(shortest=shortest)._replace(fullest_bytes=max(held_bytes))
 
     @property
     def starting(self) -> bool:

@@ -83,6 +83,11 @@ class Lane:
         return self.decodes.size + len(self.joining)
 
     @property
+    def started(self) -> int:
+        """Those, and what its queue has begun to prefill."""
+        return self.size + len(self.queue.prefilling)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.decodes.size or self.joining or self.queue.prefilling or self.queue.waiting)
 

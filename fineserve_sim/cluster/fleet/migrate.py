@@ -1,7 +1,7 @@
 """Live migration between instances (Llumnix): copy while decoding, then a short stop for the rest.
 
-The destination reserves the blocks when the copy starts. When all that was there has been copied, the sequence leaves
-its batch, the tokens decoded meanwhile follow, and it goes on at the destination; only then its source gives the memory
+The destination reserves a slot and the blocks when the copy starts. When all that was there has been copied, the sequence
+leaves its batch, the tokens decoded meanwhile follow, and it goes on at the destination; only then its source gives the memory
 back. A move ends early when the sequence finishes or loses its KV first, or the destination cannot hold what was added.
 """
 
@@ -45,11 +45,12 @@ class Migrations:
         (lane,) = source.lanes
         sequence = next(member for member in lane.decodes if member.index == command.request_id)
         blocks = source.blocks_of(lane, sequence)
-        if not self._reserve(destination, blocks, now):
+        if destination.free_slots < 1 or not self._reserve(destination, blocks, now):
             self._home.cluster.hear(now, MigrationEnded(command.request_id))
             return
         move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), blocks)
         self._moves[sequence] = move
+        destination.coming += 1
         self._copy(move, move.copied_tokens, self._copied)
 
     def _copied(self, move: _Move, now: float) -> None:
@@ -82,6 +83,7 @@ class Migrations:
     def _handed_over(self, move: _Move, now: float) -> None:
         sequence, source, destination = move.sequence, move.source, move.destination
         del self._moves[sequence]
+        destination.coming -= 1
         del source.stalled[sequence]
         source.kv.release(sequence)
         self._home.cluster.touch(source)
@@ -107,6 +109,7 @@ class Migrations:
     def _end(self, move: _Move, now: float) -> None:
         """The request does not move."""
         del self._moves[move.sequence]
+        move.destination.coming -= 1
         self._release(move.destination, move.reserved_blocks)
         move.destination.replan(now)
         self._home.cluster.hear(now, MigrationEnded(move.sequence.index))

@@ -159,6 +159,7 @@ class Regrouping:
         into = dict(zip(command.gpus, command.into, strict=True))
         everything = frozenset(range(engine.stages[0].sizes.layers))
         missing = {stage: everything - stage.resident for stage in engine.stages}
+        engine.kv.forget()
         for stage in engine.stages:
             stage.load(everything)
         self._home.cluster.touch(engine)
@@ -199,9 +200,13 @@ class Regrouping:
             self._settle_resident(stage)
 
     def _cancel_restore(self, engine: Engine) -> None:
+        """What is on its way does not count as resident any more, nor what has come so far."""
         restore = self._restores.pop(engine.index, None)
-        for transfer in restore.pulls if restore else ():
-            transfer.cancel()
+        if restore is not None:
+            for transfer in restore.pulls:
+                transfer.cancel()
+            for stage in restore.engine.stages:
+                self._settle_resident(stage)
 
     # --- failure ---------------------------------------------------------------------------------------------------
 

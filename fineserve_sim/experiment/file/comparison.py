@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.document import Document
 from fineserve_sim.experiment.file.plan import Experiment, build
 
@@ -41,11 +42,7 @@ def experiment_for_trace(
     """
     by_share = any("share" in model for model in models)
     workload = {"trace": str(trace.resolve()), "requests": requests, "warmup_requests": warmup_requests}
-    at = {"rate_scale": rate_scale}
-    sweeps: list[dict[str, Any]] = [{"name": "run", "at": at, "systems": list(systems)}]
-    if anchors:
-        sweeps = _with_anchors(sweeps[0], count, sum(model.get("tp", 1) for model in models))
-    data: dict[str, Any] = {
+    options: dict[str, Any] = {
         "fineserve": 1,
         "title": f"Comparison on {trace.name}",
         "cluster": {"gpu": gpu, "count": count, "sharing": sharing}
@@ -53,11 +50,20 @@ def experiment_for_trace(
         "models": [dict(model) for model in models],
         "workload": workload | ({"assign": "share"} if by_share else {}),
         "slo": _slo(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale),
-        "systems": list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"])),
-        "sweeps": sweeps,
         "seeds": seeds,
     }
-    return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
+
+    def built(*sweeps: Mapping[str, Any]) -> Experiment:
+        named = list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"]))
+        data = options | {"systems": named, "sweeps": [dict(sweep) for sweep in sweeps]}
+        return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
+
+    sweep = {"name": "run", "at": {"rate_scale": rate_scale}, "systems": list(dict.fromkeys(systems))}
+    found = built(sweep)
+    if not anchors:
+        return found
+    needed = sum(least_degree(found.setup, model) for model in found.setup.models)
+    return built(*_with_anchors(sweep, count, needed))
 
 
 def model_entry(text: str) -> dict[str, Any]:

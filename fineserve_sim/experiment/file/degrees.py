@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fineserve_sim.catalog import check_tp
 from fineserve_sim.cluster import ServedModel
@@ -16,10 +17,15 @@ DEGREES = (1, 2, 4, 8)
 """Those that FineServe's own implementation tries."""
 
 
+def slots_of(setup: Setup) -> list[GpuSlot]:
+    """The GPUs as placements see them."""
+    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, setup.engine)) for gpu in setup.gpus]
+
+
 def groups_by_degree(setup: Setup, model: ResolvedModel) -> dict[int, int]:
     """How many groups of GPUs there are of each degree, rising, over which the model splits and on whose GPUs an engine of it
     has memory for KV left. Slices by MIG form no groups."""
-    slots = [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, setup.engine)) for gpu in setup.gpus]
+    slots = slots_of(setup)
     most = 1 if any(gpu.spec.whole for gpu in setup.gpus) else max(DEGREES)
     largest_bytes = max(slot.memory_bytes for slot in slots)
     splitting = [tp for tp in DEGREES if tp <= most and _splits(model, tp)]
@@ -31,6 +37,12 @@ def least_degree(setup: Setup, model: ResolvedModel) -> int:
     """That of the file, or the smallest at which it fits: how a model runs that has GPUs of its own. 1 if it fits nowhere."""
     tp = model.entry.tp
     return tp if isinstance(tp, int) else min(groups_by_degree(setup, model), default=1)
+
+
+def pinned_degree(setup: Setup, model: ResolvedModel, groups: Sequence[Sequence[int]]) -> int:
+    """How many GPUs each of the ``groups`` must have that a model is pinned to: an open degree is that of the first one."""
+    open_degree = len(groups[0]) if groups and model.entry.tp == AUTO else 0
+    return open_degree if open_degree in groups_by_degree(setup, model) else least_degree(setup, model)
 
 
 def _fixed_bytes(setup: Setup, model: ResolvedModel, tp: int) -> int:

@@ -29,7 +29,8 @@ def gpus_of(document: Document, cluster: schema.Cluster) -> tuple[Gpu, ...]:
             parts = look_up(document, ("cluster", "sharing"), lambda: catalog.mig_slices(spec, str(sharing.profile)))  # noqa: B023
         for part in parts:
             node = board // cluster.gpus_per_node
-            found.append(Gpu(len(found), node, part, cluster.network_bytes_per_s, sharing))
+            own = board if part.whole else None
+            found.append(Gpu(len(found), node, part, cluster.network_bytes_per_s, sharing, own))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from fineserve_sim import catalog
 from fineserve_sim.cluster import Gpu
 from fineserve_sim.experiment.file import schema
-from fineserve_sim.experiment.file.degrees import least_degree
+from fineserve_sim.experiment.file.degrees import least_degree, pinned_degree
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.gpus import look_up
@@ -55,7 +55,7 @@ def _check_step_times(document: Document, setup: Setup) -> None:
 
 def check_pins(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
     """A pinned placement gives every model of the file groups of existing GPUs, each as large as its TP degree."""
-    models = {model.id: least_degree(setup, model) for model in setup.models}
+    models = {model.id: model for model in setup.models}
     for index, item in enumerate(file.systems):
         placement = setup.systems[item if isinstance(item, str) else item.name].placement
         if not isinstance(placement, PinnedPlacementSpec):
@@ -66,8 +66,9 @@ def check_pins(document: Document, file: schema.ExperimentFile, setup: Setup) ->
         for name, groups in placement.groups.items():
             if name not in models:
                 raise document.error((*path, name), f"unknown model; {nearest(name, models)}")
+            tp = pinned_degree(setup, models[name], groups)
             for group in groups:
-                _check_group(document, (*path, name), group, models[name], setup.gpus)
+                _check_group(document, (*path, name), group, tp, setup.gpus)
 
 
 def _check_group(document: Document, path: KeyPath, group: tuple[int, ...], tp: int, gpus: tuple[Gpu, ...]) -> None:

@@ -37,7 +37,7 @@ def costs(setup: Setup, metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
     def of(metric: str) -> float | None:
         hours = metrics[metric]["mean"]
-        return None if usd is None or hours is None else float(usd * hours * setup.bought / len(setup.gpus))
+        return None if usd is None or hours is None else float(usd * hours)
 
     return {
         "usd_per_hour": None if usd is None else usd * setup.bought,

@@ -12,7 +12,8 @@ the same. Latencies and attainment are those of the measured requests, however l
   inside the window a second; token throughput: with the first tokens.
 * percentiles are over all measured requests (TPOT: of two tokens and more); one that never got so far is infinitely late, so
   that a system that drops has no better percentiles than one that serves. Means are over those that did.
-* GPU hours: of all GPUs of the cluster in the window, a million output tokens and a thousand requests within all limits.
+* GPU hours: of all GPUs of the cluster in the window, slices by MIG counted as the GPUs that they are of, a million
+  output tokens and a thousand requests within all limits.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
 * counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/counters.py``.
 """

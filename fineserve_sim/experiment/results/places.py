@@ -21,15 +21,21 @@ from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.experiment.file.degrees import AUTO, least_degree
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.policy.groups.drop_plan import even_split
+from fineserve_sim.systems.spec import DedicatedPlacementSpec, SystemSpec
 
 _GIB = 2**30
 
 
 class Places:
-    """One placement of one setup, as a run's stored JSON has it: ``instances`` with model, replica and GPUs, ``unplaced``."""
+    """One placement of one setup, as a run's stored JSON has it: ``instances`` with model, replica and GPUs, ``unplaced``.
+    ``system``: whose it is, where that matters."""
 
-    def __init__(self, setup: Setup, placement: Mapping[str, Any]) -> None:
+    def __init__(self, setup: Setup, placement: Mapping[str, Any], system: SystemSpec | None = None) -> None:
         self._setup = setup
+        execution = system.execution if system is not None else None
+        self._stages = 1 if execution is None else execution.stages
+        self._apart = system if system is not None and isinstance(system.placement, DedicatedPlacementSpec) else None
         self._placement = placement
         self.served = {
             model.id: ServedModel(
@@ -59,13 +65,22 @@ class Places:
         served = self.served[model]
         return replace(served, tp=gpus) if gpus and model in self._auto else served
 
+    def _bytes_of(self, instance: Mapping[str, Any]) -> tuple[int, int]:
+        """Weights, and all that is taken before any KV, on each GPU of an instance. A stage of a pipeline has its layers alone,
+        those outside the layers spread over them."""
+        model, gpus = instance["model"], len(instance["gpus"])
+        weights, layers = self.weight_bytes(model, gpus), self.served[model].model.layers
+        own = even_split(layers, self._stages)[instance["replica"] % self._stages]
+        elsewhere = weights - weights * len(own) // layers
+        return weights - elsewhere, self.fixed_bytes(model, gpus) - elsewhere
+
     @cached_property
     def left_bytes(self) -> list[int]:
         """By GPU, what its engines leave for KV."""
         left = list(self.usable_bytes)
         for instance in self.instances:
             for gpu in instance["gpus"]:
-                left[gpu] -= self.fixed_bytes(instance["model"], len(instance["gpus"]))
+                left[gpu] -= self._bytes_of(instance)[1]
         return [max(0, bytes) for bytes in left]
 
     def on(self, gpu: int) -> list[Mapping[str, Any]]:
@@ -80,8 +95,7 @@ class Places:
                 "replica": instance["replica"],
                 "gpu": gpu,
                 "tp": len(instance["gpus"]),
-                "weights_bytes": self.weight_bytes(instance["model"], len(instance["gpus"])),
-                "fixed_bytes": self.fixed_bytes(instance["model"], len(instance["gpus"])),
+                **dict(zip(("weights_bytes", "fixed_bytes"), self._bytes_of(instance), strict=True)),
                 "why": "",
             }
             for instance in self.instances
@@ -106,6 +120,9 @@ class Places:
 
     def _why(self, model: str) -> str:
         need, gpus = self.fixed_bytes(model), len(self.usable_bytes)
+        if self._apart is not None and (own := sum(served.tp for served in self.served.values())) > gpus:
+            count = len(self.served)
+            return f"{self._apart.title} shares no GPU: the {count} models need {own} of their own, there are {gpus}"
         everything = sum(self.fixed_bytes(name) * served.tp for name, served in self.served.items())
         if everything > sum(self.usable_bytes):
             return (
@@ -132,7 +149,7 @@ class Places:
                 "gpu": gpu.id,
                 "node": gpu.node,
                 "models": [instance["model"] for instance in self.on(gpu.id)],
-                "weights_bytes": sum(self.weight_bytes(each["model"], len(each["gpus"])) for each in self.on(gpu.id)),
+                "weights_bytes": sum(self._bytes_of(each)[0] for each in self.on(gpu.id)),
                 "usable_bytes": self.usable_bytes[gpu.id],
                 "kv_bytes": self.left_bytes[gpu.id],
                 **left.get(gpu.id, {"kv_left_bytes": None, "kv_least_bytes": None}),
@@ -159,17 +176,15 @@ def kv_left(run: RunData) -> list[tuple[int, int]]:
 
 
 def mean_over_seeds(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of the GPUs of several runs as one: the models of the first, means of all measured numbers over the runs that
-    have them; a run too short for a sample has none."""
+    """The entries of the GPUs of several runs as one: the models of the first, means of all numbers that are known."""
     merged = []
     for entries in zip(*runs, strict=True):
         first = dict(entries[0])
-        for name in first:
+        for name in first.keys() - {"gpu", "node", "models"}:
             known = [entry[name] for entry in entries if entry[name] is not None]
-            if name in ("gpu", "node", "models") or not known:
-                continue
-            mean = sum(known) / len(known)
-            first[name] = int(mean) if name.endswith("_bytes") else mean
+            if known:
+                mean = sum(known) / len(known)
+                first[name] = int(mean) if name.endswith("_bytes") else mean
         merged.append(first)
     return merged
 

@@ -7,7 +7,10 @@ Two estimators, one for each kind of number:
   together, so the binomial formula would give intervals far too narrow. Batch means (Law, Simulation Modeling and
   Analysis, ch. 9): cut each run into batches of consecutive requests, take each batch's share as one observation, pool
   the batches of all seeds, Student's t over them. Batches longer than the memory of the queue are nearly independent,
-  and 20 a run keep them as long as possible.
+  and 20 a run keep them as long as possible. Where batches do not differ, since nearly all requests met their limit, that
+  interval is nothing wide, which n requests cannot show: without a miss the share of misses may still be 3 / n. So it is
+  at least as wide as Wilson's for n independent requests (Wilson, JASA 22, 1927), told from its farther end, and no wider
+  than shares can be.
 
 **Comparisons are of pairs** where both sides remember as many observations: runs of one seed serve the same requests
 whatever the system (common random numbers; Law, ch. 11), so that what a hard seed does to one system it does to the other
@@ -23,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 BATCHES = 20
 LEVEL = 0.95
@@ -73,12 +76,21 @@ def over_runs(values: Sequence[float]) -> Sample:
 
 
 def of_share(runs: Sequence[Batched]) -> Sample:
-    """Share of hits over all requests of all runs, with its batch-means interval."""
+    """Share of hits over all requests of all runs, with its batch-means interval or Wilson's, whichever is wider."""
     total = sum(int(run.of.sum()) for run in runs)
     if total == 0:
         return Sample.of(math.nan, math.nan, ())
     means = np.concatenate([run.met / run.of for run in runs])
-    return Sample.of(sum(int(run.met.sum()) for run in runs) / total, _half_width(means), means.tolist())
+    share = sum(int(run.met.sum()) for run in runs) / total
+    half_width = max(_half_width(means), _wilson(share, total))  # NaN first: of one request there is none
+    return Sample.of(share, min(half_width, max(share, 1 - share)), means.tolist())
+
+
+def _wilson(share: float, requests: int) -> float:
+    """From a share of independent requests to the farther end of its interval; z^2 / (n + z^2) for all of them or none."""
+    z2 = float(ndtri(0.5 + LEVEL / 2)) ** 2
+    spread = math.sqrt(z2 * share * (1 - share) / requests + (z2 / (2 * requests)) ** 2)
+    return (abs(0.5 - share) * z2 / requests + spread) / (1 + z2 / requests)
 
 
 def _half_width(observations: NDArray[np.float64]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fineserve_sim.cluster import RunResult, Scenario, simulate, simulate_streamed
-from fineserve_sim.cluster.scenario import Ended, EndedRequests
+from fineserve_sim.cluster.scenario import Ended, EndedRequests, boards
 from fineserve_sim.experiment.file.metric_names import PER_MODEL
 from fineserve_sim.experiment.results.hits import Batches, Hits
 from fineserve_sim.experiment.results.metrics import Cluster, Measures, cluster_values
@@ -52,7 +52,7 @@ def _document(
     unplaced = set(result.placement.unplaced)
     by_group = {name: tally.values(row) | seen.values(name) for name, row in rows.items()}
     values = {metric: {name: found[metric] for name, found in by_group.items()} for metric in PER_MODEL}
-    own = Cluster(len(scenario.gpus), sum(result.kv_capacity_bytes), result.counters)
+    own = Cluster(boards(scenario.gpus), sum(result.kv_capacity_bytes), result.counters)
     within = tally.hits("slo_attainment", ALL).sum()
     tokens_per_s = values["token_throughput_per_s"][""]
     wide = cluster_values(own, seen.used_bytes(), tokens_per_s, batches.window_s, within)

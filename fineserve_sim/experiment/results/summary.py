@@ -73,7 +73,9 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "models": models,
         "gpus": gpus,
         "models_move": setup.systems[outcome.point.system].residency is not None,
-        "binds": binds(models, gpus) if any(gpu["busy"] for gpu in gpus) else [],  # nobody looks at real GPUs
+        "binds": binds(models, gpus)
+        if unplaced or any(gpu["busy"] for gpu in gpus)
+        else [],  # nobody looks at real GPUs
         "unplaced": unplaced,
         "flags": list(_flags(runs, metrics, [entry["model"] for entry in unplaced])),
     }
@@ -128,11 +130,11 @@ def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any], unplaced: Seque
         yield f"no GPU for {', '.join(unplaced)}"
     fewest = min(run.counts["arrived"] for run in runs)
     if fewest < ENOUGH_REQUESTS:
-        yield f"{fewest} measured requests a run < {ENOUGH_REQUESTS}"
+        yield f"{fewest} measured request{'s' * (fewest != 1)} a run < {ENOUGH_REQUESTS}"
     half_width = metrics["ttft_attainment"]["half_width"]
     if half_width is None:
         yield "attainment without interval: too few requests"
-    elif half_width > ENOUGH_PRECISION:
+    elif round(half_width, 3) > ENOUGH_PRECISION:
         yield f"attainment half-width {100 * half_width:.1f} points > {100 * ENOUGH_PRECISION:.0f}"
     for fate in ("rejected", "unfinished"):
         count = sum(run.counts[fate] for run in runs)

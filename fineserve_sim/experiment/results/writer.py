@@ -67,7 +67,8 @@ def _judged(experiment: Experiment, outcome: Outcome, seed: int, store: Store, r
     """One run by its limits. Its requests are written, where they were kept."""
     key = outcome.keys[seed]
     meta, summary = store.meta(key), store.summary(key)
-    places = Places(experiment.setup_of(outcome.point), meta["placement"])
+    setup = experiment.setup_of(outcome.point)
+    places = Places(setup, meta["placement"], setup.systems[outcome.point.system])
     if summary is not None:
         measures, left = measures_of(summary), summary["kv_left"]
     else:

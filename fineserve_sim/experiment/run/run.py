@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fineserve_traces import Requests
 
 from fineserve_sim.cluster import Scenario, ServedModel
-from fineserve_sim.cluster.compose.profiling import demand_of
-from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree, least_degree
-from fineserve_sim.experiment.file.resolve import Overrides, ResolvedModel, Setup
+from fineserve_sim.experiment.file.degrees import least_degree
+from fineserve_sim.experiment.file.resolve import Overrides, Setup
+from fineserve_sim.experiment.run.degrees import at_degrees
 from fineserve_sim.experiment.run.rates import expected_rates, mean_lengths
 from fineserve_sim.experiment.run.workload import (
     ISOLATED_GAP_S,
@@ -20,11 +20,10 @@ from fineserve_sim.experiment.run.workload import (
     build_trace,
     isolated_trace,
 )
-from fineserve_sim.policy.placement.degree import tp_degree
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 SAMPLE_S = 1.0
-"""Seconds between the samples of a run's timeline."""
+"""There is a sample of a run's timeline in each so many seconds (``cluster/samples.py`` says where)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +108,5 @@ def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:
                 mean_output_tokens=output,
                 tpot_slo_s=None if blind else token_slo_s,
             )
-            found.append(served if run.isolated or run.alone else _of_degree(setup, model, served))
-    return tuple(found)
-
-
-def _of_degree(setup: Setup, model: ResolvedModel, served: ServedModel) -> ServedModel:
-    """Where the file leaves the TP degree open, at the one that carries the model's rate within its limit."""
-    if model.entry.tp != AUTO:
-        return served
-    groups, spec = groups_by_degree(setup, model), setup.gpus[0].spec
-    demands = [demand_of(replace(served, tp=tp), spec, setup.engine, slope=False) for tp in groups]
-    return replace(served, tp=tp_degree(demands, groups))
+            found.append(served)
+    return tuple(found) if run.isolated or run.alone else at_degrees(setup, setup.systems[run.system], found)

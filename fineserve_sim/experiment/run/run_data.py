@@ -56,7 +56,7 @@ class RunData(Columns):
     """One finished run. Columns are in arrival order.
 
     Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model;
-    ``gpu_free_bytes`` has a column a GPU with KV memory.
+    ``gpu_free_bytes`` has a column a GPU with KV memory. ``gpus`` counts the slices of a GPU once.
     """
 
     warmup: int

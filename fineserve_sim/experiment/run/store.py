@@ -28,6 +28,7 @@ from pydantic import BaseModel
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario
+from fineserve_sim.cluster.scenario import boards
 from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
@@ -144,7 +145,7 @@ class Store:
             "models": list(scenario.trace.models),
             "engine_models": list(result.timeline.engine_models),
             "kv_capacity_bytes": list(result.kv_capacity_bytes),
-            "gpus": len(scenario.gpus),
+            "gpus": boards(scenario.gpus),
             "warmup": warmup,
             "placement": placement(result),
             "end_s": result.end_s,

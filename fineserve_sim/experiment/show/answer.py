@@ -133,13 +133,19 @@ def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
     as_good = f" No worse within the interval: {', '.join(rivals)}." if rivals else ""
     own = f"{choice['title']} on {gpus_text(cell)}"
     if choice["holds"]:
-        return f"Take {own}, which keeps {targets}: {found}.{as_good}"
+        homeless = () if cell["models_move"] else [entry["model"] for entry in cell["unplaced"]]
+        return f"Take {own}, which keeps {targets}: {found}.{_left_out(homeless)}{as_good}"
     if "search" in answer:
         return f"{_found(answer, cell, targets)} {_asked(answer, cell)}: {found}.{as_good}"
     systems, most = answer["systems"], answer["most_gpus"]
     up_to = f"up to {most}" if most > choice["gpus"] else str(choice["gpus"])
     who = f"None of {systems} systems keeps" if systems > 1 else f"{choice['title']} does not keep"
     return f"{who} {targets} on {up_to} {cell['cluster']['gpu']}. Closest: {own}: {found}.{as_good}"
+
+
+def _left_out(models: Sequence[str]) -> str:
+    """Models without a GPU, where so few requests are theirs that the targets are kept without them."""
+    return f" It has no GPU for {', '.join(models)}." if models else ""
 
 
 def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
@@ -149,8 +155,9 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
         tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
         return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
     where = f"{found['title']} on {found['value']} {gpu}{_hourly(found['usd_per_hour'])}"
+    left_out = _left_out(found.get("unplaced", ()))
     more = f" ({found['not_on']} fail: more GPUs are another placement)" if found["not_on"] else ""
-    return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}."
+    return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}.{left_out}"
 
 
 def _hourly(usd: float | None) -> str:
@@ -217,7 +224,7 @@ def worst_models(cell: Cell, most: int = 2) -> list[str]:
     shares = {name: model["within"] / model["requests"] for name, model in cell["models"].items() if model["requests"]}
     own = cell["metrics"]["slo_attainment"]["mean"] or 0.0
     low = sorted((name for name in shares if shares[name] < own), key=lambda name: shares[name])
-    return [f"{name} {100 * shares[name]:.0f} %" for name in low[:most]]
+    return [f"{name} {min(100 * shares[name], 99.9):.{1 if shares[name] > 0.99 else 0}f} %" for name in low[:most]]
 
 
 def _binding(cell: Cell) -> Iterator[str]:
@@ -283,7 +290,8 @@ def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
         yield f"GPUs: at this load {fewest} on which {found['title']} keeps the targets."
     else:
         keeps = f"{found['title']} keeps the targets on {found['value']}"
-        yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}."
+        left_out = _left_out(found.get("unplaced", ()))
+        yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}.{left_out}"
 
 
 def _base_per_s(answer: Mapping[str, Any], cell: Cell) -> float | None:

@@ -56,9 +56,11 @@ _KNOWN = {
     "rate_scale": Quantity("Rate scale"),
     "slo_scale": Quantity("SLO scale"),
     "load": Quantity("Load"),
+    "cluster.count": Quantity("GPUs"),
 }
 _UNITS = (
     ("_tokens_per_s", "tokens/s", 1.0),
+    ("_bytes_per_s", "bytes/s", 1.0),
     ("_per_s", "1/s", 1.0),
     ("_s", "s", 1.0),
     ("_bytes", "GiB", _GIB),
@@ -111,9 +113,29 @@ def interval(mean: float | None, half_width: float | None) -> str:
     return f"{mean:,.{decimals}f} ± {half_width:,.{decimals}f}"
 
 
+_ONE_OF = re.compile(r"(\w+)s\.(\d+)\.\w+")
+"""A key of one entry of a list: ``faults.0.time_s``."""
+
+
+def _axis(axis: str) -> Quantity:
+    """The words for an axis, whose values are shown as they are given."""
+    found = quantity(axis)
+    words, unit = (found.label, found.unit) if found.scale == 1.0 else (_words(axis.rsplit(".", 1)[-1]), "")
+    entry = _ONE_OF.fullmatch(axis)
+    label = words if entry is None else f"{entry[1].capitalize()} {entry[2]} {words[:1].lower()}{words[1:]}"
+    return Quantity(label, unit)
+
+
+def axis_label(axis: str) -> str:
+    """The name of an axis with its unit: ``Fault 0 time (s)``."""
+    return _axis(axis).text
+
+
 def axis_text(axis: str, value: object) -> str:
-    """One value of an axis with its name, such as ``SLO scale 20``."""
-    return f"{quantity(axis).label} {number(value)}"
+    """One value of an axis with its name, such as ``SLO scale 20`` or ``TTFT 0.5 s``."""
+    found = _axis(axis)
+    unit = found.unit.removeprefix("1") if found.unit == "1/s" else f" {found.unit}" * bool(found.unit)
+    return f"{found.label} {number(value)}{unit if isinstance(value, int | float) else ''}"
 
 
 def distinct(values: Iterable[object]) -> list[object]:

@@ -15,7 +15,15 @@ from rich.text import Text
 from fineserve_sim.experiment.results.answer import chosen_cell, place_of
 from fineserve_sim.experiment.results.step_times import sentence
 from fineserve_sim.experiment.show.answer import answer_lines, unplaced_lines
-from fineserve_sim.experiment.show.labels import axis_text, distinct, interval, number, quantity, varying_axes
+from fineserve_sim.experiment.show.labels import (
+    axis_label,
+    axis_text,
+    distinct,
+    interval,
+    number,
+    quantity,
+    varying_axes,
+)
 from fineserve_sim.experiment.show.where import gpus_table, models_table, systems_table
 
 Cell = Mapping[str, Any]
@@ -85,7 +93,7 @@ def sweep_tables(sweep: str, cells: Sequence[Cell]) -> Iterator[RenderableType]:
         yield _point_table(cells)
         return
     for metric in _SWEEP_METRICS:
-        yield _heading(f"{sweep}: {quantity(metric).text} by {quantity(axes[0]).label}")
+        yield _heading(f"{sweep}: {quantity(metric).text} by {axis_label(axes[0])}")
         yield _axis_table(cells, axes[0], axes[1:], metric)
 
 
@@ -106,7 +114,7 @@ def _point_table(cells: Sequence[Cell]) -> Table:
 def _axis_table(cells: Sequence[Cell], x: str, others: Sequence[str], metric: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for axis in others:
-        table.add_column(quantity(axis).label)
+        table.add_column(axis_label(axis))
     table.add_column("System")
     xs = distinct(cell["axes"][x] for cell in cells)
     for value in xs:

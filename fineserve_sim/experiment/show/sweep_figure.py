@@ -19,7 +19,15 @@ from matplotlib.transforms import Transform
 
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.show.answer import gpus_text, limits_text
-from fineserve_sim.experiment.show.labels import LATENCY, axis_text, distinct, number, quantity, varying_axes
+from fineserve_sim.experiment.show.labels import (
+    LATENCY,
+    axis_label,
+    axis_text,
+    distinct,
+    number,
+    quantity,
+    varying_axes,
+)
 from fineserve_sim.experiment.show.plot_style import Handle, SystemStyles, beside, line_width, panel_grid, set_heading
 
 Cell = Mapping[str, Any]
@@ -75,7 +83,7 @@ def sweep_figure(
         where = ", ".join(axis_text(axis, value) for axis, value in zip(others, point, strict=True))
         axes.set_title(fill(where, 36))
     for axes in grid[-1]:
-        axes.set_xlabel(quantity(x).label if x else "")
+        axes.set_xlabel(axis_label(x) if x else "")
     set_heading(figure, title, _note(cells, x, others), legend)
     return figure
 
@@ -226,7 +234,8 @@ def _draw_limit(axes: Axes, cells: Sequence[Cell], metric: str) -> dict[str, Han
 def _label_y(row: Sequence[Axes], metric: str) -> None:
     shown = quantity(metric)
     row[0].set_ylabel(fill(shown.text, 30))
-    row[0].set_ylim(bottom=0)
+    highest = max(axes.dataLim.y1 for axes in row)
+    row[0].set_ylim(0, max(row[0].get_ylim()[1], 1.05 * highest))  # markers of numbers that hardly differ are whole
     if shown.unit == "%":
         row[0].set_ylim(0, 104)
         row[0].set_yticks(range(0, 101, 20))

@@ -95,6 +95,7 @@ def _told(found: Answer, targets: Mapping[str, float], probes: Sequence[Attained
     return told | {
         "value": int(best.value),
         "margins": margins,
+        "unplaced": list(best.unplaced),
         "usd_per_hour": best.usd_per_hour,
         "not_on": missed,
     }

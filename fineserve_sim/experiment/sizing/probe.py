@@ -182,15 +182,14 @@ class Prober:
                 metric: one.half_width if math.isfinite(one.half_width) else None for metric, one in found.items()
             },
             usd_per_hour=None if usd is None else usd * setup.bought,
-            usd_per_mtoken=usd * hours * setup.bought / len(setup.gpus)
-            if usd is not None and math.isfinite(hours)
-            else None,
+            usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
         )
 
     def _run(self, experiment: Experiment) -> tuple[list[Measures], tuple[str, ...]]:
-        """The runs of the one cell of an experiment, and the models that had no instance in the first."""
+        """The runs of the one cell of an experiment, and the models that had no instance in the first (none where models come
+        and go)."""
         store = Store(self.out)
         prepare(self.out)
         with lent(self.executor, self.jobs) as executor:
@@ -203,7 +202,8 @@ class Prober:
             measure(store.read(key), outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
             for key, placement in zip(outcome.keys, placements, strict=True)
         ]
-        return runs, tuple(placements[0]["unplaced"])
+        moving = experiment.setup.systems[outcome.point.system].residency is not None
+        return runs, () if moving else tuple(placements[0]["unplaced"])
 
     def experiment(self, system: str, key: str, value: float) -> Experiment:
         """One system at one value, with all seeds."""

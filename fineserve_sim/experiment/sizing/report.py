@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Transform
 
-from fineserve_sim.experiment.show.answer import cheapest_text, dollars, percent, targets_text
+from fineserve_sim.experiment.show.answer import cheapest_text, dollars, lowered, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
 from fineserve_sim.experiment.show.plot_style import (
     Handle,
@@ -76,7 +76,7 @@ def headline(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> st
         return f"No system keeps {targets}; the reasons are below."
     chosen = cheapest(answers) if axis is GPUS else None
     if chosen is None or chosen.best is None:
-        return f"The {axis.best} {axis.title.lower()} that keeps {targets}:"
+        return f"The {axis.best} {lowered(axis.title)} that keeps {targets}:"
     tp = f" at TP {chosen.tp}" if chosen.tp else ""
     cost = "" if chosen.best.usd_per_hour is None else f", ${chosen.best.usd_per_hour:,.2f} an hour"
     first = cheapest_text((answer.gpu, answer.best.usd_per_hour) for answer in answers if answer.best is not None)

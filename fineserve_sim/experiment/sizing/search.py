@@ -146,12 +146,13 @@ def to_take(answers: Sequence[Answer], axis: Axis) -> Answer | None:
 
 
 def cheapest(answers: Sequence[Answer]) -> Answer | None:
-    """The answer with the fewest dollars an hour; with the fewest GPUs where a price is missing."""
+    """The answer with the fewest dollars an hour, or GPUs where a price is missing; of equal ones the one that attains most."""
     found = [answer for answer in answers if answer.best is not None]
     priced = all(answer.best is not None and answer.best.usd_per_hour is not None for answer in found)
 
-    def cost(answer: Answer) -> float:
-        assert answer.best is not None
-        return (answer.best.usd_per_hour or 0.0) if priced else answer.best.value
+    def cost(answer: Answer) -> tuple[float, float]:
+        best = answer.best
+        assert best is not None
+        return (best.usd_per_hour or 0.0) if priced else best.value, -min(best.shares.values(), default=0.0)
 
     return min(found, key=cost, default=None)

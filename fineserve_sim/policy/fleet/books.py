@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -107,6 +107,11 @@ class Books:
                 freed_bytes = sum(self._models[other].weight_bytes for other in gone)
                 others = [other for other in self._models_on[gpu] if other not in gone]
                 yield gpu, evicted, others, left_bytes + freed_bytes
+
+    def would_hold(self, model: ModelDemand) -> bool:
+        """Whether the GPUs that are there, empty, have room for all parts of the model on one node."""
+        nodes = Counter(slot.node for slot in self._gpus.values() if slot.memory_bytes > model.weight_bytes)
+        return max(nodes.values(), default=0) >= model.tp
 
     def evictions_for_move(self, engine: EngineView, gpus: Iterable[int]) -> list[EngineView] | None:
         """Who must be evicted so that an engine of the same model fits on all these GPUs, beside this one. None if it

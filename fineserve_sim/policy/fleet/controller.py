@@ -238,11 +238,10 @@ class FleetController(Controller):
         """Lead requests to the engines of their model, or hold them while it has none."""
         commands: list[Command] = []
         for request in requests:
-            route = self.route(model, request.prompt_tokens)
-            if route is None:
-                self._hold(request)
+            if self._routes[model]:
+                commands += super()._arrive(events.RequestReturned(request))
             else:
-                commands += self._deliver(request, route)
+                self._hold(request)
         return commands
 
     def _take_held(self, model: str) -> list[Request]:

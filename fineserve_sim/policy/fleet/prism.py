@@ -83,14 +83,17 @@ class PrismResidency:
         return sorted(idle, key=lambda engine: (-self._models[engine.model].slo_s, -engine.idle_s, engine.engine))
 
     def _activate(self, now: float, view: FleetView, books: Books) -> list[Suggestion]:
-        """Engines for pending models, first come first served: who fits nowhere lets nobody pass."""
+        """Engines for pending models, first come first served: who fits nowhere lets nobody pass, unless it would not fit on
+        empty GPUs either (some are lost)."""
         suggestions: list[Suggestion] = []
         weigh, models, rates_per_s = self._kvpr.part_weight, self._models, view.rates_per_s
         part_weight = cache(lambda model: weigh(models[model], rates_per_s[model]))  # for those that are asked for
         for pending in view.pending:
             found = self._target(models[pending.model], part_weight, books)
             if found is None:
-                break
+                if books.would_hold(models[pending.model]):
+                    break
+                continue
             gpus, evicted = found
             suggestions += _make_room(evicted, books)
             suggestions.append(Start(pending.model, gpus))

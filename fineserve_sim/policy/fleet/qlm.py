@@ -50,6 +50,7 @@ class QlmSwapping:
         self._models = dict(models)
         self._throughput_per_s = {id: _best_throughput(model) for id, model in models.items()}
         self._workers = partition_workers(list(models.values()), gpus)
+        self._memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         self._queues: list[list[str]] = [[] for _ in self._workers]
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
         self._swap_s = swap_s
@@ -62,13 +63,14 @@ class QlmSwapping:
         self._sort_in(groups)
         taken: set[str] = set()
         suggestions: list[Suggestion] = []
-        engines_on: defaultdict[tuple[int, ...], list[EngineView]] = defaultdict(list)
-        for engine in view.engines:
-            engines_on[engine.gpus].append(engine)
+        engines_on: defaultdict[int, list[EngineView]] = defaultdict(list)
+        for engine in view.engines:  # those of the first placement may lie across workers
+            for gpu in engine.gpus:
+                engines_on[gpu].append(engine)
         for worker, gpus in enumerate(self._workers):
             if not view.free_bytes.keys() >= set(gpus):
                 continue  # a GPU is lost
-            here = engines_on[gpus]
+            here = [*{engine.engine: engine for gpu in gpus for engine in engines_on[gpu]}.values()]
             late = self._is_late(now, worker, here, groups)
             if late:
                 self._queues[worker].sort(key=lambda model: (self._deadline_s(groups[model]), model))
@@ -81,10 +83,14 @@ class QlmSwapping:
             queue[:] = [model for model in queue if model in groups]
         queued = {model for queue in self._queues for model in queue}
         for model in groups:
-            if model not in queued:
-                tp = self._models[model].tp
-                able = [worker for worker, gpus in enumerate(self._workers) if len(gpus) == tp]
+            able = [worker for worker in range(len(self._workers)) if self._fits(model, worker)]
+            if able and model not in queued:
                 self._queues[self._random.choice(able)].append(model)
+
+    def _fits(self, model: str, worker: int) -> bool:
+        """The worker is of the model's size, and has memory for KV beside its engine."""
+        demand, gpus = self._models[model], self._workers[worker]
+        return len(gpus) == demand.tp and all(self._memory_bytes[gpu] > demand.weight_bytes for gpu in gpus)
 
     def _is_late(self, now: float, worker: int, here: Sequence[EngineView], groups: Mapping[str, Pending]) -> bool:
         """A group in this queue would be served after its deadline."""
@@ -120,14 +126,9 @@ class QlmSwapping:
         yield Start(model, self._workers[worker])
 
     def _next_group(self, worker: int, taken: set[str]) -> str | None:
-        """The head of its queue, else the first that waits for a worker of its size anywhere."""
-        tp = len(self._workers[worker])
-        alike = [queue for gpus, queue in zip(self._workers, self._queues, strict=True) if len(gpus) == tp]
-        for queue in (self._queues[worker], *alike):
-            waiting = [model for model in queue if model not in taken]
-            if waiting:
-                return waiting[0]
-        return None
+        """The head of its queue, else the first that waits anywhere and fits."""
+        waiting = (model for queue in (self._queues[worker], *self._queues) for model in queue if model not in taken)
+        return next((model for model in waiting if self._fits(model, worker)), None)
 
 
 def _best_throughput(model: ModelDemand) -> float:

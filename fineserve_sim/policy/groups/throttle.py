@@ -73,8 +73,9 @@ class KunServeDrop:
         return [Split(view.engine) for view in groups if self._may_restore(view)]
 
     def _is_low(self, groups: Sequence[GroupView]) -> bool:
-        """Whether these hold less KV together than the threshold of what they have without drop."""
-        base_bytes = sum(view.base_bytes for view in groups)
+        """Whether these hold less KV together than the threshold of what they have without drop. The instances of one that
+        drains count at its successors."""
+        base_bytes = sum(view.base_bytes for view in groups if view.phase is not Phase.DRAINING)
         return sum(view.used_bytes for view in groups) < self._restore_below * base_bytes
 
     def _drop(self, groups: Sequence[GroupView]) -> list[Merge]:

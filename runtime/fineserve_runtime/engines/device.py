@@ -111,7 +111,6 @@ SPARE_ENGINES = 16
 class _Engine(NamedTuple):
     config: EngineConfig
     facts: EngineFacts
-    figures: TableFigures
 
 
 class LocalDevice:
@@ -136,6 +135,7 @@ class LocalDevice:
         stale = any(memory.lock.stale for memory in self._memory.values())
         self.facts = DeviceFacts(engines, plan, first.paths.table, stale)
         self._engines: dict[int, _Engine] = {}  # a new one when it changes: other threads read it
+        self._figures: dict[int, TableFigures] = {}  # of those that were removed, too: others may be about to look
         for number, (engine, facts) in enumerate(zip(config.engines, engines, strict=True)):
             self._take_in(number, engine, facts)
         self._thread: ThreadLink | None = None
@@ -209,19 +209,19 @@ class LocalDevice:
         self._links[command.engine].send(command)
 
     def stats(self, engine: int, gpu: int | None = None) -> EngineStats:
-        return self._engines[engine].figures.stats(gpu)
+        return self._figures[engine].stats(gpu)
 
     def free_kv_tokens(self, engine: int) -> int:
-        return self._engines[engine].figures.free_kv_tokens()
+        return self._figures[engine].free_kv_tokens()
 
     def kv_capacity_tokens(self, engine: int) -> int:
-        return self._engines[engine].figures.kv_capacity_tokens()
+        return self._figures[engine].kv_capacity_tokens()
 
     def ledger(self, gpu: int | None = None) -> KVLedger:
         gpu = self._config.gpus[0] if gpu is None else gpu
         header = self._shape
         total = self._config.region_bytes
-        here = [each.figures for each in self._engines.values() if gpu in each.facts.gpus]
+        here = [self._figures[number] for number, each in self._engines.items() if gpu in each.facts.gpus]
         stranded = sum(figures.stats(gpu).stranded_bytes for figures in here)
         free = self._memory[gpu].table.free_slabs() * header.slab_bytes
         lost = total - (header.slab_count - header.reserved_slabs) * header.slab_bytes
@@ -246,12 +246,12 @@ class LocalDevice:
 
     def _take_in(self, number: int, engine: EngineConfig, facts: EngineFacts) -> None:
         tables = {gpu: self._memory[gpu].table for gpu in facts.gpus}
-        figures = TableFigures(tables, number, engine, facts.block_bytes)
-        self._engines = self._engines | {number: _Engine(engine, facts, figures)}
+        self._figures[number] = TableFigures(tables, number, engine, facts.block_bytes)
+        self._engines = self._engines | {number: _Engine(engine, facts)}
 
     def _arguments(self, number: int) -> tuple[Any, ...]:
         """What ``build`` takes."""
-        engine, facts, _ = self._engines[number]
+        engine, facts = self._engines[number]
         region_bytes = self._shape.slab_count * self._shape.slab_bytes
         settings = self._settings(number)
         return (engine, facts.model_dir, settings, region_bytes, facts.eos_token_ids)

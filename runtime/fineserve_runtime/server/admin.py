@@ -69,7 +69,15 @@ def _remove(service: Service, name: str) -> None:
         raise ValueError("this server removes no models")
     if list(service.models) == [name]:
         raise ValueError(f"{name} is the only model of this server")
-    service.roster.remove(name)
+    try:
+        service.roster.remove(name)
+    except RuntimeError:  # an engine of it does not end; nobody is led there any more
+        _forget(service, name)
+        raise
+    _forget(service, name)
+
+
+def _forget(service: Service, name: str) -> None:
     service.models = {each: served for each, served in service.models.items() if each != name}
     service.log("model removed", {"model": name})
 

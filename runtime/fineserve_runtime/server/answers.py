@@ -100,6 +100,10 @@ class EventStream:
         except ApiError as problem:
             for event in self._failure(problem):
                 yield event
+        except Exception:  # a parser's, or a tokenizer's
+            for event in self._failure(ApiError(500, "internal error", kind="server_error")):
+                yield event
+            raise
         finally:
             self.give_up()
         for event in self._last_words():
@@ -180,14 +184,14 @@ async def _merged(choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Piece]]
         async for piece in choices[0].pieces():
             yield 0, piece
         return
-    news: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+    news: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, choice: Choice) -> None:
         try:
             async for piece in choice.pieces():
                 news.put_nowait((index, piece))
             news.put_nowait(None)
-        except ApiError as problem:
+        except Exception as problem:
             news.put_nowait(problem)
 
     tasks = [asyncio.create_task(pump(index, choice)) for index, choice in enumerate(choices)]
@@ -195,7 +199,7 @@ async def _merged(choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Piece]]
         left = len(choices)
         while left:
             item = await news.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 left -= 1

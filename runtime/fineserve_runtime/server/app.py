@@ -45,7 +45,8 @@ _LOOK_S = 0.1
 
 
 def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="FineServe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    off: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
+    app = FastAPI(title="FineServe", version=__version__, **off)
     app.add_middleware(Doorman, service=service)
     _add_errors(app, service)
     _add_status(app, service)
@@ -69,7 +70,7 @@ def _no_endpoint(request: Request, problem: HTTPException) -> ApiError:
     path = request.url.path
     if problem.status_code != 404:
         return ApiError(problem.status_code, f"{path}: {problem.detail}", code="bad_method", headers=problem.headers)
-    why = unserved(path)
+    why = unserved(path.rstrip("/"))
     if why is not None:
         return ApiError(404, f"{path} is not served: {why}", code="unsupported", reason="404")
     return ApiError(

@@ -20,8 +20,8 @@ def guarded(limits: HttpLimits, count: Callable[[str], None]) -> type[H11Protoco
 
 
 class GuardedProtocol(H11Protocol):
-    """h11's protocol with limits: connections, bytes of and time for the head of a request, bytes after a body that was
-    refused, and time for which a client may leave unread what it is sent. Errors are in OpenAI's shape.
+    """h11's protocol with limits: connections, bytes of and time for the head of a request, bytes and time for the rest of a
+    body that was answered already, and time for which a client may leave unread what it is sent. Errors are in OpenAI's shape.
 
     The time for the head begins with its first byte: a client that opens a thousand connections before it sends anything is
     slow, but does nothing wrong.
@@ -31,6 +31,7 @@ class GuardedProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_begun = False
     _unread_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
     _ignored_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -46,20 +47,27 @@ class GuardedProtocol(H11Protocol):
         if self.conn.their_state is h11.IDLE and _head_size(data) > self.limits.head_bytes:
             self.send_400_response("")
             return
-        if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
+        if self._is_answered_early:
             self._ignored_bytes += len(data)
             if self._ignored_bytes > _MOST_IGNORED_BYTES:
-                self.count("ignored_body")
-                self.transport.abort()
+                self._never_ends()
                 return
         super().data_received(data)
+        self._await_rest()
         if self.conn.their_state is not h11.IDLE:
             self._forget_head()
         elif not self._head_begun:
             self._await_head()
 
+    @property
+    def _is_answered_early(self) -> bool:
+        """Whether the client still sends the body of a request that has its answer."""
+        return self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
         self.resume_writing()
         super().connection_lost(exc)
 
@@ -90,6 +98,19 @@ class GuardedProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _await_rest(self) -> None:
+        """The first byte of it ended uvicorn's patience with a silent client; from there on it has the time of a body."""
+        if not self._is_answered_early:
+            if self._rest_timer is not None:
+                self._rest_timer.cancel()
+                self._rest_timer = None
+        elif self._rest_timer is None:
+            self._rest_timer = self.loop.call_later(self.limits.body_s, self._never_ends)
+
+    def _never_ends(self) -> None:
+        self.count("ignored_body")
+        self.transport.abort()
 
     def _too_slow(self) -> None:
         if not self.transport.is_closing():

@@ -154,10 +154,15 @@ def _request_id(headers: Headers) -> str:
 
 
 async def read_body(request: Request, limits: HttpLimits) -> bytes:
-    """Raises ApiError for a body that is too long, or does not come."""
+    """Raises ApiError for a body that is too long or compressed, or does not come."""
     too_long = ApiError(
         413, f"the body is longer than {limits.body_bytes} bytes", code="request_too_large", reason="body"
     )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ApiError(
+            415, f"bodies in {encoding[:100]} are not read; send it as it is", code="unsupported", reason="encoding"
+        )
     given = request.headers.get("content-length", "0")
     if not given.isdigit() or int(given) > limits.body_bytes:
         raise too_long

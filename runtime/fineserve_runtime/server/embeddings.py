@@ -17,7 +17,7 @@ from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
-from fineserve_runtime.server.schema import Many, TokenIds
+from fineserve_runtime.server.schema import Given, Many, TokenIds
 from fineserve_runtime.server.streams import Choice, Order
 
 _ONE_TOKEN = Sampling(max_tokens=1)
@@ -31,7 +31,7 @@ class EmbeddingsRequest(BaseModel):
 
     model: str
     input: str | Many[str] | TokenIds | Many[TokenIds]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Given[Literal["float", "base64"]] = "float"
     user: str | None = None
 
     def inputs(self) -> Sequence[str | list[int]]:

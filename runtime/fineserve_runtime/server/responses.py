@@ -17,7 +17,7 @@ from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.bodies import usage
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, Many, parse
+from fineserve_runtime.server.schema import ChatRequest, Given, Many, parse
 from fineserve_runtime.server.streams import Choice
 
 _CHATS_OWN = {"messages", "n", "best_of", "max_tokens", "max_completion_tokens", "response_format", "stream_options"}
@@ -72,10 +72,10 @@ class ResponsesRequest(BaseModel):
     model: str
     input: str | Annotated[Many[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
-    stream: bool = False
+    stream: Given[bool] = False
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: Many[dict[str, Any]] = []
+    tools: Given[Many[dict[str, Any]]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     temperature: float | None = None

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sized
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticUseDefault
 
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.server.errors import ApiError
@@ -35,6 +35,16 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 loop seconds."""
 
 TokenIds = Many[Annotated[int, Field(ge=0)]]
+
+
+def _no_null(value: T | None) -> T:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+Given = Annotated[T, BeforeValidator(_no_null)]
+"""An option for which null is the same as leaving it out, as OpenAI has it."""
 
 
 def parse(kind: type[B], raw: bytes) -> B:
@@ -66,7 +76,12 @@ def _place(error: ErrorDetails, body: Any) -> list[int | str]:
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    """``include_obfuscation``, OpenAI's padding of events, changes no answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Given[bool] = False
+    include_obfuscation: bool | None = None
 
 
 class StructuredOutputs(BaseModel):
@@ -116,12 +131,12 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    stream: bool = False
+    stream: Given[bool] = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] = 1
+    n: Given[Annotated[int, Field(ge=1)]] = 1
     best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Given[Annotated[int, Field(ge=0)]] = 0
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1)] = None
@@ -132,15 +147,15 @@ class GenerationRequest(BaseModel):
     repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
     stop: str | Many[str] | None = None
     stop_token_ids: TokenIds | None = None
-    ignore_eos: bool = False
+    ignore_eos: Given[bool] = False
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Many[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    skip_special_tokens: Given[bool] = True
+    include_stop_str_in_output: Given[bool] = False
+    priority: Given[Annotated[int, Field(ge=-1000, le=1000)]] = 0
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -161,6 +176,8 @@ class GenerationRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in _WITHOUT_EFFECT and value not in _OFF.get(name, ()):
                 raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream", param="stream_options")
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of other than n is not supported by this server", param="best_of")
         lists: dict[str, Sized | None] = {
@@ -219,8 +236,8 @@ def _or(value: float | None, default: float) -> float:
 class CompletionRequest(GenerationRequest):
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool = False
-    add_special_tokens: bool = True
+    echo: Given[bool] = False
+    add_special_tokens: Given[bool] = True
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -299,10 +316,10 @@ class FunctionChoice(BaseModel):
 class ChatRequest(GenerationRequest):
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool = False
+    logprobs: Given[bool] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: Given[bool] = True
+    continue_final_message: Given[bool] = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
@@ -333,8 +350,8 @@ class TokenizeRequest(BaseModel):
     model: str
     prompt: str | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: Given[bool] = True
+    add_generation_prompt: Given[bool] = True
     return_token_strs: bool = False
 
 

@@ -70,7 +70,8 @@ class Service:
     _busy: Counter[str] = field(default_factory=Counter)
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end. The driver comes first: an operator's thread may wait for an engine that starts."""
+        self.driver.close()
         self._front.shutdown()
         self._quick.shutdown()
         self._admin.shutdown()

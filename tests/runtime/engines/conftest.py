@@ -76,6 +76,21 @@ class Recorder:
         return sum(len(report.preempted) for report in self.reports if report.engine == engine)
 
 
+def submit_together(host: Any, heard: Recorder, requests: list[Submission]) -> None:
+    """To engine 0 of one thread, all before its next step: a request before them holds it up at the end of its own. Only what
+    comes of ``requests`` is kept."""
+    then = heard.then
+
+    def submit(report: StepReport) -> None:
+        heard.tokens.clear(), heard.reasons.clear(), heard.reports.clear()
+        heard.then = then
+        for request in requests:
+            host.engines[0].submit(request)
+
+    heard.then = submit
+    host.engines[0].submit(Submission(10**6, (2, 3), Sampling(max_tokens=1, ignore_eos=True)))
+
+
 def draw_requests(seed: int, count: int = 110, prefix_tokens: int = 0) -> list[Submission]:
     """Greedy requests of 5 to 200 prompt and 16 to 96 output tokens. With ``prefix_tokens``, prompts share four prefixes."""
     rng = random.Random(seed)

@@ -12,7 +12,7 @@ import pytest
 from fineserve_runtime.engines.api import EngineConfig, Sampling, StepReport, Submission, TinyModel
 from fineserve_runtime.engines.table import SlabTable
 
-from .conftest import BF16, FP8, SLAB_BYTES, draw_requests
+from .conftest import BF16, FP8, SLAB_BYTES, draw_requests, submit_together
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Stock = Callable[..., dict[int, tuple[int, ...]]]
@@ -50,8 +50,8 @@ def test_state_and_step_reports(start: Start) -> None:
     assert engine.kv_capacity_tokens == 32 * 32
     states: list[Any] = []
     heard.then = lambda report: states.append((report, engine.state()))
-    for number in range(3):
-        engine.submit(Submission(number, tuple(range(2, 102)), Sampling(max_tokens=8, ignore_eos=True)))
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    submit_together(host, heard, [Submission(number, tuple(range(2, 102)), sampling) for number in range(3)])
     assert engine.drain(60)
     assert sum(report.prefill_tokens for report in heard.reports) == 300
     assert sum(report.decodes for report in heard.reports) == 21
@@ -62,7 +62,7 @@ def test_state_and_step_reports(start: Start) -> None:
     assert busiest.free_slots == 13
     assert busiest.free_kv_tokens == (32 - 3 * 4) * 32
     assert engine.state() == (0, 0, 0, 16, 32 * 32, 1.0)
-    assert engine.stats().steps == len(heard.reports)
+    assert engine.stats().steps == len(heard.reports) + 1
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -107,10 +107,13 @@ def test_priority_goes_first(start: Start) -> None:
     host, heard = start(replace(BF16, max_sequences=1))
     finished: list[int] = []
     heard.then = lambda report: finished.extend(chunk.request_id for chunk in report.chunks if chunk.finish_reason)
-    for number, priority in enumerate((0, 5, 0, -1)):
-        host.engines[0].submit(Submission(number, tuple(range(2, 80)), Sampling(max_tokens=40), priority))
+    requests = [
+        Submission(number, tuple(range(2, 80)), Sampling(max_tokens=40), priority)
+        for number, priority in enumerate((0, 5, 0, -1))
+    ]
+    submit_together(host, heard, requests)
     assert host.engines[0].drain(60)
-    assert finished.index(3) < finished.index(2) < finished.index(1)
+    assert finished == [3, 0, 2, 1]
 
 
 def test_abort(start: Start) -> None:
@@ -127,8 +130,7 @@ def test_abort(start: Start) -> None:
                 engine.abort(number)
 
     heard.then = abort_some
-    for request in requests:
-        engine.submit(request)
+    submit_together(host, heard, requests)
     assert engine.drain(60)
     assert heard.reasons == {(0, 0): "abort", (0, 3): "abort", (0, 1): "length", (0, 2): "length"}
     assert len(heard.of(0)[0]) < 64

@@ -165,7 +165,7 @@ def test_an_idle_engine_says_that_it_lives() -> None:
         {0: BrokenCore}, lambda message: beats.put(time.monotonic()) if isinstance(message, Beat) else None
     )
     first, second = beats.get(timeout=10), beats.get(timeout=10)
-    assert second - first < BEAT_S + 1
+    assert second - first < BEAT_S + 5, "it is not asked for anything"
     link.close()
 
 

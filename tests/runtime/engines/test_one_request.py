@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
@@ -38,10 +39,11 @@ def test_an_in_process_engine_that_crashed_is_built_again_beside_one_that_goes_o
 
     other = replace(BF16, name="other")
     host, heard = start(BF16, other)
-    step = SteppedCore.step
+    step, all_there = SteppedCore.step, Event()
 
     def crash(core: Any) -> Any:
         if core.engine == 0:
+            assert all_there.wait(60)
             raise IndexError("index 99999 is out of bounds")
         return step(core)
 
@@ -50,6 +52,7 @@ def test_an_in_process_engine_that_crashed_is_built_again_beside_one_that_goes_o
     for engine in (0, 1):
         for request in requests:
             host.engines[engine].submit(request)
+    all_there.set()
     assert heard.died.wait(60)
     monkeypatch.undo()
     assert heard.deaths[0][0] == 0 and set(heard.deaths[0][2]) == {request.request_id for request in requests}
@@ -66,8 +69,6 @@ def test_an_in_process_engine_that_crashed_is_built_again_beside_one_that_goes_o
 def test_a_thread_that_hangs_is_dead_and_the_process_says_so(
     start: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from threading import Event
-
     from fineserve_runtime.engines.vllm_engine import SteppedCore
 
     host, heard = start(BF16)

@@ -42,7 +42,7 @@ def memory_chart(folder: Path, run: StoredRun, *, moves: bool, points: int, look
     stretch = -(-len(time_s) // points)
     gpu_panels = _in_use(folder, run, stretch) if moves else _by_model(folder, run, stretch)
     waiting = Panel("Requests<br>waiting", None, _summed(run, _most(run.data.waiting, stretch)))
-    return _figure([waiting, *gpu_panels], float(time_s[0]), stretch * float(time_s[1] - time_s[0]), looks)
+    return _figure([waiting, *gpu_panels], [round(at_s, 2) for at_s in time_s[::stretch].tolist()], looks)
 
 
 def _most(samples: NDArray[Any], stretch: int) -> Values:
@@ -92,7 +92,7 @@ def _gpu_panel(gpu: int, capacity_bytes: int | None, series: Mapping[str, Values
     return Panel(f"GPU {gpu}<br>{room}", capacity_bytes / _GIB or 1.0, series)
 
 
-def _figure(panels: Sequence[Panel], start_s: float, step_s: float, looks: Looks) -> Spec:
+def _figure(panels: Sequence[Panel], times_s: Sequence[float], looks: Looks) -> Spec:
     rows = len(panels)
     shape = frame("") | {
         "height": 90 + _ROW_PX * rows,
@@ -113,18 +113,17 @@ def _figure(panels: Sequence[Panel], start_s: float, step_s: float, looks: Looks
             upward |= {"range": [0, panel.most]}
         shape[f"yaxis{number}"] = upward
         for model, values in panel.series.items():
-            data.append(_area(model, values, number, start_s, step_s, looks) | {"showlegend": model not in named})
+            data.append(_area(model, values, number, times_s, looks) | {"showlegend": model not in named})
             named.add(model)
     return {"data": data, "layout": shape}
 
 
-def _area(model: str, values: Values, row: str, start_s: float, step_s: float, looks: Looks) -> Spec:
+def _area(model: str, values: Values, row: str, times_s: Sequence[float], looks: Looks) -> Spec:
     colour = looks.colour(model) if model else "#808080"
     return {
         "type": "scatter",
         "mode": "lines",
-        "x0": round(start_s, 3),
-        "dx": round(step_s, 3),
+        "x": times_s,
         "y": [float(f"{value:.3g}") for value in values],
         "yaxis": f"y{row}",
         "name": model or "Weights and KV in use",

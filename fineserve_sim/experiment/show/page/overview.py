@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fineserve_sim.experiment.results.answer import bounds_nothing
-from fineserve_sim.experiment.show.labels import LATENCY, axis_text, interval, number, quantity, varying_axes
+from fineserve_sim.experiment.show.labels import (
+    LATENCY,
+    axis_label,
+    axis_text,
+    interval,
+    number,
+    quantity,
+    varying_axes,
+)
 from fineserve_sim.experiment.show.page.html import Html, Row, table
 from fineserve_sim.experiment.show.where import latency
 
@@ -31,7 +39,7 @@ def overview(cells: Sequence[Cell]) -> Html:
     """One row a cell, each with the name of its system for the filters of the page."""
     axes = varying_axes(cells)
     metrics = [metric for metric in _METRICS if any(metric in cell["metrics"] for cell in cells)]
-    headers = ["System", *(quantity(axis).label for axis in axes), *(quantity(metric).text for metric in metrics)]
+    headers = ["System", *(axis_label(axis) for axis in axes), *(quantity(metric).text for metric in metrics)]
     causes = list(dict.fromkeys(cause for cell in cells for cause in misses(cell)))
     headers += [cause.capitalize() for cause in causes]
     rows = []

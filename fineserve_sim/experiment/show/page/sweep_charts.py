@@ -12,7 +12,16 @@ from itertools import product
 from typing import Any
 
 from fineserve_sim.experiment.results.answer import bounds_nothing
-from fineserve_sim.experiment.show.labels import LATENCY, Quantity, axis_text, distinct, number, quantity, varying_axes
+from fineserve_sim.experiment.show.labels import (
+    LATENCY,
+    Quantity,
+    axis_label,
+    axis_text,
+    distinct,
+    number,
+    quantity,
+    varying_axes,
+)
 from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
 from fineserve_sim.experiment.show.where import NEVER, latency
 
@@ -87,7 +96,7 @@ def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
     shown = quantity(metric)
     xs: list[Any] = distinct(cell["axes"][sweep.x] for cell in sweep.cells) if sweep.x else []
     numeric = len(xs) > 1 and all(isinstance(value, int | float) for value in xs)
-    label = quantity(sweep.x).label if sweep.x else ""
+    label = axis_label(sweep.x) if sweep.x else ""
     across: Spec = {"title": label} if numeric else {"title": label, "type": "category"}
     if numeric and len(xs) <= 8:
         across |= {"tickvals": xs, "ticktext": [number(value) for value in xs]}

@@ -56,10 +56,12 @@ class Life:
 
 
 def life_of(run: StoredRun, request: int) -> Life:
-    """The life of a request by its number in arrival order. Raises RunError for a number that no request has, and where the
-    run was made without --decisions."""
+    """The life of a request by its number in arrival order. Raises RunError for a number that no request has, for a bound,
+    in which nobody decides, and where the run was made without --decisions."""
     if not 0 <= request < len(run.data.arrival_s):
         raise RunError(f"no request {request}: there are {len(run.data.arrival_s)}, from 0 on")
+    if not run.data.engine_models and (run.data.fate == Fate.FINISHED).any():
+        raise RunError(f"{run.title}: a bound, which no engine serves; name a system that can be run (--system)")
     return lives_of(run, [request], run.decisions())[0]
 
 
@@ -231,7 +233,10 @@ def _surroundings(run: StoredRun, at_s: float) -> str:
         return "arrives"
     row = before[-1]
     used = data.kv_used_bytes[row].sum() / data.kv_capacity_bytes
-    return f"arrives; {data.waiting[row].sum()} requests wait, {100 * used:.0f} % of KV memory is in use"
+    waiting = int(data.waiting[row].sum())
+    return (
+        f"arrives; {waiting} request{'s wait' if waiting != 1 else ' waits'}, {100 * used:.0f} % of KV memory is in use"
+    )
 
 
 def _outcomes(run: StoredRun, request: int) -> Iterator[Moment]:
