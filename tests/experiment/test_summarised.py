@@ -18,7 +18,7 @@ from fineserve_sim.cluster.scenario import EndedRequests
 from fineserve_sim.experiment import load_experiment, run_loaded
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.results.histogram import RELATIVE_ERROR
-from fineserve_sim.experiment.run import run, workload
+from fineserve_sim.experiment.run import run, work, workload
 from fineserve_sim.experiment.run.store import Store, _digests
 
 SYSTEMS = 'systems: [fineserve, "prism*"]'
@@ -87,6 +87,18 @@ def test_no_row_is_kept_of_any_cell(ran: tuple[Path, dict[str, Any], dict[str, A
         assert (out / "summary" / f"{table}.parquet").exists()
     with pytest.raises(ValueError, match="metrics alone were kept; run it again without --metrics summary"):
         Store(out / "summary").read(min(keys))
+
+
+def test_other_formulas_are_other_metrics(write_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A summary that an older version made is not taken for one of this version, as rows are."""
+    path, out = write_file(), tmp_path / "out"
+    keys = []
+    for digest in ("older", "newer"):
+        monkeypatch.setattr(work, "metrics_digest", lambda digest=digest: digest)
+        run_loaded(load_experiment(path, quick=True), out, jobs=1, summary=True)
+        found = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        keys.append({key for cell in found["cells"] for key in cell["runs"]})
+    assert keys[0] and not keys[0] & keys[1]
 
 
 def test_it_goes_on_where_it_stopped_and_keeps_rows_beside(write_file, tmp_path: Path) -> None:

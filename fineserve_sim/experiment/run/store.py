@@ -86,6 +86,14 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+@cache
+def metrics_digest() -> str:
+    """Hash of the sources that metrics are made of: where they alone are kept of a run, another formula is another run."""
+    root = Path(str(files("fineserve_sim.experiment")))
+    sources = [*sorted((root / "results").glob("*.py")), root / "run" / "run_data.py"]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+
+
 class Store:
     """The runs of one output folder."""
 
