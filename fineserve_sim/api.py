@@ -29,7 +29,7 @@ from fineserve_sim.experiment import (
 )
 from fineserve_sim.experiment.file.comparison import model_entry
 from fineserve_sim.experiment.file.document import to_yaml
-from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.results.summary import read_summary, runs_told
 from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.experiment.run.files import gone_if_unused
 from fineserve_sim.experiment.run.runner import OnProgress
@@ -47,7 +47,8 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A results folder. Tables are read when first asked for; metrics, names and units are those of docs/experiments.md."""
+    """A results folder. Large tables are read when first asked for, which raises ValueError where another run has been written
+    into the folder since; metrics, names and units are those of docs/experiments.md."""
 
     folder: Path
 
@@ -64,6 +65,7 @@ class Result:
     @cached_property
     def requests(self) -> pd.DataFrame:
         """A row a request of every run, with ``ttft_s``, ``tpot_s`` and ``e2e_s``."""
+        self._check_own()
         return frames.requests_frame(self.folder)
 
     @cached_property
@@ -79,6 +81,7 @@ class Result:
     @cached_property
     def figures(self) -> dict[str, go.Figure]:
         """Figures that zoom, by ``sweep/metric``; each is a ``plotly.graph_objects.Figure``."""
+        self._check_own()
         from fineserve_sim.experiment.show.page.figures import sweep_figures
         from fineserve_sim.experiment.show.page.style import figure_of
 
@@ -86,9 +89,15 @@ class Result:
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the page that holds everything, ``report.html`` in the folder if no path is given; the path written."""
+        self._check_own()
         from fineserve_sim.experiment.show.page.build import write_page
 
         return write_page([self.folder], self.folder / "report.html" if path is None else Path(path))
+
+    def _check_own(self) -> None:
+        own = {key for cell in self.summary["cells"] for key in cell["runs"]}
+        if runs_told(self.folder) != own:
+            raise ValueError(f"{self.folder}: another run is here since; give each run a folder of its own")
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: the title and a row a cell."""
@@ -228,7 +237,7 @@ def _result(
 ) -> Result:
     with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
         run_loaded(experiment, folder, executor=where, decisions=decisions, on_progress=on_progress)
-    return _keeping(Result(folder), folder, out)
+    return _keeping(read(folder), folder, out)
 
 
 def _check_source(experiment: object) -> None:

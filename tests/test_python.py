@@ -120,6 +120,16 @@ def test_a_file_and_its_contents_give_the_same(tmp_path: Path, result: fs.Result
     assert fs.read(tmp_path).cells.equals(result.cells)
 
 
+def test_two_results_of_one_folder_are_not_mixed_up(tmp_path: Path) -> None:
+    """A loop in a notebook: each result keeps its own numbers, and does not tell of requests that are another's."""
+    first, second = (fs.run(EXPERIMENT, tmp_path, jobs=1, overrides={"workload.requests": n}) for n in (10, 20))
+    assert set(first.cells["requests"]) != set(second.cells["requests"])
+    assert len(second.requests) == second.cells["requests"].sum()
+    for asked in (lambda: first.requests, lambda: first.figures, first.report):
+        with pytest.raises(ValueError, match="another run is here since; give each run a folder of its own"):
+            asked()
+
+
 def test_a_trace_that_was_written_again_is_read_again(tmp_path: Path) -> None:
     """A notebook edits its trace in place and compares anew."""
     trace = tmp_path / "trace.csv"

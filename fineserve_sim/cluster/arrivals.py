@@ -10,7 +10,7 @@ from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.scenario import Ended, EndedRequests
+from fineserve_sim.cluster.scenario import Ended, EndedRequests, outputs
 from fineserve_sim.policy.interfaces import Request
 
 ROWS = 8192
@@ -135,7 +135,8 @@ class _Open:
         rows = np.searchsorted(self._number, came.ended.request[here])
         model, arrival_s, prompt_tokens, output_tokens = self._columns
         came.model[here], came.arrival_s[here] = model[rows], arrival_s[rows]
-        came.prompt_tokens[here], came.output_tokens[here] = prompt_tokens[rows], output_tokens[rows]
+        came.prompt_tokens[here] = prompt_tokens[rows]
+        came.output_tokens[here] = outputs(output_tokens[rows], came.ended.take(here))
         self._open[rows] = False
         if 2 * np.count_nonzero(self._open) <= len(self):
             self._forget()

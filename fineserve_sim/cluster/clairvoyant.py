@@ -106,7 +106,7 @@ def _finish(
     output = min(int(trace.output_tokens[index]), served.model.max_context_tokens - prompt)
     ends_s = step.decode_ends_s(first_token_s, 1, prompt, output - 1, 1.0) if output > 1 else [first_token_s]
     outcomes.first_token(index, first_token_s)
-    outcomes.end(index, ends_s[-1], Fate.FINISHED)
+    outcomes.end(index, ends_s[-1], Fate.FINISHED, output)
 
 
 def _requests_of(trace: Trace, model: str) -> list[int]:

@@ -149,7 +149,7 @@ class Cluster:
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
         self.outcomes.engine[sequence.index] = engine.column  # it may have moved
-        self.outcomes.end(sequence.index, now, Fate.FINISHED)
+        self.outcomes.end(sequence.index, now, Fate.FINISHED, sequence.output_tokens)
 
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
         """It lost its KV; at ``now``, unless its engine is lost with it. Its scheduler sees another state of the engine: those

@@ -25,7 +25,7 @@ class Outcomes:
         self.engine: dict[int, int] = {}
         self.preemptions: defaultdict[int, int] = defaultdict(int)
         self._sink: Callable[[Ended], None] = _nowhere
-        self._ended: list[tuple[int, float, float, int, int, int]] = []
+        self._ended: list[tuple[int, float, float, int, int, int, int]] = []
 
     def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
         """So many will come; what becomes of them goes to ``sink``."""
@@ -41,12 +41,13 @@ class Outcomes:
         if index not in self.first_token_s:
             self.first_token_s[index] = now
 
-    def end(self, index: int, now: float, fate: Fate) -> None:
+    def end(self, index: int, now: float, fate: Fate, output_tokens: int = 0) -> None:
+        """``output_tokens``: of a request that finished."""
         if index not in self.engine:
             raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
         self.open -= 1
         self.last_end_s = max(self.last_end_s, now)
-        self._put(index, now if fate is Fate.FINISHED else NEVER, fate)
+        self._put(index, now if fate is Fate.FINISHED else NEVER, fate, output_tokens)
 
     def close(self) -> None:
         """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
@@ -54,18 +55,19 @@ class Outcomes:
             self._put(index, NEVER, Fate.UNFINISHED)
         self._hand_on()
 
-    def _put(self, index: int, finish_s: float, fate: Fate) -> None:
+    def _put(self, index: int, finish_s: float, fate: Fate, output_tokens: int = 0) -> None:
         first_token_s, preemptions = self.first_token_s.pop(index, NEVER), 0
         if index in self.preemptions:
             preemptions = self.preemptions.pop(index)
-        self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, self.engine.pop(index)))
+        engine = self.engine.pop(index)
+        self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, engine, output_tokens))
         if len(self._ended) >= BATCH:
             self._hand_on()
 
     def _hand_on(self) -> None:
         if not self._ended:
             return
-        index, first_token_s, finish_s, fate, preemptions, engine = zip(*self._ended, strict=True)
+        index, first_token_s, finish_s, fate, preemptions, engine, output_tokens = zip(*self._ended, strict=True)
         self._ended.clear()
         self._sink(
             Ended(
@@ -75,6 +77,7 @@ class Outcomes:
                 fate=np.array(fate, dtype=np.int8),
                 preemptions=np.array(preemptions, dtype=np.int64),
                 engine=np.array(engine, dtype=np.int32),
+                output_tokens=np.array(output_tokens, dtype=np.int64),
             )
         )
 

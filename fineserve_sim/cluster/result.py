@@ -18,6 +18,7 @@ class WholeTrace:
         self.fate = np.zeros(requests, dtype=np.int8)
         self.preemptions = np.zeros(requests, dtype=np.int64)
         self.engine = np.full(requests, -1, dtype=np.int32)
+        self.output_tokens = np.zeros(requests, dtype=np.int64)
 
     def __call__(self, ended: Ended) -> None:
         for name, column in self.columns().items():

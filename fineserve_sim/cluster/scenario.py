@@ -176,6 +176,7 @@ class Ended:
     fate: NDArray[np.int8]
     preemptions: Ints
     engine: NDArray[np.int32]
+    output_tokens: Ints
 
     def take(self, rows: NDArray[np.intp]) -> Ended:
         """Some of them."""
@@ -183,7 +184,7 @@ class Ended:
 
 
 class EndedRequests(NamedTuple):
-    """Ended requests with what they were: columns of their trace, (n,) each."""
+    """Ended requests with what they were: columns of their trace, (n,) each; ``output_tokens`` as ``outputs`` has them."""
 
     ended: Ended
     model: NDArray[np.int32]
@@ -237,7 +238,7 @@ class GpuUse:
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came; of no length where requests stream in) and
-    counters of the run.
+    counters of the run. ``output_tokens``: what finished requests generated, up to an engine's longest sequence; 0 of others.
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
@@ -251,6 +252,7 @@ class RunResult:
     fate: NDArray[np.int8]
     preemptions: Ints
     engine: NDArray[np.int32]
+    output_tokens: Ints
     placement: Placement
     kv_capacity_bytes: tuple[int, ...]
     timeline: Timeline
@@ -262,3 +264,8 @@ class RunResult:
     step_samples: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     gpu_use: tuple[GpuUse, ...] = ()
+
+
+def outputs(asked: Ints, came: Ended | RunResult) -> Ints:
+    """Tokens of each output: those that a finished request generated, and what any other asked for."""
+    return np.where(came.fate == Fate.FINISHED, came.output_tokens, asked)

@@ -240,6 +240,7 @@ class _Play:
             fate=self._fate,
             preemptions=np.array([job.preemptions if job else 0 for job in self._jobs], dtype=np.int64),
             engine=np.array([self._engine(job) for job in self._jobs], dtype=np.int32),
+            output_tokens=np.array([len(job.generated) if job else 0 for job in self._jobs], dtype=np.int64),
             placement=self._running.placement,
             kv_capacity_bytes=self._running.capacity_bytes,
             timeline=self._timeline(),

@@ -31,7 +31,7 @@ LONGEST_LOG = 100_000
 CALM_S = 5.0
 """Longer than any copy takes that was under way for a request that ended meanwhile."""
 
-RESULTS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "iterations", "end_s")
+RESULTS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "output_tokens", "iterations", "end_s")
 TIMELINES = ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes")
 
 

@@ -112,12 +112,13 @@ def test_output_is_cut_at_the_longest_sequence() -> None:
     settings = with_kv_blocks([M], 4)  # 64 tokens of KV, far below the model's context
     run = simulate(solo([(0.0, 50, 1000)], settings, m=M))
     assert run.fate.tolist() == [Fate.FINISHED]
-    assert run.iterations == 64 - 50
+    assert run.iterations == 64 - 50 == run.output_tokens[0]
 
 
 def test_output_is_cut_at_the_context_of_the_model() -> None:
     short = served("s", "yi-6b")
     run = simulate(solo([(0.0, 4000, 1000)], m=short))
+    assert run.output_tokens.tolist() == [96]
     assert run.iterations == 2 + 95  # two chunks of at most 2048, the second yields token 1 of 96
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 from browserkit import DRIVER, MISSING, Browser, browser
 
+from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment import run_experiment
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.page.build import write_page
+from fineserve_sim.experiment.show.page.curves import latency_traces
 from fineserve_sim.experiment.show.page.figures import sweeps, system_looks
 from fineserve_sim.experiment.show.page.overview import overview
 from fineserve_sim.experiment.show.page.style import Looks
@@ -283,3 +286,17 @@ def test_a_folder_without_results_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no summary\.json here"):
         write_page([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_time_a_token_is_of_requests_of_several_tokens_whatever_became_of_them(folder: Path) -> None:
+    """As its percentiles in summary.json: a request of one token has none, dropped or finished."""
+    cell = read_summary(folder)["cells"][0]
+    data = run_of(folder, cell).data
+    dropped = replace(
+        data,
+        output_tokens=np.where(np.arange(len(data.fate)) < 10, 1, data.output_tokens),
+        fate=np.full_like(data.fate, Fate.DROPPED),
+        finish_s=np.where(np.arange(len(data.fate)) < 20, np.nan, data.finish_s),
+    )
+    curves = latency_traces("tpot", {"x": dropped}, {"x": cell}, Looks([cell["system"]]))
+    assert curves[0]["y"][-1] == pytest.approx(100 * 30 / 40, rel=1e-3)

@@ -183,6 +183,28 @@ def test_models_with_gpus_of_their_own_take_open_degrees_at_which_all_have_some(
         assert [len(model["instances"][0]) for model in cell["models"].values()] == degrees
 
 
+ROOM = """\
+fineserve: 1
+title: The middle one wants four GPUs, of which the large one leaves three
+cluster: {gpu: h100-sxm, count: 4}
+models:
+  - {id: large, model: llama-3.1-70b, precision: fp8, tp: auto, rate_per_s: 4}
+  - {id: middle, model: qwen3-32b, precision: fp16, tp: auto, rate_per_s: 2}
+  - {id: small, model: llama-3.1-8b, precision: fp8, tp: auto, rate_per_s: 10}
+workload: {lengths: sharegpt_v3_first_turn, requests: 30}
+slo: {ttft_s: 0.3}
+systems: [fineserve, "prism*", muxserve, s-partition]
+seeds: 1
+"""
+
+
+def test_no_open_degree_leaves_a_model_without_a_gpu_that_has_room_at_a_smaller_one(tmp_path: Path) -> None:
+    (tmp_path / "room.yaml").write_text(ROOM, encoding="utf-8")
+    run_experiment(tmp_path / "room.yaml", tmp_path / "out", jobs=1)
+    cells = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert [cell["unplaced"] for cell in cells] == [[]] * 4
+
+
 def test_models_that_take_turns_on_gpus_have_open_degrees_for_which_there_are_workers(tmp_path: Path) -> None:
     """QLM would need workers of four GPUs and of one here; with GPUs for all from the start nobody waits for a swap."""
     text = APART.replace("[fineserve, dedicated]", "[{base: qlm, name: qlm, residency: {policy: qlm, swap_s: 1}}]")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from fineserve_traces import Requests, drawn, onoff, trace_file, whole
 
@@ -18,7 +19,7 @@ from fineserve_sim.cluster.scenario import EndedRequests
 from fineserve_sim.experiment import load_experiment, run_loaded
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.results.histogram import RELATIVE_ERROR
-from fineserve_sim.experiment.run import run, workload
+from fineserve_sim.experiment.run import run, work, workload
 from fineserve_sim.experiment.run.store import Store, _digests
 
 SYSTEMS = 'systems: [fineserve, "prism*"]'
@@ -87,6 +88,18 @@ def test_no_row_is_kept_of_any_cell(ran: tuple[Path, dict[str, Any], dict[str, A
         assert (out / "summary" / f"{table}.parquet").exists()
     with pytest.raises(ValueError, match="metrics alone were kept; run it again without --metrics summary"):
         Store(out / "summary").read(min(keys))
+
+
+def test_other_formulas_are_other_metrics(write_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A summary that an older version made is not taken for one of this version, as rows are."""
+    path, out = write_file(), tmp_path / "out"
+    keys = []
+    for digest in ("older", "newer"):
+        monkeypatch.setattr(work, "metrics_digest", lambda digest=digest: digest)
+        run_loaded(load_experiment(path, quick=True), out, jobs=1, summary=True)
+        found = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        keys.append({key for cell in found["cells"] for key in cell["runs"]})
+    assert keys[0] and not keys[0] & keys[1]
 
 
 def test_it_goes_on_where_it_stopped_and_keeps_rows_beside(write_file, tmp_path: Path) -> None:
@@ -237,6 +250,24 @@ def test_a_trace_file_streams_in_and_changes_no_byte(
     monkeypatch.setattr(run, "build_requests", run.build_trace)
     assert 2 * streamed < most_kept(path, tmp_path / "held")
     assert contents(tmp_path / "streamed") == contents(tmp_path / "held")
+
+
+def test_an_output_that_is_cut_counts_as_long_as_it_came(tmp_path: Path) -> None:
+    """A request for a million tokens ends at its model's context: tokens that it did not get are in no metric."""
+    write_recorded(tmp_path / "trace.dat", 60)
+    text = (tmp_path / "trace.dat").read_text(encoding="utf-8")
+    (tmp_path / "trace.dat").write_text(text.replace(",330,45", ",330,1000000"), encoding="utf-8")
+    text = REPLAYS.format(*REPLAYED["by name"]) + "quick: {seeds: 1}\n"
+    (tmp_path / "replays.yaml").write_text(text, encoding="utf-8")
+    rows, summary = both(tmp_path / "replays.yaml", tmp_path)
+    found = pq.read_table(tmp_path / "rows" / "requests.parquet").to_pandas()
+    assert set(found.output_tokens[found.prompt_tokens == 330]) == {131_072 - 330}
+    for document in (rows, summary):
+        for cell in document["cells"]:
+            assert 0.003 < cell["metrics"]["tpot_p50_s"]["mean"] < 0.1
+            assert cell["metrics"]["tpot_mean_s"]["mean"] > 0.003
+    found = differences(rows["cells"], summary["cells"])
+    assert not [text for text in found if ".runs." not in text]
 
 
 def test_four_times_as_long_a_trace_file_keeps_no_more(

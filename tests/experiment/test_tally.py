@@ -70,7 +70,7 @@ def tallied(trace: Trace, run: RunData, rows: int, seed: int) -> Tally:
         ended = Ended(
             part,
             *(getattr(run, name)[part] for name in ("first_token_s", "finish_s", "fate")),
-            *(getattr(run, name)[part] for name in ("preemptions", "engine")),
+            *(getattr(run, name)[part] for name in ("preemptions", "engine", "output_tokens")),
         )
         columns = (run.model, run.arrival_s, run.prompt_tokens, run.output_tokens)
         tally.add(EndedRequests(ended, *(column[part] for column in columns)))

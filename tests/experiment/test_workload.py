@@ -16,7 +16,7 @@ from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import length_source
 from fineserve_sim.experiment.run.rates import base_rates, expected_rates, mean_lengths
 from fineserve_sim.experiment.run.streams import stream
-from fineserve_sim.experiment.run.workload import alone_trace, build_trace, isolated_trace
+from fineserve_sim.experiment.run.workload import alone_trace, build_requests, build_trace, isolated_trace
 
 LENGTHS = ("lengths: {prompt_tokens: 512, output_tokens: 20}", "lengths: sharegpt_v3_first_turn")
 
@@ -229,3 +229,15 @@ def base_slo_alone_s(write_file, tmp_path: Path) -> Callable[[bool], float]:
 
 def test_a_reference_alone_caches_prefixes(base_slo_alone_s: Callable[[bool], float]) -> None:
     assert base_slo_alone_s(True) < base_slo_alone_s(False) / 3
+
+
+@pytest.mark.parametrize("build", [build_trace, build_requests])
+def test_a_trace_that_changes_under_a_run_ends_it(tmp_path: Path, build: Callable[..., object]) -> None:
+    """Its requests would be stored under the key of the others, for good."""
+    header, trace = "arrival_s,model,prompt_tokens,output_tokens\n", tmp_path / "trace.csv"
+    trace.write_text(header + "0,A,64,4\n1,A,64,4\n")
+    models = [{"id": "A", "model": "llama-3.1-8b", "precision": "fp8"}]
+    setup = experiment_for_trace(trace, ["fineserve"], models, ttft_slo_s=0.5).setup
+    trace.write_text(header + "0,A,64,4\n1,A,64,4\n2,A,64,4\n")
+    with pytest.raises(ConfigError, match=r"trace\.csv: has changed since the experiment was read"):
+        build(setup, None, 1.0, 0)

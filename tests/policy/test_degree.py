@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.placement.degree import degrees_apart, tp_degree
+from fineserve_sim.policy.placement.degree import placed_degrees, tp_degree
 from fineserve_sim.policy.placement.static import DedicatedPlacement
 
 # (throughput, TTFT) at batches 1, 2 and 4
@@ -74,16 +75,19 @@ def of_each(tps: tuple[int, ...], rate_per_s: float = 1.0, weight_bytes: int = 8
 
 
 def apart(models: dict[str, dict[int, ModelDemand]], wanted: dict[str, int], gpus: int) -> dict[str, int]:
+    """As a placement has them that lets no models share a GPU."""
     named = {name: {tp: replace(each, id=name) for tp, each in own.items()} for name, own in models.items()}
     slots = [GpuSlot(gpu, 0, 100) for gpu in range(gpus)]
-    found = degrees_apart(named, wanted, DedicatedPlacement(), slots)
-    placement = DedicatedPlacement().place([named[name][tp] for name, tp in found.items()], slots)
-    if sum(min(own) for own in models.values()) <= gpus:
-        assert not placement.unplaced
+
+    def placed(degrees: Mapping[str, int]) -> bool:
+        return not DedicatedPlacement().place([named[name][tp] for name, tp in degrees.items()], slots).unplaced
+
+    found = placed_degrees({name: named[name][tp] for name, tp in wanted.items()}, named, placed)
+    assert placed(found) or found == {name: min(own) for name, own in models.items()}
     return found
 
 
-def test_models_that_share_no_gpu_keep_the_degrees_that_they_want_while_all_have_gpus() -> None:
+def test_models_keep_the_degrees_that_they_want_while_all_have_gpus() -> None:
     models = {"a": of_each((1, 2, 4)), "b": of_each((1, 2, 4))}
     assert apart(models, {"a": 4, "b": 4}, 8) == {"a": 4, "b": 4}
 
@@ -97,4 +101,4 @@ def test_the_largest_degree_goes_down_first_of_equal_ones_that_of_the_least_rate
 def test_no_degree_is_one_at_which_a_model_does_not_fit() -> None:
     models = {"a": of_each((2, 4), weight_bytes=160), "b": of_each((1, 2))}
     assert apart(models, {"a": 4, "b": 1}, 4) == {"a": 2, "b": 1}
-    assert apart(models, {"a": 4, "b": 2}, 2) == {"a": 2, "b": 1}  # one of them has no GPU, at any degree
+    assert apart(models, {"a": 4, "b": 2}, 2) == {"a": 2, "b": 1}  # one of them has no GPU at any degree

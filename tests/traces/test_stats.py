@@ -45,6 +45,12 @@ def test_by_hand(small):
     assert json.loads(json.dumps(stats.as_dict()))["prompt"]["p50"] == 16.0
 
 
+def test_minutes_count_from_the_first_arrival(small):
+    """Times of a CSV stay as they are, seconds since 1970 among them."""
+    later = describe(small.with_arrivals(small.arrival_s + 1.7e9))
+    assert (later.peak_per_minute, later.mean_per_minute, later.cv_per_minute) == (3, 3.0, 0.0)
+
+
 def test_figures_that_do_not_exist_are_none(rng):
     stats = describe(generate(np.array([5.0]), ConstantLengths(1, 1), rng))
     assert stats.rate_per_s is stats.cv_inter_arrival is stats.peak_per_minute is stats.prefix_hit_ratio is None

@@ -43,12 +43,21 @@ BROKEN = [
     (gzip.compress(CSV.encode() * 50)[:20], ": the gzip file is cut short"),
     (b"\x1f\x8b" + b"\x00" * 30, ": the gzip file is damaged"),
     (AZURE + "yesterday,1,1\n", ", row 1, column TIMESTAMP: 'yesterday' is not a time"),
+    (
+        AZURE + "2023-11-16 18:15:46,1,1\n3023-11-16 18:15:46,1,1\n",
+        ", row 2, column TIMESTAMP: '3023-11-16 18:15:46' is not",
+    ),
     (AZURE + "2023-11-16 18:15:46,0,0\n", " (azure), 1 rows with zero tokens dropped: the trace is empty"),
     ("{nothing", ", line 1: not JSON"),
     ('{"timestamp": 0, "input_length": 1}\n', ", row 1: no field 'output_length'"),
     ('{"timestamp": 0, "input_length": 1, "output_len": 1}\n', "'output_length' (did you mean 'output_len'?)"),
     (MOONCAKE.replace("9", '"9"'), ", row 1, column input_length: '9' is not a number"),
     (MOONCAKE.replace("[]", '"x"'), ", row 1, column hash_ids: not a list of integers"),
+    (MOONCAKE.replace("9", "9" * 400), ", row 1, column input_length: more digits than"),
+    (
+        MOONCAKE + MOONCAKE.replace("9", "9" * 5000),
+        ", row 2: not JSON that can be read (a number of thousands of digits)",
+    ),
     (MOONCAKE + "[]\n", ", row 2: not a JSON object"),
     (MOONCAKE + "{x\n", ", row 2: not JSON"),
 ]

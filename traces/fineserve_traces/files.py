@@ -27,6 +27,7 @@ _NO_TEXT = {
     _GZIP_MAGIC: "a gzip file in a gzip file",
 }
 """What others than text and gzip begin with."""
+_TOO_LONG = "not JSON that can be read (a number of thousands of digits)"
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -193,6 +194,8 @@ def parse_json(data: bytes, path: Path) -> Any:
         raise TraceError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
     except RecursionError:
         raise TraceError(f"{path}: not JSON that can be read (nested too deeply)") from None
+    except ValueError:  # Python's limit of digits
+        raise TraceError(f"{path}: {_TOO_LONG}") from None
 
 
 def json_lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
@@ -205,6 +208,8 @@ def json_lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
             raise error_at(str(path), "row", row + 1, f": not JSON ({error.msg})") from None
         except RecursionError:
             raise error_at(str(path), "row", row + 1, ": not JSON that can be read (nested too deeply)") from None
+        except ValueError:  # Python's limit of digits
+            raise error_at(str(path), "row", row + 1, f": {_TOO_LONG}") from None
         if not isinstance(value, dict):
             raise error_at(str(path), "row", row + 1, ": not a JSON object")
         yield value

@@ -37,6 +37,8 @@ _CSV_LAYOUTS = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     "burstgpt": ("Timestamp", "Model", "Request tokens", "Response tokens"),
 }
+_YEARS = 1677, 2262
+"""Between these nanoseconds since 1970 fit into 64 bits."""
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -71,7 +73,7 @@ def _detect_json(line: bytes, more: bool, path: Path) -> str:
     """By the first line of a file that begins with an object: whole objects line by line, or one that goes on."""
     try:
         fields = list(json.loads(line))
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return "vllm-bench"  # whose reader tells what is wrong
     if set(_MOONCAKE_FIELDS) & set(fields):
         return "mooncake"
@@ -135,7 +137,7 @@ def _timestamps_s(table: CsvTable, name: str) -> FloatArray:
 
     cells = table.text(name)
     times = pd.DatetimeIndex(pd.to_datetime(cells, format="ISO8601", utc=True, errors="coerce"))
-    wrong = np.flatnonzero(np.asarray(times.isna()))
+    wrong = np.flatnonzero(np.asarray(times.isna() | (times.year <= _YEARS[0]) | (times.year >= _YEARS[1])))
     if wrong.size:
         row = int(wrong[0])
         raise cell_error(table.where, row, name, f"{cells[row]!r} is not a time such as 2023-11-16 18:15:46.68")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fineserve_traces.schema import FloatArray, IntArray, Trace, arrival_column, cell_error
+
+_LARGEST = sys.float_info.max
+"""What a float holds; integers of JSON have no end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,4 +106,6 @@ def json_numbers(values: Sequence[Any], where: str, column: str) -> FloatArray:
     for row, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise cell_error(where, row, column, f"{value!r} is not a number")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise cell_error(where, row, column, "more digits than any number here has")
     return np.asarray(values, dtype=np.float64)

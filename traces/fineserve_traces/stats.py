@@ -23,8 +23,8 @@ class TokenStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TraceStats:
-    """``span_s`` runs from the first to the last arrival; per-minute figures count whole minutes from time 0 and leave
-    out the last, partial one. Cv: population standard deviation over mean. None where a figure does not exist (too
+    """``span_s`` runs from the first to the last arrival; per-minute figures count whole minutes from the first arrival
+    and leave out the last, partial one. Cv: population standard deviation over mean. None where a figure does not exist (too
     short a trace, no prefix hashes). ``prefix_hit_ratio``: see `prefix_hit_ratio`."""
 
     requests: int
@@ -81,8 +81,8 @@ def prefix_hit_ratio(trace: Trace) -> float | None:
 
 
 def _per_minute(arrival_s: FloatArray) -> IntArray:
-    whole = int(arrival_s[-1] // _MINUTE_S)
-    minute = (arrival_s // _MINUTE_S).astype(np.int64)
+    minute = ((arrival_s - arrival_s[0]) // _MINUTE_S).astype(np.int64)
+    whole = int(minute[-1])
     return np.bincount(minute, minlength=whole + 1)[:whole].astype(np.int64)
 
 

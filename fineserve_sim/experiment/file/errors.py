@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 
 class MachineError(ConfigError):
-    """What the machine does not do, whatever was asked of it: the disk is full, workers die, a stored file is damaged."""
+    """What the machine does not do, whatever was asked of it: a disk is full, workers die, a stored file is damaged."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -21,6 +21,8 @@ from fineserve_sim.experiment.file.variants import systems_of
 from fineserve_sim.systems import SystemSpec
 
 T = TypeVar("T")
+Stamp = tuple[int, int]
+"""Of a file: when it was written, in ns, and how many bytes; another one once it has been written again."""
 Overrides = tuple[tuple[str, Any], ...]
 """Dotted keys of a file and the values that replace its own, sorted by key."""
 
@@ -44,7 +46,7 @@ class Setup:
 
     ``gpus`` are what models are placed on: the GPUs of the file, which are ``bought``, or the slices of those that MIG divides.
     ``systems`` has the file's systems first and then all built-in ones, which references may name.
-    ``folder`` is where relative paths of the file start.
+    ``folder`` is where relative paths of the file start. ``trace_stamp``: of the trace file when this was read.
     """
 
     gpus: tuple[Gpu, ...]
@@ -58,6 +60,7 @@ class Setup:
     faults: tuple[Fault, ...]
     folder: Path
     usd_per_gpu_hour: float | None = None
+    trace_stamp: Stamp = (0, 0)
 
     @property
     def gpu_name(self) -> str:
@@ -88,7 +91,17 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         faults=tuple(map(_fault, file.faults)),
         folder=folder,
         usd_per_gpu_hour=file.cluster.usd_per_gpu_hour,
+        trace_stamp=(0, 0) if file.workload.trace is None else stamp_of(folder / file.workload.trace),
     )
+
+
+def stamp_of(path: Path) -> Stamp:
+    """(0, 0) where there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
 def _fault(fault: schema.Fault) -> Fault:

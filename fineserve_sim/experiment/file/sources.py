@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from fineserve_sim.experiment.file import schema, values
 from fineserve_sim.experiment.file.document import Document
-from fineserve_sim.experiment.file.errors import ConfigError, nearest
-from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.errors import ConfigError, MachineError, nearest
+from fineserve_sim.experiment.file.resolve import Setup, Stamp, stamp_of
 
 ARENA_LENGTHS = "arena_27models"
 """Name of the length source that is the public Arena trace."""
@@ -76,38 +76,34 @@ def source_named(lengths: str | schema.FixedLengths, data_dir: Path | None) -> L
     return traces.length_source(lengths, data_dir)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Of a file: another one once it has been written again. Of one that is not there, that of no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
-
-
 @lru_cache(maxsize=2)
-def _opened(path: Path, stamp: tuple[int, int]) -> TraceFile:
+def _opened(path: Path, stamp: Stamp) -> TraceFile:
     found = traces.open_trace(path)
+    check_unchanged(path, stamp)
     for column, (tokens, request) in found.longest.items():
         if tokens > values.MAX_TOKENS:
             raise TraceError(f"{path}, request {request}: {tokens} {column}; at most {values.MAX_TOKENS} make sense")
     return found
 
 
+def check_unchanged(path: Path, stamp: Stamp) -> None:
+    """Raises MachineError where a trace file is no longer the one that was read at first: its requests would be stored as those
+    of another."""
+    if stamp_of(path) != stamp:
+        raise MachineError(str(path), "", "has changed since the experiment was read; run the same command again")
+
+
 def recorded(setup: Setup) -> TraceFile:
     """The trace file, of whose requests none is held. Raises ValueError when it cannot be used."""
-    path = setup.folder / str(setup.workload.trace)
-    return _opened(path, _stamp(path))
-
-
-def held(path: Path) -> Trace:
-    """All requests of a trace file, for all runs of this process that hold them."""
-    return _held(path, _stamp(path))
+    return _opened(setup.folder / str(setup.workload.trace), setup.trace_stamp)
 
 
 @lru_cache(maxsize=2)
-def _held(path: Path, stamp: tuple[int, int]) -> Trace:
-    return traces.read_trace(path)
+def held(path: Path, stamp: Stamp) -> Trace:
+    """All requests of a trace file, for all runs of this process that hold them. MachineError as in ``check_unchanged``."""
+    found = traces.read_trace(path)
+    check_unchanged(path, stamp)
+    return found
 
 
 def places(setup: Setup) -> tuple[int, ...]:

@@ -232,6 +232,14 @@ def read_summary(results_dir: Path) -> dict[str, Any]:
     return summary
 
 
+def runs_told(results_dir: Path) -> set[str]:
+    """The keys of all runs that the summary of a folder tells of; none where there is no whole one."""
+    try:
+        return {key for cell in read_summary(results_dir)["cells"] for key in cell["runs"]}
+    except ValueError:
+        return set()
+
+
 _KEYS = ("title", "placements", "warnings", "claims")
 _CELL_KEYS = ("sweep", "system", "title", "axes", "runs", "metrics")
 

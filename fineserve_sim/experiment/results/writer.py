@@ -26,7 +26,7 @@ from fineserve_sim.experiment.results.metrics import measure
 from fineserve_sim.experiment.results.places import Places, kv_left
 from fineserve_sim.experiment.results.resolved import write_resolved
 from fineserve_sim.experiment.results.summarised import measures_of
-from fineserve_sim.experiment.results.summary import Judged, cell_entry, summary_of
+from fineserve_sim.experiment.results.summary import Judged, cell_entry, runs_told, summary_of
 from fineserve_sim.experiment.results.tables import RequestWriter, model_rows, place_row, run_row
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.runner import Outcome
@@ -41,10 +41,11 @@ _PACKAGES = ("numpy", "scipy", "pandas", "pyarrow", "simpy", "pydantic", "pyyaml
 def write_results(
     experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path, targets: Targets = DEFAULT_TARGETS
 ) -> Path:
-    """Write everything but figures and return the path of summary.json, which comes last. What was here before goes first, so
-    that whoever is killed in between leaves no summary of other tables, and no run stays under the answer of a search."""
-    for name in ("summary.json", "size.json"):
-        (out / name).unlink(missing_ok=True)
+    """Write everything but figures and return the path of summary.json, which comes last. A summary of other runs goes first,
+    so that whoever is killed in between leaves none beside other tables, and so does the answer of a search."""
+    (out / "size.json").unlink(missing_ok=True)
+    if runs_told(out) != {key for outcome in outcomes for key in outcome.keys}:
+        (out / "summary.json").unlink(missing_ok=True)
     write_resolved(experiment, out / "resolved.yaml")
     write_json(out / "environment.json", environment())
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}

@@ -24,7 +24,7 @@ from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.replay import Replay
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.run.run_data import Limits
-from fineserve_sim.experiment.run.store import Store, key_of
+from fineserve_sim.experiment.run.store import Store, key_of, metrics_digest
 
 Simulate = Callable[[Scenario], RunResult]
 TellShare = Callable[[float], None]
@@ -43,9 +43,9 @@ class Summed(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """One for each limits: metrics are of them, other than rows."""
+        """One for each limits and each way to measure: metrics are of both, other than rows."""
         told = [None if each is None else sorted(each.items()) for each in self.limits]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps([told, metrics_digest()]).encode()).hexdigest()[:8]
 
 
 class Work(Protocol):

@@ -22,8 +22,15 @@ from numpy.random import Generator
 
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.sources import (
+    check_unchanged,
+    length_source,
+    model_rows,
+    places,
+    processes_of,
+    recorded,
+)
 from fineserve_sim.experiment.file.sources import held as held_trace
-from fineserve_sim.experiment.file.sources import length_source, model_rows, places, processes_of, recorded
 from fineserve_sim.experiment.run.rates import base_rates, phased_s, stretch
 from fineserve_sim.experiment.run.replay import Replay
 from fineserve_sim.experiment.run.streams import stream
@@ -164,9 +171,11 @@ def _requests_of(trace: Trace, model: str) -> Trace:
 
 
 def _replayed(setup: Setup, load: str | None, rate_scale: float, seed: int, *, held: bool) -> Replay:
-    work, trace = setup.workload, recorded(setup)
+    work, trace, stamp = setup.workload, recorded(setup), setup.trace_stamp
+    if not held:
+        check_unchanged(trace.path, stamp)
     return Replay(
-        held_trace(trace.path) if held else trace,
+        held_trace(trace.path, stamp) if held else trace,
         len(trace) if work.requests is None else min(len(trace), work.requests + work.warmup_requests),
         trace.first_s,
         rate_scale * stretch(setup, load),

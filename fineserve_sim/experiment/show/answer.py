@@ -110,8 +110,7 @@ def dollars(value: float) -> str:
 
 
 def cheapest_text(prices: Iterable[tuple[str, float | None]]) -> str:
-    """What the first of several answers is, whose GPU and dollars an hour are given: ``The cheapest that keeps``, where all
-    are known."""
+    """What the first of several answers is: ``The cheapest that keeps``, where what an hour of each costs is known."""
     unknown = dict.fromkeys(gpu for gpu, usd in prices if usd is None)
     if not unknown:
         return "The cheapest that keeps"
@@ -266,7 +265,7 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     elif held is not None:
         yield f"{holds} at every rate that was run, up to {_rate(held, base)}."
     else:
-        yield f"{holds} at no rate that was run, from {_rate(failing, base)} on."
+        yield f"{answer['choice']['title']} fails at {_rate(failing, base)}, the lowest rate here."
 
 
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 The first seed is run by itself, the others together, and a cell is given up, or accepted, as soon as the seeds that are left
 cannot change the answer: a target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly
-that of all seeds: where these have unlike numbers of requests (phases, arrivals of many models), all are run. Simulations
-are kept in the folder, so that a search goes on where it stopped.
+that of all seeds: where these have unlike numbers of requests (phases, arrivals of many models), all are run. Simulations are
+kept in the folder, so that a search goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Every degree is profiled. One counts if some number of replicas, each at the smallest batch that carries its part of the rate,
 stays within the SLO. Fewer replicas win, so that replicas grow only as long as no degree carries the rate; then the smaller
-batch, then the smaller degree. Models that share no GPU with others may want more GPUs so than there are; then some take less.
+batch, then the smaller degree. Chosen model by model, degrees may leave no GPU for some model; then some take less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, PlacementPolicy
+from fineserve_sim.policy.interfaces import ModelDemand
 from fineserve_sim.policy.placement.fineserve import base_footprint
 
 
@@ -26,20 +26,20 @@ def tp_degree(demands: Sequence[ModelDemand], groups: Mapping[int, int]) -> int:
     return min(counting)[2] if counting else min(footprints)
 
 
-def degrees_apart(
-    demands: Mapping[str, Mapping[int, ModelDemand]],
-    wanted: Mapping[str, int],
-    placement: PlacementPolicy,
-    gpus: Sequence[GpuSlot],
+def placed_degrees(
+    wanted: Mapping[str, ModelDemand],
+    smaller: Mapping[str, Sequence[int]],
+    placed: Callable[[Mapping[str, int]], bool],
 ) -> dict[str, int]:
-    """Degrees at which ``placement``, which lets no models share a GPU, finds some for all: the ``wanted`` ones, of which the
-    largest goes down a step at a time (of equal ones that of the lowest rate, then of the first name). Where all are at their
-    least and some model is still unplaced, those. ``demands``: of each model at each degree at which it fits."""
-    degrees = dict(wanted)
-    while placement.place([demands[model][tp] for model, tp in degrees.items()], gpus).unplaced:
-        higher = [model for model, tp in degrees.items() if tp > min(demands[model])]
+    """Degrees at which all models are ``placed``: the ``wanted`` ones, of which the largest goes down a step at a time (of
+    equal ones that of the lowest rate, then of the first name). Where all are at their least and some model still has no GPU,
+    those. ``smaller``: the degrees below the wanted one at which each model fits, among others."""
+    degrees = {model: demand.tp for model, demand in wanted.items()}
+    while not placed(degrees):
+        below = {model: max((tp for tp in smaller[model] if tp < degrees[model]), default=0) for model in degrees}
+        higher = [model for model, tp in below.items() if tp]
         if not higher:
             break
-        first = min(higher, key=lambda model: (-degrees[model], demands[model][degrees[model]].rate_per_s, model))
-        degrees[first] = max(tp for tp in demands[first] if tp < degrees[first])
+        first = min(higher, key=lambda model: (-degrees[model], wanted[model].rate_per_s, model))
+        degrees[first] = below[first]
     return degrees

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment.run.run_data import RunData
 from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, log_ticks
 
@@ -66,8 +65,7 @@ def _latency_s(latency: str, run: RunData) -> tuple[NDArray[np.float64], NDArray
         return run.ttft_s, run.measured
     if latency == "e2e":
         return run.finish_s - run.arrival_s, run.measured
-    finished_at_once = (run.fate == Fate.FINISHED) & (run.output_tokens < 2)
-    return run.tpot_s, run.measured & ~finished_at_once
+    return run.tpot_s, run.measured & (run.output_tokens > 1)
 
 
 def _quantiles(values_s: NDArray[np.float64]) -> tuple[list[float], list[float]]:
