@@ -50,6 +50,7 @@ def simulate(scenario: Scenario) -> RunResult:
         fate=fate,
         preemptions=np.zeros(count, dtype=np.int64),
         engine=trace.model.copy(),
+        output_tokens=np.where(fate == Fate.FINISHED, trace.output_tokens, 0),
         placement=Placement(tuple(Instance(name, 0, (0,), 1.0, 0) for name in trace.models)),
         kv_capacity_bytes=(1000,) * len(scenario.gpus),
         timeline=_timeline(scenario),
