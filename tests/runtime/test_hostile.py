@@ -261,6 +261,29 @@ def test_who_was_refused_and_never_ends_its_body_is_closed(rest: bytes) -> None:
         eventually(lambda: here.metric("fineserve:http_refused_total", reason="ignored_body") == 1)
 
 
+def test_who_was_refused_and_goes_on_sending_is_not_cut() -> None:
+    """It reads its answer when all is sent, which takes 20 MB a while on a busy machine."""
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n"
+    with served() as here, connected(here) as connection:
+        connection.sendall(post)
+        assert answer_on(connection)[0] == 413
+        (protocol,) = here.server.server_state.connections
+
+        def ends_s() -> float:
+            timer = protocol._rest_timer
+            return timer.when() if timer is not None else 0.0
+
+        connection.sendall(b"x")
+        eventually(lambda: ends_s() > 0)
+        first_s = ends_s()
+        connection.sendall(b"x" * 2**21)
+        eventually(lambda: ends_s() > first_s)
+        connection.sendall(b"x" * (20_000_000 - 2**21 - 1))
+        eventually(lambda: ends_s() == 0)
+        connection.sendall(post)
+        assert answer_on(connection)[0] == 413
+
+
 def test_who_was_refused_may_end_its_body_and_ask_again() -> None:
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
     with served(keys=(Key("team", "t"),)) as here, connected(here) as connection:

@@ -33,6 +33,7 @@ class GuardedProtocol(H11Protocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _ignored_bytes = 0
+    _patient_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,12 +101,15 @@ class GuardedProtocol(H11Protocol):
             self._head_timer = None
 
     def _await_rest(self) -> None:
-        """The first byte of it ended uvicorn's patience with a silent client; from there on it has the time of a body."""
-        if not self._is_answered_early:
-            if self._rest_timer is not None:
-                self._rest_timer.cancel()
-                self._rest_timer = None
-        elif self._rest_timer is None:
+        """The first byte of it ended uvicorn's patience with a silent client. From there on it has the time of a body for each
+        mebibyte: one that goes on sending is to read its answer."""
+        if self._is_answered_early and self._rest_timer is not None and self._ignored_bytes < self._patient_bytes:
+            return
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+        if self._is_answered_early:
+            self._patient_bytes = self._ignored_bytes + _PROGRESS_BYTES
             self._rest_timer = self.loop.call_later(self.limits.body_s, self._never_ends)
 
     def _never_ends(self) -> None:
@@ -137,6 +141,9 @@ class GuardedProtocol(H11Protocol):
 
 _MOST_IGNORED_BYTES = 64 * 2**20
 """A client that was refused may finish its body, so that it reads the answer; no more than this."""
+
+
+_PROGRESS_BYTES = 2**20
 
 
 def _head_size(data: bytes) -> int:
