@@ -89,8 +89,7 @@ class Engine(ABC):
     """Batches of one model instance.
 
     ``stalled`` sequences wait for KV from elsewhere; ``coming`` ones are elsewhere still, and have their slots here and
-    ``reserved_blocks``;
-    ``promised_blocks`` is at least what is taken without another question.
+    ``reserved_blocks``; ``promised_blocks`` is at least what is taken without another question.
     ``stopping``: it forms no more batches; ``closing``: those that it preempts go elsewhere. ``columns`` of a timeline,
     one a stage: the first counts its requests. ``next_boundary_s`` is the next boundary to settle inside the batch that is
     computed, ``order`` that of its step ends among what happens at the same time.

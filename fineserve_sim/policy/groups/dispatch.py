@@ -135,5 +135,4 @@ def queued_blocks(load: EngineLoad, queued: Queued) -> int:
 
 def freeness(load: EngineLoad, queued: Queued = "head") -> float:
     """Free blocks a running request, in KV blocks; negative when the queue wants more than there is."""
-    wanted_blocks = load.queued_blocks if queued == "all" else load.head_blocks
-    return (load.capacity_blocks - load.used_blocks - wanted_blocks) / (load.running or 1)
+    return (load.free_blocks - queued_blocks(load, queued)) / (load.running or 1)

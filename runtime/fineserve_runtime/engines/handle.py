@@ -126,9 +126,10 @@ class Handle:
 
     def on_told(self, report: StepReport) -> None:
         """The listener has heard of this step. What ended in it is left until then: who drains waits for all that is said,
-        and where the listener fails, those requests are lost like the others."""
+        and where the listener fails, those requests are lost like the others. One that was sent again since is not ended."""
         with self._changed:
-            finished = {chunk.request_id for chunk in report.chunks if chunk.finish_reason}
+            sent_again = {submission.request_id for submission in self._pending.values()}
+            finished = {chunk.request_id for chunk in report.chunks if chunk.finish_reason} - sent_again
             if finished:
                 self._unfinished -= finished
                 self._changed.notify_all()

@@ -142,8 +142,8 @@ class GuardedProtocol(H11Protocol):
 _MOST_IGNORED_BYTES = 64 * 2**20
 """A client that was refused may finish its body, so that it reads the answer; no more than this."""
 
-
 _PROGRESS_BYTES = 2**20
+"""Of a body that nobody reads, what a client must send in the time of a body, to be heard out."""
 
 
 def _head_size(data: bytes) -> int:

@@ -52,7 +52,7 @@ class Kept:
 
     def ends(self, request_id: int) -> None:
         chunk = TokenChunk(request_id, (7,), "length")
-        self.host._receive(Stepped(1, StepReport(0, 0.0, 1.0, 0.0, 1, 0, 1, (chunk,), (), STATE)))
+        self.host._receive(Stepped(2, StepReport(0, 0.0, 1.0, 0.0, 1, 0, 1, (chunk,), (), STATE)))
 
 
 @pytest.fixture
@@ -71,6 +71,17 @@ def test_nothing_is_drained_before_the_listener_heard_it(kept: Kept) -> None:
     kept.ends(1)
     assert drained == [False]
     assert handle.drain(0.0)
+
+
+def test_a_request_that_is_sent_again_has_not_ended(kept: Kept) -> None:
+    """Its first try was aborted; the report of that came after it was sent again, or sends it again."""
+    handle = kept.host.engines[0]
+    kept.ends(0)
+    kept.heard = lambda: handle.submit(Submission(1, (5, 6, 7), Sampling(max_tokens=1)))
+    kept.ends(1)
+    assert not handle.drain(0.0)
+    kept.host._receive(Died(0, "killed"))
+    assert kept.lost == (1,)
 
 
 def test_what_the_listener_failed_on_is_lost(kept: Kept) -> None:
