@@ -93,6 +93,18 @@ def test_a_bound_has_no_lives(tmp_path: Path) -> None:
         life_of(stored_run(tmp_path / "out"), 3)
 
 
+def test_a_request_of_a_model_without_an_engine_is_unplaced(tmp_path: Path) -> None:
+    text = CROWDED.replace(
+        'systems: ["static*", fineserve]', "systems: [{base: fineserve, name: one, placement: {policy: dedicated}}]"
+    )
+    text = text.replace("workload:", "  - {id: B, model: llama-3.1-8b, precision: W16A16, rate_per_s: 4}\nworkload:")
+    (tmp_path / "two.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "two.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out")
+    request = next(index for index, model in enumerate(run.data.model) if run.data.models[model] in run.unplaced)
+    assert life_of(run, request).verdict == "unplaced, no engine has its model: a miss (TTFT limit 1 s)"
+
+
 def test_the_trace_file_shows_when_engines_are_busy(run: StoredRun, tmp_path: Path) -> None:
     """Every first token comes out at the end of a span, and all prompt tokens are in spans that do not overlap."""
     write_trace([run], tmp_path / "trace.json")

@@ -243,13 +243,14 @@ def test_unknown_names_are_read_by_their_unit() -> None:
     ("axis", "value", "label", "text"),
     [
         ("rate_scale", 2.0, "Rate scale", "Rate scale 2"),
+        ("rate_scale", 1.2345, "Rate scale", "Rate scale 1.2345"),
         ("load", "B", "Load", "Load B"),
         ("cluster.count", 8, "GPUs", "GPUs 8"),
         ("cluster.gpu", "h100-sxm", "GPU", "GPU h100-sxm"),
         ("slo.ttft_s", 0.5, "TTFT (s)", "TTFT 0.5 s"),
         ("faults.0.time_s", 50, "Fault 0 time (s)", "Fault 0 time 50 s"),
         ("models.1.rate_per_s", 4, "Model 1 rate (1/s)", "Model 1 rate 4/s"),
-        ("engine.context_bytes", 2**29, "Context bytes", "Context bytes 5.37e+08"),
+        ("engine.context_bytes", 2**29, "Context bytes", "Context bytes 5.36871e+08"),
         ("cluster.network_bytes_per_s", 25e9, "Network (bytes/s)", "Network 2.5e+10 bytes/s"),
     ],
 )

@@ -132,10 +132,12 @@ def axis_label(axis: str) -> str:
 
 
 def axis_text(axis: str, value: object) -> str:
-    """One value of an axis with its name, such as ``SLO scale 20`` or ``TTFT 0.5 s``."""
+    """One value of an axis with its name, such as ``SLO scale 20`` or ``TTFT 0.5 s``, to the digits that tell points apart."""
     found = _axis(axis)
     unit = found.unit.removeprefix("1") if found.unit == "1/s" else f" {found.unit}" * bool(found.unit)
-    return f"{found.label} {number(value)}{unit if isinstance(value, int | float) else ''}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{found.label} {number(value)}"
+    return f"{found.label} {value:,.6g}{unit}"
 
 
 def distinct(values: Iterable[object]) -> list[object]:

@@ -257,7 +257,9 @@ def _verdict(run: StoredRun, request: int, decode: Decode) -> str:
     model, fate = data.models[data.model[request]], Fate(int(data.fate[request]))
     limit_s = run.ttft_slo_s[model]
     if fate is not Fate.FINISHED:
-        return f"{fate.name.lower()}: a miss (TTFT limit {limit_s:.3g} s)"
+        homeless = fate is Fate.REJECTED and model in run.unplaced
+        what = "unplaced, no engine has its model" if homeless else fate.name.lower()
+        return f"{what}: a miss (TTFT limit {limit_s:.3g} s)"
     parts = [_held("TTFT", float(data.ttft_s[request]), limit_s)]
     tpot_s = float(data.tpot_s[request])
     if math.isfinite(tpot_s):

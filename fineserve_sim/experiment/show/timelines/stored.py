@@ -19,7 +19,8 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run of a cell. ``engine_gpus`` and ``engine_instance_models``: GPUs and model of each engine of the first placement."""
+    """A run of a cell. ``engine_gpus`` and ``engine_instance_models``: GPUs and model of each engine of the first placement;
+    ``unplaced``: models that had no engine in it."""
 
     title: str
     seed: int
@@ -28,6 +29,7 @@ class StoredRun:
     limits: Limits
     engine_gpus: tuple[tuple[int, ...], ...]
     engine_instance_models: tuple[str, ...]
+    unplaced: tuple[str, ...]
     decisions_path: Path
 
     @property
@@ -68,7 +70,8 @@ def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
     if not 0 <= seed < len(cell["runs"]):
         raise RunError(f"{out}: no seed {seed}; there are {len(cell['runs'])}, from 0 on")
     store, key = Store(out), cell["runs"][seed]
-    instances = store.meta(key)["placement"]["instances"]
+    placement = store.meta(key)["placement"]
+    instances = placement["instances"]
     place = ", ".join(f"{axis} {value}" for axis, value in cell["axes"].items())
     return StoredRun(
         title=f"{cell['title']}, {place}, seed {seed}",
@@ -78,6 +81,7 @@ def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
         limits=Limits(cell["ttft_slo_s"], cell.get("tpot_slo_s"), cell.get("e2e_slo_s")),
         engine_gpus=tuple(tuple(instance["gpus"]) for instance in instances),
         engine_instance_models=tuple(instance["model"] for instance in instances),
+        unplaced=tuple(placement["unplaced"]),
         decisions_path=store.decisions_path(key),
     )
 
