@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import sub
 from typing import NamedTuple
 
 SWITCH_SHARE = 0.2
@@ -75,38 +76,43 @@ def fluid(demands: Sequence[Demand]) -> list[float]:
 def turns(needs: Sequence[float], switch_share: float = 0.0) -> list[float]:
     """How many times longer steps last whose fractions ``needs`` take turns; a switch adds ``switch_share`` where one always
     has to wait. Who needs nothing waits for nobody, and nobody for them."""
-    wanting = tuple(sorted([need for need in needs if need > 0.0]))
+    wanting = sorted([need for need in needs if need > 0.0])
     if len(wanting) < 2:
         return [1.0] * len(needs)
-    longer = dict(zip(wanting, _turns(wanting, switch_share), strict=True))
-    return [longer.get(need, 1.0) for need in needs]
+    longer = _turns(tuple(wanting), switch_share)
+    return [longer[need] if need > 0.0 else 1.0 for need in needs]
 
 
 @lru_cache(2**16)
-def _turns(needs: tuple[float, ...], switch_share: float) -> list[float]:
-    """The part of the time in which an engine wants its turn grows with its own waiting: a fixed point, sought by Steffensen's
-    steps from below."""
+def _turns(needs: tuple[float, ...], switch_share: float) -> dict[float, float]:
+    """By need, how many times longer. The part of the time in which an engine wants its turn grows with its own waiting: a fixed
+    point, sought by Steffensen's steps from below."""
     stretch = [1.0] * len(needs)
     for _ in range(ROUNDS):
         once = _waited(needs, stretch, switch_share)
         twice = _waited(needs, once, switch_share)
-        if all(abs(new - old) < CLOSE for new, old in zip(twice, once, strict=True)):
+        if max(map(abs, map(sub, twice, once))) < CLOSE:
             break
-        stretch = [_extrapolated(*moves) for moves in zip(stretch, once, twice, strict=True)]
-    return [1.0 + need * (longer - 1.0) for need, longer in zip(needs, twice, strict=True)]
+        stretch = list(map(_extrapolated, stretch, once, twice))
+    return {need: 1.0 + need * (longer - 1.0) for need, longer in zip(needs, twice, strict=True)}
 
 
 def _waited(needs: Sequence[float], stretch: Sequence[float], switch_share: float) -> list[float]:
     """How much longer each turn lasts behind the others that want one, when turns last ``stretch`` times as long; one engine
     after the other."""
-    present = [need * longer / (1.0 - need + need * longer) for need, longer in zip(needs, stretch, strict=True)]
+    present = list(map(_present, needs, stretch))
     total, found = sum(present), []
     for need, mine in zip(needs, present, strict=True):
-        rest = max(0.0, total - mine)
-        longer = (1.0 + rest) * (1.0 + switch_share * min(1.0, rest))
-        total = rest + need * longer / (1.0 - need + need * longer)
+        rest = total - mine if total > mine else 0.0
+        longer = (1.0 + rest) * (1.0 + switch_share * (rest if rest < 1.0 else 1.0))
+        total = rest + _present(need, longer)
         found.append(longer)
     return found
+
+
+def _present(need: float, longer: float) -> float:
+    """The part of its step in which an engine wants a turn that lasts so many times longer."""
+    return need * longer / (1.0 - need + need * longer)
 
 
 def _extrapolated(start: float, once: float, twice: float) -> float:

@@ -228,22 +228,24 @@ class StepModel:
     ) -> Demand:
         """What the step needs of the GPU, as fractions in [0, 1] of its time alone: when compute units and memory bandwidth are
         busy (a kernel counts for both where they overlap; launches, host time and links for neither), and when a kernel is
-        on the device (the rest is the host's, or launches that the device waits for). ``step_s`` is the step's, where it is
-        known.
+        on the device (the rest is the host's, or launches that the device waits for). The step lasts ``step_s``, by default
+        what ``step_s()`` says.
         """
-        chunks = (prefill_tokens, prefill_pairs, prefill_context)
-        if step_s is None:
-            step_s = self.step_s(decodes, decode_context, *chunks, sampled)
-        decode_s, prefill_s = self.attention_s(decodes, decode_context, *chunks)
         tokens = decodes + prefill_tokens
         self._reserve(tokens, sampled)
+        decode_s, prefill_s = self.attention_s(decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context)
+        attention_s, host_s = decode_s, self.overhead_s + sampled * self.sequence_s
+        if prefill_tokens:
+            attention_s = max(decode_s, self._attention_floor_s) + prefill_s
+            host_s += self.prompt_s
+        device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + attention_s
+        if step_s is None:
+            step_s = host_s + max(device_s, self.floor_s)
         compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[sampled]
         compute_s += min(prefill_pairs * self._pair_s, prefill_s)
         memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[sampled]
         memory_s += min((decode_context + decodes) * self._kv_s, decode_s)
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
-        device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + prefill_s
-        device_s += max(decode_s, self._attention_floor_s) if prefill_tokens else decode_s
         return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s), step_s=step_s)
 
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:

@@ -195,8 +195,10 @@ def test_tables_grown_on_demand_equal_those_grown_at_once() -> None:
 
 
 @given(engines, batches())
-def test_shares_are_fractions(step: StepModel, batch: Batch) -> None:
-    assert all(0.0 <= share <= 1.0 for share in step.demand(*batch)[:2])
+def test_a_demand_is_of_fractions_of_its_step(step: StepModel, batch: Batch) -> None:
+    need = step.demand(*batch)
+    assert all(0.0 <= share <= 1.0 for share in need[:3])
+    assert need.step_s == step.step_s(*batch)
 
 
 @given(engines, batches())

@@ -247,9 +247,12 @@ class SpanEngine(Batcher):
         chunks = self._lane.chunks
         if new_pace or chunks:
             batch = self.batch_of(self._lane)
-            alone_s = self.step.step_s(*batch)
             if new_pace:
-                self._host.set_demand(self, now, self.step.demand(*batch, alone_s))
+                need = self.step.demand(*batch)
+                alone_s = need.step_s
+                self._host.set_demand(self, now, need)
+            else:
+                alone_s = self.step.step_s(*batch)
         self._settled = 0
         self.promised_blocks = 0
         if self.kv.timed:
