@@ -85,7 +85,7 @@ def turns(needs: Sequence[float], switch_share: float = 0.0) -> list[float]:
 
 @lru_cache(2**16)
 def _turns(needs: tuple[float, ...], switch_share: float) -> dict[float, float]:
-    """By need, how many times longer. The part of the time in which an engine wants its turn grows with its own waiting: a fixed
+    """By need. The part of the time in which an engine wants its turn grows with its own waiting: a fixed
     point, sought by Steffensen's steps from below."""
     stretch = [1.0] * len(needs)
     for _ in range(ROUNDS):
