@@ -29,6 +29,7 @@ from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArrived, RequestReturned
 from fineserve_sim.policy.interfaces import EngineState, Request
+from fineserve_sim.policy.memory.preemption import arrival_order
 
 TIMER = order_of(Kind.TIMER, 0)
 """The order of events that belong to no engine."""
@@ -148,7 +149,7 @@ class Cluster:
         self.outcomes.close()
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
-        self.outcomes.engine[sequence.index] = engine.column  # it may have moved
+        self.outcomes.engine[sequence.index] = engine.columns[0]  # it may have moved
         self.outcomes.end(sequence.index, now, Fate.FINISHED, sequence.output_tokens)
 
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
@@ -296,7 +297,8 @@ class Cluster:
             raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
         if not holders or (engine.reserved_blocks and len(engine.partial_prefills()) < 2):
             return  # memory went to weights, or to a request that is on its way: it comes back
-        max(holders, key=Engine.latest_prefill_arrival).preempt_latest_prefill(now)
+        latest = max(holders, key=lambda other: max(map(arrival_order, other.partial_prefills())))
+        latest.preempt_latest_prefill(now)
         for other in domain.engines:
             if other.has_work:
                 other.start(now)
@@ -369,7 +371,7 @@ class Cluster:
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
             self.returned(engine, [sequence], now)
             return
-        self.outcomes.engine[command.request_id] = engine.column
+        self.outcomes.engine[command.request_id] = engine.columns[0]
         if isinstance(engine, LoneEngine):
             engine.post(now, self.order, sequence)
             return

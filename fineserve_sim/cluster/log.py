@@ -60,7 +60,7 @@ class DecisionLog:
 
     def preempted(self, engine: Engine, request: int, now: float) -> None:
         """A request lost its KV memory and waits in the engine's queue again."""
-        self._log({"now_s": now, "span": "Preempted", "engine": engine.column, "request": request})
+        self._log({"now_s": now, "span": "Preempted", "engine": engine.columns[0], "request": request})
 
     def transferred(self, what: str, engine: int, columns: list[int], began_s: float, now: float) -> None:
         """KV or weights of an engine over several instances have arrived."""

@@ -8,9 +8,9 @@ between, and on what, is the subclass's part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
-from fineserve_sim.cluster.engine.base import BatchSums, Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.queue import Lane, PromptChunk, Queue
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.policy.memory.preemption import preemption_victim
@@ -23,11 +23,9 @@ class Batcher(Engine):
 
     def _form(self, lane: Lane, now: float) -> None:
         """The lane's next batch: a KV slot for the next token of each decode, then prompt chunks for what the budget leaves."""
-        if lane.moving:
+        if lane.joining or lane.leaving:
             self._let_move(lane, now)
         self._preempted = False
-        if self.relief is not None:
-            self.relief.before(self, lane, now)
         growing = lane.decodes.needing_block()
         if growing and not self.kv.grow_each(growing):
             self._make_room(lane, growing, now)
@@ -36,24 +34,19 @@ class Batcher(Engine):
 
     def _let_move(self, lane: Lane, now: float) -> None:
         """Sequences join the decodes, and those that are to go elsewhere leave."""
-        lane.moving = False
-        lane.let_join()
+        for sequence in lane.joining:
+            lane.decodes.join(sequence)
+        lane.joining.clear()
         while lane.leaving:
             self._host.leaves(self, lane, lane.leaving.pop(), now)
 
     def _make_room(self, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
-        """Somebody gives way until all that grow have their block: the request of the lane that arrived last is recomputed."""
-        if self.relief is not None:
-            self.relief.make_room(self, lane, growing, now)
-        else:
-            while growing and not self.kv.grow_each(growing):
-                self.preempt(preemption_victim(lane.victims(self._computing())), lane, now)
-        if not self._pipelined:
-            self._host.memory_freed(self, now)
-
-    def _computing(self) -> Iterator[SequenceState]:
-        """Sequences with a prompt chunk in flight."""
-        return (sequence for lane in self.lanes if lane.launched for sequence, _, _ in lane.chunks)
+        """Requests of the lane give way, the latest arrival first, until all that grow have their block. Those with a prompt
+        chunk in flight go on."""
+        computing = {sequence for other in self.lanes if other.launched for sequence, _, _ in other.chunks}
+        while growing and not self.kv.grow_each(growing):
+            idle = [sequence for sequence in lane.queue.prefilling if sequence not in computing]
+            self.preempt(preemption_victim([*lane.decodes, *idle]), lane, now)
 
     def _prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         """Chunked prefill: partial prefills, then the head of the queue, until the token budget is full."""
@@ -72,21 +65,11 @@ class Batcher(Engine):
             sequence = queue.waiting[0]
             if sequence.preempted and not self._may_return(sequence):
                 break
-            if sequence.prefix is None:
-                size = min(left, sequence.target_tokens)
-                if not self.kv.grow(sequence, size):
-                    break
-                sequence.cached_tokens = size
-                queue.start()
-                self.composition_changed = True
-                chunks.append((sequence, 0, size))
-            else:
-                chunk = self.begin_prefill(queue, left)
-                if chunk is None:
-                    break
-                chunks.append(chunk)
-                size = chunk[2]
-            left -= size
+            chunk = self.begin_prefill(queue, left)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            left -= chunk[2]
             slots -= 1
         return chunks
 
@@ -121,7 +104,7 @@ class Batcher(Engine):
 
     def _free_slots(self, lane: Lane) -> int:
         """Sequences of the lane's queue that may start now; none while others have an older claim to the memory."""
-        if self._preempted or (self.relief is not None and not self.relief.admits):
+        if self._preempted:
             return 0
         free = self.free_slots
         return free if len(self.queues) == 1 else min(free, self._settings.max_sequences - lane.started)
@@ -132,23 +115,11 @@ class Batcher(Engine):
         wanted = sequence.target_tokens + self._settings.block_tokens
         return self.kv.free_tokens() >= min(wanted, self.kv.capacity_tokens())
 
-    def batch_of(self, lane: Lane) -> BatchSums:
-        """The running sums of the lane's batch."""
-        decodes = lane.decodes.size
-        tokens = pairs = context = ending = 0
-        for sequence, done, size in lane.chunks:
-            tokens += size
-            pairs += size * done + size * (size + 1) // 2
-            context += done
-            ending += done + size == sequence.target_tokens
-        return decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending
-
-    def _complete(self, lane: Lane, iterations: int, now: float) -> bool:
+    def _complete(self, lane: Lane, now: float) -> bool:
         """The batch is done at ``now``: tokens come out, sequences finish or go on to decode. Whether memory came back."""
-        decodes = lane.decodes
-        decodes.advance()
-        self._iterations += iterations
-        finished = decodes.pop_finished()
+        lane.launched = False
+        lane.decodes.advance()
+        finished = lane.decodes.pop_finished()
         if lane.chunks:
             self._host.progressed(self)
             for sequence, done, size in lane.chunks:
@@ -170,14 +141,12 @@ class Batcher(Engine):
         self._host.outcomes.first_token(sequence.index, now)
         if sequence.generated_tokens == sequence.output_tokens:
             finished.append(sequence)
-        elif self._pipelined:
-            self._to_decode(lane, sequence)
         else:
-            lane.decodes.join(sequence)
+            self._to_decode(lane, sequence)
 
     def _to_decode(self, lane: Lane, sequence: SequenceState) -> None:
-        """Of a pipeline: which lane decodes it from its next batch on."""
-        raise NotImplementedError
+        """It decodes from the lane's next batch on."""
+        lane.decodes.join(sequence)
 
     def _retire(self, finished: Iterable[SequenceState], now: float) -> None:
         for sequence in finished:

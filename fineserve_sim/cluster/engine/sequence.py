@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ class Prefix(NamedTuple):
     known_tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
 
@@ -35,34 +36,21 @@ class SequenceState:
     block ids, where blocks have names, one list a memory.
     """
 
-    __slots__ = (
-        "arrival_s",
-        "blocks",
-        "bucket",
-        "cached_tokens",
-        "finish_iteration",
-        "generated_tokens",
-        "index",
-        "output_tokens",
-        "preempted",
-        "prefix",
-        "prompt_tokens",
-        "target_tokens",
-    )
+    index: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix: Prefix | None = None
+    target_tokens: int = field(init=False)
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preempted: bool = False
+    finish_iteration: int = -1
+    bucket: int = -1
+    blocks: Sequence[list[int]] = ()
 
-    def __init__(self, index: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
-        self.index = index
-        self.arrival_s = arrival_s
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.target_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.preempted = False
-        self.finish_iteration = -1
-        self.bucket = -1
-        self.prefix: Prefix | None = None
-        self.blocks: Sequence[list[int]] = ()
+    def __post_init__(self) -> None:
+        self.target_tokens = self.prompt_tokens
 
     @property
     def prefilled(self) -> bool:
@@ -87,10 +75,8 @@ class Waiting:
     engine: int = -1
 
     def sequence(self) -> SequenceState:
-        request = self.request
-        found = SequenceState(request.id, request.arrival_s, request.prompt_tokens, self.output_tokens)
-        found.prefix = self.prefix
-        return found
+        request, output_tokens = self.request, self.output_tokens
+        return SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens, self.prefix)
 
 
 class Decodes:

@@ -11,9 +11,9 @@ bytes everywhere and a merge frees one copy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from simpy.events import Event
 
@@ -51,14 +51,11 @@ class ModelBytes:
         return self.layers * self.block_layer_bytes
 
 
-class Job(Protocol):
-    """A turn on the GPUs."""
+Turn = tuple[float, Callable[[float], None]]
+"""Seconds that a job takes, and what is called at their end, with the time."""
 
-    def begin(self, now: float) -> float | None:
-        """Seconds that it takes, now that it is its turn, or None: nothing to do."""
-        ...
-
-    def end(self, now: float) -> None: ...
+Job = Callable[[float], Turn | None]
+"""Called with the time when it is its turn on the GPUs; None: nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +124,17 @@ class TpGroup:
             self._event = None
             self._next()
 
-    def _on_end(self, job: Job, event: Event) -> None:
+    def _on_end(self, end: Callable[[float], None], event: Event) -> None:
         if event is self._event:
-            job.end(self._clock.now)
+            end(self._clock.now)
             self._event = None
             self._next()
 
     def _next(self) -> None:
         now: float = self._clock.now
         while self._jobs and self._event is None:
-            job = self._jobs.popleft()
-            seconds = job.begin(now)
-            if seconds is not None:
+            turn = self._jobs.popleft()(now)
+            if turn is not None:
+                seconds, end = turn
                 self.busy_s += seconds
-                self._event = self._clock.at(now + seconds, self._end_order, partial(self._on_end, job))
+                self._event = self._clock.at(now + seconds, self._end_order, partial(self._on_end, end))
