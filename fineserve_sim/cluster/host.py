@@ -271,10 +271,10 @@ class Cluster:
         if self.log is not None:
             self.log.launched(engine, lane, now)
 
-    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None:
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, stage: int) -> None:
         """A batch or a span has ended, which began then: write it down."""
         if self.log is not None:
-            self.log.computed(engine, lane, since_s, now, engine.columns[stage])
+            self.log.computed(engine, lane, since_s, now, iterations, engine.columns[stage])
 
     def memory_freed(self, engine: Engine, now: float) -> None:
         """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
@@ -290,7 +290,7 @@ class Cluster:
         """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one
         that arrived last gives its memory back."""
         domain = self._domain_of[engine.index]
-        if any(other.busy or other.starting for other in domain.engines):
+        if any(lane.asked or lane.launched for other in domain.engines for lane in other.lanes):
             return
         holders = [other for other in domain.engines if other.partial_prefills()]
         if not holders and not self.fleet.lends:

@@ -46,7 +46,7 @@ class EngineHost(Protocol):
     def set_demand(self, engine: Engine, now: float, need: Demand) -> None: ...
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int: ...
     def launched(self, engine: Engine, lane: Lane, now: float, *, sure: bool) -> None: ...
-    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None: ...
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, stage: int) -> None: ...
     def touch(self, engine: Engine) -> None: ...
     def progressed(self, engine: Engine) -> None: ...
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None: ...
@@ -88,33 +88,6 @@ class Engine(ABC):
     computed, ``order`` that of its step ends among what happens at the same time.
     """
 
-    __slots__ = (
-        "_backlog_tokens",
-        "_host",
-        "_preempted",
-        "_settings",
-        "closing",
-        "columns",
-        "coming",
-        "composition_changed",
-        "gone",
-        "index",
-        "kv",
-        "lanes",
-        "max_tokens",
-        "model",
-        "next_boundary_s",
-        "order",
-        "promised_blocks",
-        "queues",
-        "reserved_blocks",
-        "slowdown",
-        "stalled",
-        "step",
-        "stopping",
-        "swapped",
-    )
-
     def __init__(self, seat: Seat, host: EngineHost, *, lanes: int = 1, shared_queue: bool = True) -> None:
         settings = seat.settings
         self.index = seat.engine
@@ -146,11 +119,6 @@ class Engine(ABC):
     def busy(self) -> bool:
         """An iteration is in flight."""
         return any(lane.launched for lane in self.lanes)
-
-    @property
-    def starting(self) -> bool:
-        """It is about to form a batch."""
-        return any(lane.asked for lane in self.lanes)
 
     @property
     def wants_memory(self) -> bool:

@@ -19,8 +19,6 @@ from fineserve_sim.policy.memory.preemption import preemption_victim
 class Batcher(Engine):
     """An engine that forms batches and takes their tokens in."""
 
-    __slots__ = ()
-
     def _form(self, lane: Lane, now: float) -> None:
         """The lane's next batch: a KV slot for the next token of each decode, then prompt chunks for what the budget leaves."""
         if lane.joining or lane.leaving:
@@ -60,17 +58,12 @@ class Batcher(Engine):
                 return chunks
             chunks.append(chunk)
             left -= chunk[2]
-        slots = self._free_slots(lane) if left > 0 and queue.waiting else 0
-        while left > 0 and slots > 0 and queue.waiting:
-            sequence = queue.waiting[0]
-            if sequence.preempted and not self._may_return(sequence):
-                break
+        while left > 0 and queue.waiting and self.may_start(lane):
             chunk = self.begin_prefill(queue, left)
             if chunk is None:
                 break
             chunks.append(chunk)
             left -= chunk[2]
-            slots -= 1
         return chunks
 
     def take_chunk(self, sequence: SequenceState, tokens: int) -> PromptChunk | None:
@@ -98,22 +91,16 @@ class Batcher(Engine):
         self.composition_changed = True
         return chunk
 
-    def may_start(self, sequence: SequenceState) -> bool:
-        """A slot, nobody with an older claim, and for one that lost its KV room for all of it."""
-        return self._free_slots(self.lanes[0]) > 0 and (not sequence.preempted or self._may_return(sequence))
-
-    def _free_slots(self, lane: Lane) -> int:
-        """Sequences of the lane's queue that may start now; none while others have an older claim to the memory."""
-        if self._preempted:
-            return 0
-        free = self.free_slots
-        return free if len(self.queues) == 1 else min(free, self._settings.max_sequences - lane.started)
-
-    def _may_return(self, sequence: SequenceState) -> bool:
-        """There is room for all of a sequence that lost its KV, and a block to go on: else two could evict each other for
-        ever."""
+    def may_start(self, lane: Lane) -> bool:
+        """The first that waits has a slot, nobody has an older claim to the memory, and if it lost its KV there is room for all
+        of it and a block to go on: else two could evict each other for ever."""
+        if self._preempted or self.free_slots < 1:
+            return False
+        if len(self.queues) > 1 and lane.started >= self._settings.max_sequences:
+            return False
+        sequence = lane.queue.waiting[0]
         wanted = sequence.target_tokens + self._settings.block_tokens
-        return self.kv.free_tokens() >= min(wanted, self.kv.capacity_tokens())
+        return not sequence.preempted or self.kv.free_tokens() >= min(wanted, self.kv.capacity_tokens())
 
     def _complete(self, lane: Lane, now: float) -> bool:
         """The batch is done at ``now``: tokens come out, sequences finish or go on to decode. Whether memory came back."""
@@ -157,10 +144,9 @@ class Batcher(Engine):
         """Recompute later: free the blocks, go to the front of the queue with the generated tokens as part of the prompt."""
         if sequence in lane.decodes:
             lane.decodes.remove(sequence)
-            self._backlog_tokens += sequence.prompt_tokens + sequence.generated_tokens
         else:
             lane.queue.prefilling.remove(sequence)
-            self._backlog_tokens += sequence.cached_tokens
+            self._backlog_tokens -= sequence.target_tokens - sequence.cached_tokens
             self._forget_plan()
         self.kv.release(sequence)
         sequence.lose_kv()
@@ -168,10 +154,9 @@ class Batcher(Engine):
         self._preempted = True
         self._host.preempted(self, sequence, now)
         if sequence.generated_tokens and sequence.target_tokens >= self.kv.capacity_tokens():
-            self._backlog_tokens -= sequence.target_tokens
             self._host.finished(self, sequence, now)  # it has outgrown the memory: cut, as at vLLM's max_model_len
         elif self.closing:
-            self._backlog_tokens -= sequence.target_tokens
             self._host.returned(self, [sequence], now)
         else:
             lane.queue.put_back(sequence)
+            self._backlog_tokens += sequence.target_tokens

@@ -19,8 +19,6 @@ from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
-    __slots__ = ("_blocks", "_inbox", "_start_s", "_until_s", "events")
-
     def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker) -> None:
         super().__init__(seat, host, wakeups, shares_gpu=False)
         assert isinstance(seat.kv, CountedBlocks)
@@ -79,7 +77,7 @@ class LoneEngine(SpanEngine):
 
     def _span_ends(self, now: float) -> list[float]:
         """Where memory is sure, those of the iterations up to the moment that somebody looks at."""
-        if not (self._queue.waiting or self._queue.prefilling or self._preempted):
+        if not (self.wants_memory or self._preempted):
             start_s = now
             ends: list[float] = []
             for steps, decodes, context_tokens in self._decodes.phases():

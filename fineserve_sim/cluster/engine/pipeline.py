@@ -54,7 +54,6 @@ class PipelineEngine(Batcher):
         self.layout = layout
         self.busy_s = 0.0
         self.working_s = 0.0
-        self._shared_queue = shared_queue
         self._lookahead = lookahead
         self.columns = tuple(stage.id for stage in stages)
         self._pending: tuple[float, float] | None = None  # seconds computed and time when the last batch began
@@ -90,7 +89,7 @@ class PipelineEngine(Batcher):
         self._account(now)
         self._host.launched(self, lane, now, sure=True)
         sums = self.batch_of(lane)
-        return self._compute(Batch(lane, sums[0] + sums[2], self.stage_s(sums)), 0, now)
+        return self._compute(Batch(lane, sums[0] + sums[2], self._stage_s(sums)), 0, now)
 
     def _compute(self, batch: Batch, stage: int, now: float) -> Turn | None:
         """The turn of a batch in one of the stages."""
@@ -100,7 +99,7 @@ class PipelineEngine(Batcher):
         if self.gone:
             return
         if self._host.logs:
-            self._host.computed(self, batch.lane, now - batch.stage_s[stage], now, stage)
+            self._host.computed(self, batch.lane, now - batch.stage_s[stage], now, 1, stage)
         after = stage + 1
         if after == len(self.stages):
             self._finish(batch.lane, now)
@@ -120,7 +119,7 @@ class PipelineEngine(Batcher):
         elif not self.busy:
             self._host.stopped(self, now)
 
-    def stage_s(self, sums: BatchSums) -> tuple[float, ...]:
+    def _stage_s(self, sums: BatchSums) -> tuple[float, ...]:
         """Seconds of a batch in each stage: every stage has the host time of a step, the rest is split by layers."""
         whole_s = self.step.step_s(*sums)
         if len(self.layout) == 1:
@@ -148,21 +147,19 @@ class PipelineEngine(Batcher):
             self._lookahead.forget()
 
     def _to_decode(self, lane: Lane, sequence: SequenceState) -> None:
-        (min(self.lanes, key=lambda lane: lane.size) if self._shared_queue else lane).joining.append(sequence)
+        (min(self.lanes, key=lambda lane: lane.size) if len(self.queues) == 1 else lane).joining.append(sequence)
 
     def _unblock(self, lane: Lane, now: float) -> None:
         """Partial prefills that hold the memory between them, and nothing under way that would free some: the latest
         gives way. In an engine that closes even the last one does, for others compete for the memory."""
         least = 1 if self.closing else 2
-        while not lane.chunks and self._stuck and len(self.partial_prefills()) >= least:
+        while not (lane.chunks or self.busy or self.stalled or any(other.size for other in self.lanes)):
+            if len(self.partial_prefills()) < least:
+                return
             self.preempt_latest_prefill(now)
             self._preempted = False
             queue = lane.queue
             lane.chunks = self._prompt_chunks(lane) if queue.waiting or queue.prefilling else []
-
-    @property
-    def _stuck(self) -> bool:
-        return not (self.busy or self.stalled or any(lane.size for lane in self.lanes))
 
 
 class Lookahead:
@@ -207,14 +204,12 @@ class Lookahead:
         chunks: list[PromptChunk] = []
         prefilling = {sequence.index: sequence for sequence in queue.prefilling}
         for planned in part:
-            sequence = prefilling.get(planned.request)
-            if sequence is not None:
-                agrees = sequence.cached_tokens == planned.prefix
-                chunk = engine.take_chunk(sequence, planned.tokens) if agrees else None
-            elif queue.waiting and queue.waiting[0].index == planned.request and engine.may_start(queue.waiting[0]):
+            chunk = None
+            if sequence := prefilling.get(planned.request):
+                if sequence.cached_tokens == planned.prefix:
+                    chunk = engine.take_chunk(sequence, planned.tokens)
+            elif queue.waiting and queue.waiting[0].index == planned.request and engine.may_start(engine.lanes[0]):
                 chunk = engine.begin_prefill(queue, planned.tokens)
-            else:
-                chunk = None
             if chunk is None:
                 self.forget()
                 break

@@ -33,14 +33,12 @@ Growth = tuple[float, int, Collection[SequenceState]]
 
 
 class Waker(Protocol):
-    """What calls ``on_start`` and ``on_step_end`` when their time has come."""
+    """What calls ``on_start`` and ``on_step_end`` when their time has come; ``moved``: a span has got another end."""
 
     def join(self, engine: SpanEngine) -> None: ...
     def leave(self, engine: SpanEngine) -> None: ...
     def start(self, engine: SpanEngine, now: float) -> None: ...
-    def moved(self) -> None:
-        """A span has got another end."""
-        ...
+    def moved(self) -> None: ...
 
 
 class SpanEngine(Batcher):
@@ -50,13 +48,12 @@ class SpanEngine(Batcher):
 
     boundaries_ahead = 0
 
-    __slots__ = (
+    __slots__ = (  # CPython's way to attributes is short for up to 30 in the instance's dict, which has those of ``Engine``
         "_alone_s",
         "_decodes",
         "_ends",
         "_lane",
         "_launched_s",
-        "_queue",
         "_reach",
         "_settled",
         "_shares_gpu",
@@ -73,7 +70,6 @@ class SpanEngine(Batcher):
         self._shares_gpu = shares_gpu
         self._reach = SHARED_SPAN if shares_gpu else MAX_SPAN  # the longest span now
         self._lane = self.lanes[0]
-        self._queue = self._lane.queue
         self._decodes = self._lane.decodes
         self._ends: list[float] = []
         self._alone_s: list[float] = []  # what each iteration of a span would take without neighbours
@@ -175,7 +171,7 @@ class SpanEngine(Batcher):
             self._reach *= 2
         self.end_s = self.next_boundary_s = NEVER
         if self._host.logs:
-            self._host.computed(self, self._lane, self._launched_s, now)
+            self._host.computed(self, self._lane, self._launched_s, now, self._settled + 1, 0)
         if self._complete(self._lane, now):
             self._host.memory_freed(self, now)
         self._plan(now)
@@ -220,26 +216,17 @@ class SpanEngine(Batcher):
 
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""
-        host = self._host
-        if not host.merging or self._preempted or self.swapped or host.must_ask(self):
-            return self._ends_of(now, 1)
-        most = min(self._decodes.steps_to_finish(), self._reach)
-        ends = self._ends_of(now, most if most == 1 else host.steps_that_fit(self, self._decodes, most))
-        ask_again_s = host.ask_again_s(self)
+        host, decodes = self._host, self._decodes
+        most, ask_again_s = 1, NEVER
+        if host.merging and not (self._preempted or self.swapped or host.must_ask(self)):
+            most = min(decodes.steps_to_finish(), self._reach)
+            if most > 1:
+                most = host.steps_that_fit(self, decodes, most)
+            ask_again_s = host.ask_again_s(self)
+        ends, self._alone_s = self.step.decode_span_s(now, decodes.size, decodes.context_tokens, most, self.slowdown)
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]
         return ends
-
-    def _ends_of(self, now: float, steps: int) -> list[float]:
-        decodes = self._decodes
-        span = (now, decodes.size, decodes.context_tokens, steps, self.slowdown)
-        ends, self._alone_s = self.step.decode_span_s(*span)
-        return ends
-
-    @property
-    def span_iterations(self) -> int:
-        """Iterations of the present span, up to the last settled boundary and the one in flight."""
-        return self._settled + 1
 
     def _schedule_start(self, now: float) -> None:
         self.wakeups.start(self, now)

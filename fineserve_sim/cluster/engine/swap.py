@@ -29,8 +29,6 @@ class SwapEngine(SpanEngine):
 
     boundaries_ahead = 2
 
-    __slots__ = ("_away", "_block_bytes", "_blocks", "_from_host", "_leaving", "_paused", "_to_host")
-
     def __init__(
         self, seat: Seat, host: EngineHost, wakeups: Waker, to_host: Link, from_host: Link, block_bytes: int
     ) -> None:
@@ -51,8 +49,8 @@ class SwapEngine(SpanEngine):
         self.swapped.clear()
         return super().abandon()
 
-    def _free_slots(self, lane: Lane) -> int:
-        return 0 if self._leaving or self._away or self._paused else super()._free_slots(lane)
+    def may_start(self, lane: Lane) -> bool:
+        return not (self._leaving or self._away or self._paused) and super().may_start(lane)
 
     def _form(self, lane: Lane, now: float) -> None:
         self._let_move(lane, now)
@@ -61,14 +59,13 @@ class SwapEngine(SpanEngine):
             lane.decodes.join(sequence)
         self._paused.clear()
         ahead = len(lane.decodes.needing_block()) + len(lane.decodes.needing_block(1))
-        while self._blocks.free_blocks() + self._leaving_blocks() < ahead and lane.decodes.size > 1:
+        while lane.decodes.size > 1:
+            soon_free = self._blocks.free_blocks() + sum(self.swapped[sequence] for sequence in self._leaving)
+            if soon_free >= ahead:
+                break
             self._swap_out(lane, preemption_victim(lane.decodes))
         self._swap_in(lane)
         super()._form(lane, now)
-
-    def _leaving_blocks(self) -> int:
-        """Blocks that are free soon."""
-        return sum(self.swapped[sequence] for sequence in self._leaving)
 
     def _make_room(self, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
         for sequence in sorted(growing, key=arrival_order):
