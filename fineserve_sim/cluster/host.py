@@ -192,13 +192,13 @@ class Cluster:
         if changed or scope.ask_again_s < planned_s:
             self._cut_others(scope, engine, now)
 
-    def must_ask(self, engine: Engine) -> bool:
-        """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
-        return self._scope_of[engine.index].stale and self.controller.waiting(engine.index) > 0
-
     def ask_again_s(self, engine: Engine) -> float:
-        """The first time at which the engine's scheduler may have news without any event."""
-        return self._scope_of[engine.index].ask_again_s if self.controller.waiting(engine.index) else NEVER
+        """The first time at which the engine's scheduler may have news without any event; before any time (-NEVER) if something
+        changed since it was asked: it wants to be asked after one iteration."""
+        if not self.controller.waiting(engine.index):
+            return NEVER
+        scope = self._scope_of[engine.index]
+        return -NEVER if scope.stale else scope.ask_again_s
 
     def _states(self, scope: Scope, now: float) -> dict[int, EngineState]:
         for engine in scope.engines:

@@ -53,20 +53,20 @@ class Batcher(Engine):
         for sequence in queue.prefilling:
             if sequence.prefilled:
                 continue  # its last chunk is in flight
-            chunk = self.take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
+            chunk = self._take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
             if chunk is None:
                 return chunks
             chunks.append(chunk)
             left -= chunk[2]
-        while left > 0 and queue.waiting and self.may_start(lane):
-            chunk = self.begin_prefill(queue, left)
+        while left > 0 and queue.waiting and self._may_start(lane):
+            chunk = self._begin_prefill(queue, left)
             if chunk is None:
                 break
             chunks.append(chunk)
             left -= chunk[2]
         return chunks
 
-    def take_chunk(self, sequence: SequenceState, tokens: int) -> PromptChunk | None:
+    def _take_chunk(self, sequence: SequenceState, tokens: int) -> PromptChunk | None:
         """The next ``tokens`` of a prefill, if there is memory for them."""
         done = sequence.cached_tokens
         if tokens < 1 or not self.kv.grow(sequence, done + tokens):
@@ -74,13 +74,13 @@ class Batcher(Engine):
         sequence.cached_tokens = done + tokens
         return sequence, done, tokens
 
-    def begin_prefill(self, queue: Queue, most: int) -> PromptChunk | None:
+    def _begin_prefill(self, queue: Queue, most: int) -> PromptChunk | None:
         """The first waiting sequence starts behind what is cached of its prefix, if there is memory for its first chunk."""
         sequence = queue.waiting[0]
         reused = 0
         if sequence.prefix is not None:
             sequence.cached_tokens = reused = self.kv.reuse(sequence)
-        chunk = self.take_chunk(sequence, min(most, sequence.target_tokens - reused))
+        chunk = self._take_chunk(sequence, min(most, sequence.target_tokens - reused))
         if chunk is None:
             if reused:  # cached blocks are no use to it yet, and may be to others
                 self.kv.release(sequence)
@@ -91,7 +91,7 @@ class Batcher(Engine):
         self.composition_changed = True
         return chunk
 
-    def may_start(self, lane: Lane) -> bool:
+    def _may_start(self, lane: Lane) -> bool:
         """The first that waits has a slot, nobody has an older claim to the memory, and if it lost its KV there is room for all
         of it and a block to go on: else two could evict each other for ever."""
         if self._preempted or self.free_slots < 1:

@@ -27,6 +27,19 @@ ACTIVATION, KV, WEIGHTS = 0, 1, 2
 """Priorities on links when transfers are coordinated."""
 
 
+class Lookahead(NamedTuple):
+    """KunServe's lookahead (section 4.3): prompt chunks in parts of about ``min_tokens`` tokens or more, of equal ``cost``,
+    planned over all that waits and fits in memory.
+
+    The plan is handed out part by part, a part a batch, by request and tokens; memory is taken when a batch is formed, and the
+    plan is made anew when that fails. With little work the token count decides, as the paper does outside of bursts.
+    """
+
+    min_tokens: int
+    cost: ChunkCost
+    mode: LookaheadMode
+
+
 class Batch(NamedTuple):
     """A lane's batch of so many tokens on its way, with its seconds in each stage."""
 
@@ -55,6 +68,7 @@ class PipelineEngine(Batcher):
         self.busy_s = 0.0
         self.working_s = 0.0
         self._lookahead = lookahead
+        self._plan: deque[Microbatch] = deque()
         self.columns = tuple(stage.id for stage in stages)
         self._pending: tuple[float, float] | None = None  # seconds computed and time when the last batch began
 
@@ -139,12 +153,45 @@ class PipelineEngine(Batcher):
     def _prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         if self._lookahead is None:
             return super()._prompt_chunks(lane)
-        planned = self._lookahead.form(lane.queue, self)
-        return super()._prompt_chunks(lane) if planned is None else planned
+        if not self._plan:
+            work = self._work(lane.queue)
+            if tokens_of(work) < 2 * self._lookahead.min_tokens:
+                return super()._prompt_chunks(lane)
+            self._plan.extend(lookahead(work, *self._lookahead))
+        return self._planned_chunks(self._plan.popleft(), lane)
+
+    def _work(self, queue: Queue) -> list[Chunk]:
+        """All prefills that go on or could start now, as far as memory goes."""
+        work = []
+        free_tokens = self.kv.free_tokens()
+        for sequence in (*queue.prefilling, *queue.waiting):
+            remaining = sequence.target_tokens - sequence.cached_tokens
+            free_tokens -= remaining
+            if free_tokens < 0:
+                break
+            if remaining:
+                work.append(Chunk(sequence.index, sequence.cached_tokens, remaining))
+        return work
+
+    def _planned_chunks(self, part: Microbatch, lane: Lane) -> list[PromptChunk]:
+        chunks: list[PromptChunk] = []
+        queue = lane.queue
+        prefilling = {sequence.index: sequence for sequence in queue.prefilling}
+        for planned in part:
+            chunk = None
+            if sequence := prefilling.get(planned.request):
+                if sequence.cached_tokens == planned.prefix:
+                    chunk = self._take_chunk(sequence, planned.tokens)
+            elif queue.waiting and queue.waiting[0].index == planned.request and self._may_start(lane):
+                chunk = self._begin_prefill(queue, planned.tokens)
+            if chunk is None:
+                self._forget_plan()
+                break
+            chunks.append(chunk)
+        return chunks
 
     def _forget_plan(self) -> None:
-        if self._lookahead is not None:
-            self._lookahead.forget()
+        self._plan.clear()
 
     def _to_decode(self, lane: Lane, sequence: SequenceState) -> None:
         (min(self.lanes, key=lambda lane: lane.size) if len(self.queues) == 1 else lane).joining.append(sequence)
@@ -160,58 +207,3 @@ class PipelineEngine(Batcher):
             self._preempted = False
             queue = lane.queue
             lane.chunks = self._prompt_chunks(lane) if queue.waiting or queue.prefilling else []
-
-
-class Lookahead:
-    """KunServe's lookahead (section 4.3): prompt chunks in parts of about ``min_tokens`` tokens or more, of equal ``cost``,
-    planned over all that waits and fits in memory.
-
-    The plan is handed out part by part, a part a batch, by request and tokens; memory is taken when a batch is formed, and the
-    plan is made anew when that fails. With little work the token count decides, as the paper does outside of bursts.
-    """
-
-    def __init__(self, min_tokens: int, cost: ChunkCost, mode: LookaheadMode) -> None:
-        self._min_tokens, self._cost, self._mode = min_tokens, cost, mode
-        self._plan: deque[Microbatch] = deque()
-
-    def forget(self) -> None:
-        """A sequence that was planned with went away, or came."""
-        self._plan.clear()
-
-    def form(self, queue: Queue, engine: PipelineEngine) -> list[PromptChunk] | None:
-        """The prompt chunks of the next batch, their memory taken. None: too little work to plan with."""
-        if not self._plan:
-            work = self._work(queue, engine)
-            if tokens_of(work) < 2 * self._min_tokens:
-                return None
-            self._plan.extend(lookahead(work, self._min_tokens, self._cost, self._mode))
-        return self._take(self._plan.popleft(), queue, engine)
-
-    def _work(self, queue: Queue, engine: PipelineEngine) -> list[Chunk]:
-        """All prefills that go on or could start now, as far as memory goes."""
-        work = []
-        free_tokens = engine.kv.free_tokens()
-        for sequence in (*queue.prefilling, *queue.waiting):
-            remaining = sequence.target_tokens - sequence.cached_tokens
-            free_tokens -= remaining
-            if free_tokens < 0:
-                break
-            if remaining:
-                work.append(Chunk(sequence.index, sequence.cached_tokens, remaining))
-        return work
-
-    def _take(self, part: Microbatch, queue: Queue, engine: PipelineEngine) -> list[PromptChunk]:
-        chunks: list[PromptChunk] = []
-        prefilling = {sequence.index: sequence for sequence in queue.prefilling}
-        for planned in part:
-            chunk = None
-            if sequence := prefilling.get(planned.request):
-                if sequence.cached_tokens == planned.prefix:
-                    chunk = engine.take_chunk(sequence, planned.tokens)
-            elif queue.waiting and queue.waiting[0].index == planned.request and engine.may_start(engine.lanes[0]):
-                chunk = engine.begin_prefill(queue, planned.tokens)
-            if chunk is None:
-                self.forget()
-                break
-            chunks.append(chunk)
-        return chunks

@@ -77,6 +77,10 @@ class SpanEngine(Batcher):
         self._launched_s = -NEVER
         wakeups.join(self)
 
+    @property
+    def busy(self) -> bool:
+        return self._lane.launched
+
     # --- what others do --------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
@@ -217,12 +221,11 @@ class SpanEngine(Batcher):
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""
         host, decodes = self._host, self._decodes
-        most, ask_again_s = 1, NEVER
-        if host.merging and not (self._preempted or self.swapped or host.must_ask(self)):
+        most, ask_again_s = 1, host.ask_again_s(self)
+        if host.merging and ask_again_s > -NEVER and not (self._preempted or self.swapped):
             most = min(decodes.steps_to_finish(), self._reach)
             if most > 1:
                 most = host.steps_that_fit(self, decodes, most)
-            ask_again_s = host.ask_again_s(self)
         ends, self._alone_s = self.step.decode_span_s(now, decodes.size, decodes.context_tokens, most, self.slowdown)
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]

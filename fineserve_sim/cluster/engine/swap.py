@@ -25,7 +25,7 @@ PIECE_BLOCKS = 64
 
 class SwapEngine(SpanEngine):
     """Swap space without limit, for counted blocks of ``block_bytes`` over all GPUs of the engine. Of the ``swapped`` sequences
-    some are ``_leaving``, some ``_away``, oldest first, and some ``_paused``; the others are on their way back."""
+    some are leaving, some ``_away``, oldest first, and some ``_paused``; the others are on their way back."""
 
     boundaries_ahead = 2
 
@@ -36,7 +36,7 @@ class SwapEngine(SpanEngine):
         assert isinstance(seat.kv, CountedBlocks)
         self._blocks = seat.kv
         self._to_host, self._from_host, self._block_bytes = to_host, from_host, block_bytes
-        self._leaving: set[SequenceState] = set()
+        self._leaving_blocks = 0
         self._away: list[SequenceState] = []
         self._paused: list[SequenceState] = []
 
@@ -49,8 +49,8 @@ class SwapEngine(SpanEngine):
         self.swapped.clear()
         return super().abandon()
 
-    def may_start(self, lane: Lane) -> bool:
-        return not (self._leaving or self._away or self._paused) and super().may_start(lane)
+    def _may_start(self, lane: Lane) -> bool:
+        return not (self._leaving_blocks or self._away or self._paused) and super()._may_start(lane)
 
     def _form(self, lane: Lane, now: float) -> None:
         self._let_move(lane, now)
@@ -59,10 +59,7 @@ class SwapEngine(SpanEngine):
             lane.decodes.join(sequence)
         self._paused.clear()
         ahead = len(lane.decodes.needing_block()) + len(lane.decodes.needing_block(1))
-        while lane.decodes.size > 1:
-            soon_free = self._blocks.free_blocks() + sum(self.swapped[sequence] for sequence in self._leaving)
-            if soon_free >= ahead:
-                break
+        while self._blocks.free_blocks() + self._leaving_blocks < ahead and lane.decodes.size > 1:
             self._swap_out(lane, preemption_victim(lane.decodes))
         self._swap_in(lane)
         super()._form(lane, now)
@@ -74,7 +71,7 @@ class SwapEngine(SpanEngine):
 
     def _relieve(self, lane: Lane, needy: SequenceState, now: float) -> None:
         """There is no block for ``needy``: somebody is swapped out, and it pauses until blocks are free."""
-        if not self._leaving:
+        if not self._leaving_blocks:
             latest = preemption_victim(lane.decodes)
             begun = lane.queue.prefilling
             if latest is needy and lane.decodes.size == 1 and begun:
@@ -88,8 +85,8 @@ class SwapEngine(SpanEngine):
 
     def _swap_out(self, lane: Lane, sequence: SequenceState) -> None:
         lane.decodes.remove(sequence)
-        self._leaving.add(sequence)
         blocks = self.swapped[sequence] = self._blocks.blocks_for(sequence.cached_tokens)
+        self._leaving_blocks += blocks
         for start in range(0, blocks, PIECE_BLOCKS):
             piece = min(PIECE_BLOCKS, blocks - start)
             self._to_host.send(piece * self._block_bytes, 0, None, partial(self._on_out, sequence, piece))
@@ -98,9 +95,9 @@ class SwapEngine(SpanEngine):
         if sequence not in self.swapped:
             return  # lost with its engine
         self._blocks.give(piece)
+        self._leaving_blocks -= piece
         self.swapped[sequence] -= piece
         if not self.swapped[sequence]:
-            self._leaving.remove(sequence)
             self._away.append(sequence)
             self._away.sort(key=arrival_order)
         self._host.memory_freed(self, now)
@@ -108,7 +105,7 @@ class SwapEngine(SpanEngine):
 
     def _swap_in(self, lane: Lane) -> None:
         """Start copies back while there is room for the sequence and a block for everybody, and the link is free."""
-        while self._away and not self._leaving and not self._from_host.queued_bytes:
+        while self._away and not self._leaving_blocks and not self._from_host.queued_bytes:
             sequence = self._away[0]
             blocks = self._blocks.blocks_for(sequence.cached_tokens)
             others = lane.decodes.size + len(lane.queue.prefilling)

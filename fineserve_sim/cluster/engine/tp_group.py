@@ -103,7 +103,7 @@ class TpGroup:
         """Queue a job. If idle it begins at this very moment, after everything else that happens in it."""
         self._jobs.append(job)
         if self._event is None:
-            self._event = self._clock.at(self._clock.now, self._start_order, self._on_start)
+            self._event = self._clock.at(self._clock.now, self._start_order, partial(self._go_on, None))
 
     def fail(self) -> None:
         """Lost, with what it computes, all that is queued, and all that is in its memory."""
@@ -114,27 +114,20 @@ class TpGroup:
 
     def check(self) -> None:
         """Raise AssertionError if the memory contradicts itself."""
-        kv = self.kv
-        assert 0 <= kv.used_bytes <= kv.limit_bytes, (
-            f"instance {self.id} holds {kv.used_bytes} KV bytes of {kv.limit_bytes}"
-        )
+        used_bytes, limit_bytes = self.kv.used_bytes, self.kv.limit_bytes
+        assert 0 <= used_bytes <= limit_bytes, f"instance {self.id} holds {used_bytes} KV bytes of {limit_bytes}"
 
-    def _on_start(self, event: Event) -> None:
-        if event is self._event:
-            self._event = None
-            self._next()
-
-    def _on_end(self, end: Callable[[float], None], event: Event) -> None:
-        if event is self._event:
-            end(self._clock.now)
-            self._event = None
-            self._next()
-
-    def _next(self) -> None:
+    def _go_on(self, end: Callable[[float], None] | None, event: Event) -> None:
+        """The job that ends hears of it, and the next one begins, unless all was lost meanwhile."""
+        if event is not self._event:
+            return
         now: float = self._clock.now
+        if end is not None:
+            end(now)
+        self._event = None
         while self._jobs and self._event is None:
             turn = self._jobs.popleft()(now)
             if turn is not None:
-                seconds, end = turn
+                seconds, at_end = turn
                 self.busy_s += seconds
-                self._event = self._clock.at(now + seconds, self._end_order, partial(self._on_end, end))
+                self._event = self._clock.at(now + seconds, self._end_order, partial(self._go_on, at_end))
