@@ -15,7 +15,7 @@ import numpy as np
 from fineserve_traces import Trace, totals
 
 from fineserve_sim.cluster.compose.memory import charged_bytes
-from fineserve_sim.cluster.engine.seat import Seat
+from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
 from fineserve_sim.cluster.sharing.domain import connected

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from fineserve_traces import Totals
 
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.pipeline import PipelineEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.scenario import GpuUse
 from fineserve_sim.policy.interfaces import EngineState, Placement
@@ -106,9 +104,6 @@ def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:
 
 def _shares(engine: Engine) -> tuple[float, float]:
     """Compute and bandwidth shares of what the engine has in flight, a stage's worth of them for a pipeline."""
-    if isinstance(engine, SpanEngine):
-        return engine.step.demand(*engine.batch())[:2]
-    assert isinstance(engine, PipelineEngine)
     found = [engine.step.demand(*engine.batch_of(lane))[:2] for lane in engine.lanes if lane.launched]
-    stages = len(engine.stages)
+    stages = len(engine.columns)
     return sum(compute for compute, _ in found) / stages, sum(bandwidth for _, bandwidth in found) / stages

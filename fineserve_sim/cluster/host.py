@@ -29,6 +29,7 @@ from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArrived, RequestReturned
 from fineserve_sim.policy.interfaces import EngineState, Request
+from fineserve_sim.policy.memory.preemption import arrival_order
 
 TIMER = order_of(Kind.TIMER, 0)
 """The order of events that belong to no engine."""
@@ -148,7 +149,7 @@ class Cluster:
         self.outcomes.close()
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
-        self.outcomes.engine[sequence.index] = engine.column  # it may have moved
+        self.outcomes.engine[sequence.index] = engine.columns[0]  # it may have moved
         self.outcomes.end(sequence.index, now, Fate.FINISHED, sequence.output_tokens)
 
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
@@ -191,13 +192,13 @@ class Cluster:
         if changed or scope.ask_again_s < planned_s:
             self._cut_others(scope, engine, now)
 
-    def must_ask(self, engine: Engine) -> bool:
-        """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
-        return self._scope_of[engine.index].stale and self.controller.waiting(engine.index) > 0
-
     def ask_again_s(self, engine: Engine) -> float:
-        """The first time at which the engine's scheduler may have news without any event."""
-        return self._scope_of[engine.index].ask_again_s if self.controller.waiting(engine.index) else NEVER
+        """The first time at which the engine's scheduler may have news without any event; before any time (-NEVER) if something
+        changed since it was asked: it wants to be asked after one iteration."""
+        if not self.controller.waiting(engine.index):
+            return NEVER
+        scope = self._scope_of[engine.index]
+        return -NEVER if scope.stale else scope.ask_again_s
 
     def _states(self, scope: Scope, now: float) -> dict[int, EngineState]:
         for engine in scope.engines:
@@ -270,10 +271,10 @@ class Cluster:
         if self.log is not None:
             self.log.launched(engine, lane, now)
 
-    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, stage: int = 0) -> None:
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, stage: int) -> None:
         """A batch or a span has ended, which began then: write it down."""
         if self.log is not None:
-            self.log.computed(engine, lane, since_s, now, engine.columns[stage])
+            self.log.computed(engine, lane, since_s, now, iterations, engine.columns[stage])
 
     def memory_freed(self, engine: Engine, now: float) -> None:
         """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
@@ -289,14 +290,15 @@ class Cluster:
         """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one
         that arrived last gives its memory back."""
         domain = self._domain_of[engine.index]
-        if any(other.busy or other.starting for other in domain.engines):
+        if any(lane.asked or lane.launched for other in domain.engines for lane in other.lanes):
             return
         holders = [other for other in domain.engines if other.partial_prefills()]
         if not holders and not self.fleet.lends:
             raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
         if not holders or (engine.reserved_blocks and len(engine.partial_prefills()) < 2):
             return  # memory went to weights, or to a request that is on its way: it comes back
-        max(holders, key=Engine.latest_prefill_arrival).preempt_latest_prefill(now)
+        latest = max(holders, key=lambda other: max(map(arrival_order, other.partial_prefills())))
+        latest.preempt_latest_prefill(now)
         for other in domain.engines:
             if other.has_work:
                 other.start(now)
@@ -369,7 +371,7 @@ class Cluster:
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
             self.returned(engine, [sequence], now)
             return
-        self.outcomes.engine[command.request_id] = engine.column
+        self.outcomes.engine[command.request_id] = engine.columns[0]
         if isinstance(engine, LoneEngine):
             engine.post(now, self.order, sequence)
             return

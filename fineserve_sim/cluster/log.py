@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.queue import Lane
-from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.events import Event
 from fineserve_sim.policy.interfaces import Request
@@ -42,7 +41,7 @@ class DecisionLog:
             }
         )
 
-    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, column: int) -> None:
+    def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, column: int) -> None:
         """A batch was computed, or a span of alike ones; ``engine`` is the column of the timeline, ``slowdown`` what neighbours
         on the GPU made of its pace, at the end."""
         self._log(
@@ -51,7 +50,7 @@ class DecisionLog:
                 "span": "EngineComputed",
                 "engine": column,
                 "seconds": now - since_s,
-                "iterations": engine.span_iterations if isinstance(engine, SpanEngine) else 1,
+                "iterations": iterations,
                 "slowdown": engine.slowdown,
                 "decodes": lane.decodes.size,
                 "prefill_tokens": sum(size for _, _, size in lane.chunks),
@@ -60,7 +59,7 @@ class DecisionLog:
 
     def preempted(self, engine: Engine, request: int, now: float) -> None:
         """A request lost its KV memory and waits in the engine's queue again."""
-        self._log({"now_s": now, "span": "Preempted", "engine": engine.column, "request": request})
+        self._log({"now_s": now, "span": "Preempted", "engine": engine.columns[0], "request": request})
 
     def transferred(self, what: str, engine: int, columns: list[int], began_s: float, now: float) -> None:
         """KV or weights of an engine over several instances have arrived."""

@@ -113,8 +113,8 @@ class InstanceSampler:
         waiting, running = [0] * len(instances), [0] * len(instances)
         demand_blocks = 0
         for engine in engines:
-            waiting[engine.column] += engine.waiting
-            running[engine.column] += engine.running
+            waiting[engine.columns[0]] += engine.waiting
+            running[engine.columns[0]] += engine.running
             demand_blocks += engine.kv.used_blocks() + sum(queue.head_blocks for queue in engine.queues)
         self.rows.add(
             now,

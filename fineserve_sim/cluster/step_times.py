@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.latency import Batch, StepModel
 from fineserve_sim.latency.accounting import time_shares
 from fineserve_sim.latency.cost import Source
@@ -31,9 +30,10 @@ class StepTimes:
     def sample(self) -> None:
         """Note the step that each engine is in. Engines must be settled up to this moment."""
         for engine in self._engines():
-            if engine.busy and isinstance(engine, SpanEngine):
-                self.notes.append((self._samples, engine.index, Batch(*engine.batch())))
-                self.steps[engine.index] = engine.step
+            for lane in engine.lanes:
+                if lane.launched:
+                    self.notes.append((self._samples, engine.index, Batch(*engine.batch_of(lane))))
+                    self.steps[engine.index] = engine.step
         self._samples += 1
         if self.most_notes and len(self.notes) >= self.most_notes:
             self._weigh()

@@ -16,7 +16,7 @@ from simpy.events import Event
 from fineserve_calibrate.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
-from fineserve_sim.cluster.engine.seat import Seat
+from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope

@@ -14,14 +14,12 @@ from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.base import Engine, Seat
 from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks, StageBlocks
 from fineserve_sim.cluster.engine.links import Link
-from fineserve_sim.cluster.engine.lookahead import Lookahead
-from fineserve_sim.cluster.engine.pipeline import PipelineEngine
-from fineserve_sim.cluster.engine.seat import Seat
+from fineserve_sim.cluster.engine.pipeline import Lookahead, PipelineEngine
 from fineserve_sim.cluster.engine.spans import SpanEngine
-from fineserve_sim.cluster.engine.swap import Swap
+from fineserve_sim.cluster.engine.swap import SwapEngine
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
 from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.instances import Instances
@@ -125,13 +123,13 @@ class _Builder:
         max_tokens = min(self._max_tokens, counted.capacity_tokens())
         seat = Seat(id, self._model, self.step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:
-            swap = None
+            links, around = members[0].links, (self._cluster, self._wakeups[members[0]])
+            engine: SpanEngine
             if isinstance(self._memory, specs.SwapPoolsSpec):
-                links = members[0].links
-                swap = Swap(links.to_host, links.from_host, counted, sizes.block_bytes)
-            engine = SpanEngine(seat, self._cluster, self._wakeups[members[0]], shares_gpu=False, relief=swap)
+                engine = SwapEngine(seat, *around, links.to_host, links.from_host, sizes.block_bytes)
+            else:
+                engine = SpanEngine(seat, *around, shares_gpu=False)
             engine.columns = (members[0].id,)
-            engine.column = members[0].id
             return engine
         lookahead = None
         if self._cost is not None and len(members) > 1:

@@ -14,9 +14,9 @@ from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_placem
 from fineserve_sim.cluster.compose.profiling import demand_of, step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, check_exclusive, contention_of
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
+from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.samples import Column, EngineSampler

@@ -19,9 +19,9 @@ from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, Precisio
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes
 from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.gpu_use import looks_at
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.run import Run

@@ -8,9 +8,9 @@ between, and on what, is the subclass's part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
-from fineserve_sim.cluster.engine.base import BatchSums, Engine
+from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.queue import Lane, PromptChunk, Queue
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.policy.memory.preemption import preemption_victim
@@ -19,15 +19,11 @@ from fineserve_sim.policy.memory.preemption import preemption_victim
 class Batcher(Engine):
     """An engine that forms batches and takes their tokens in."""
 
-    __slots__ = ()
-
     def _form(self, lane: Lane, now: float) -> None:
         """The lane's next batch: a KV slot for the next token of each decode, then prompt chunks for what the budget leaves."""
-        if lane.moving:
+        if lane.joining or lane.leaving:
             self._let_move(lane, now)
         self._preempted = False
-        if self.relief is not None:
-            self.relief.before(self, lane, now)
         growing = lane.decodes.needing_block()
         if growing and not self.kv.grow_each(growing):
             self._make_room(lane, growing, now)
@@ -36,24 +32,19 @@ class Batcher(Engine):
 
     def _let_move(self, lane: Lane, now: float) -> None:
         """Sequences join the decodes, and those that are to go elsewhere leave."""
-        lane.moving = False
-        lane.let_join()
+        for sequence in lane.joining:
+            lane.decodes.join(sequence)
+        lane.joining.clear()
         while lane.leaving:
             self._host.leaves(self, lane, lane.leaving.pop(), now)
 
     def _make_room(self, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
-        """Somebody gives way until all that grow have their block: the request of the lane that arrived last is recomputed."""
-        if self.relief is not None:
-            self.relief.make_room(self, lane, growing, now)
-        else:
-            while growing and not self.kv.grow_each(growing):
-                self.preempt(preemption_victim(lane.victims(self._computing())), lane, now)
-        if not self._pipelined:
-            self._host.memory_freed(self, now)
-
-    def _computing(self) -> Iterator[SequenceState]:
-        """Sequences with a prompt chunk in flight."""
-        return (sequence for lane in self.lanes if lane.launched for sequence, _, _ in lane.chunks)
+        """Requests of the lane give way, the latest arrival first, until all that grow have their block. Those with a prompt
+        chunk in flight go on."""
+        computing = {sequence for other in self.lanes if other.launched for sequence, _, _ in other.chunks}
+        while growing and not self.kv.grow_each(growing):
+            idle = [sequence for sequence in lane.queue.prefilling if sequence not in computing]
+            self.preempt(preemption_victim([*lane.decodes, *idle]), lane, now)
 
     def _prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         """Chunked prefill: partial prefills, then the head of the queue, until the token budget is full."""
@@ -62,35 +53,20 @@ class Batcher(Engine):
         for sequence in queue.prefilling:
             if sequence.prefilled:
                 continue  # its last chunk is in flight
-            chunk = self.take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
+            chunk = self._take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
             if chunk is None:
                 return chunks
             chunks.append(chunk)
             left -= chunk[2]
-        slots = self._free_slots(lane) if left > 0 and queue.waiting else 0
-        while left > 0 and slots > 0 and queue.waiting:
-            sequence = queue.waiting[0]
-            if sequence.preempted and not self._may_return(sequence):
+        while left > 0 and queue.waiting and self._may_start(lane):
+            chunk = self._begin_prefill(queue, left)
+            if chunk is None:
                 break
-            if sequence.prefix is None:
-                size = min(left, sequence.target_tokens)
-                if not self.kv.grow(sequence, size):
-                    break
-                sequence.cached_tokens = size
-                queue.start()
-                self.composition_changed = True
-                chunks.append((sequence, 0, size))
-            else:
-                chunk = self.begin_prefill(queue, left)
-                if chunk is None:
-                    break
-                chunks.append(chunk)
-                size = chunk[2]
-            left -= size
-            slots -= 1
+            chunks.append(chunk)
+            left -= chunk[2]
         return chunks
 
-    def take_chunk(self, sequence: SequenceState, tokens: int) -> PromptChunk | None:
+    def _take_chunk(self, sequence: SequenceState, tokens: int) -> PromptChunk | None:
         """The next ``tokens`` of a prefill, if there is memory for them."""
         done = sequence.cached_tokens
         if tokens < 1 or not self.kv.grow(sequence, done + tokens):
@@ -98,13 +74,13 @@ class Batcher(Engine):
         sequence.cached_tokens = done + tokens
         return sequence, done, tokens
 
-    def begin_prefill(self, queue: Queue, most: int) -> PromptChunk | None:
+    def _begin_prefill(self, queue: Queue, most: int) -> PromptChunk | None:
         """The first waiting sequence starts behind what is cached of its prefix, if there is memory for its first chunk."""
         sequence = queue.waiting[0]
         reused = 0
         if sequence.prefix is not None:
             sequence.cached_tokens = reused = self.kv.reuse(sequence)
-        chunk = self.take_chunk(sequence, min(most, sequence.target_tokens - reused))
+        chunk = self._take_chunk(sequence, min(most, sequence.target_tokens - reused))
         if chunk is None:
             if reused:  # cached blocks are no use to it yet, and may be to others
                 self.kv.release(sequence)
@@ -115,40 +91,22 @@ class Batcher(Engine):
         self.composition_changed = True
         return chunk
 
-    def may_start(self, sequence: SequenceState) -> bool:
-        """A slot, nobody with an older claim, and for one that lost its KV room for all of it."""
-        return self._free_slots(self.lanes[0]) > 0 and (not sequence.preempted or self._may_return(sequence))
-
-    def _free_slots(self, lane: Lane) -> int:
-        """Sequences of the lane's queue that may start now; none while others have an older claim to the memory."""
-        if self._preempted or (self.relief is not None and not self.relief.admits):
-            return 0
-        free = self.free_slots
-        return free if len(self.queues) == 1 else min(free, self._settings.max_sequences - lane.started)
-
-    def _may_return(self, sequence: SequenceState) -> bool:
-        """There is room for all of a sequence that lost its KV, and a block to go on: else two could evict each other for
-        ever."""
+    def _may_start(self, lane: Lane) -> bool:
+        """The first that waits has a slot, nobody has an older claim to the memory, and if it lost its KV there is room for all
+        of it and a block to go on: else two could evict each other for ever."""
+        if self._preempted or self.free_slots < 1:
+            return False
+        if len(self.queues) > 1 and lane.started >= self._settings.max_sequences:
+            return False
+        sequence = lane.queue.waiting[0]
         wanted = sequence.target_tokens + self._settings.block_tokens
-        return self.kv.free_tokens() >= min(wanted, self.kv.capacity_tokens())
+        return not sequence.preempted or self.kv.free_tokens() >= min(wanted, self.kv.capacity_tokens())
 
-    def batch_of(self, lane: Lane) -> BatchSums:
-        """The running sums of the lane's batch."""
-        decodes = lane.decodes.size
-        tokens = pairs = context = ending = 0
-        for sequence, done, size in lane.chunks:
-            tokens += size
-            pairs += size * done + size * (size + 1) // 2
-            context += done
-            ending += done + size == sequence.target_tokens
-        return decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending
-
-    def _complete(self, lane: Lane, iterations: int, now: float) -> bool:
+    def _complete(self, lane: Lane, now: float) -> bool:
         """The batch is done at ``now``: tokens come out, sequences finish or go on to decode. Whether memory came back."""
-        decodes = lane.decodes
-        decodes.advance()
-        self._iterations += iterations
-        finished = decodes.pop_finished()
+        lane.launched = False
+        lane.decodes.advance()
+        finished = lane.decodes.pop_finished()
         if lane.chunks:
             self._host.progressed(self)
             for sequence, done, size in lane.chunks:
@@ -170,14 +128,12 @@ class Batcher(Engine):
         self._host.outcomes.first_token(sequence.index, now)
         if sequence.generated_tokens == sequence.output_tokens:
             finished.append(sequence)
-        elif self._pipelined:
-            self._to_decode(lane, sequence)
         else:
-            lane.decodes.join(sequence)
+            self._to_decode(lane, sequence)
 
     def _to_decode(self, lane: Lane, sequence: SequenceState) -> None:
-        """Of a pipeline: which lane decodes it from its next batch on."""
-        raise NotImplementedError
+        """It decodes from the lane's next batch on."""
+        lane.decodes.join(sequence)
 
     def _retire(self, finished: Iterable[SequenceState], now: float) -> None:
         for sequence in finished:
@@ -188,10 +144,9 @@ class Batcher(Engine):
         """Recompute later: free the blocks, go to the front of the queue with the generated tokens as part of the prompt."""
         if sequence in lane.decodes:
             lane.decodes.remove(sequence)
-            self._backlog_tokens += sequence.prompt_tokens + sequence.generated_tokens
         else:
             lane.queue.prefilling.remove(sequence)
-            self._backlog_tokens += sequence.cached_tokens
+            self._backlog_tokens -= sequence.target_tokens - sequence.cached_tokens
             self._forget_plan()
         self.kv.release(sequence)
         sequence.lose_kv()
@@ -199,10 +154,9 @@ class Batcher(Engine):
         self._preempted = True
         self._host.preempted(self, sequence, now)
         if sequence.generated_tokens and sequence.target_tokens >= self.kv.capacity_tokens():
-            self._backlog_tokens -= sequence.target_tokens
             self._host.finished(self, sequence, now)  # it has outgrown the memory: cut, as at vLLM's max_model_len
         elif self.closing:
-            self._backlog_tokens -= sequence.target_tokens
             self._host.returned(self, [sequence], now)
         else:
             lane.queue.put_back(sequence)
+            self._backlog_tokens += sequence.target_tokens

@@ -10,6 +10,7 @@ carries in all is its rate times its busy time, in whatever order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
@@ -21,15 +22,13 @@ Done = Callable[[float], None]
 """Called with the time at which the last byte has arrived."""
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A transfer under way; ``left_bytes`` are not yet delivered."""
 
-    __slots__ = ("chunk_bytes", "left_bytes", "on_done")
-
-    def __init__(self, left_bytes: int, chunk_bytes: int, on_done: Done) -> None:
-        self.left_bytes = left_bytes
-        self.chunk_bytes = chunk_bytes
-        self.on_done: Done | None = on_done
+    left_bytes: int
+    chunk_bytes: int
+    on_done: Done | None
 
     def cancel(self) -> None:
         """Send nothing more (a chunk in flight ends), and never call ``on_done``."""
@@ -39,21 +38,18 @@ class Transfer:
 class Link:
     """One direction of a link. ``entity`` (>= 1) orders its events among those of other links at the same moment.
 
-    ``sent_bytes`` and ``busy_s`` count what is delivered. Raises ValueError for a rate that is not positive.
+    Raises ValueError for a rate that is not positive.
     """
 
     def __init__(self, clock: Clock, bytes_per_s: float, entity: int) -> None:
         if not bytes_per_s > 0:
             raise ValueError(f"a link carries {bytes_per_s:g} bytes/s; it must be more than 0")
         self.bytes_per_s = bytes_per_s
-        self.sent_bytes = 0
-        self.busy_s = 0.0
         self._clock = clock
         self._order = order_of(Kind.TIMER, entity)
         self._turns = count()
         self._waiting: list[tuple[int, int, Transfer]] = []
         self._carrying: tuple[int, int, Transfer] | None = None
-        self._chunk_bytes = 0
 
     def send(self, bytes: int, priority: int, chunk_bytes: int | None, on_done: Done) -> Transfer:
         """Queue ``bytes`` in chunks of ``chunk_bytes`` (None: all in one). A smaller ``priority`` goes first. Raises
@@ -62,13 +58,8 @@ class Link:
             raise ValueError(f"a transfer of {bytes} bytes in chunks of {chunk_bytes}; need bytes >= 0 and chunks >= 1")
         transfer = Transfer(bytes, max(1, bytes) if chunk_bytes is None else chunk_bytes, on_done)
         heappush(self._waiting, (priority, next(self._turns), transfer))
-        if self._carrying is None:
-            self._carry_next()
+        self._carry_next()
         return transfer
-
-    def seconds(self, bytes: int) -> float:
-        """How long ``bytes`` take on the idle link."""
-        return bytes / self.bytes_per_s
 
     @property
     def queued_bytes(self) -> int:
@@ -77,28 +68,20 @@ class Link:
         return sum(transfer.left_bytes for _, _, transfer in queue if transfer.on_done is not None)
 
     def _carry_next(self) -> None:
-        while self._waiting:
+        while self._waiting and self._carrying is None:
             turn = heappop(self._waiting)
-            transfer = turn[2]
-            if transfer.on_done is None:
-                continue
-            self._carrying = turn
-            self._chunk_bytes = min(transfer.chunk_bytes, transfer.left_bytes)
-            ends_s = self._clock.now + self._chunk_bytes / self.bytes_per_s
-            self._clock.at(ends_s, self._order, self._on_chunk)
-            return
+            if turn[2].on_done is not None:
+                self._carrying = turn
+                chunk_bytes = min(turn[2].chunk_bytes, turn[2].left_bytes)
+                self._clock.at(self._clock.now + chunk_bytes / self.bytes_per_s, self._order, self._on_chunk)
 
     def _on_chunk(self, _: Event) -> None:
         assert self._carrying is not None
         turn, self._carrying = self._carrying, None
         transfer = turn[2]
-        transfer.left_bytes -= self._chunk_bytes
-        self.sent_bytes += self._chunk_bytes
-        self.busy_s += self._chunk_bytes / self.bytes_per_s
-        done = transfer.on_done if transfer.left_bytes == 0 else None
+        transfer.left_bytes -= min(transfer.chunk_bytes, transfer.left_bytes)
         if transfer.left_bytes:
             heappush(self._waiting, turn)
         self._carry_next()
-        if done is not None:
-            transfer.on_done = None
-            done(self._clock.now)
+        if not transfer.left_bytes and transfer.on_done is not None:
+            transfer.on_done(self._clock.now)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from fineserve_sim.cluster.engine.base import NEVER, EngineHost
+from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
 
@@ -20,16 +19,13 @@ from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
-    __slots__ = ("_blocks", "_inbox", "_start_s", "_until_s", "events")
-
     def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker) -> None:
         super().__init__(seat, host, wakeups, shares_gpu=False)
         assert isinstance(seat.kv, CountedBlocks)
         self.events = 0
         self._blocks = seat.kv
         self._inbox: deque[tuple[float, int, SequenceState]] = deque()
-        self._start_s = NEVER
-        self._until_s = NEVER
+        self._start_s = self._until_s = NEVER
 
     def post(self, now: float, order: int, sequence: SequenceState) -> None:
         """A dispatched request: it is accepted at (``now``, ``order``), when somebody looks."""
@@ -41,7 +37,7 @@ class LoneEngine(SpanEngine):
             arrival_s, arrival_order, sequence = self._inbox.popleft()
             self._run_until(arrival_s, arrival_order)
             self.accept(sequence)
-            if self.busy:
+            if self._lane.launched:
                 self.cut()
             else:
                 self.start(arrival_s)
@@ -49,10 +45,11 @@ class LoneEngine(SpanEngine):
 
     def _run_until(self, now: float, order: int) -> None:
         self._until_s = now
+        lane = self._lane
         while True:
-            if self._starting and (self._start_s, self.start_order) < (now, order):
-                self._begin(self._start_s)
-            elif self._ends and (self._ends[-1], self.order) < (now, order):
+            if lane.asked and (self._start_s, self.start_order) < (now, order):
+                self._plan(self._start_s)
+            elif lane.launched and (self._ends[-1], self.order) < (now, order):
                 end_s = self._ends[-1]
                 self._pass_boundaries(end_s, self.order)
                 self._end_span(end_s)
@@ -79,21 +76,18 @@ class LoneEngine(SpanEngine):
             self._retire(finished, self._ends[settled - 1])
 
     def _span_ends(self, now: float) -> list[float]:
-        if self._queue.waiting or self._queue.prefilling or self._preempted:
-            return super()._span_ends(now)
-        ends = self._ends_ahead(now)
-        sure = self._decodes.blocks_ahead(len(ends) - 1) <= self._blocks.free_blocks()
-        return ends if sure else super()._span_ends(now)
-
-    def _ends_ahead(self, now: float) -> list[float]:
-        """End times of the iterations up to the moment that somebody looks at."""
-        ends: list[float] = []
-        for steps, decodes, context_tokens in self._decodes.phases():
-            ends += self.step.decode_ends_s(now, decodes, context_tokens, steps, self.slowdown, self._until_s)
-            now = ends[-1]
-            if now > self._until_s:
-                break
-        return ends
+        """Where memory is sure, those of the iterations up to the moment that somebody looks at."""
+        if not (self.wants_memory or self._preempted):
+            start_s = now
+            ends: list[float] = []
+            for steps, decodes, context_tokens in self._decodes.phases():
+                ends += self.step.decode_ends_s(start_s, decodes, context_tokens, steps, self.slowdown, self._until_s)
+                start_s = ends[-1]
+                if start_s > self._until_s:
+                    break
+            if self._decodes.blocks_ahead(len(ends) - 1) <= self._blocks.free_blocks():
+                return ends
+        return super()._span_ends(now)
 
     def _schedule_start(self, now: float) -> None:
         self._start_s = now

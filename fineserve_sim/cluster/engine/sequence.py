@@ -1,16 +1,17 @@
 """Sequences inside an engine, and the set of those that decode.
 
 An engine with n running decodes must not touch n objects a step. All decodes of a lane advance together, so one iteration
-counter says where each of them stands: a sequence that joined at iteration J with c cached tokens holds c + i - J of them
-before iteration i. It finishes at an iteration known on joining (a sorted list has the next ones), and needs a new KV block
-whenever that number is a multiple of the block size (one bucket a residue finds them). A step costs nothing per sequence.
+counter says where each of them stands: a sequence that joined at iteration J with c cached tokens has its *origin* at J - c,
+and holds i tokens less its origin before iteration i. It finishes at an iteration known on joining (a sorted list has the next
+ones), and needs a new KV block whenever what it holds is a multiple of the block size (one bucket a residue of origins finds
+them). A step costs nothing per sequence.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -26,43 +27,30 @@ class Prefix(NamedTuple):
     known_tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
 
     ``target_tokens`` are to be prefilled: the prompt, and after a loss of KV the generated tokens too. ``cached_tokens`` have
     their KV in memory, or in a step that is under way. Of a sequence that decodes, ``Decodes`` knows both ``cached_tokens`` and
-    ``generated_tokens``, and writes them down when it leaves. ``prefix`` is what is known of its tokens; ``blocks`` holds the
-    block ids, where blocks have names, one list a memory.
+    ``generated_tokens`` by its ``origin``, and writes them down when it leaves. ``prefix`` is what is known of its tokens;
+    ``blocks`` holds the block ids, where blocks have names, one list a memory.
     """
 
-    __slots__ = (
-        "arrival_s",
-        "blocks",
-        "bucket",
-        "cached_tokens",
-        "finish_iteration",
-        "generated_tokens",
-        "index",
-        "output_tokens",
-        "preempted",
-        "prefix",
-        "prompt_tokens",
-        "target_tokens",
-    )
+    index: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix: Prefix | None = None
+    target_tokens: int = field(init=False)
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preempted: bool = False
+    origin: int = 0
+    blocks: Sequence[list[int]] = ()
 
-    def __init__(self, index: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
-        self.index = index
-        self.arrival_s = arrival_s
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.target_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.preempted = False
-        self.finish_iteration = -1
-        self.bucket = -1
-        self.prefix: Prefix | None = None
-        self.blocks: Sequence[list[int]] = ()
+    def __post_init__(self) -> None:
+        self.target_tokens = self.prompt_tokens
 
     @property
     def prefilled(self) -> bool:
@@ -87,10 +75,8 @@ class Waiting:
     engine: int = -1
 
     def sequence(self) -> SequenceState:
-        request = self.request
-        found = SequenceState(request.id, request.arrival_s, request.prompt_tokens, self.output_tokens)
-        found.prefix = self.prefix
-        return found
+        request, output_tokens = self.request, self.output_tokens
+        return SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens, self.prefix)
 
 
 class Decodes:
@@ -112,11 +98,12 @@ class Decodes:
     def join(self, sequence: SequenceState) -> None:
         """A sequence with all its KV in place, ``generated_tokens`` of its output done, decodes from the next step on."""
         cached = sequence.cached_tokens
-        sequence.finish_iteration = self.iteration + sequence.output_tokens - sequence.generated_tokens
-        sequence.bucket = (self.iteration - cached) % self._block_tokens
-        self._buckets[sequence.bucket][sequence] = None
-        self._sizes[sequence.bucket] += 1
-        insort(self._due, (-sequence.finish_iteration, -next(self._joins), sequence))
+        sequence.origin = self.iteration - cached
+        bucket = sequence.origin % self._block_tokens
+        self._buckets[bucket][sequence] = None
+        self._sizes[bucket] += 1
+        finish = self.iteration + sequence.output_tokens - sequence.generated_tokens
+        insort(self._due, (-finish, -next(self._joins), sequence))
         self.context_tokens += cached
         self.size += 1
 
@@ -146,19 +133,13 @@ class Decodes:
 
     def cached_tokens_of(self, sequence: SequenceState) -> int:
         """Tokens of a member with KV in memory now."""
-        return sequence.prompt_tokens + self._generated_tokens_of(sequence) - 1  # the last token has no KV yet
+        return self.iteration - sequence.origin
 
     def held_blocks(self, without: Collection[SequenceState], ahead: int) -> list[tuple[int, int]]:
         """Of each member but these, the blocks that hold its KV after so many more iterations, and its index."""
-        block_tokens, done = self._block_tokens, self.iteration - 1 + ahead
-        return [
-            (
-                -((member.finish_iteration - member.prompt_tokens - member.output_tokens - done) // block_tokens),
-                member.index,
-            )
-            for _, _, member in self._due
-            if member not in without
-        ]
+        block_tokens, then = self._block_tokens, self.iteration + ahead
+        members = [member for _, _, member in self._due if member not in without]
+        return [(-((member.origin - then) // block_tokens), member.index) for member in members]
 
     def steps_to_finish(self) -> int:
         """Iterations until the next sequence ends; at least 1. The set must not be empty."""
@@ -203,19 +184,16 @@ class Decodes:
         return growths
 
     def __contains__(self, sequence: SequenceState) -> bool:
-        return sequence.bucket >= 0 and sequence in self._buckets[sequence.bucket]
+        return sequence in self._buckets[sequence.origin % self._block_tokens]
 
     def __iter__(self) -> Iterator[SequenceState]:
         return chain.from_iterable(self._buckets)
 
     def _remove(self, sequence: SequenceState) -> None:
-        del self._buckets[sequence.bucket][sequence]
-        self._sizes[sequence.bucket] -= 1
-        sequence.bucket = -1
-        sequence.generated_tokens = self._generated_tokens_of(sequence)
-        sequence.cached_tokens = sequence.prompt_tokens + sequence.generated_tokens - 1
+        bucket = sequence.origin % self._block_tokens
+        del self._buckets[bucket][sequence]
+        self._sizes[bucket] -= 1
+        sequence.cached_tokens = self.iteration - sequence.origin
+        sequence.generated_tokens = sequence.cached_tokens + 1 - sequence.prompt_tokens  # the last token has no KV yet
         self.context_tokens -= sequence.cached_tokens
         self.size -= 1
-
-    def _generated_tokens_of(self, sequence: SequenceState) -> int:
-        return sequence.output_tokens - (sequence.finish_iteration - self.iteration)

@@ -15,10 +15,8 @@ from itertools import accumulate
 from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.base import NEVER, BatchSums, EngineHost, Relief
+from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
 from fineserve_sim.cluster.engine.batcher import Batcher
-from fineserve_sim.cluster.engine.queue import Lane
-from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.latency.sharing import IDLE
 
@@ -35,48 +33,43 @@ Growth = tuple[float, int, Collection[SequenceState]]
 
 
 class Waker(Protocol):
-    """What calls ``on_start`` and ``on_step_end`` when their time has come."""
+    """What calls ``on_start`` and ``on_step_end`` when their time has come; ``moved``: a span has got another end."""
 
     def join(self, engine: SpanEngine) -> None: ...
     def leave(self, engine: SpanEngine) -> None: ...
     def start(self, engine: SpanEngine, now: float) -> None: ...
-    def moved(self) -> None:
-        """A span has got another end."""
-        ...
+    def moved(self) -> None: ...
 
 
 class SpanEngine(Batcher):
     """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span;
-    ``promised_blocks`` is at least what the boundaries ahead in it will take."""
+    ``promised_blocks`` is at least what the boundaries ahead in it will take, and ``boundaries_ahead`` of the next ones
+    beyond it are to be sure, too."""
 
-    __slots__ = (
+    boundaries_ahead = 0
+
+    __slots__ = (  # CPython's way to attributes is short for up to 30 in the instance's dict, which has those of ``Engine``
         "_alone_s",
         "_decodes",
         "_ends",
         "_lane",
         "_launched_s",
-        "_queue",
         "_reach",
         "_settled",
         "_shares_gpu",
-        "_starting",
         "end_s",
         "start_order",
         "wakeups",
     )
 
-    def __init__(
-        self, seat: Seat, host: EngineHost, wakeups: Waker, *, shares_gpu: bool, relief: Relief | None = None
-    ) -> None:
-        super().__init__(seat, host, relief=relief)
+    def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker, *, shares_gpu: bool) -> None:
+        super().__init__(seat, host)
         self.end_s = NEVER
         self.start_order = order_of(Kind.START, seat.engine)
-        self._starting = False
         self.wakeups = wakeups
         self._shares_gpu = shares_gpu
         self._reach = SHARED_SPAN if shares_gpu else MAX_SPAN  # the longest span now
         self._lane = self.lanes[0]
-        self._queue = self._lane.queue
         self._decodes = self._lane.decodes
         self._ends: list[float] = []
         self._alone_s: list[float] = []  # what each iteration of a span would take without neighbours
@@ -84,46 +77,20 @@ class SpanEngine(Batcher):
         self._launched_s = -NEVER
         wakeups.join(self)
 
-    # --- what others see -------------------------------------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
-        return bool(self._ends)
-
-    @property
-    def starting(self) -> bool:
-        return self._starting
-
-    @property
-    def iterations(self) -> int:
-        """Iterations done, up to the last settled boundary."""
-        return self._iterations + (self._settled if self._ends else 0)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue.waiting)
-
-    @property
-    def running(self) -> int:
-        inside = self._decodes.size + len(self._lane.joining) + len(self._queue.prefilling) + len(self.stalled)
-        return inside + (self.relief.held if self.relief else 0)
-
-    def _in_flight(self, lane: Lane) -> bool:
-        return bool(self._ends)
-
-    def batch(self) -> BatchSums:
-        """The running sums of the batch in flight."""
-        return self.batch_of(self._lane)
+        return self._lane.launched
 
     # --- what others do --------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        if not (self._ends or self._starting or self.stopping or self.gone):
-            self._starting = True
+        lane = self._lane
+        if not (lane.launched or lane.asked or self.stopping or self.gone):
+            lane.asked = True
             self._schedule_start(now)
 
     def replan(self, now: float) -> None:
-        if self._ends:
+        if self._lane.launched:
             self._host.settle_now(self, now)
             self.cut()
         else:
@@ -132,7 +99,7 @@ class SpanEngine(Batcher):
     def rescale(self, now: float, slowdown: float) -> None:
         """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter, and so do
         those behind it. The span's earlier boundaries must be settled."""
-        if self._ends:
+        if self._lane.launched:
             end_s = self._ends[self._settled]
             since_s = max(now, self._launched_s)
             end_s = since_s + (end_s - since_s) * (slowdown / self.slowdown)
@@ -180,33 +147,21 @@ class SpanEngine(Batcher):
         self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
 
     def stop(self, now: float) -> None:
-        self._starting = False
+        self._lane.asked = False
         super().stop(now)
 
     def leave(self) -> None:
         super().leave()
         self.wakeups.leave(self)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._iterations = self.iterations  # those of the span in flight that are done
-        self._ends = []
+        self._lane.asked = self._lane.launched = False
         self.end_s = self.next_boundary_s = NEVER
-        self._starting = False
 
     # --- events ----------------------------------------------------------------------------------------------------
 
     def on_start(self, now: float) -> None:
-        """The start that was asked for comes."""
-        if not self._starting:
-            return  # the engine was taken away
-        if not self._ends:
+        """The start that was asked for comes, unless the engine was taken away."""
+        if self._lane.asked:
             self._host.settle(self, now, self.start_order)
-        self._begin(now)
-
-    def _begin(self, now: float) -> None:
-        self._starting = False
-        if not self._ends:
             self._plan(now)
 
     def on_step_end(self, now: float) -> None:
@@ -218,11 +173,10 @@ class SpanEngine(Batcher):
         """The last iteration of the span ends; all boundaries inside it must be settled."""
         if len(self._ends) == self._reach < LONGEST_SHARED_SPAN:
             self._reach *= 2
-        self._ends = []
         self.end_s = self.next_boundary_s = NEVER
         if self._host.logs:
-            self._host.computed(self, self._lane, self._launched_s, now)
-        if self._complete(self._lane, self._settled + 1, now):
+            self._host.computed(self, self._lane, self._launched_s, now, self._settled + 1, 0)
+        if self._complete(self._lane, now):
             self._host.memory_freed(self, now)
         self._plan(now)
 
@@ -230,23 +184,27 @@ class SpanEngine(Batcher):
 
     def _plan(self, now: float) -> None:
         """Form the next batch and put it in flight, or fall idle."""
+        lane = self._lane
+        lane.asked = False
         if self.stopping:
             self._host.stopped(self, now)
             return
         self._host.consult(self, now)
-        self._form(self._lane, now)
-        if self._decodes.size or self._lane.chunks:
+        self._form(lane, now)
+        if self._preempted:
+            self._host.memory_freed(self, now)
+        if self._decodes.size or lane.chunks:
             self._launch(now)
         else:
             self._rest(now)
 
     def _launch(self, now: float) -> None:
+        lane = self._lane
         new_pace = self._shares_gpu and (self.composition_changed or self._settings.contention == "step")
         self.composition_changed = False
         alone_s = 0.0
-        chunks = self._lane.chunks
-        if new_pace or chunks:
-            batch = self.batch_of(self._lane)
+        if new_pace or lane.chunks:
+            batch = self.batch_of(lane)
             if new_pace:
                 need = self.step.demand(*batch)
                 alone_s = need.step_s
@@ -258,32 +216,23 @@ class SpanEngine(Batcher):
         if self.kv.timed:
             now += self.kv.exposed_s()
         self._launched_s = now
-        self._ends = [now + alone_s * self.slowdown] if chunks else self._span_ends(now)
+        self._ends = [now + alone_s * self.slowdown] if lane.chunks else self._span_ends(now)
+        lane.launched = True
         self._schedule_end()
-        self._host.launched(self, self._lane, now, sure=len(self._ends) > 1)
+        self._host.launched(self, lane, now, sure=len(self._ends) > 1)
 
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""
-        host = self._host
-        if not host.merging or self._preempted or host.must_ask(self) or (self.relief and self.relief.held):
-            return self._ends_of(now, 1)
-        most = min(self._decodes.steps_to_finish(), self._reach)
-        ends = self._ends_of(now, most if most == 1 else host.steps_that_fit(self, self._decodes, most))
-        ask_again_s = host.ask_again_s(self)
+        host, decodes = self._host, self._decodes
+        most, ask_again_s = 1, host.ask_again_s(self)
+        if host.merging and ask_again_s > -NEVER and not (self._preempted or self.swapped):
+            most = min(decodes.steps_to_finish(), self._reach)
+            if most > 1:
+                most = host.steps_that_fit(self, decodes, most)
+        ends, self._alone_s = self.step.decode_span_s(now, decodes.size, decodes.context_tokens, most, self.slowdown)
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]
         return ends
-
-    def _ends_of(self, now: float, steps: int) -> list[float]:
-        decodes = self._decodes
-        span = (now, decodes.size, decodes.context_tokens, steps, self.slowdown)
-        ends, self._alone_s = self.step.decode_span_s(*span)
-        return ends
-
-    @property
-    def span_iterations(self) -> int:
-        """Iterations of the present span, up to the last settled boundary and the one in flight."""
-        return self._settled + 1
 
     def _schedule_start(self, now: float) -> None:
         self.wakeups.start(self, now)
@@ -301,7 +250,7 @@ class SpanEngine(Batcher):
             self.composition_changed = False
             if self._shares_gpu:
                 self._host.set_demand(self, now, IDLE)
-        if self.stalled or (self.relief and self.relief.held):
+        if self.stalled or self.swapped:
             return  # memory or KV is on its way
         if self._lane.has_work:
             self._host.stalled(self, now)

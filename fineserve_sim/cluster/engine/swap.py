@@ -11,109 +11,109 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.base import EngineHost, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 
 PIECE_BLOCKS = 64
 """Blocks that are copied, and freed, as one."""
 
 
-class Swap:
-    """A ``Relief``: swap space in host memory, without limit, for an engine of one lane and counted blocks of ``block_bytes``
-    over all GPUs of the engine."""
+class SwapEngine(SpanEngine):
+    """Swap space without limit, for counted blocks of ``block_bytes`` over all GPUs of the engine. Of the ``swapped`` sequences
+    some are leaving, some ``_away``, oldest first, and some ``_paused``; the others are on their way back."""
 
     boundaries_ahead = 2
 
-    def __init__(self, to_host: Link, from_host: Link, kv: CountedBlocks, block_bytes: int) -> None:
-        self._to_host, self._from_host = to_host, from_host
-        self._kv, self._block_bytes = kv, block_bytes
-        self._swapped: list[SequenceState] = []
-        self._leaving: dict[SequenceState, int] = {}  # blocks that are still here
-        self._returning: dict[SequenceState, int] = {}
+    def __init__(
+        self, seat: Seat, host: EngineHost, wakeups: Waker, to_host: Link, from_host: Link, block_bytes: int
+    ) -> None:
+        super().__init__(seat, host, wakeups, shares_gpu=False)
+        assert isinstance(seat.kv, CountedBlocks)
+        self._blocks = seat.kv
+        self._to_host, self._from_host, self._block_bytes = to_host, from_host, block_bytes
+        self._leaving_blocks = 0
+        self._away: list[SequenceState] = []
         self._paused: list[SequenceState] = []
 
-    @property
-    def admits(self) -> bool:
-        return not (self._swapped or self._leaving or self._paused)
-
-    @property
-    def held(self) -> int:
-        return len(self._swapped) + len(self._leaving) + len(self._returning) + len(self._paused)
-
-    def members(self) -> list[SequenceState]:
-        return [*self._swapped, *self._leaving, *self._returning, *self._paused]
-
-    def used_blocks(self) -> int:
-        paused = sum(self._kv.blocks_for(sequence.cached_tokens) for sequence in self._paused)
-        return paused + sum(self._leaving.values()) + sum(self._returning.values())
-
     def abandon(self) -> list[SequenceState]:
-        lost = self.members()
-        self._kv.give(self.used_blocks())
-        for members in (self._swapped, self._leaving, self._returning, self._paused):
-            members.clear()
-        return lost
+        """What is in host memory is lost, too."""
+        self._blocks.give(sum(self.swapped.values()))
+        for sequence in self.swapped:
+            sequence.cached_tokens = 0
+            self.stalled[sequence] = None
+        self.swapped.clear()
+        return super().abandon()
 
-    def before(self, engine: Engine, lane: Lane, now: float) -> None:
+    def _may_start(self, lane: Lane) -> bool:
+        return not (self._leaving_blocks or self._away or self._paused) and super()._may_start(lane)
+
+    def _form(self, lane: Lane, now: float) -> None:
+        self._let_move(lane, now)
         for sequence in self._paused:
+            del self.swapped[sequence]
             lane.decodes.join(sequence)
         self._paused.clear()
         ahead = len(lane.decodes.needing_block()) + len(lane.decodes.needing_block(1))
-        while self._kv.free_blocks() + sum(self._leaving.values()) < ahead and lane.decodes.size > 1:
-            self._swap_out(engine, lane, lane.latest_decode())
-        self._swap_in(engine, lane)
+        while self._blocks.free_blocks() + self._leaving_blocks < ahead and lane.decodes.size > 1:
+            self._swap_out(lane, preemption_victim(lane.decodes))
+        self._swap_in(lane)
+        super()._form(lane, now)
 
-    def make_room(self, engine: Engine, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
+    def _make_room(self, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
         for sequence in sorted(growing, key=arrival_order):
-            while sequence in lane.decodes and not self._kv.take(1):
-                self._relieve(engine, lane, sequence, now)
+            while sequence in lane.decodes and not self._blocks.take(1):
+                self._relieve(lane, sequence, now)
 
-    def _relieve(self, engine: Engine, lane: Lane, needy: SequenceState, now: float) -> None:
+    def _relieve(self, lane: Lane, needy: SequenceState, now: float) -> None:
         """There is no block for ``needy``: somebody is swapped out, and it pauses until blocks are free."""
-        if not self._leaving:
-            latest = lane.latest_decode()
+        if not self._leaving_blocks:
+            latest = preemption_victim(lane.decodes)
             begun = lane.queue.prefilling
             if latest is needy and lane.decodes.size == 1 and begun:
-                engine.preempt(preemption_victim(begun), lane, now)  # nobody else to swap
+                self.preempt(preemption_victim(begun), lane, now)  # nobody else to swap
                 return
-            self._swap_out(engine, lane, latest)
+            self._swap_out(lane, latest)
         if needy in lane.decodes:
             lane.decodes.remove(needy)
             self._paused.append(needy)
+            self.swapped[needy] = self._blocks.blocks_for(needy.cached_tokens)
 
-    def _swap_out(self, engine: Engine, lane: Lane, sequence: SequenceState) -> None:
+    def _swap_out(self, lane: Lane, sequence: SequenceState) -> None:
         lane.decodes.remove(sequence)
-        blocks = self._leaving[sequence] = self._kv.blocks_for(sequence.cached_tokens)
+        blocks = self.swapped[sequence] = self._blocks.blocks_for(sequence.cached_tokens)
+        self._leaving_blocks += blocks
         for start in range(0, blocks, PIECE_BLOCKS):
             piece = min(PIECE_BLOCKS, blocks - start)
-            self._to_host.send(piece * self._block_bytes, 0, None, partial(self._on_out, engine, sequence, piece))
+            self._to_host.send(piece * self._block_bytes, 0, None, partial(self._on_out, sequence, piece))
 
-    def _on_out(self, engine: Engine, sequence: SequenceState, piece: int, now: float) -> None:
-        if sequence not in self._leaving:
+    def _on_out(self, sequence: SequenceState, piece: int, now: float) -> None:
+        if sequence not in self.swapped:
             return  # lost with its engine
-        self._kv.give(piece)
-        self._leaving[sequence] -= piece
-        if not self._leaving[sequence]:
-            del self._leaving[sequence]
-            self._swapped.append(sequence)
-            self._swapped.sort(key=arrival_order)
-        engine.freed(now)
+        self._blocks.give(piece)
+        self._leaving_blocks -= piece
+        self.swapped[sequence] -= piece
+        if not self.swapped[sequence]:
+            self._away.append(sequence)
+            self._away.sort(key=arrival_order)
+        self._host.memory_freed(self, now)
+        self.replan(now)
 
-    def _swap_in(self, engine: Engine, lane: Lane) -> None:
+    def _swap_in(self, lane: Lane) -> None:
         """Start copies back while there is room for the sequence and a block for everybody, and the link is free."""
-        while self._swapped and not self._leaving and not self._from_host.queued_bytes:
-            sequence = self._swapped[0]
-            blocks = self._kv.blocks_for(sequence.cached_tokens)
+        while self._away and not self._leaving_blocks and not self._from_host.queued_bytes:
+            sequence = self._away[0]
+            blocks = self._blocks.blocks_for(sequence.cached_tokens)
             others = lane.decodes.size + len(lane.queue.prefilling)
-            if self._kv.free_blocks() < blocks + 1 + others or not self._kv.take(blocks):
+            if self._blocks.free_blocks() < blocks + 1 + others or not self._blocks.take(blocks):
                 return
-            self._returning[self._swapped.pop(0)] = blocks
-            self._from_host.send(blocks * self._block_bytes, 0, None, partial(self._on_in, engine, sequence))
+            self.swapped[self._away.pop(0)] = blocks
+            self._from_host.send(blocks * self._block_bytes, 0, None, partial(self._on_in, sequence))
 
-    def _on_in(self, engine: Engine, sequence: SequenceState, now: float) -> None:
-        if self._returning.pop(sequence, None) is not None:
-            engine.adopt(sequence, now)
+    def _on_in(self, sequence: SequenceState, now: float) -> None:
+        if self.swapped.pop(sequence, None) is not None:
+            self.adopt(sequence, now)

@@ -11,9 +11,9 @@ bytes everywhere and a merge frees one copy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from simpy.events import Event
 
@@ -51,14 +51,11 @@ class ModelBytes:
         return self.layers * self.block_layer_bytes
 
 
-class Job(Protocol):
-    """A turn on the GPUs."""
+Turn = tuple[float, Callable[[float], None]]
+"""Seconds that a job takes, and what is called at their end, with the time."""
 
-    def begin(self, now: float) -> float | None:
-        """Seconds that it takes, now that it is its turn, or None: nothing to do."""
-        ...
-
-    def end(self, now: float) -> None: ...
+Job = Callable[[float], Turn | None]
+"""Called with the time when it is its turn on the GPUs; None: nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +103,7 @@ class TpGroup:
         """Queue a job. If idle it begins at this very moment, after everything else that happens in it."""
         self._jobs.append(job)
         if self._event is None:
-            self._event = self._clock.at(self._clock.now, self._start_order, self._on_start)
+            self._event = self._clock.at(self._clock.now, self._start_order, partial(self._go_on, None))
 
     def fail(self) -> None:
         """Lost, with what it computes, all that is queued, and all that is in its memory."""
@@ -117,27 +114,20 @@ class TpGroup:
 
     def check(self) -> None:
         """Raise AssertionError if the memory contradicts itself."""
-        kv = self.kv
-        assert 0 <= kv.used_bytes <= kv.limit_bytes, (
-            f"instance {self.id} holds {kv.used_bytes} KV bytes of {kv.limit_bytes}"
-        )
+        used_bytes, limit_bytes = self.kv.used_bytes, self.kv.limit_bytes
+        assert 0 <= used_bytes <= limit_bytes, f"instance {self.id} holds {used_bytes} KV bytes of {limit_bytes}"
 
-    def _on_start(self, event: Event) -> None:
-        if event is self._event:
-            self._event = None
-            self._next()
-
-    def _on_end(self, job: Job, event: Event) -> None:
-        if event is self._event:
-            job.end(self._clock.now)
-            self._event = None
-            self._next()
-
-    def _next(self) -> None:
+    def _go_on(self, end: Callable[[float], None] | None, event: Event) -> None:
+        """The job that ends hears of it, and the next one begins, unless all was lost meanwhile."""
+        if event is not self._event:
+            return
         now: float = self._clock.now
+        if end is not None:
+            end(now)
+        self._event = None
         while self._jobs and self._event is None:
-            job = self._jobs.popleft()
-            seconds = job.begin(now)
-            if seconds is not None:
+            turn = self._jobs.popleft()(now)
+            if turn is not None:
+                seconds, at_end = turn
                 self.busy_s += seconds
-                self._event = self._clock.at(now + seconds, self._end_order, partial(self._on_end, job))
+                self._event = self._clock.at(now + seconds, self._end_order, partial(self._go_on, at_end))

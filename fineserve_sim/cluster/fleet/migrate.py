@@ -59,7 +59,7 @@ class Migrations:
             self._end(move, now)
             return
         self._home.cluster.settle_now(move.source, now)
-        lane.leave_next(move.sequence)
+        lane.leaving.append(move.sequence)
         move.source.replan(now)
 
     def leave(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:

@@ -54,7 +54,7 @@ class PrivateDomain(MemoryDomain):
         self._engine = engine
         self._kv = engine.kv
         self._counted = engine.kv if isinstance(engine.kv, CountedBlocks) else None
-        self._margin = engine.relief.boundaries_ahead if engine.relief else 0
+        self._margin = engine.boundaries_ahead
 
     def settle(self, now: float, order: int) -> None:
         engine = self._engine
