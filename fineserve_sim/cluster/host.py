@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from simpy.events import Event as ClockEvent
+
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import NEVER, Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState, Waiting
-from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes
@@ -33,6 +34,9 @@ from fineserve_sim.policy.interfaces import EngineState, Request
 TIMER = order_of(Kind.TIMER, 0)
 """The order of events that belong to no engine."""
 
+Action = Callable[[Any, float], None]
+"""Carries out a command now."""
+
 
 @dataclass(slots=True, eq=False)
 class Scope:
@@ -43,9 +47,29 @@ class Scope:
     ask_again_s: float = float("-inf")
 
 
+class Fleet:
+    """Whoever lets engines come and go. It is told of an engine that has nothing more to do (``rested``), and when all commands
+    are carried out that ``touched`` some GPUs, to form anew what is on them. A GPU, or an instance by its number in the
+    placement, may ``fail``, with all that its engines hold, whose requests start again elsewhere, and come back with nothing in
+    its memory (``repair``); all is settled then. As it stands: nobody does, as in a static cluster."""
+
+    touched: Collection[int] = ()
+
+    def rested(self, engine: Engine, now: float) -> None: ...
+    def reform(self, now: float) -> None: ...
+    def fail(self, number: int, now: float) -> None: ...
+    def repair(self, number: int, now: float) -> None: ...
+    def check(self) -> None:
+        """Raise AssertionError if bytes do not add up."""
+
+
 class Cluster:
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
-    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step."""
+    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step. Who tells engines
+    to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+
+    stopped: Callable[[Engine, float], None]
+    leaves: Callable[[Engine, Lane, SequenceState, float], None]
 
     def __init__(
         self,
@@ -59,24 +83,18 @@ class Cluster:
     ) -> None:
         self.engines: dict[int, Engine] = {}
         self.active: set[int] = set()  # engines that got a request and did not rest since
-        self.domains: list[MemoryDomain] = []
         self.merging = merging
         self.clock = clock
         self.controller = controller
         self.outcomes = Outcomes()
         self.contention = contention
         self.fleet = Fleet()
-        self.changed = False  # engines came or went, and nothing was formed anew yet
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
         self.logs = log is not None
         self.loads = LoadWatch() if controller.needs_loads else None
-        self._attentive = controller.needs_loads or check or self.logs
-        self.actions: dict[type, Callable[[Any, float], None]] = {
-            Dispatch: self._dispatch,
-            Drop: self._refuse,
-            Reject: self._refuse,
-        }
+        self._attentive = controller.needs_loads or check or self.logs  # to what is launched
+        self.actions: dict[type, Action] = {Dispatch: self._dispatch, Drop: self._refuse, Reject: self._refuse}
         self._scope_of: dict[int, Scope] = {}
         self._domain_of: dict[int, MemoryDomain] = {}
         self._check = check
@@ -88,8 +106,6 @@ class Cluster:
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
         """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
-        gone = {id(self._domain_of[engine.index]) for engine in engines if engine.index in self._domain_of}
-        self.domains = [*(domain for domain in self.domains if id(domain) not in gone), *domains]
         self.engines |= {engine.index: engine for engine in engines}
         self._domain_of |= {engine.index: domain for domain in domains for engine in domain.engines}
         self._scope_of |= {engine: scope for scope in scopes for engine in scope.engines}
@@ -102,15 +118,7 @@ class Cluster:
         del self.engines[engine.index]
         self._iterations_gone += engine.iterations
         self.active.discard(engine.index)
-        left = [other for other in domain.engines if other is not engine]
-        if not left:
-            self.domains.remove(domain)
-        return left
-
-    def companions(self, engine: Engine) -> Sequence[Engine]:
-        """The engines of its domain that are still there; none before it is connected."""
-        domain = self._domain_of.get(engine.index)
-        return [other for other in domain.engines if other.index in self.engines] if domain else []
+        return [other for other in domain.engines if other is not engine]
 
     def iterations(self) -> int:
         """Of all engines that ever were."""
@@ -160,7 +168,7 @@ class Cluster:
         scope = self._scope_of[engine.index]
         scope.stale = True
         if self.controller.waiting(engine.index):
-            self._cut_others(scope, engine, self.clock.now)
+            self._cut(scope, self.clock.now, but=engine.index)
 
     def progressed(self, engine: Engine) -> None:
         """Prompt tokens were computed: a scheduler that counts them may answer differently."""
@@ -189,7 +197,7 @@ class Cluster:
             scope.ask_again_s = self.controller.unchanged_until(now, engine.index, self._states(scope, now))
         scope.stale = changed  # what it just decided may be news to itself
         if changed or scope.ask_again_s < planned_s:
-            self._cut_others(scope, engine, now)
+            self._cut(scope, now, but=engine.index)
 
     def must_ask(self, engine: Engine) -> bool:
         """Something changed since the engine's scheduler was asked: it wants to be asked after one iteration."""
@@ -209,8 +217,14 @@ class Cluster:
         scope = self._scope_of[engine.index]
         scope.stale = True
         if self.controller.waiting(engine.index):
-            for other in scope.engines:
-                self._cut(self.engines[other], now)
+            self._cut(scope, now)
+
+    def _cut(self, scope: Scope, now: float, but: int | None = None) -> None:
+        """End the spans of a scope, save that of one engine."""
+        for index in scope.engines:
+            if index != but and self.engines[index].busy:
+                self._domain_of[index].settle(now, self.order)
+                self.engines[index].cut()
 
     # --- what engines share ----------------------------------------------------------------------------------------
 
@@ -219,10 +233,19 @@ class Cluster:
         self.order = order
         self._domain_of[engine.index].settle(now, order)
 
+    def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
+        """``happens(now)`` then, as an event of this order that belongs to no engine."""
+
+        def begin(_: ClockEvent) -> None:
+            self.order = order
+            happens(time_s)
+
+        self.clock.at(time_s, order, begin)
+
     def settle_all(self, now: float, order: int) -> None:
         """Somebody looks at everything: bring all memory up to this moment."""
         self.order = order
-        for domain in self.domains:
+        for domain in dict.fromkeys(self._domain_of.values()):
             domain.settle(now, order)
 
     def settle_now(self, engine: Engine, now: float) -> None:
@@ -256,11 +279,8 @@ class Cluster:
             for other in domain.engines:
                 if other is not engine:
                     other.cut()
-        if self._attentive:
-            self._attend(engine, lane, domain, now)
-
-    def _attend(self, engine: Engine, lane: Lane, domain: MemoryDomain, now: float) -> None:
-        """Somebody watches, checks or writes down what is launched."""
+        if not self._attentive:
+            return
         self.touch(engine)
         if self._check:
             domain.check()
@@ -292,8 +312,6 @@ class Cluster:
         if any(other.busy or other.starting for other in domain.engines):
             return
         holders = [other for other in domain.engines if other.partial_prefills()]
-        if not holders and not self.fleet.lends:
-            raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
         if not holders or (engine.reserved_blocks and len(engine.partial_prefills()) < 2):
             return  # memory went to weights, or to a request that is on its way: it comes back
         max(holders, key=Engine.latest_prefill_arrival).preempt_latest_prefill(now)
@@ -305,22 +323,6 @@ class Cluster:
         """The engine has nothing more to do."""
         self.active.discard(engine.index)
         self.fleet.rested(engine, now)
-
-    def stopped(self, engine: Engine, now: float) -> None:
-        self.fleet.stopped(engine, now)
-
-    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
-        self.fleet.leaves(engine, lane, sequence, now)
-
-    def _cut_others(self, scope: Scope, engine: Engine, now: float) -> None:
-        for other in scope.engines:
-            if other != engine.index:
-                self._cut(self.engines[other], now)
-
-    def _cut(self, engine: Engine, now: float) -> None:
-        if engine.busy:
-            self._domain_of[engine.index].settle(now, self.order)
-            engine.cut()
 
     def touch(self, engine: Engine) -> None:
         """Its load changed, and what those that share its memory see as theirs."""
@@ -359,8 +361,7 @@ class Cluster:
             self._asking = asking
             self.actions[type(command)](command, now)
         self._depth -= 1
-        if self.changed and not self._depth:
-            self.changed = False
+        if self.fleet.touched and not self._depth:
             self.fleet.reform(now)
 
     def _dispatch(self, command: Dispatch, now: float) -> None:

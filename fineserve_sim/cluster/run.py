@@ -130,5 +130,9 @@ def plan_faults(cluster: Cluster, faults: Sequence[Fault]) -> None:
             _call_at(cluster, fault.time_s + fault.repair_s, cluster.fleet.repair, fault.number)
 
 
-def _call_at(cluster: Cluster, time_s: float, happens: Callable[[int], None], number: int) -> None:
-    cluster.clock.at(time_s, FAULT + number, lambda _: happens(number))
+def _call_at(cluster: Cluster, time_s: float, happens: Callable[[int, float], None], number: int) -> None:
+    def settled(now: float) -> None:
+        cluster.settle_all(now, TIMER)
+        happens(number, now)
+
+    cluster.at(time_s, FAULT + number, settled)

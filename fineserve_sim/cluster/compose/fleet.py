@@ -96,11 +96,13 @@ class _Builder:
         scenario = self._scenario
         tenants = tenants_on(scenario, placed, demands)
         usable = {slot.id: slot.memory_bytes for slot in self.slots}
-        fixed = {gpu: sum(tenant.fixed_bytes for tenant in tenants.get(gpu, ())) for gpu in usable}
+        left = {
+            gpu: bytes - sum(tenant.fixed_bytes for tenant in tenants.get(gpu, ())) for gpu, bytes in usable.items()
+        }
         managers = {
             gpu: build_manager(spec, bytes, tenants.get(gpu, ()), virtual=bytes) for gpu, bytes in usable.items()
         }
-        return FleetMemory(usable, fixed, managers)
+        return FleetMemory(left, managers)
 
     def _step(self, model: str, gpu: int) -> StepModel:
         """The step times of a model on a GPU of this kind."""

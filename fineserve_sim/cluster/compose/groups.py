@@ -25,6 +25,7 @@ from fineserve_sim.cluster.engine.swap import Swap
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
 from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.instances import Instances
+from fineserve_sim.cluster.fleet.regroup import Stand
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.samples import InstanceSampler
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError, ServedModel
@@ -114,8 +115,9 @@ class _Builder:
         self._wakeups: dict[TpGroup, Wakeups] = defaultdict(lambda: Wakeups(cluster.clock))
         self._cost = fit_chunk_cost(self.step) if execution.microbatches == "lookahead" else None
 
-    def build(self, id: int, members: tuple[TpGroup, ...], layout: tuple[range, ...], shared: bool) -> Engine:
+    def build(self, stand: Stand, shared: bool) -> Engine:
         settings, execution = self._settings, self._execution
+        id, members, layout = stand
         sizes = members[0].sizes
         stages = zip(members, layout, strict=True)
         pools = [PoolShare(member.kv, len(layers) * sizes.block_layer_bytes) for member, layers in stages]

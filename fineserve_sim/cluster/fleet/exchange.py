@@ -6,18 +6,19 @@ about one stage's time, activations first. *Bulk*: one queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from typing import NamedTuple
 
 from fineserve_sim.cluster.engine.links import Done, Link, Transfer
 from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, PipelineEngine
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.policy.memory.preemption import arrival_order
 
-Moving = tuple[SequenceState, tuple[TpGroup, ...]]
+Moving = tuple[SequenceState, tuple[int, ...]]
 """A sequence, and the instances that hold its KV."""
 
 
@@ -58,17 +59,21 @@ class Report:
             self.pipelined_s += engine.working_s * len(engine.stages)
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
-    """The exchange after one merge. ``told(began_s, now)`` hears of its last byte."""
+    """The exchange after one merge, from ``began_s`` on. ``told(began_s, now)`` hears of its last byte; ``due`` are the
+    transfers that a sequence waits for."""
 
-    def __init__(self, rules: TransferRules, report: Report, told: Callable[[float, float], None]) -> None:
-        self._rules, self._report, self._told = rules, report, told
-        self._pending = 0
-        self._due: dict[SequenceState, int] = {}  # transfers that a sequence waits for
+    merged: PipelineEngine
+    rules: TransferRules
+    report: Report
+    told: Callable[[float, float], None]
+    began_s: float
+    due: Counter[SequenceState] = field(default_factory=Counter)
 
-    def carry_over(self, merged: PipelineEngine, started: Sequence[Moving], held: dict[int, range], now: float) -> None:
+    def carry_over(self, started: Sequence[Moving], held: Mapping[int, range]) -> None:
         """Started sequences go on in the merged engine, when it has all their KV. ``held``: who had which layers."""
-        moving: list[Moving] = []
+        merged, moving = self.merged, list[Moving]()
         for sequence, holders in sorted(started, key=lambda pair: arrival_order(pair[0])):
             if not merged.kv.hold(sequence):  # ranges that round to whole layers may leave a stage short
                 sequence.lose_kv()
@@ -76,38 +81,23 @@ class Exchange:
                 continue
             merged.stalled[sequence] = None
             moving.append((sequence, holders))
-        layout = {stage.id: layers for stage, layers in zip(merged.stages, merged.layout, strict=True)}
-        for sender in merged.stages:
-            for receiver in merged.stages:
-                layers = _common(held[sender.id], layout[receiver.id]) if sender is not receiver else 0
-                own = [sequence for sequence, holders in moving if layers and sender in holders]
-                self._send(merged, sender, receiver, own, layers, now)
+        for (sender, _), (receiver, own) in permutations(zip(merged.stages, merged.layout, strict=True), 2):
+            had, link = held[sender.id], sender.link_to(receiver)
+            layers = len(range(max(had.start, own.start), min(had.stop, own.stop)))
+            senders = [sequence for sequence, holders in moving if layers and sender.id in holders]
+            for batch, bytes in self._batches(senders, sender.sizes.token_layer_bytes * layers, link):
+                self.due.update(batch)
+                self.report.exchange_bytes += bytes
+                self.rules.send(link, bytes, KV, partial(self._arrived, batch))
         for sequence, _ in moving:
-            if sequence not in self._due:
-                merged.adopt(sequence, now)
-
-    def _send(
-        self,
-        merged: PipelineEngine,
-        sender: TpGroup,
-        receiver: TpGroup,
-        own: Sequence[SequenceState],
-        layers: int,
-        now: float,
-    ) -> None:
-        link = sender.link_to(receiver)
-        for batch, bytes in self._batches(own, sender.sizes.token_layer_bytes * layers, link):
-            self._pending += 1
-            for sequence in batch:
-                self._due[sequence] = self._due.get(sequence, 0) + 1
-            self._report.exchange_bytes += bytes
-            self._rules.send(link, bytes, KV, partial(self._arrived, merged, batch, now))
+            if sequence not in self.due:
+                merged.adopt(sequence, self.began_s)
 
     def _batches(
         self, sequences: Sequence[SequenceState], token_bytes: float, link: Link
     ) -> Iterator[tuple[list[SequenceState], int]]:
         """Requests that travel together, in order, up to about a chunk, in bulk each by itself; and their bytes."""
-        limit = self._rules.chunk_bytes(link) if self._rules.coordinated else 0
+        limit = self.rules.chunk_bytes(link) if self.rules.coordinated else 0
         batch: list[SequenceState] = []
         bytes = 0.0
         for sequence in sequences:
@@ -119,19 +109,14 @@ class Exchange:
         if batch:
             yield batch, round(bytes)
 
-    def _arrived(self, merged: PipelineEngine, batch: list[SequenceState], began_s: float, now: float) -> None:
-        self._pending -= 1
-        if not self._pending:
-            self._report.exchange_s.append(now - began_s)
-            self._told(began_s, now)
-        if merged.gone:
-            return
-        for sequence in batch:
-            self._due[sequence] -= 1
-            if not self._due[sequence] and sequence in merged.stalled:
-                merged.adopt(sequence, now)
-
-
-def _common(first: range, second: range) -> int:
-    """Layers in both ranges."""
-    return max(0, min(first.stop, second.stop) - max(first.start, second.start))
+    def _arrived(self, batch: list[SequenceState], now: float) -> None:
+        self.due.subtract(batch)
+        complete = [sequence for sequence in batch if not self.due[sequence]]
+        for sequence in complete:
+            del self.due[sequence]
+        if not self.due:
+            self.report.exchange_s.append(now - self.began_s)
+            self.told(self.began_s, now)
+        for sequence in complete:
+            if sequence in self.merged.stalled and not self.merged.gone:
+                self.merged.adopt(sequence, now)
