@@ -31,8 +31,8 @@ from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArrived, RequestReturned
 from fineserve_sim.policy.interfaces import EngineState, Request
 
-TIMER = order_of(Kind.TIMER, 0)
-"""The order of events that belong to no engine."""
+ARRIVAL, TIMER = order_of(Kind.ARRIVAL, 0), order_of(Kind.TIMER, 0)
+"""The orders of events that belong to no engine."""
 
 Action = Callable[[Any, float], None]
 """Carries out a command now."""
@@ -110,7 +110,7 @@ class Cluster:
         self._domain_of |= {engine.index: domain for domain in domains for engine in domain.engines}
         self._scope_of |= {engine: scope for scope in scopes for engine in scope.engines}
 
-    def disconnect(self, engine: Engine) -> list[Engine]:
+    def disconnect(self, engine: Engine) -> set[int]:
         """An engine leaves. Returns the others of its domain, which are to be connected anew."""
         scope = self._scope_of.pop(engine.index)
         scope.engines = tuple(other for other in scope.engines if other != engine.index)
@@ -118,7 +118,7 @@ class Cluster:
         del self.engines[engine.index]
         self._iterations_gone += engine.iterations
         self.active.discard(engine.index)
-        return [other for other in domain.engines if other is not engine]
+        return {other.index for other in domain.engines} - {engine.index}
 
     def iterations(self) -> int:
         """Of all engines that ever were."""
@@ -126,12 +126,10 @@ class Cluster:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def arrive(
-        self, request: Request, output_tokens: int, now: float, order: int, prefix: Prefix | None = None
-    ) -> None:
+    def arrive(self, request: Request, output_tokens: int, now: float, prefix: Prefix | None = None) -> None:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
         is known of its tokens, where KV memory keeps prefixes."""
-        self.order = order
+        self.order = ARRIVAL
         waiting = self._waiting[request.id] = Waiting(request, output_tokens, prefix)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
@@ -139,8 +137,7 @@ class Cluster:
             waiting.engine = engine_id
             engine = self.engines[engine_id]
             self.ask_again(engine, now)
-            if not engine.busy:
-                engine.start(now)
+            engine.start(now)
 
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
         """These wait for an engine again, with what they generated as part of their prompts."""
@@ -242,6 +239,15 @@ class Cluster:
 
         self.clock.at(time_s, order, begin)
 
+    def tick(self, order: int, look: Callable[[float], None]) -> None:
+        """``look(now)`` whenever the controller wants to be told everything, as an event of this order."""
+
+        def ticked(now: float) -> None:
+            look(now)
+            self.tick(order, look)
+
+        self.at(self.controller.next_tick_s, order, ticked)
+
     def settle_all(self, now: float, order: int) -> None:
         """Somebody looks at everything: bring all memory up to this moment."""
         self.order = order
@@ -329,20 +335,16 @@ class Cluster:
         if self.loads is not None:
             self.loads.touch(self._domain_of[engine.index].engines)
 
-    def report_loads(self, now: float) -> None:
-        """Tell the controller, if it wants to know, the loads that changed since it was told last."""
-        if self.loads is None:
-            return
-        if loads := self.loads.changed(self, now):
-            self.tell(now, Loads(loads))
-        if self._check:
-            self.loads.check(self, now)
-
     # --- the controller --------------------------------------------------------------------------------------------
 
     def hear(self, now: float, event: Event) -> None:
-        """Something happened: do what the controller says to it, which knows the loads."""
-        self.report_loads(now)
+        """Something happened: do what the controller says to it, which is told before, if it wants to know, the loads that
+        changed since it was told last."""
+        if self.loads is not None:
+            if loads := self.loads.changed(self, now):
+                self.tell(now, Loads(loads))
+            if self._check:
+                self.loads.check(self, now)
         self.carry_out(self.tell(now, event), now)
 
     def tell(self, now: float, event: Event) -> list[Command]:

@@ -14,13 +14,11 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
-from fineserve_sim.cluster.host import Cluster
+from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
 from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.samples import sample_time_s
 from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
 
-ARRIVAL = order_of(Kind.ARRIVAL, 0)
-TIMER = order_of(Kind.TIMER, 0)
 FAULT = order_of(Kind.TIMER, 1 << 19)
 
 
@@ -86,7 +84,7 @@ class Run:
         now = arrivals.next_s
         while arrivals.next_s == now:
             request, output, prefix = arrivals.take()
-            cluster.arrive(request, output, now, ARRIVAL, prefix)
+            cluster.arrive(request, output, now, prefix)
         self._expect()
 
     def _on_sample(self, _: Event) -> None:

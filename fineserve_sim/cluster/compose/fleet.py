@@ -27,9 +27,8 @@ from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, contention_of
 from fineserve_sim.cluster.compose.virtual_memory import legacy_kernel, virtual_kv
 from fineserve_sim.cluster.engine.spans import SpanEngine
-from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
+from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
-from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel

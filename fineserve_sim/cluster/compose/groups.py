@@ -23,9 +23,8 @@ from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.swap import Swap
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
-from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.instances import Instances
-from fineserve_sim.cluster.fleet.regroup import Stand
+from fineserve_sim.cluster.fleet.regroup import TransferRules
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.samples import InstanceSampler
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError, ServedModel
@@ -115,9 +114,8 @@ class _Builder:
         self._wakeups: dict[TpGroup, Wakeups] = defaultdict(lambda: Wakeups(cluster.clock))
         self._cost = fit_chunk_cost(self.step) if execution.microbatches == "lookahead" else None
 
-    def build(self, stand: Stand, shared: bool) -> Engine:
+    def build(self, id: int, members: tuple[TpGroup, ...], layout: tuple[range, ...], shared: bool) -> Engine:
         settings, execution = self._settings, self._execution
-        id, members, layout = stand
         sizes = members[0].sizes
         stages = zip(members, layout, strict=True)
         pools = [PoolShare(member.kv, len(layers) * sizes.block_layer_bytes) for member, layers in stages]

@@ -15,14 +15,14 @@ from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.loader import Loader
-from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster, Fleet, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.latency.sharing import IDLE
 from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized, GpusRepaired, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.memory.kvcached import VirtualKV
+from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 TICK = order_of(Kind.TIMER, 1)
 LOADED = order_of(Kind.TIMER, 2)
@@ -37,6 +37,74 @@ class EngineBytes:
     fixed_bytes: int
     block: VirtualKV | int
     context_tokens: int
+
+
+class FleetMemory:
+    """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
+    that are there from the start, which leave ``left_bytes`` for KV.
+
+    Under kvcached the limit is what the engines leave. An engine of private pools that comes later gets what is free then:
+    neither weights nor pools of others.
+    """
+
+    def __init__(self, left_bytes: Mapping[int, int], managers: Mapping[int, GpuMemory]) -> None:
+        self.managers = dict(managers)
+        self._left_bytes = dict(left_bytes)
+
+    def take(self, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
+        """An engine, loading or loaded, takes so much of each GPU beside KV; negative: it gives that back."""
+        for gpu in gpus:
+            self._left_bytes[gpu] -= fixed_bytes
+            manager = self.managers[gpu]
+            if isinstance(manager, KvCachedManager):
+                manager.advance(now)
+                manager.set_limit(max(0, self._left_bytes[gpu]))
+
+    def join(self, engine: int, gpus: Iterable[int], block: VirtualKV | int, now: float) -> None:
+        """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
+        for gpu in gpus:
+            manager = self.managers[gpu]
+            if isinstance(manager, KvCachedManager):
+                assert isinstance(block, VirtualKV)
+                manager.advance(now)
+                manager.join(engine, block)
+            else:
+                assert isinstance(manager, PrivatePools) and isinstance(block, int)
+                manager.join(engine, block, max(0, self._left_bytes[gpu] - manager.ledger().total_bytes))
+
+    def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
+        """An engine that holds no KV any more goes."""
+        for gpu in gpus:
+            manager = self.managers[gpu]
+            assert isinstance(manager, KvCachedManager | PrivatePools)
+            if isinstance(manager, KvCachedManager):
+                manager.advance(now)
+            manager.leave(engine)
+
+    def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
+        """By GPU, what the weights of another engine could take now. ``serving`` are the GPUs of the engines with requests:
+        others hold no KV."""
+        free = dict(self._left_bytes)
+        for engine, gpus in serving.items():
+            for gpu in gpus:
+                free[gpu] -= self.held_bytes(engine, gpu)
+        for gpu, manager in self.managers.items():
+            if isinstance(manager, PrivatePools):
+                free[gpu] -= manager.ledger().total_bytes
+        return free
+
+    def held_bytes(self, engine: int, gpu: int) -> int:
+        """KV memory that only this engine can use, as long as it holds it. What is in private pools is not free anyway."""
+        manager = self.managers[gpu]
+        return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
+
+    def check(self) -> None:
+        """Raise AssertionError if more is taken than there is."""
+        for gpu, left_bytes in self._left_bytes.items():
+            manager = self.managers[gpu]
+            manager.check()
+            pools_bytes = manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0
+            assert pools_bytes <= left_bytes, f"GPU {gpu}: pools of {pools_bytes} bytes, engines leave {left_bytes}"
 
 
 @dataclass(slots=True)
@@ -70,7 +138,8 @@ class ModelFleet(Fleet):
         self._awaited_s = float("inf")  # when what loads changes next
         self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
-        cluster.actions |= {Survey: lambda _, now: self._look(now), Activate: self._activate, Evict: self._evict}
+        cluster.actions[Survey] = lambda _, now: self._look(now)
+        cluster.actions |= {Activate: self._activate, Evict: self._evict}
 
     def begin(self, placed: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """These models are resident from the start, as engines 0, 1, ...; the first tick is set."""
@@ -78,7 +147,7 @@ class ModelFleet(Fleet):
             self._residents[engine] = _Resident(model, gpus)
             self._build_on(engine)
         self.reform(0.0)
-        self._set_tick()
+        self._cluster.tick(TICK, self._look)
 
     # --- what others see -------------------------------------------------------------------------------------------
 
@@ -104,13 +173,6 @@ class ModelFleet(Fleet):
             self._take_away(engine.index, now)
             self._cluster.hear(now, EngineDrained(engine.index))
 
-    def _set_tick(self) -> None:
-        self._cluster.at(self._controller.next_tick_s, TICK, self._on_tick)
-
-    def _on_tick(self, now: float) -> None:
-        self._look(now)
-        self._set_tick()
-
     def _look(self, now: float) -> None:
         """Tell the controller how everything stands: what only engines that serve change, and what each GPU leaves."""
         cluster = self._cluster
@@ -128,8 +190,7 @@ class ModelFleet(Fleet):
 
     def _await_loading(self) -> None:
         self._awaited_s = self._loader.next_change_s()
-        if self._awaited_s < float("inf"):
-            self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
+        self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
 
     def _on_loaded(self, now: float) -> None:
         if now != self._awaited_s:
@@ -159,8 +220,8 @@ class ModelFleet(Fleet):
         cluster, resident = self._cluster, self._residents[command.engine]
         self.touched.update(resident.gpus)
         engine = cluster.engines.get(command.engine)
-        if engine is not None and command.drain and engine.has_work:
-            resident.drains = True
+        resident.drains = engine is not None and command.drain and engine.has_work
+        if resident.drains:
             return
         lost = self._take_away(command.engine, now)
         if engine is None:
@@ -176,12 +237,11 @@ class ModelFleet(Fleet):
         cluster = self._cluster
         self._lost.add(number)
         hit = [id for id, resident in self._residents.items() if number in resident.gpus]
-        engines = [cluster.engines.get(id) for id in hit]
-        lost = [self._take_away(id, now) for id in hit]
+        gone = [(cluster.engines.get(id), self._take_away(id, now)) for id in hit]
         self._await_loading()
         for id in hit:  # the first takes all others with it
             cluster.hear(now, EngineFailed(id, (number,)))
-        for engine, sequences in zip(engines, lost, strict=True):
+        for engine, sequences in gone:
             if engine is not None:
                 cluster.returned(engine, sequences, now)
         self.reform(now)

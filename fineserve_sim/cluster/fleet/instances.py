@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from fineserve_sim.cluster.clock import Kind, order_of
@@ -12,9 +12,8 @@ from fineserve_sim.cluster.engine.links import Transfer
 from fineserve_sim.cluster.engine.pipeline import WEIGHTS
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.migrate import Migrations
-from fineserve_sim.cluster.fleet.regroup import EngineMaker, Regrouping, Stand
+from fineserve_sim.cluster.fleet.regroup import EngineMaker, Layout, Regrouping, TransferRules
 from fineserve_sim.cluster.host import TIMER, Cluster, Fleet
 from fineserve_sim.policy.commands import Activate
 from fineserve_sim.policy.events import EngineFailed, EngineReady, GpusRepaired, Tick
@@ -45,24 +44,23 @@ class Instances(Fleet):
         self._instances = instances
         self._spares = set(instances[len(instances) - spares :])
         self._start_s, self._migrates = start_s, migrates
-        self._by_gpus = {instance.gpus: instance for instance in instances}
         self._loading: dict[int, tuple[TpGroup, Transfer | None]] = {}  # by engine to be
         cluster.fleet = self
         cluster.actions[Activate] = self._activate
 
     def begin(self, stages: int) -> None:
         """The instances that are no spares serve from the start, so many as the stages of an engine."""
-        layout = even_split(self._instances[0].sizes.layers, stages)
+        layers = even_split(self._instances[0].sizes.layers, stages)
         firsts = range(0, len(self._instances) - len(self._spares), stages)
-        self._serve([(id, tuple(self._instances[at : at + stages]), layout) for id, at in enumerate(firsts)])
-        self._set_tick()
+        self._serve({id: dict(enumerate(layers, first)) for id, first in enumerate(firsts)})
+        self.cluster.tick(TICK, self._look)
 
-    def _serve(self, stands: Sequence[Stand]) -> None:
-        """Their instances hold their layers, and no others."""
-        for _, members, layout in stands:
-            for member, layers in zip(members, layout, strict=True):
-                member.load(frozenset(layers))
-        self.regrouping.create(stands)
+    def _serve(self, layouts: Mapping[int, Layout]) -> None:
+        """New engines, whose instances hold their layers and no others."""
+        for layout in layouts.values():
+            for number, layers in layout.items():
+                self._instances[number].load(frozenset(layers))
+        self.regrouping.create(layouts)
 
     def check(self) -> None:
         held = dict.fromkeys(self._instances, 0)
@@ -73,24 +71,20 @@ class Instances(Fleet):
             instance.check()
             assert instance.kv.used_bytes == bytes, f"instance {instance.id}: KV bytes that no engine has"
 
-    # --- looks at everything ---------------------------------------------------------------------------------------
-
-    def _set_tick(self) -> None:
-        self.cluster.at(self.cluster.controller.next_tick_s, TICK, self._on_tick)
-
-    def _on_tick(self, now: float) -> None:
+    def _look(self, now: float) -> None:
+        """Tell the controller how everything stands."""
         cluster = self.cluster
         cluster.settle_all(now, TICK)
-        self.regrouping.end_drained(now)
+        self.regrouping.end_drained(cluster.engines.values(), now)
         loads = {id: engine.load(shortest=self._migrates) for id, engine in cluster.engines.items()}
         cluster.carry_out(cluster.tell(now, Tick({}, {}, loads)), now)
-        self._set_tick()
 
     # --- instances that come, are lost and come back -----------------------------------------------------------------
 
     def _activate(self, command: Activate, now: float) -> None:
         """A spare starts; any other loads the layers that it misses from its host's copy. Then it serves alone."""
-        instance, ready = self._by_gpus[command.gpus], partial(self._ready, command.engine)
+        instance = next(instance for instance in self._instances if instance.gpus == command.gpus)
+        ready = partial(self._ready, command.engine)
         if instance in self._spares:
             self._spares.remove(instance)
             self._loading[command.engine] = (instance, None)
@@ -105,12 +99,12 @@ class Instances(Fleet):
         if id in self._loading:
             self.cluster.order = TIMER
             instance, _ = self._loading.pop(id)
-            self._serve([(id, (instance,), even_split(instance.sizes.layers, 1))])
+            self._serve({id: {instance.id: range(instance.sizes.layers)}})
             self.cluster.hear(now, EngineReady(id))
 
     def fail(self, number: int, now: float) -> None:
         cluster, instance = self.cluster, self._instances[number]
-        hit = self.regrouping.on([instance])
+        hit = self.regrouping.on([number])
         kept = self.regrouping.forget(hit, now)
         lost: list[SequenceState] = []
         for engine in hit:

@@ -29,12 +29,13 @@ def transfer_rates(cost: ActivationCost, loadings: Sequence[Loading], node_of: M
     A GPU's link carries ``gpu_bytes_per_s``, a node's host memory ``node_bytes_per_s``. Max-min by progressive filling: all
     rates grow alike until a link is full; what goes over it keeps its rate, the others go on.
     """
-    links: dict[tuple[str, int], float] = {}
-    users: list[dict[tuple[str, int], int]] = []  # how many shards of each loading go over which link
-    for loading in loadings:
-        node = ("node", node_of[loading.gpus[0]])
-        users.append({**{("gpu", gpu): 1 for gpu in loading.gpus}, node: len(loading.gpus)})
-        links |= {link: cost.node_bytes_per_s if link[0] == "node" else cost.gpu_bytes_per_s for link in users[-1]}
+    users = [  # how many shards of each loading go over which link
+        {("node", node_of[loading.gpus[0]]): len(loading.gpus)} | {("gpu", gpu): 1 for gpu in loading.gpus}
+        for loading in loadings
+    ]
+    links = {
+        link: cost.node_bytes_per_s if link[0] == "node" else cost.gpu_bytes_per_s for use in users for link in use
+    }
     rates = [0.0] * len(loadings)
     growing = set(range(len(loadings)))
     while growing:

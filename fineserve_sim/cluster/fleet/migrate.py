@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
@@ -132,9 +131,10 @@ class Migrations:
     def _copy(self, move: _Move, tokens: int, then: Callable[[_Move, float], None]) -> None:
         source, destination = self._instances[move.source.column], self._instances[move.destination.column]
         bytes = round(tokens * source.sizes.layers * source.sizes.token_layer_bytes)
-        source.link_to(destination).send(bytes, KV, None, partial(self._arrived, move, then))
 
-    def _arrived(self, move: _Move, then: Callable[[_Move, float], None], now: float) -> None:
-        if self._moves.get(move.sequence) is move:  # else its source or destination is lost
-            self._cluster.order = TIMER
-            then(move, now)
+        def arrived(now: float) -> None:
+            if self._moves.get(move.sequence) is move:  # else its source or destination is lost
+                self._cluster.order = TIMER
+                then(move, now)
+
+        source.link_to(destination).send(bytes, KV, None, arrived)

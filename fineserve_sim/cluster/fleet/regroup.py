@@ -2,7 +2,8 @@
 sections 4.1 to 4.4).
 
 Drop: the engines that merge stop after their batches, dropped layers are remapped to KV memory, and the queues join. KV of
-layers that now belong to somebody else is sent there (``exchange``); a request stalls until all its own is there, others run.
+layers that now belong to somebody else is sent there, by all instances at once, oldest requests first. *Coordinated*: in chunks
+of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its own is there, others run.
 
 Restore: the memory that dropping gave is closed to KV, missing layers are pulled from the other instances of the pipeline
 at the lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
@@ -13,31 +14,87 @@ by then, and in sum as much leaves as comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
+from typing import NamedTuple
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.links import Link, Transfer
-from fineserve_sim.cluster.engine.pipeline import WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.links import Done, Link, Transfer
+from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.fleet.exchange import Exchange, Report, TransferRules
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import DropLayers, RestoreLayers
 from fineserve_sim.policy.events import EngineDrained, LayersDropped, LayersKept, LayersRestored
-from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout
+from fineserve_sim.policy.groups.drop_plan import pipeline_layout
 from fineserve_sim.policy.memory.preemption import arrival_order
 
 REMAP = order_of(Kind.TIMER, 1 << 18)
 
-Stand = tuple[int, tuple[TpGroup, ...], tuple[range, ...]]
-"""The id of an engine, its instances in the order of stages, and their layers."""
+Layout = Mapping[int, range]
+"""The layers of each instance of an engine, in the order of stages."""
 
-EngineMaker = Callable[[Stand, bool], Engine]
-"""By what stands where, and whether another engine has the instances too for a while."""
+EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engine]
+"""By id, instances in the order of stages, their layers, and whether the instances may have another engine for a while."""
+
+
+class TransferRules(NamedTuple):
+    """``coordinated``: transfers by priority, in chunks that take a link ``chunk_s``; else in one queue. ``remap_s``:
+    how long it takes to turn dropped layers into KV memory."""
+
+    coordinated: bool
+    chunk_s: float
+    remap_s: float
+
+    def chunk_bytes(self, link: Link) -> int:
+        return max(1, round(link.bytes_per_s * self.chunk_s))
+
+    def send(self, link: Link, bytes: int, priority: int, done: Done) -> Transfer:
+        if self.coordinated:
+            return link.send(bytes, priority, self.chunk_bytes(link), done)
+        return link.send(bytes, ACTIVATION, None, done)
+
+    def batches(
+        self, sequences: Iterable[SequenceState], token_bytes: float, link: Link
+    ) -> Iterator[tuple[list[SequenceState], int]]:
+        """Requests that travel together, in order, up to about a chunk, in bulk each by itself; and their bytes."""
+        limit = self.chunk_bytes(link) if self.coordinated else 0
+        batch: list[SequenceState] = []
+        bytes = 0.0
+        for sequence in sequences:
+            batch.append(sequence)
+            bytes += sequence.cached_tokens * token_bytes
+            if bytes >= limit:
+                yield batch, round(bytes)
+                batch, bytes = [], 0.0
+        if batch:
+            yield batch, round(bytes)
+
+
+@dataclass(slots=True)
+class Report:
+    """What regrouping did: seconds of each exchange from the remap to its last byte, its bytes, merges, splits, and
+    stage seconds of pipelines while requests wait (computed, and passed)."""
+
+    exchange_s: list[float] = field(default_factory=list)
+    exchange_bytes: int = 0
+    weight_bytes: int = 0
+    drops: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    restores: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    pipelined_busy_s: float = 0.0
+    pipelined_s: float = 0.0
+
+    def count(self, engine: PipelineEngine) -> None:
+        """Take up the time of a pipeline that ends."""
+        if len(engine.stages) > 1:
+            self.pipelined_busy_s += engine.busy_s
+            self.pipelined_s += engine.working_s * len(engine.stages)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,25 +120,27 @@ class Regrouping:
 
     # --- engines ---------------------------------------------------------------------------------------------------
 
-    def create(self, stands: Iterable[Stand]) -> list[Engine]:
-        """New engines, on instances where others may still be ending their requests."""
-        made = [self._make(stand, bool(self.on(stand[1]))) for stand in stands]
+    def create(self, layouts: Mapping[int, Layout]) -> list[Engine]:
+        """New engines, by id, on instances where others may still be ending their requests."""
+        made = []
+        for id, layout in layouts.items():
+            stages = tuple(self._instances[number] for number in layout)
+            made.append(self._make(id, stages, tuple(layout.values()), bool(self.on(layout))))
         self._cluster.engines |= {engine.index: engine for engine in made}
-        self._connect(made)
+        self._connect(layouts.keys())
         return made
 
     def remove(self, engine: Engine) -> None:
         """An engine that has ended."""
-        left = self._cluster.disconnect(engine)
         if isinstance(engine, PipelineEngine):
             self.report.count(engine)
-        self._connect(left)
+        self._connect(self._cluster.disconnect(engine))
 
-    def _connect(self, changed: Collection[Engine]) -> None:
+    def _connect(self, changed: Set[int]) -> None:
         """Form the domains of these engines anew: of engines on the same instances, directly or by way of others."""
-        cluster, ids = self._cluster, {engine.index for engine in changed}
+        cluster = self._cluster
         for group in connected({id: engine.columns for id, engine in cluster.engines.items()}):
-            if ids.isdisjoint(group):
+            if changed.isdisjoint(group):
                 continue
             members = [cluster.engines[id] for id in group]
             only = members[0] if len(members) == 1 else None
@@ -89,23 +148,23 @@ class Regrouping:
             cluster.connect(members, [domain], [Scope((id,)) for id in group])
             cluster.touch(members[0])
 
-    def on(self, instances: Collection[TpGroup]) -> list[Engine]:
+    def on(self, instances: Iterable[int]) -> list[Engine]:
         """The engines on any of these instances."""
-        wanted = {instance.id for instance in instances}
+        wanted = set(instances)
         return [engine for engine in self._cluster.engines.values() if not wanted.isdisjoint(engine.columns)]
 
-    def _layout_of(self, engine: Engine) -> tuple[range, ...]:
-        return engine.layout if isinstance(engine, PipelineEngine) else even_split(self._layers, 1)
+    def _layout_of(self, engine: Engine) -> Layout:
+        layers = engine.layout if isinstance(engine, PipelineEngine) else (range(self._layers),)
+        return dict(zip(engine.columns, layers, strict=True))
 
     # --- drop ------------------------------------------------------------------------------------------------------
 
     def _drop(self, command: DropLayers, now: float) -> None:
         """Merge these engines, once they have stopped."""
         sources = [self._cluster.engines[id] for id in command.engines]
-        for engine in sources:
-            self._cancel_restore(engine)
         self._merges.append(_Merge(command.engine, sources, len(sources)))
         for engine in sources:
+            self._cancel_restore(engine)
             self._cluster.settle_now(engine, now)
             engine.stop(now)
 
@@ -124,23 +183,21 @@ class Regrouping:
         cluster.settle_all(now, TIMER)
         held: dict[int, range] = {}
         for engine in merge.sources:
-            held |= zip(engine.columns, self._layout_of(engine), strict=True)
+            held |= self._layout_of(engine)
         layout = pipeline_layout(held, self._layers)
         self.report.drops.append((now, tuple(sorted(layout))))
-        moving = [(sequence, engine.columns) for engine in merge.sources for sequence in engine.dissolve()]
+        started = {sequence: engine.columns for engine in merge.sources for sequence in engine.dissolve()}
         waiting = [sequence for engine in merge.sources for sequence in engine.take_waiting()]
         for engine in merge.sources:
             self.remove(engine)
-        members = tuple(self._instances[id] for id in layout)
-        missing = {member: frozenset(layout[member.id]) - member.resident for member in members}
-        (merged,) = self.create([(merge.id, members, tuple(layout.values()))])
+        missing = {number: frozenset(own) - self._instances[number].resident for number, own in layout.items()}
+        (merged,) = self.create({merge.id: layout})
         assert isinstance(merged, PipelineEngine)
         self._settle_resident(merged)
         if any(missing.values()):  # ranges that round to whole layers: nothing runs until the layer is there
             merged.stopping = True
             self._fetch(missing, held, partial(self._complete, merged))
-        exchange = Exchange(merged, self._rules, self.report, partial(self._transferred, "KV exchange", merged), now)
-        exchange.carry_over(moving, held)
+        self._carry_over(merged, started, held, now)
         for engine in cluster.engines.values():
             if not (engine.stopping or engine.closing):
                 waiting += engine.take_waiting()
@@ -156,6 +213,45 @@ class Regrouping:
             merged.go_on(now)
             self._cluster.hear(now, LayersDropped(merged.index))
 
+    def _carry_over(
+        self, merged: PipelineEngine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
+    ) -> None:
+        """Sequences that have ``started``, their KV on these instances, go on in the merged engine when it has all of that.
+        ``held``: which instance had which layers."""
+        moving: list[SequenceState] = []
+        due = Counter[SequenceState]()  # transfers that a sequence waits for
+
+        def arrived(batch: list[SequenceState], at_s: float) -> None:
+            due.subtract(batch)
+            complete = [sequence for sequence in batch if not due[sequence]]
+            for sequence in complete:
+                del due[sequence]
+            if not due:
+                self.report.exchange_s.append(at_s - now)
+                self._transferred("KV exchange", merged, now, at_s)
+            for sequence in complete:
+                if sequence in merged.stalled and not merged.gone:
+                    merged.adopt(sequence, at_s)
+
+        for sequence in sorted(started, key=arrival_order):
+            if merged.kv.hold(sequence):
+                merged.stalled[sequence] = None
+                moving.append(sequence)
+            else:  # ranges that round to whole layers may leave a stage short
+                sequence.lose_kv()
+                merged.accept(sequence)
+        for (sender, _), (receiver, own) in permutations(zip(merged.stages, merged.layout, strict=True), 2):
+            had, link = held[sender.id], sender.link_to(receiver)
+            layers = len(range(max(had.start, own.start), min(had.stop, own.stop)))
+            leaving = [sequence for sequence in moving if layers and sender.id in started[sequence]]
+            for batch, bytes in self._rules.batches(leaving, sender.sizes.token_layer_bytes * layers, link):
+                due.update(batch)
+                self.report.exchange_bytes += bytes
+                self._rules.send(link, bytes, KV, partial(arrived, batch))
+        for sequence in moving:
+            if sequence not in due:
+                merged.adopt(sequence, now)
+
     # --- restore ---------------------------------------------------------------------------------------------------
 
     def _restore(self, command: RestoreLayers, now: float) -> None:
@@ -163,14 +259,14 @@ class Regrouping:
         engine = self._cluster.engines[command.engine]
         assert isinstance(engine, PipelineEngine)
         everything = frozenset(range(self._layers))
-        missing = {stage: everything - stage.resident for stage in engine.stages}
+        missing = {stage.id: everything - stage.resident for stage in engine.stages}
         engine.kv.forget()
         for stage in engine.stages:
             stage.load(everything)
         self._cluster.touch(engine)
-        held = dict(zip(engine.columns, engine.layout, strict=True))
         into = dict(zip(command.gpus, command.into, strict=True))
-        self._pulls[engine.index] = self._fetch(missing, held, partial(self._split, engine, into, now))
+        split = partial(self._split, engine, into, now)
+        self._pulls[engine.index] = self._fetch(missing, self._layout_of(engine), split)
 
     def _split(self, engine: PipelineEngine, into: Mapping[tuple[int, ...], int], began_s: float, now: float) -> None:
         """Its instances serve alone as the engines ``into``, by their GPUs."""
@@ -181,30 +277,23 @@ class Regrouping:
         self.report.restores.append((now, tuple(sorted(engine.columns))))
         waiting = engine.take_waiting()
         engine.closing = True
-        self.create((into[stage.gpus], (stage,), even_split(self._layers, 1)) for stage in engine.stages)
+        self.create({into[stage.gpus]: {stage.id: range(self._layers)} for stage in engine.stages})
         cluster.hear(now, LayersRestored(engine.index))
         cluster.returned(engine, waiting, now)
-        self._end_if_drained(engine, now)
+        self.end_drained([engine], now)
 
-    def end_drained(self, now: float) -> None:
-        """Pipelines whose instances serve alone again end with their last request."""
-        for engine in list(self._cluster.engines.values()):
-            if engine.closing:
-                self._end_if_drained(engine, now)
-
-    def _end_if_drained(self, engine: Engine, now: float) -> None:
-        if engine.running or engine.busy:
-            return
-        engine.dissolve()
-        self.remove(engine)
-        self._cluster.hear(now, EngineDrained(engine.index))
-        self._settle_resident(engine)
+    def end_drained(self, engines: Iterable[Engine], now: float) -> None:
+        """Of these, pipelines whose instances serve alone again end with their last request."""
+        for engine in [each for each in engines if each.closing and not (each.running or each.busy)]:
+            engine.dissolve()
+            self.remove(engine)
+            self._cluster.hear(now, EngineDrained(engine.index))
+            self._settle_resident(engine)
 
     def _cancel_restore(self, engine: Engine) -> None:
         """What is on its way does not count as resident any more, nor what has come so far."""
-        pulls = self._pulls.pop(engine.index, None)
-        if pulls is not None:
-            for transfer in pulls:
+        if engine.index in self._pulls:
+            for transfer in self._pulls.pop(engine.index):
                 transfer.cancel()
             self._settle_resident(engine)
 
@@ -227,26 +316,25 @@ class Regrouping:
 
     def _settle_resident(self, engine: Engine) -> None:
         """Its instances keep the layers that their engines run, all of them while they come back; others are dropped."""
-        for instance in (self._instances[number] for number in engine.columns):
+        for number in engine.columns:
             needed: set[int] = set()
-            here = self.on([instance])
+            here = self.on([number])
             for other in here:
-                own = self._layout_of(other)[other.columns.index(instance.id)]
-                needed.update(range(self._layers) if other.index in self._pulls else own)
-            instance.load(frozenset(needed))
+                needed.update(range(self._layers) if other.index in self._pulls else self._layout_of(other)[number])
+            self._instances[number].load(frozenset(needed))
             for other in here:
                 self._cluster.touch(other)
 
     def _fetch(
-        self, missing: dict[TpGroup, frozenset[int]], holders: dict[int, range], done: Callable[[float], None]
+        self, missing: Mapping[int, frozenset[int]], holders: Layout, done: Callable[[float], None]
     ) -> list[Transfer]:
-        """Pull layers, each from the first of ``holders`` (layers by instance) that has it; ``done`` when all have arrived."""
+        """Pull what instances miss, each layer from the first of ``holders`` that has it; ``done`` when all have arrived."""
         pulls: list[tuple[Link, int]] = []
-        for taker, layers in missing.items():
-            wanted = layers
+        for number, layers in missing.items():
+            wanted, taker = layers, self._instances[number]
             for holder, held in holders.items():
                 found = wanted & frozenset(held)
-                if found and holder != taker.id:
+                if found and holder != number:
                     wanted -= found
                     pulls.append((self._instances[holder].link_to(taker), len(found) * taker.sizes.layer_bytes))
         left = len(pulls)
