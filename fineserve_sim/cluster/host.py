@@ -2,8 +2,7 @@
 
 Engines of one GPU share memory through the policy's manager only, and its pace through ``Contention``. This module carries
 news between them: who must be asked, woken or cut when something changes. It takes no decision of its own. What commands
-mean stands in one table, ``actions``; a cluster whose engines come and go adds lines to it (``fleet/``), a static one gets no
-such command.
+mean stands in one table, ``actions``, to which those add who let engines come and go (``fleet/``).
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from simpy.events import Event as ClockEvent
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import NEVER, Engine
@@ -51,7 +48,8 @@ class Fleet:
     """Whoever lets engines come and go. It is told of an engine that has nothing more to do (``rested``), and when all commands
     are carried out that ``touched`` some GPUs, to form anew what is on them. A GPU, or an instance by its number in the
     placement, may ``fail``, with all that its engines hold, whose requests start again elsewhere, and come back with nothing in
-    its memory (``repair``); all is settled then. As it stands: nobody does, as in a static cluster."""
+    its memory (``repair``); all is settled then. ``check`` raises AssertionError if bytes do not add up. As it stands: nobody
+    does, as in a static cluster."""
 
     touched: Collection[int] = ()
 
@@ -59,8 +57,7 @@ class Fleet:
     def reform(self, now: float) -> None: ...
     def fail(self, number: int, now: float) -> None: ...
     def repair(self, number: int, now: float) -> None: ...
-    def check(self) -> None:
-        """Raise AssertionError if bytes do not add up."""
+    def check(self) -> None: ...
 
 
 class Cluster:
@@ -84,10 +81,8 @@ class Cluster:
         self.engines: dict[int, Engine] = {}
         self.active: set[int] = set()  # engines that got a request and did not rest since
         self.merging = merging
-        self.clock = clock
-        self.controller = controller
+        self.clock, self.controller, self.contention = clock, controller, contention
         self.outcomes = Outcomes()
-        self.contention = contention
         self.fleet = Fleet()
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
@@ -111,14 +106,13 @@ class Cluster:
         self._scope_of |= {engine: scope for scope in scopes for engine in scope.engines}
 
     def disconnect(self, engine: Engine) -> set[int]:
-        """An engine leaves. Returns the others of its domain, which are to be connected anew."""
+        """An engine leaves. Returns the ids of the others in its domain, which are to be connected anew."""
         scope = self._scope_of.pop(engine.index)
         scope.engines = tuple(other for other in scope.engines if other != engine.index)
-        domain = self._domain_of.pop(engine.index)
         del self.engines[engine.index]
         self._iterations_gone += engine.iterations
         self.active.discard(engine.index)
-        return {other.index for other in domain.engines} - {engine.index}
+        return {other.index for other in self._domain_of.pop(engine.index).engines} - {engine.index}
 
     def iterations(self) -> int:
         """Of all engines that ever were."""
@@ -233,7 +227,7 @@ class Cluster:
     def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
         """``happens(now)`` then, as an event of this order that belongs to no engine."""
 
-        def begin(_: ClockEvent) -> None:
+        def begin(_: object) -> None:
             self.order = order
             happens(time_s)
 

@@ -41,11 +41,8 @@ class EngineBytes:
 
 class FleetMemory:
     """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
-    that are there from the start, which leave ``left_bytes`` for KV.
-
-    Under kvcached the limit is what the engines leave. An engine of private pools that comes later gets what is free then:
-    neither weights nor pools of others.
-    """
+    that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. An engine of private pools that
+    comes later gets what is free then: neither weights nor pools of others."""
 
     def __init__(self, left_bytes: Mapping[int, int], managers: Mapping[int, GpuMemory]) -> None:
         self.managers = dict(managers)
@@ -290,7 +287,13 @@ class ModelFleet(Fleet):
         domains = domains_of(engines, [self._residents[id].gpus for id in ids], self._memory.managers)
         scopes = [Scope(scope) for scope in {self._controller.scope_of(id) or (id,) for id in ids}]
         cluster.connect(engines, domains, scopes)
-        self._tell_limits(engines, now)
+        limits = {}  # what the longest sequence of each engine is, as its GPUs are now
+        for engine in engines:
+            longest = min(self._bytes_of[engine.model].context_tokens, engine.kv.capacity_tokens())
+            if engine.max_tokens != longest:
+                limits[engine.index] = engine.max_tokens = longest
+        if limits:
+            cluster.hear(now, EnginesResized(limits))
         for engine in engines:
             if engine.busy:
                 engine.cut()
@@ -305,13 +308,3 @@ class ModelFleet(Fleet):
             found |= near
             near = {other for engine in near for other in contention.neighbours[engine]} - found
         return found
-
-    def _tell_limits(self, engines: Iterable[Engine], now: float) -> None:
-        """What the longest sequence of each engine is, as its GPUs are now."""
-        limits = {}
-        for engine in engines:
-            longest = min(self._bytes_of[engine.model].context_tokens, engine.kv.capacity_tokens())
-            if engine.max_tokens != longest:
-                limits[engine.index] = engine.max_tokens = longest
-        if limits:
-            self._cluster.hear(now, EnginesResized(limits))

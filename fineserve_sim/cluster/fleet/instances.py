@@ -84,15 +84,14 @@ class Instances(Fleet):
     def _activate(self, command: Activate, now: float) -> None:
         """A spare starts; any other loads the layers that it misses from its host's copy. Then it serves alone."""
         instance = next(instance for instance in self._instances if instance.gpus == command.gpus)
-        ready = partial(self._ready, command.engine)
+        ready, transfer = partial(self._ready, command.engine), None
         if instance in self._spares:
             self._spares.remove(instance)
-            self._loading[command.engine] = (instance, None)
             self.cluster.at(now + self._start_s, order_of(Kind.TIMER, (1 << 18) + 2 + instance.id), ready)
-            return
-        missing_bytes = (instance.sizes.layers - len(instance.resident)) * instance.sizes.layer_bytes
-        self.regrouping.report.weight_bytes += missing_bytes
-        transfer = instance.links.from_host.send(missing_bytes, WEIGHTS, None, ready)
+        else:
+            missing_bytes = (instance.sizes.layers - len(instance.resident)) * instance.sizes.layer_bytes
+            self.regrouping.report.weight_bytes += missing_bytes
+            transfer = instance.links.from_host.send(missing_bytes, WEIGHTS, None, ready)
         self._loading[command.engine] = (instance, transfer)
 
     def _ready(self, id: int, now: float) -> None:

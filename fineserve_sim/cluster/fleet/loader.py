@@ -61,7 +61,6 @@ class Loader:
         self._node_of = dict(node_of)
         self._now = 0.0
         self._loadings: dict[int, Loading] = {}  # by engine
-        self._done: set[int] = set()
 
     def begin(self, now: float, engine: int, gpus: tuple[int, ...], shard_bytes: int) -> None:
         """An activation starts at ``now``. Raises ValueError for an engine that loads already."""
@@ -72,37 +71,36 @@ class Loader:
 
     def cancel(self, now: float, engine: int) -> None:
         """The engine does not load any more; nothing happens if it did not."""
-        self._done.discard(engine)
         self._loadings.pop(engine, None)
         self._move_on(now)
 
     def next_change_s(self) -> float:
         """When the next transfer begins or ends; infinity when nothing loads."""
-        if self._done:
-            return self._now
-        loadings = self._loadings.values()
-        changes_s = [self._now + each.left_bytes / each.rate if each.rate else each.begins_s for each in loadings]
-        return min(changes_s, default=float("inf"))
+        ends_s = [
+            self._now + max(0.0, each.left_bytes / each.rate) if each.rate else each.begins_s
+            for each in self._loadings.values()
+        ]
+        return min(ends_s, default=float("inf"))
 
     def advance(self, now: float) -> list[int]:
         """Engines whose weights are there at ``now``, in the order of their ids. ``now`` must not lie beyond
         ``next_change_s``."""
-        self._move_on(now)
-        done, self._done = sorted(self._done), set()
-        return done
-
-    def _move_on(self, now: float) -> None:
-        elapsed_s, self._now = now - self._now, now
-        ended = set()
-        for engine, loading in self._loadings.items():
-            if loading.rate:
-                if elapsed_s > 0:  # a rate may be infinite
-                    loading.left_bytes -= loading.rate * elapsed_s
-                if now + loading.left_bytes / loading.rate <= now:  # less than the clock can tell
-                    ended.add(engine)
-        for engine in ended:
+        there = sorted(self._move_on(now))
+        for engine in there:
             del self._loadings[engine]
-        self._done |= ended
-        begun = [loading for loading in self._loadings.values() if loading.begins_s <= self._now]
-        for loading, rate in zip(begun, transfer_rates(self._cost, begun, self._node_of), strict=True):
+        return there
+
+    def _move_on(self, now: float) -> list[int]:
+        """Bring all transfers up to now. Those that are there are returned, the others share the links from here."""
+        elapsed_s, self._now = now - self._now, now
+        there, moving = [], []
+        for engine, loading in self._loadings.items():
+            if loading.rate and elapsed_s > 0:  # a rate may be infinite
+                loading.left_bytes -= loading.rate * elapsed_s
+            if loading.rate and now + loading.left_bytes / loading.rate <= now:  # less than the clock can tell
+                there.append(engine)
+            elif loading.begins_s <= now:
+                moving.append(loading)
+        for loading, rate in zip(moving, transfer_rates(self._cost, moving, self._node_of), strict=True):
             loading.rate = rate
+        return there

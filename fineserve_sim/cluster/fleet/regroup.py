@@ -318,12 +318,10 @@ class Regrouping:
         """Its instances keep the layers that their engines run, all of them while they come back; others are dropped."""
         for number in engine.columns:
             needed: set[int] = set()
-            here = self.on([number])
-            for other in here:
+            for other in self.on([number]):
                 needed.update(range(self._layers) if other.index in self._pulls else self._layout_of(other)[number])
-            self._instances[number].load(frozenset(needed))
-            for other in here:
                 self._cluster.touch(other)
+            self._instances[number].load(frozenset(needed))
 
     def _fetch(
         self, missing: Mapping[int, frozenset[int]], holders: Layout, done: Callable[[float], None]
@@ -349,6 +347,5 @@ class Regrouping:
         return [self._rules.send(link, bytes, WEIGHTS, arrived) for link, bytes in pulls]
 
     def _transferred(self, what: str, engine: Engine, began_s: float, now: float) -> None:
-        log = self._cluster.log
-        if log is not None:
-            log.transferred(what, engine.index, list(engine.columns), began_s, now)
+        if self._cluster.log is not None:
+            self._cluster.log.transferred(what, engine.index, list(engine.columns), began_s, now)
