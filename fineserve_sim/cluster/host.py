@@ -45,13 +45,10 @@ class Scope:
 
 
 class Fleet:
-    """Whoever lets engines come and go. It is told of an engine that has nothing more to do (``rested``), and when all commands
-    are carried out that ``touched`` some GPUs, to form anew what is on them. A GPU, or an instance by its number in the
-    placement, may ``fail``, with all that its engines hold, whose requests start again elsewhere, and come back with nothing in
-    its memory (``repair``); all is settled then. ``check`` raises AssertionError if bytes do not add up. As it stands: nobody
-    does, as in a static cluster."""
-
-    touched: Collection[int] = ()
+    """Whoever lets engines come and go. It is told of an engine that has nothing more to do (``rested``) and, when all commands
+    are carried out, of GPUs that are ``unformed`` (``reform``). A GPU, or an instance by its number in the placement, may
+    ``fail``, with all that its engines hold, whose requests start again elsewhere, and come back with nothing in its memory
+    (``repair``). ``check`` raises AssertionError if bytes do not add up. As it stands: as in a static cluster."""
 
     def rested(self, engine: Engine, now: float) -> None: ...
     def reform(self, now: float) -> None: ...
@@ -84,6 +81,7 @@ class Cluster:
         self.clock, self.controller, self.contention = clock, controller, contention
         self.outcomes = Outcomes()
         self.fleet = Fleet()
+        self.unformed: set[int] = set()  # GPUs whose engines or memory changed, and nothing was formed anew yet
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
         self.logs = log is not None
@@ -357,7 +355,7 @@ class Cluster:
             self._asking = asking
             self.actions[type(command)](command, now)
         self._depth -= 1
-        if self.fleet.touched and not self._depth:
+        if self.unformed and not self._depth:
             self.fleet.reform(now)
 
     def _dispatch(self, command: Dispatch, now: float) -> None:

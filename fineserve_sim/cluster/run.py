@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fineserve_traces import Requests
 from simpy.events import Event
@@ -123,14 +124,7 @@ class Run:
 def plan_faults(cluster: Cluster, faults: Sequence[Fault]) -> None:
     """What faults take is lost, and comes back; the cluster must have it."""
     for fault in faults:
-        _call_at(cluster, fault.time_s, cluster.fleet.fail, fault.number)
+        order = FAULT + fault.number
+        cluster.at(fault.time_s, order, partial(cluster.fleet.fail, fault.number))
         if fault.repair_s is not None:
-            _call_at(cluster, fault.time_s + fault.repair_s, cluster.fleet.repair, fault.number)
-
-
-def _call_at(cluster: Cluster, time_s: float, happens: Callable[[int, float], None], number: int) -> None:
-    def settled(now: float) -> None:
-        cluster.settle_all(now, TIMER)
-        happens(number, now)
-
-    cluster.at(time_s, FAULT + number, settled)
+            cluster.at(fault.time_s + fault.repair_s, order, partial(cluster.fleet.repair, fault.number))

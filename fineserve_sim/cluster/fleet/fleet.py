@@ -131,7 +131,6 @@ class ModelFleet(Fleet):
         self._bytes_of, self._build = bytes_of, build
         self._residents: dict[int, _Resident] = {}
         self._serving: dict[str, dict[int, SpanEngine]] = {model: {} for model in bytes_of}
-        self.touched: set[int] = set()  # GPUs whose engines or memory changed
         self._awaited_s = float("inf")  # when what loads changes next
         self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
@@ -197,7 +196,9 @@ class ModelFleet(Fleet):
             self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
             self._build_on(engine)
             self.reform(now)
-            self.touched.update(resident.gpus)  # its queue may get those who waited for it, and no command says so
+            self._cluster.unformed.update(
+                resident.gpus
+            )  # its queue may get those who waited for it, and no command says so
             self._cluster.hear(now, EngineReady(engine))
         self._await_loading()
 
@@ -211,11 +212,11 @@ class ModelFleet(Fleet):
         self._memory.take(command.gpus, bytes.fixed_bytes, now)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
-        self.touched.update(command.gpus)
+        self._cluster.unformed.update(command.gpus)
 
     def _evict(self, command: Evict, now: float) -> None:
         cluster, resident = self._cluster, self._residents[command.engine]
-        self.touched.update(resident.gpus)
+        self._cluster.unformed.update(resident.gpus)
         engine = cluster.engines.get(command.engine)
         resident.drains = engine is not None and command.drain and engine.has_work
         if resident.drains:
@@ -255,7 +256,7 @@ class ModelFleet(Fleet):
         engine = self._build(id, resident.model, resident.gpus)
         engine.max_tokens = -1  # the controller does not know it yet
         self._cluster.engines[id] = self._serving[resident.model][id] = engine
-        self.touched.update(resident.gpus)
+        self._cluster.unformed.update(resident.gpus)
 
     def _take_away(self, id: int, now: float) -> list[SequenceState]:
         """An engine leaves its GPUs, loading or loaded. Returns its requests, which have lost their KV."""
@@ -272,15 +273,15 @@ class ModelFleet(Fleet):
             cluster.disconnect(engine)
             self._memory.leave(id, resident.gpus, now)
         self._memory.take(resident.gpus, -self._bytes_of[resident.model].fixed_bytes, now)
-        self.touched.update(resident.gpus)
+        self._cluster.unformed.update(resident.gpus)
         return lost
 
     def reform(self, now: float) -> None:
         """Form domains and scopes anew where engines came or went; those engines plan again after their iteration in flight,
         idle ones at once."""
         cluster = self._cluster
-        ids = sorted(self._connected(self.touched))
-        self.touched.clear()
+        ids = sorted(self._connected(cluster.unformed))
+        cluster.unformed.clear()
         engines = [self._serving[self._residents[id].model][id] for id in ids]
         for engine in engines:
             cluster.settle_now(engine, now)

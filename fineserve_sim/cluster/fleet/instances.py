@@ -103,6 +103,7 @@ class Instances(Fleet):
 
     def fail(self, number: int, now: float) -> None:
         cluster, instance = self.cluster, self._instances[number]
+        cluster.settle_all(now, TIMER)
         hit = self.regrouping.on([number])
         kept = self.regrouping.forget(hit, now)
         lost: list[SequenceState] = []

@@ -52,19 +52,17 @@ class TransferRules(NamedTuple):
     chunk_s: float
     remap_s: float
 
-    def chunk_bytes(self, link: Link) -> int:
-        return max(1, round(link.bytes_per_s * self.chunk_s))
+    def chunk_bytes(self, link: Link) -> int | None:
+        return max(1, round(link.bytes_per_s * self.chunk_s)) if self.coordinated else None
 
     def send(self, link: Link, bytes: int, priority: int, done: Done) -> Transfer:
-        if self.coordinated:
-            return link.send(bytes, priority, self.chunk_bytes(link), done)
-        return link.send(bytes, ACTIVATION, None, done)
+        return link.send(bytes, priority if self.coordinated else ACTIVATION, self.chunk_bytes(link), done)
 
     def batches(
         self, sequences: Iterable[SequenceState], token_bytes: float, link: Link
     ) -> Iterator[tuple[list[SequenceState], int]]:
         """Requests that travel together, in order, up to about a chunk, in bulk each by itself; and their bytes."""
-        limit = self.chunk_bytes(link) if self.coordinated else 0
+        limit = self.chunk_bytes(link) or 0
         batch: list[SequenceState] = []
         bytes = 0.0
         for sequence in sequences:
