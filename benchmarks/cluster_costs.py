@@ -11,7 +11,8 @@ from fineserve_traces import Trace
 from benchmarks.costs import MODELS, Cost, Work
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import EngineSettings, Gpu, Scenario, ServedModel
-from fineserve_sim.cluster.run import ARRIVAL, Run
+from fineserve_sim.cluster.host import ARRIVAL
+from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.simulation import prepare
 from fineserve_sim.policy.interfaces import Request
 from fineserve_sim.systems import SystemSpec, load_systems
@@ -55,7 +56,7 @@ def _trace(models: list[str]) -> Trace:
 
 def _arrive(run: Run, ids: count[int], names: list[str]) -> int:
     for name in names:
-        run.parts.cluster.arrive(Request(next(ids), name, 0.0, 100), 1, 0.0, ARRIVAL)
+        run.parts.cluster.arrive(Request(next(ids), name, 0.0, 100), 1, 0.0)
     return len(names)
 
 

@@ -2,8 +2,7 @@
 
 Engines of one GPU share memory through the policy's manager only, and its pace through ``Contention``. This module carries
 news between them: who must be asked, woken or cut when something changes. It takes no decision of its own. What commands
-mean stands in one table, ``actions``; a cluster whose engines come and go adds lines to it (``fleet/``), a static one gets no
-such command.
+mean stands in one table, ``actions``, to which those add who let engines come and go (``fleet/``).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from fineserve_sim.cluster.engine.base import NEVER, Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState, Waiting
-from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes
@@ -31,8 +29,11 @@ from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArri
 from fineserve_sim.policy.interfaces import EngineState, Request
 from fineserve_sim.policy.memory.preemption import arrival_order
 
-TIMER = order_of(Kind.TIMER, 0)
-"""The order of events that belong to no engine."""
+ARRIVAL, TIMER = order_of(Kind.ARRIVAL, 0), order_of(Kind.TIMER, 0)
+"""The orders of events that belong to no engine."""
+
+Action = Callable[[Any, float], None]
+"""Carries out a command now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,9 +45,26 @@ class Scope:
     ask_again_s: float = float("-inf")
 
 
+class Fleet:
+    """Whoever lets engines come and go. It is told of an engine that has nothing more to do (``rested``) and, when all commands
+    are carried out, of GPUs that are ``unformed`` (``reform``). A GPU, or an instance by its number in the placement, may
+    ``fail``, with all that its engines hold, whose requests start again elsewhere, and come back with nothing in its memory
+    (``repair``). ``check`` raises AssertionError if bytes do not add up. As it stands: as in a static cluster."""
+
+    def rested(self, engine: Engine, now: float) -> None: ...
+    def reform(self, now: float) -> None: ...
+    def fail(self, number: int, now: float) -> None: ...
+    def repair(self, number: int, now: float) -> None: ...
+    def check(self) -> None: ...
+
+
 class Cluster:
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
-    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step."""
+    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step. Who tells engines
+    to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+
+    stopped: Callable[[Engine, float], None]
+    leaves: Callable[[Engine, Lane, SequenceState, float], None]
 
     def __init__(
         self,
@@ -60,24 +78,17 @@ class Cluster:
     ) -> None:
         self.engines: dict[int, Engine] = {}
         self.active: set[int] = set()  # engines that got a request and did not rest since
-        self.domains: list[MemoryDomain] = []
         self.merging = merging
-        self.clock = clock
-        self.controller = controller
+        self.clock, self.controller, self.contention = clock, controller, contention
         self.outcomes = Outcomes()
-        self.contention = contention
         self.fleet = Fleet()
-        self.changed = False  # engines came or went, and nothing was formed anew yet
+        self.unformed: set[int] = set()  # GPUs whose engines or memory changed, and nothing was formed anew yet
         self.order = 0  # of the event under way
         self.log = None if log is None else DecisionLog(log)
         self.logs = log is not None
         self.loads = LoadWatch() if controller.needs_loads else None
-        self._attentive = controller.needs_loads or check or self.logs
-        self.actions: dict[type, Callable[[Any, float], None]] = {
-            Dispatch: self._dispatch,
-            Drop: self._refuse,
-            Reject: self._refuse,
-        }
+        self._attentive = controller.needs_loads or check or self.logs  # to what is launched
+        self.actions: dict[type, Action] = {Dispatch: self._dispatch, Drop: self._refuse, Reject: self._refuse}
         self._scope_of: dict[int, Scope] = {}
         self._domain_of: dict[int, MemoryDomain] = {}
         self._check = check
@@ -89,29 +100,18 @@ class Cluster:
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
         """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
-        gone = {id(self._domain_of[engine.index]) for engine in engines if engine.index in self._domain_of}
-        self.domains = [*(domain for domain in self.domains if id(domain) not in gone), *domains]
         self.engines |= {engine.index: engine for engine in engines}
         self._domain_of |= {engine.index: domain for domain in domains for engine in domain.engines}
         self._scope_of |= {engine: scope for scope in scopes for engine in scope.engines}
 
-    def disconnect(self, engine: Engine) -> list[Engine]:
-        """An engine leaves. Returns the others of its domain, which are to be connected anew."""
+    def disconnect(self, engine: Engine) -> set[int]:
+        """An engine leaves. Returns the ids of the others in its domain, which are to be connected anew."""
         scope = self._scope_of.pop(engine.index)
         scope.engines = tuple(other for other in scope.engines if other != engine.index)
-        domain = self._domain_of.pop(engine.index)
         del self.engines[engine.index]
         self._iterations_gone += engine.iterations
         self.active.discard(engine.index)
-        left = [other for other in domain.engines if other is not engine]
-        if not left:
-            self.domains.remove(domain)
-        return left
-
-    def companions(self, engine: Engine) -> Sequence[Engine]:
-        """The engines of its domain that are still there; none before it is connected."""
-        domain = self._domain_of.get(engine.index)
-        return [other for other in domain.engines if other.index in self.engines] if domain else []
+        return {other.index for other in self._domain_of.pop(engine.index).engines} - {engine.index}
 
     def iterations(self) -> int:
         """Of all engines that ever were."""
@@ -119,12 +119,10 @@ class Cluster:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def arrive(
-        self, request: Request, output_tokens: int, now: float, order: int, prefix: Prefix | None = None
-    ) -> None:
+    def arrive(self, request: Request, output_tokens: int, now: float, prefix: Prefix | None = None) -> None:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
         is known of its tokens, where KV memory keeps prefixes."""
-        self.order = order
+        self.order = ARRIVAL
         waiting = self._waiting[request.id] = Waiting(request, output_tokens, prefix)
         self.hear(now, RequestArrived(request))
         engine_id = self.controller.engine_of(request.id)
@@ -132,8 +130,7 @@ class Cluster:
             waiting.engine = engine_id
             engine = self.engines[engine_id]
             self.ask_again(engine, now)
-            if not engine.busy:
-                engine.start(now)
+            engine.start(now)
 
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
         """These wait for an engine again, with what they generated as part of their prompts."""
@@ -161,7 +158,7 @@ class Cluster:
         scope = self._scope_of[engine.index]
         scope.stale = True
         if self.controller.waiting(engine.index):
-            self._cut_others(scope, engine, self.clock.now)
+            self._cut(scope, self.clock.now, but=engine.index)
 
     def progressed(self, engine: Engine) -> None:
         """Prompt tokens were computed: a scheduler that counts them may answer differently."""
@@ -190,7 +187,7 @@ class Cluster:
             scope.ask_again_s = self.controller.unchanged_until(now, engine.index, self._states(scope, now))
         scope.stale = changed  # what it just decided may be news to itself
         if changed or scope.ask_again_s < planned_s:
-            self._cut_others(scope, engine, now)
+            self._cut(scope, now, but=engine.index)
 
     def ask_again_s(self, engine: Engine) -> float:
         """The first time at which the engine's scheduler may have news without any event; before any time (-NEVER) if something
@@ -210,8 +207,14 @@ class Cluster:
         scope = self._scope_of[engine.index]
         scope.stale = True
         if self.controller.waiting(engine.index):
-            for other in scope.engines:
-                self._cut(self.engines[other], now)
+            self._cut(scope, now)
+
+    def _cut(self, scope: Scope, now: float, but: int | None = None) -> None:
+        """End the spans of a scope, save that of one engine."""
+        for index in scope.engines:
+            if index != but and self.engines[index].busy:
+                self._domain_of[index].settle(now, self.order)
+                self.engines[index].cut()
 
     # --- what engines share ----------------------------------------------------------------------------------------
 
@@ -220,10 +223,28 @@ class Cluster:
         self.order = order
         self._domain_of[engine.index].settle(now, order)
 
+    def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
+        """``happens(now)`` then, as an event of this order that belongs to no engine."""
+
+        def begin(_: object) -> None:
+            self.order = order
+            happens(time_s)
+
+        self.clock.at(time_s, order, begin)
+
+    def tick(self, order: int, look: Callable[[float], None]) -> None:
+        """``look(now)`` whenever the controller wants to be told everything, as an event of this order."""
+
+        def ticked(now: float) -> None:
+            look(now)
+            self.tick(order, look)
+
+        self.at(self.controller.next_tick_s, order, ticked)
+
     def settle_all(self, now: float, order: int) -> None:
         """Somebody looks at everything: bring all memory up to this moment."""
         self.order = order
-        for domain in self.domains:
+        for domain in dict.fromkeys(self._domain_of.values()):
             domain.settle(now, order)
 
     def settle_now(self, engine: Engine, now: float) -> None:
@@ -257,11 +278,8 @@ class Cluster:
             for other in domain.engines:
                 if other is not engine:
                     other.cut()
-        if self._attentive:
-            self._attend(engine, lane, domain, now)
-
-    def _attend(self, engine: Engine, lane: Lane, domain: MemoryDomain, now: float) -> None:
-        """Somebody watches, checks or writes down what is launched."""
+        if not self._attentive:
+            return
         self.touch(engine)
         if self._check:
             domain.check()
@@ -293,8 +311,6 @@ class Cluster:
         if any(lane.asked or lane.launched for other in domain.engines for lane in other.lanes):
             return
         holders = [other for other in domain.engines if other.partial_prefills()]
-        if not holders and not self.fleet.lends:
-            raise AssertionError(f"engine {engine.index} waits for memory that nobody holds")
         if not holders or (engine.reserved_blocks and len(engine.partial_prefills()) < 2):
             return  # memory went to weights, or to a request that is on its way: it comes back
         latest = max(holders, key=lambda other: max(map(arrival_order, other.partial_prefills())))
@@ -308,41 +324,21 @@ class Cluster:
         self.active.discard(engine.index)
         self.fleet.rested(engine, now)
 
-    def stopped(self, engine: Engine, now: float) -> None:
-        self.fleet.stopped(engine, now)
-
-    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
-        self.fleet.leaves(engine, lane, sequence, now)
-
-    def _cut_others(self, scope: Scope, engine: Engine, now: float) -> None:
-        for other in scope.engines:
-            if other != engine.index:
-                self._cut(self.engines[other], now)
-
-    def _cut(self, engine: Engine, now: float) -> None:
-        if engine.busy:
-            self._domain_of[engine.index].settle(now, self.order)
-            engine.cut()
-
     def touch(self, engine: Engine) -> None:
         """Its load changed, and what those that share its memory see as theirs."""
         if self.loads is not None:
             self.loads.touch(self._domain_of[engine.index].engines)
 
-    def report_loads(self, now: float) -> None:
-        """Tell the controller, if it wants to know, the loads that changed since it was told last."""
-        if self.loads is None:
-            return
-        if loads := self.loads.changed(self, now):
-            self.tell(now, Loads(loads))
-        if self._check:
-            self.loads.check(self, now)
-
     # --- the controller --------------------------------------------------------------------------------------------
 
     def hear(self, now: float, event: Event) -> None:
-        """Something happened: do what the controller says to it, which knows the loads."""
-        self.report_loads(now)
+        """Something happened: do what the controller says to it, which is told before, if it wants to know, the loads that
+        changed since it was told last."""
+        if self.loads is not None:
+            if loads := self.loads.changed(self, now):
+                self.tell(now, Loads(loads))
+            if self._check:
+                self.loads.check(self, now)
         self.carry_out(self.tell(now, event), now)
 
     def tell(self, now: float, event: Event) -> list[Command]:
@@ -361,8 +357,7 @@ class Cluster:
             self._asking = asking
             self.actions[type(command)](command, now)
         self._depth -= 1
-        if self.changed and not self._depth:
-            self.changed = False
+        if self.unformed and not self._depth:
             self.fleet.reform(now)
 
     def _dispatch(self, command: Dispatch, now: float) -> None:

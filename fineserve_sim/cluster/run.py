@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fineserve_traces import Requests
 from simpy.events import Event
@@ -14,13 +15,11 @@ from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.parts import Parts
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
-from fineserve_sim.cluster.host import Cluster
+from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
 from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.samples import sample_time_s
 from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
 
-ARRIVAL = order_of(Kind.ARRIVAL, 0)
-TIMER = order_of(Kind.TIMER, 0)
 FAULT = order_of(Kind.TIMER, 1 << 19)
 
 
@@ -86,7 +85,7 @@ class Run:
         now = arrivals.next_s
         while arrivals.next_s == now:
             request, output, prefix = arrivals.take()
-            cluster.arrive(request, output, now, ARRIVAL, prefix)
+            cluster.arrive(request, output, now, prefix)
         self._expect()
 
     def _on_sample(self, _: Event) -> None:
@@ -125,10 +124,7 @@ class Run:
 def plan_faults(cluster: Cluster, faults: Sequence[Fault]) -> None:
     """What faults take is lost, and comes back; the cluster must have it."""
     for fault in faults:
-        _call_at(cluster, fault.time_s, cluster.fleet.fail, fault.number)
+        order = FAULT + fault.number
+        cluster.at(fault.time_s, order, partial(cluster.fleet.fail, fault.number))
         if fault.repair_s is not None:
-            _call_at(cluster, fault.time_s + fault.repair_s, cluster.fleet.repair, fault.number)
-
-
-def _call_at(cluster: Cluster, time_s: float, happens: Callable[[int], None], number: int) -> None:
-    cluster.clock.at(time_s, FAULT + number, lambda _: happens(number))
+            cluster.at(fault.time_s + fault.repair_s, order, partial(cluster.fleet.repair, fault.number))

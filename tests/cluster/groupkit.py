@@ -11,8 +11,8 @@ from fineserve_traces import Trace
 from simkit import H100, Row, served, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import EngineSettings, Fate, Gpu, Scenario
-from fineserve_sim.cluster.fleet.exchange import Report
 from fineserve_sim.cluster.fleet.instances import Instances
+from fineserve_sim.cluster.fleet.regroup import Report
 from fineserve_sim.cluster.samples import InstanceSampler
 from fineserve_sim.cluster.scenario import Fault, Ints, RunResult
 from fineserve_sim.cluster.simulation import prepare

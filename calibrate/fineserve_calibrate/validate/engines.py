@@ -19,9 +19,8 @@ from fineserve_sim.cluster.compose.memory import engine_kv
 from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
-from fineserve_sim.cluster.host import Cluster, Scope
+from fineserve_sim.cluster.host import ARRIVAL, Cluster, Scope
 from fineserve_sim.cluster.result import WholeTrace
-from fineserve_sim.cluster.run import ARRIVAL
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
@@ -131,7 +130,7 @@ class EngineRun:
             prompt, model = int(self._requests.prompt_tokens[index]), str(self._requests.model[index])
             output = int(self._requests.output_tokens[index])
             prefix = self._prefixes[index] if self._prefixes else None
-            self._cluster.arrive(Request(index, model, now, prompt), output, now, ARRIVAL, prefix)
+            self._cluster.arrive(Request(index, model, now, prompt), output, now, prefix)
 
         return arrive
 

@@ -27,9 +27,8 @@ from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, contention_of
 from fineserve_sim.cluster.compose.virtual_memory import legacy_kernel, virtual_kv
 from fineserve_sim.cluster.engine.spans import SpanEngine
-from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
+from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
-from fineserve_sim.cluster.fleet.memory import FleetMemory
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import EngineSettings, Scenario, ScenarioError, ServedModel
@@ -96,11 +95,13 @@ class _Builder:
         scenario = self._scenario
         tenants = tenants_on(scenario, placed, demands)
         usable = {slot.id: slot.memory_bytes for slot in self.slots}
-        fixed = {gpu: sum(tenant.fixed_bytes for tenant in tenants.get(gpu, ())) for gpu in usable}
+        left = {
+            gpu: bytes - sum(tenant.fixed_bytes for tenant in tenants.get(gpu, ())) for gpu, bytes in usable.items()
+        }
         managers = {
             gpu: build_manager(spec, bytes, tenants.get(gpu, ()), virtual=bytes) for gpu, bytes in usable.items()
         }
-        return FleetMemory(usable, fixed, managers)
+        return FleetMemory(left, managers)
 
     def _step(self, model: str, gpu: int) -> StepModel:
         """The step times of a model on a GPU of this kind."""

@@ -21,8 +21,8 @@ from fineserve_sim.cluster.engine.pipeline import Lookahead, PipelineEngine
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.swap import SwapEngine
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
-from fineserve_sim.cluster.fleet.exchange import TransferRules
 from fineserve_sim.cluster.fleet.instances import Instances
+from fineserve_sim.cluster.fleet.regroup import TransferRules
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.samples import InstanceSampler
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError, ServedModel

@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from simpy.events import Event as ClockEvent
-
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
-from fineserve_sim.cluster.fleet.base import Fleet
 from fineserve_sim.cluster.fleet.loader import Loader
-from fineserve_sim.cluster.fleet.memory import FleetMemory
-from fineserve_sim.cluster.host import Cluster, Scope
+from fineserve_sim.cluster.host import Cluster, Fleet, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.latency.sharing import IDLE
 from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized, GpusRepaired, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.memory.kvcached import VirtualKV
+from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 TICK = order_of(Kind.TIMER, 1)
 LOADED = order_of(Kind.TIMER, 2)
-FAILED = order_of(Kind.TIMER, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +37,71 @@ class EngineBytes:
     fixed_bytes: int
     block: VirtualKV | int
     context_tokens: int
+
+
+class FleetMemory:
+    """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
+    that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. An engine of private pools that
+    comes later gets what is free then: neither weights nor pools of others."""
+
+    def __init__(self, left_bytes: Mapping[int, int], managers: Mapping[int, GpuMemory]) -> None:
+        self.managers = dict(managers)
+        self._left_bytes = dict(left_bytes)
+
+    def take(self, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
+        """An engine, loading or loaded, takes so much of each GPU beside KV; negative: it gives that back."""
+        for gpu in gpus:
+            self._left_bytes[gpu] -= fixed_bytes
+            manager = self.managers[gpu]
+            if isinstance(manager, KvCachedManager):
+                manager.advance(now)
+                manager.set_limit(max(0, self._left_bytes[gpu]))
+
+    def join(self, engine: int, gpus: Iterable[int], block: VirtualKV | int, now: float) -> None:
+        """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
+        for gpu in gpus:
+            manager = self.managers[gpu]
+            if isinstance(manager, KvCachedManager):
+                assert isinstance(block, VirtualKV)
+                manager.advance(now)
+                manager.join(engine, block)
+            else:
+                assert isinstance(manager, PrivatePools) and isinstance(block, int)
+                manager.join(engine, block, max(0, self._left_bytes[gpu] - manager.ledger().total_bytes))
+
+    def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
+        """An engine that holds no KV any more goes."""
+        for gpu in gpus:
+            manager = self.managers[gpu]
+            assert isinstance(manager, KvCachedManager | PrivatePools)
+            if isinstance(manager, KvCachedManager):
+                manager.advance(now)
+            manager.leave(engine)
+
+    def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
+        """By GPU, what the weights of another engine could take now. ``serving`` are the GPUs of the engines with requests:
+        others hold no KV."""
+        free = dict(self._left_bytes)
+        for engine, gpus in serving.items():
+            for gpu in gpus:
+                free[gpu] -= self.held_bytes(engine, gpu)
+        for gpu, manager in self.managers.items():
+            if isinstance(manager, PrivatePools):
+                free[gpu] -= manager.ledger().total_bytes
+        return free
+
+    def held_bytes(self, engine: int, gpu: int) -> int:
+        """KV memory that only this engine can use, as long as it holds it. What is in private pools is not free anyway."""
+        manager = self.managers[gpu]
+        return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
+
+    def check(self) -> None:
+        """Raise AssertionError if more is taken than there is."""
+        for gpu, left_bytes in self._left_bytes.items():
+            manager = self.managers[gpu]
+            manager.check()
+            pools_bytes = manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0
+            assert pools_bytes <= left_bytes, f"GPU {gpu}: pools of {pools_bytes} bytes, engines leave {left_bytes}"
 
 
 @dataclass(slots=True)
@@ -56,8 +117,6 @@ class ModelFleet(Fleet):
     """``bytes_of`` by model; ``build`` makes the engine of a model on GPUs, whose memory knows it already, and brings it
     to their contention."""
 
-    lends = True
-
     def __init__(
         self,
         cluster: Cluster,
@@ -67,20 +126,16 @@ class ModelFleet(Fleet):
         bytes_of: Mapping[str, EngineBytes],
         build: Callable[[int, str, tuple[int, ...]], SpanEngine],
     ) -> None:
-        self._cluster = cluster
-        self._controller = controller
-        self._memory = memory
-        self._loader = loader
-        self._bytes_of = bytes_of
-        self._build = build
+        self._cluster, self._controller = cluster, controller
+        self._memory, self._loader = memory, loader
+        self._bytes_of, self._build = bytes_of, build
         self._residents: dict[int, _Resident] = {}
-        self._serving: dict[str, dict[int, Engine]] = {model: {} for model in bytes_of}
-        self._touched: set[int] = set()  # GPUs whose engines or memory changed
-        self._loaded: ClockEvent | None = None
-        self._told: set[int] = set()  # engines whose limit the controller knows
+        self._serving: dict[str, dict[int, SpanEngine]] = {model: {} for model in bytes_of}
+        self._awaited_s = float("inf")  # when what loads changes next
         self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
-        cluster.actions |= {Survey: self._survey, Activate: self._activate, Evict: self._evict}
+        cluster.actions[Survey] = lambda _, now: self._look(now)
+        cluster.actions |= {Activate: self._activate, Evict: self._evict}
 
     def begin(self, placed: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """These models are resident from the start, as engines 0, 1, ...; the first tick is set."""
@@ -88,18 +143,17 @@ class ModelFleet(Fleet):
             self._residents[engine] = _Resident(model, gpus)
             self._build_on(engine)
         self.reform(0.0)
-        self._cluster.clock.at(self._controller.next_tick_s, TICK, self._on_tick)
+        self._cluster.tick(TICK, self._look)
 
     # --- what others see -------------------------------------------------------------------------------------------
 
-    def engines_of(self, model: str) -> list[Engine]:
+    def engines_of(self, model: str) -> list[SpanEngine]:
         """Those of this model that are loaded."""
         return list(self._serving[model].values())
 
     def queued_for(self, model: str) -> int:
         """Requests that wait in schedulers for this model's engines, or for an engine to come."""
-        bound = sum(self._controller.bound_to(engine.index) for engine in self.engines_of(model))
-        return self._controller.held(model) + bound
+        return self._controller.held(model) + sum(map(self._controller.bound_to, self._serving[model]))
 
     def check(self) -> None:
         self._memory.check()
@@ -111,35 +165,9 @@ class ModelFleet(Fleet):
 
     def rested(self, engine: Engine, now: float) -> None:
         """An engine that was to go when it is empty goes."""
-        if self._residents[engine.index].drains and not engine.has_work:
-            self._leave(engine, now)
+        if self._residents[engine.index].drains:
+            self._take_away(engine.index, now)
             self._cluster.hear(now, EngineDrained(engine.index))
-
-    def _on_tick(self, _: ClockEvent) -> None:
-        cluster = self._cluster
-        now: float = cluster.clock.now
-        cluster.order = TICK
-        self._look(now)
-        cluster.clock.at(self._controller.next_tick_s, TICK, self._on_tick)
-
-    def _on_loaded(self, event: ClockEvent) -> None:
-        if event is not self._loaded:
-            return  # what loads has changed since
-        cluster = self._cluster
-        now: float = cluster.clock.now
-        cluster.order = LOADED
-        for engine in self._loader.advance(now):
-            resident = self._residents[engine]
-            self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
-            self._build_on(engine)
-            self.reform(now)
-            self._change(resident.gpus)  # its queue may get those who waited for it, and no command says so
-            cluster.hear(now, EngineReady(engine))
-        self._await_loading()
-
-    def _await_loading(self) -> None:
-        at_s = self._loader.next_change_s()
-        self._loaded = self._cluster.clock.at(at_s, LOADED, self._on_loaded) if at_s < float("inf") else None
 
     def _look(self, now: float) -> None:
         """Tell the controller how everything stands: what only engines that serve change, and what each GPU leaves."""
@@ -156,10 +184,25 @@ class ModelFleet(Fleet):
             cluster.ask_again(cluster.engines[id], now)
         cluster.carry_out(commands, now)
 
-    # --- commands --------------------------------------------------------------------------------------------------
+    def _await_loading(self) -> None:
+        self._awaited_s = self._loader.next_change_s()
+        self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
 
-    def _survey(self, command: Survey, now: float) -> None:
-        self._look(now)
+    def _on_loaded(self, now: float) -> None:
+        if now != self._awaited_s:
+            return  # what loads has changed since
+        for engine in self._loader.advance(now):
+            resident = self._residents[engine]
+            self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
+            self._build_on(engine)
+            self.reform(now)
+            self._cluster.unformed.update(
+                resident.gpus
+            )  # its queue may get those who waited for it, and no command says so
+            self._cluster.hear(now, EngineReady(engine))
+        self._await_loading()
+
+    # --- commands --------------------------------------------------------------------------------------------------
 
     def _activate(self, command: Activate, now: float) -> None:
         cluster, bytes = self._cluster, self._bytes_of[command.model]
@@ -169,111 +212,89 @@ class ModelFleet(Fleet):
         self._memory.take(command.gpus, bytes.fixed_bytes, now)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
-        self._change(command.gpus)
+        self._cluster.unformed.update(command.gpus)
 
     def _evict(self, command: Evict, now: float) -> None:
-        cluster, gpus = self._cluster, self._residents[command.engine].gpus
+        cluster, resident = self._cluster, self._residents[command.engine]
+        self._cluster.unformed.update(resident.gpus)
         engine = cluster.engines.get(command.engine)
-        if engine is not None and command.drain and engine.has_work:
-            self._residents[command.engine].drains = True
+        resident.drains = engine is not None and command.drain and engine.has_work
+        if resident.drains:
+            return
+        lost = self._take_away(command.engine, now)
+        if engine is None:
+            self._await_loading()
         else:
-            lost = self._take_away(command.engine, now)
-            if engine is None:
-                self._await_loading()
-            else:
-                cluster.returned(engine, lost, now)
-                if command.drain:
-                    cluster.hear(now, EngineDrained(command.engine))
-        self._change(gpus)
+            cluster.returned(engine, lost, now)
+            if command.drain:
+                cluster.hear(now, EngineDrained(command.engine))
 
     # --- GPUs that are lost and come back ---------------------------------------------------------------------------
 
-    def fail(self, gpu: int) -> None:
+    def fail(self, number: int, now: float) -> None:
         cluster = self._cluster
-        now: float = cluster.clock.now
-        cluster.settle_all(now, FAILED)
-        self._lost.add(gpu)
-        hit = [id for id, resident in self._residents.items() if gpu in resident.gpus]
-        lost: list[tuple[Engine, list[SequenceState]]] = []
-        for id in hit:
-            engine = cluster.engines.get(id)
-            sequences = self._take_away(id, now)
-            if engine is not None:
-                lost.append((engine, sequences))
+        self._lost.add(number)
+        hit = [id for id, resident in self._residents.items() if number in resident.gpus]
+        gone = [(cluster.engines.get(id), self._take_away(id, now)) for id in hit]
         self._await_loading()
         for id in hit:  # the first takes all others with it
-            cluster.hear(now, EngineFailed(id, (gpu,)))
-        for engine, sequences in lost:
-            cluster.returned(engine, sequences, now)
+            cluster.hear(now, EngineFailed(id, (number,)))
+        for engine, sequences in gone:
+            if engine is not None:
+                cluster.returned(engine, sequences, now)
         self.reform(now)
 
-    def repair(self, gpu: int) -> None:
-        cluster = self._cluster
-        now: float = cluster.clock.now
-        cluster.settle_all(now, FAILED)
-        self._lost.remove(gpu)
-        cluster.hear(now, GpusRepaired((gpu,)))
+    def repair(self, number: int, now: float) -> None:
+        self._lost.remove(number)
+        self._cluster.hear(now, GpusRepaired((number,)))
 
     # --- the fleet -------------------------------------------------------------------------------------------------
 
-    def _build_on(self, engine: int) -> None:
+    def _build_on(self, id: int) -> None:
         """An engine whose memory knows it."""
-        resident, cluster = self._residents[engine], self._cluster
-        cluster.engines[engine] = self._serving[resident.model][engine] = self._build(
-            engine, resident.model, resident.gpus
-        )
-        self._change(resident.gpus)
+        resident = self._residents[id]
+        engine = self._build(id, resident.model, resident.gpus)
+        engine.max_tokens = -1  # the controller does not know it yet
+        self._cluster.engines[id] = self._serving[resident.model][id] = engine
+        self._cluster.unformed.update(resident.gpus)
 
     def _take_away(self, id: int, now: float) -> list[SequenceState]:
-        """An engine goes, loading or loaded. Returns its requests, which have lost their KV."""
-        engine = self._cluster.engines.get(id)
+        """An engine leaves its GPUs, loading or loaded. Returns its requests, which have lost their KV."""
+        cluster, resident = self._cluster, self._residents.pop(id)
+        engine = self._serving[resident.model].pop(id, None)
+        lost: list[SequenceState] = []
         if engine is None:
             self._loader.cancel(now, id)
-            self._give_up(id, now)
-            return []
-        self._cluster.settle_now(engine, now)
-        lost = engine.abandon()
-        self._leave(engine, now)
+        else:
+            cluster.settle_now(engine, now)
+            lost = engine.abandon()
+            cluster.set_demand(engine, now, IDLE)
+            cluster.contention.leave(id)
+            cluster.disconnect(engine)
+            self._memory.leave(id, resident.gpus, now)
+        self._memory.take(resident.gpus, -self._bytes_of[resident.model].fixed_bytes, now)
+        self._cluster.unformed.update(resident.gpus)
         return lost
-
-    def _leave(self, engine: Engine, now: float) -> None:
-        """An empty engine leaves its GPUs."""
-        cluster = self._cluster
-        cluster.settle(engine, now, cluster.order)
-        cluster.set_demand(engine, now, IDLE)
-        cluster.contention.leave(engine.index)
-        if not engine.gone:
-            engine.leave()
-        cluster.disconnect(engine)
-        del self._serving[engine.model][engine.index]
-        self._memory.leave(engine.index, self._residents[engine.index].gpus, now)
-        self._give_up(engine.index, now)
-
-    def _give_up(self, engine: int, now: float) -> None:
-        resident = self._residents.pop(engine)
-        self._memory.give(resident.gpus, self._bytes_of[resident.model].fixed_bytes, now)
-        self._change(resident.gpus)
-
-    def _change(self, gpus: Iterable[int]) -> None:
-        """What is on these GPUs is to be formed anew."""
-        self._touched.update(gpus)
-        self._cluster.changed = True
 
     def reform(self, now: float) -> None:
         """Form domains and scopes anew where engines came or went; those engines plan again after their iteration in flight,
         idle ones at once."""
         cluster = self._cluster
-        ids = sorted(self._connected(self._touched))
-        self._touched.clear()
-        engines = [cluster.engines[id] for id in ids]
+        ids = sorted(self._connected(cluster.unformed))
+        cluster.unformed.clear()
+        engines = [self._serving[self._residents[id].model][id] for id in ids]
         for engine in engines:
             cluster.settle_now(engine, now)
-        gpus_of = [self._residents[id].gpus for id in ids]
-        spans = [engine for engine in engines if isinstance(engine, SpanEngine)]
-        scopes = {scope: Scope(scope) for scope in map(self._scope, engines)}
-        cluster.connect(engines, domains_of(spans, gpus_of, self._memory.managers), list(scopes.values()))
-        cluster.changed = False
-        self._tell_limits(engines, now)
+        domains = domains_of(engines, [self._residents[id].gpus for id in ids], self._memory.managers)
+        scopes = [Scope(scope) for scope in {self._controller.scope_of(id) or (id,) for id in ids}]
+        cluster.connect(engines, domains, scopes)
+        limits = {}  # what the longest sequence of each engine is, as its GPUs are now
+        for engine in engines:
+            longest = min(self._bytes_of[engine.model].context_tokens, engine.kv.capacity_tokens())
+            if engine.max_tokens != longest:
+                limits[engine.index] = engine.max_tokens = longest
+        if limits:
+            cluster.hear(now, EnginesResized(limits))
         for engine in engines:
             if engine.busy:
                 engine.cut()
@@ -282,28 +303,9 @@ class ModelFleet(Fleet):
 
     def _connected(self, gpus: Iterable[int]) -> set[int]:
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
-        found: set[int] = set()
-        seen, left = set[int](), list(gpus)
-        while left:
-            gpu = left.pop()
-            if gpu not in seen:
-                seen.add(gpu)
-                here = self._cluster.contention.engines_on(gpu)
-                left += [other for engine in here - found for other in self._residents[engine].gpus]
-                found |= here
+        contention, found = self._cluster.contention, set[int]()
+        near = {engine for gpu in gpus for engine in contention.engines_on(gpu)}
+        while near:
+            found |= near
+            near = {other for engine in near for other in contention.neighbours[engine]} - found
         return found
-
-    def _tell_limits(self, engines: Sequence[Engine], now: float) -> None:
-        """What the longest sequence of each engine is, as its GPUs are now."""
-        limits = {}
-        for engine in engines:
-            longest = min(self._bytes_of[engine.model].context_tokens, engine.kv.capacity_tokens())
-            if engine.max_tokens != longest or engine.index not in self._told:
-                engine.max_tokens = longest
-                limits[engine.index] = longest
-        if limits:
-            self._told |= limits.keys()
-            self._cluster.hear(now, EnginesResized(limits))
-
-    def _scope(self, engine: Engine) -> tuple[int, ...]:
-        return self._controller.scope_of(engine.index) or (engine.index,)

@@ -7,17 +7,16 @@ back. A move ends early when the sequence finishes or loses its KV first, or the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.pipeline import KV
 from fineserve_sim.cluster.engine.queue import Lane
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.fleet.regroup import Home
-from fineserve_sim.cluster.host import TIMER
+from fineserve_sim.cluster.engine.tp_group import TpGroup
+from fineserve_sim.cluster.host import TIMER, Cluster
 from fineserve_sim.policy.commands import Migrate
 from fineserve_sim.policy.events import MigrationEnded
 
@@ -32,23 +31,25 @@ class _Move:
 
 
 class Migrations:
-    """Moves under way, of engines of one lane and counted blocks. ``moved`` counts those that succeeded."""
+    """Carries out ``Migrate``: moves under way, of engines of one lane and counted blocks. ``moved`` counts those that
+    succeeded."""
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, cluster: Cluster, instances: Sequence[TpGroup]) -> None:
+        self._cluster, self._instances = cluster, instances
         self._moves: dict[SequenceState, _Move] = {}
         self.moved = 0
+        cluster.leaves = self._leave
+        cluster.actions[Migrate] = self._start
 
-    def start(self, command: Migrate, now: float) -> None:
-        engines = self._home.cluster.engines
+    def _start(self, command: Migrate, now: float) -> None:
+        engines = self._cluster.engines
         source, destination = engines[command.source], engines[command.destination]
         (lane,) = source.lanes
         sequence = next(member for member in lane.decodes if member.index == command.request_id)
-        blocks = source.blocks_of(lane, sequence)
-        if destination.free_slots < 1 or not self._reserve(destination, blocks, now):
-            self._home.cluster.hear(now, MigrationEnded(command.request_id))
+        move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), 0)
+        if destination.free_slots < 1 or not self._reserve(move, source.blocks_of(lane, sequence), now):
+            self._cluster.hear(now, MigrationEnded(command.request_id))
             return
-        move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), blocks)
         self._moves[sequence] = move
         destination.coming += 1
         self._copy(move, move.copied_tokens, self._copied)
@@ -58,85 +59,82 @@ class Migrations:
         if move.sequence not in lane.decodes:
             self._end(move, now)
             return
-        self._home.cluster.settle_now(move.source, now)
+        self._cluster.settle_now(move.source, now)
         lane.leaving.append(move.sequence)
         move.source.replan(now)
 
-    def leave(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
+    def _leave(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
         """Between two steps of the source: the sequence stops there."""
         move = self._moves.get(sequence)
         if move is None:
             return  # the destination failed
-        if sequence not in lane.decodes:
+        if sequence not in lane.decodes or not self._reserve(move, engine.blocks_of(lane, sequence), now):
             self._end(move, now)
             return
-        blocks = engine.blocks_of(lane, sequence)
-        more = blocks - move.reserved_blocks
-        if more > 0 and not self._reserve(move.destination, more, now):
-            self._end(move, now)
-            return
-        move.reserved_blocks = max(blocks, move.reserved_blocks)
         lane.decodes.remove(sequence)
         engine.stalled[sequence] = None
         self._copy(move, max(0, sequence.cached_tokens - move.copied_tokens), self._handed_over)
 
     def _handed_over(self, move: _Move, now: float) -> None:
         sequence, source, destination = move.sequence, move.source, move.destination
-        del self._moves[sequence]
-        destination.coming -= 1
+        self._release(move)
         del source.stalled[sequence]
         source.kv.release(sequence)
-        self._home.cluster.touch(source)
-        self._release(destination, move.reserved_blocks)
+        self._cluster.touch(source)
         held = destination.kv.hold(sequence)
         assert held, f"engine {destination.index} lost blocks that it had reserved"
-        self._home.cluster.settle_now(destination, now)
+        self._cluster.settle_now(destination, now)
         destination.adopt(sequence, now)
         source.replan(now)
         self.moved += 1
-        self._home.cluster.hear(now, MigrationEnded(sequence.index))
+        self._cluster.hear(now, MigrationEnded(sequence.index))
 
     def forget(self, engine: Engine, now: float) -> None:
         """An engine is lost: what moves from it is lost with it, what moves to it goes on where it is."""
         for move in list(self._moves.values()):
-            if move.source is engine:
+            if engine in (move.source, move.destination):
                 self._end(move, now)
-            elif move.destination is engine:
-                self._end(move, now)
-                if move.sequence in move.source.stalled:
+                if move.source is not engine and move.sequence in move.source.stalled:
                     move.source.adopt(move.sequence, now)
 
     def _end(self, move: _Move, now: float) -> None:
         """The request does not move."""
-        del self._moves[move.sequence]
-        move.destination.coming -= 1
-        self._release(move.destination, move.reserved_blocks)
+        self._release(move)
         move.destination.replan(now)
-        self._home.cluster.hear(now, MigrationEnded(move.sequence.index))
+        self._cluster.hear(now, MigrationEnded(move.sequence.index))
 
-    def _reserve(self, engine: Engine, blocks: int, now: float) -> bool:
-        """Hold so many blocks, which the span of the engine may have counted on."""
+    def _reserve(self, move: _Move, blocks: int, now: float) -> bool:
+        """Hold so many blocks in all at the destination, whose span may have counted on them."""
+        engine, more = move.destination, blocks - move.reserved_blocks
+        if more <= 0:
+            return True
         assert isinstance(engine.kv, CountedBlocks)
-        self._home.cluster.settle_now(engine, now)
-        taken = engine.kv.take(blocks)
-        engine.reserved_blocks += blocks * taken
+        self._cluster.settle_now(engine, now)
+        taken = engine.kv.take(more)
+        if taken:
+            engine.reserved_blocks += more
+            move.reserved_blocks = blocks
         engine.cut()
-        self._home.cluster.touch(engine)
+        self._cluster.touch(engine)
         return taken
 
-    def _release(self, engine: Engine, blocks: int) -> None:
+    def _release(self, move: _Move) -> None:
+        """The move is over: the destination reserves nothing for it any more."""
+        engine = move.destination
         assert isinstance(engine.kv, CountedBlocks)
-        engine.kv.give(blocks)
-        engine.reserved_blocks -= blocks
-        self._home.cluster.touch(engine)
+        del self._moves[move.sequence]
+        engine.coming -= 1
+        engine.kv.give(move.reserved_blocks)
+        engine.reserved_blocks -= move.reserved_blocks
+        self._cluster.touch(engine)
 
     def _copy(self, move: _Move, tokens: int, then: Callable[[_Move, float], None]) -> None:
-        (source,), (destination,) = self._home.stages_of(move.source), self._home.stages_of(move.destination)
-        sizes = source.sizes
-        bytes = round(tokens * sizes.layers * sizes.token_layer_bytes)
-        source.link_to(destination).send(bytes, KV, None, partial(self._arrived, move, then))
+        source, destination = self._instances[move.source.column], self._instances[move.destination.column]
+        bytes = round(tokens * source.sizes.layers * source.sizes.token_layer_bytes)
 
-    def _arrived(self, move: _Move, then: Callable[[_Move, float], None], now: float) -> None:
-        if self._moves.get(move.sequence) is move:  # else its source or destination is lost
-            self._home.cluster.order = TIMER
-            then(move, now)
+        def arrived(now: float) -> None:
+            if self._moves.get(move.sequence) is move:  # else its source or destination is lost
+                self._cluster.order = TIMER
+                then(move, now)
+
+        source.link_to(destination).send(bytes, KV, None, arrived)

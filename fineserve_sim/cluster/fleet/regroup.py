@@ -1,7 +1,9 @@
-"""Engines merge into pipelines and split again: where weights and KV go (KunServe, sections 4.1 to 4.4).
+"""Which engine is on which instances, and how engines merge into pipelines and split again: where weights and KV go (KunServe,
+sections 4.1 to 4.4).
 
 Drop: the engines that merge stop after their batches, dropped layers are remapped to KV memory, and the queues join. KV of
-layers that now belong to somebody else is sent there (``exchange``); a request stalls until all its own is there, others run.
+layers that now belong to somebody else is sent there, by all instances at once, oldest requests first. *Coordinated*: in chunks
+of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its own is there, others run.
 
 Restore: the memory that dropping gave is closed to KV, missing layers are pulled from the other instances of the pipeline
 at the lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
@@ -12,270 +14,336 @@ by then, and in sum as much leaves as comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
-
-from simpy.events import Event as ClockEvent
+from itertools import permutations
+from typing import NamedTuple
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.links import Link, Transfer
-from fineserve_sim.cluster.engine.pipeline import WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.links import Done, Link, Transfer
+from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.fleet.exchange import Exchange, Report, TransferRules
-from fineserve_sim.cluster.host import TIMER, Cluster
+from fineserve_sim.cluster.host import TIMER, Cluster, Scope
+from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import DropLayers, RestoreLayers
-from fineserve_sim.policy.events import Event, LayersDropped, LayersKept, LayersRestored
-from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout
+from fineserve_sim.policy.events import EngineDrained, LayersDropped, LayersKept, LayersRestored
+from fineserve_sim.policy.groups.drop_plan import pipeline_layout
 from fineserve_sim.policy.memory.preemption import arrival_order
 
 REMAP = order_of(Kind.TIMER, 1 << 18)
 
+Layout = Mapping[int, range]
+"""The layers of each instance of an engine, in the order of stages."""
 
-class Home(Protocol):
-    """The fleet whose engines are regrouped, and whose requests move."""
+EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engine]
+"""By id, instances in the order of stages, their layers, and whether the instances may have another engine for a while."""
 
-    cluster: Cluster
-    instances: tuple[TpGroup, ...]
 
-    def create(
-        self, id: int, members: tuple[TpGroup, ...], layout: tuple[range, ...], *, shared: bool = False
-    ) -> Engine: ...
-    def remove(self, engine: Engine) -> None: ...
-    def drained(self, engine: Engine, now: float) -> None: ...
-    def on(self, instances: Sequence[TpGroup]) -> list[Engine]: ...
-    def stages_of(self, engine: Engine) -> tuple[TpGroup, ...]: ...
+class TransferRules(NamedTuple):
+    """``coordinated``: transfers by priority, in chunks that take a link ``chunk_s``; else in one queue. ``remap_s``:
+    how long it takes to turn dropped layers into KV memory."""
+
+    coordinated: bool
+    chunk_s: float
+    remap_s: float
+
+    def chunk_bytes(self, link: Link) -> int | None:
+        return max(1, round(link.bytes_per_s * self.chunk_s)) if self.coordinated else None
+
+    def send(self, link: Link, bytes: int, priority: int, done: Done) -> Transfer:
+        return link.send(bytes, priority if self.coordinated else ACTIVATION, self.chunk_bytes(link), done)
+
+    def batches(
+        self, sequences: Iterable[SequenceState], token_bytes: float, link: Link
+    ) -> Iterator[tuple[list[SequenceState], int]]:
+        """Requests that travel together, in order, up to about a chunk, in bulk each by itself; and their bytes."""
+        limit = self.chunk_bytes(link) or 0
+        batch: list[SequenceState] = []
+        bytes = 0.0
+        for sequence in sequences:
+            batch.append(sequence)
+            bytes += sequence.cached_tokens * token_bytes
+            if bytes >= limit:
+                yield batch, round(bytes)
+                batch, bytes = [], 0.0
+        if batch:
+            yield batch, round(bytes)
+
+
+@dataclass(slots=True)
+class Report:
+    """What regrouping did: seconds of each exchange from the remap to its last byte, its bytes, merges, splits, and
+    stage seconds of pipelines while requests wait (computed, and passed)."""
+
+    exchange_s: list[float] = field(default_factory=list)
+    exchange_bytes: int = 0
+    weight_bytes: int = 0
+    drops: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    restores: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    pipelined_busy_s: float = 0.0
+    pipelined_s: float = 0.0
+
+    def count(self, engine: PipelineEngine) -> None:
+        """Take up the time of a pipeline that ends."""
+        if len(engine.stages) > 1:
+            self.pipelined_busy_s += engine.busy_s
+            self.pipelined_s += engine.working_s * len(engine.stages)
 
 
 @dataclass(slots=True, eq=False)
 class _Merge:
-    """A merge under way into engine ``id``: ``running`` sources still have to stop."""
+    """A merge under way into engine ``id``: so many sources are still ``running`` and have to stop."""
 
     id: int
     sources: list[Engine]
-    running: set[int]
-
-
-@dataclass(slots=True, eq=False)
-class _Restore:
-    """Layers on their way back to ``engine``, whose instances then serve as the engines ``into``."""
-
-    engine: PipelineEngine
-    into: tuple[int, ...]
-    began_s: float
-    pulls: list[Transfer] = field(default_factory=list)
+    running: int
 
 
 class Regrouping:
-    """Carries out ``DropLayers`` and ``RestoreLayers``."""
+    """The engines on ``instances``; carries out ``DropLayers`` and ``RestoreLayers``."""
 
-    def __init__(self, home: Home, rules: TransferRules) -> None:
-        self._home, self._rules = home, rules
-        self._merges: list[_Merge] = []
-        self._restores: dict[int, _Restore] = {}
-        self._fetching: dict[int, Engine] = {}  # merged engines that miss a layer yet
-        self._draining: dict[int, Engine] = {}
+    def __init__(self, cluster: Cluster, instances: Sequence[TpGroup], make: EngineMaker, rules: TransferRules) -> None:
         self.report = Report()
+        self._cluster, self._instances, self._make, self._rules = cluster, instances, make, rules
+        self._layers = instances[0].sizes.layers
+        self._merges: list[_Merge] = []
+        self._pulls: dict[int, list[Transfer]] = {}  # layers on their way back, by engine
+        cluster.stopped = self._stopped
+        cluster.actions |= {DropLayers: self._drop, RestoreLayers: self._restore}
+
+    # --- engines ---------------------------------------------------------------------------------------------------
+
+    def create(self, layouts: Mapping[int, Layout]) -> list[Engine]:
+        """New engines, by id, on instances where others may still be ending their requests."""
+        made = []
+        for id, layout in layouts.items():
+            stages = tuple(self._instances[number] for number in layout)
+            made.append(self._make(id, stages, tuple(layout.values()), bool(self.on(layout))))
+        self._cluster.engines |= {engine.index: engine for engine in made}
+        self._connect(layouts.keys())
+        return made
+
+    def remove(self, engine: Engine) -> None:
+        """An engine that has ended."""
+        if isinstance(engine, PipelineEngine):
+            self.report.count(engine)
+        self._connect(self._cluster.disconnect(engine))
+
+    def _connect(self, changed: Set[int]) -> None:
+        """Form the domains of these engines anew: of engines on the same instances, directly or by way of others."""
+        cluster = self._cluster
+        for group in connected({id: engine.columns for id, engine in cluster.engines.items()}):
+            if changed.isdisjoint(group):
+                continue
+            members = [cluster.engines[id] for id in group]
+            only = members[0] if len(members) == 1 else None
+            domain = PrivateDomain(only, []) if isinstance(only, SpanEngine) else MemoryDomain(members)
+            cluster.connect(members, [domain], [Scope((id,)) for id in group])
+            cluster.touch(members[0])
+
+    def on(self, instances: Iterable[int]) -> list[Engine]:
+        """The engines on any of these instances."""
+        wanted = set(instances)
+        return [engine for engine in self._cluster.engines.values() if not wanted.isdisjoint(engine.columns)]
+
+    def _layout_of(self, engine: Engine) -> Layout:
+        layers = engine.layout if isinstance(engine, PipelineEngine) else (range(self._layers),)
+        return dict(zip(engine.columns, layers, strict=True))
 
     # --- drop ------------------------------------------------------------------------------------------------------
 
-    def drop(self, command: DropLayers, now: float) -> None:
+    def _drop(self, command: DropLayers, now: float) -> None:
         """Merge these engines, once they have stopped."""
-        sources = [self._home.cluster.engines[id] for id in command.engines]
+        sources = [self._cluster.engines[id] for id in command.engines]
+        self._merges.append(_Merge(command.engine, sources, len(sources)))
         for engine in sources:
             self._cancel_restore(engine)
-        self._merges.append(_Merge(command.engine, sources, {engine.index for engine in sources}))
-        for engine in sources:
-            self._home.cluster.settle_now(engine, now)
+            self._cluster.settle_now(engine, now)
             engine.stop(now)
 
-    def stopped(self, engine: Engine, now: float) -> None:
+    def _stopped(self, engine: Engine, now: float) -> None:
         """The last batch of an engine that stops has left: when all of a merge have, remap."""
-        for merge in self._merges:
-            if engine in merge.sources and engine.index in merge.running:
-                merge.running.remove(engine.index)
-                if not merge.running:
-                    self._home.cluster.clock.at(now + self._rules.remap_s, REMAP, partial(self._merge, merge))
-                return
+        (merge,) = (merge for merge in self._merges if engine in merge.sources)
+        merge.running -= 1
+        if not merge.running:
+            self._cluster.at(now + self._rules.remap_s, REMAP, partial(self._merge, merge))
 
-    def _merge(self, merge: _Merge, _: ClockEvent) -> None:
-        home, cluster = self._home, self._home.cluster
-        now: float = cluster.clock.now
+    def _merge(self, merge: _Merge, now: float) -> None:
+        cluster = self._cluster
         if merge not in self._merges:
             return  # an instance failed meanwhile
         self._merges.remove(merge)
         cluster.settle_all(now, TIMER)
-        held = {
-            instance.id: layers
-            for engine in merge.sources
-            for instance, layers in zip(home.stages_of(engine), self._layout_of(engine), strict=True)
-        }
-        layout = pipeline_layout(held, home.instances[0].sizes.layers)
-        members = tuple(home.instances[id] for id in layout)
+        held: dict[int, range] = {}
+        for engine in merge.sources:
+            held |= self._layout_of(engine)
+        layout = pipeline_layout(held, self._layers)
         self.report.drops.append((now, tuple(sorted(layout))))
-        moving = [(sequence, home.stages_of(engine)) for engine in merge.sources for sequence in engine.dissolve()]
+        started = {sequence: engine.columns for engine in merge.sources for sequence in engine.dissolve()}
         waiting = [sequence for engine in merge.sources for sequence in engine.take_waiting()]
         for engine in merge.sources:
-            home.remove(engine)
-        missing = {member: frozenset(layout[member.id]) - member.resident for member in members}
-        merged = home.create(merge.id, members, tuple(layout.values()), shared=True)
+            self.remove(engine)
+        missing = {number: frozenset(own) - self._instances[number].resident for number, own in layout.items()}
+        (merged,) = self.create({merge.id: layout})
         assert isinstance(merged, PipelineEngine)
-        for member in members:
-            self._settle_resident(member)
+        self._settle_resident(merged)
         if any(missing.values()):  # ranges that round to whole layers: nothing runs until the layer is there
             merged.stopping = True
-            self._fetching[merged.index] = merged
             self._fetch(missing, held, partial(self._complete, merged))
-        Exchange(self._rules, self.report, partial(self._transferred, "KV exchange", merged)).carry_over(
-            merged, moving, held, now
-        )
-        for engine in self._serving():
-            waiting += engine.take_waiting()
-            cluster.touch(engine)
+        self._carry_over(merged, started, held, now)
+        for engine in cluster.engines.values():
+            if not (engine.stopping or engine.closing):
+                waiting += engine.take_waiting()
+                cluster.touch(engine)
         if not merged.stopping:
-            home.cluster.hear(now, LayersDropped(merged.index))
+            cluster.hear(now, LayersDropped(merged.index))
         cluster.returned(merged, sorted(waiting, key=arrival_order), now)
 
     def _complete(self, merged: PipelineEngine, now: float) -> None:
         """A merged engine has the last layer that it missed."""
-        if self._fetching.pop(merged.index, None) is not None:
-            self._home.cluster.order = TIMER
+        if not merged.gone:
+            self._cluster.order = TIMER
             merged.go_on(now)
-            self._home.cluster.hear(now, LayersDropped(merged.index))
+            self._cluster.hear(now, LayersDropped(merged.index))
 
-    def _layout_of(self, engine: Engine) -> tuple[range, ...]:
-        if isinstance(engine, PipelineEngine):
-            return engine.layout
-        return even_split(self._home.instances[0].sizes.layers, 1)
+    def _carry_over(
+        self, merged: PipelineEngine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
+    ) -> None:
+        """Sequences that have ``started``, their KV on these instances, go on in the merged engine when it has all of that.
+        ``held``: which instance had which layers."""
+        moving: list[SequenceState] = []
+        due = Counter[SequenceState]()  # transfers that a sequence waits for
+
+        def arrived(batch: list[SequenceState], at_s: float) -> None:
+            due.subtract(batch)
+            complete = [sequence for sequence in batch if not due[sequence]]
+            for sequence in complete:
+                del due[sequence]
+            if not due:
+                self.report.exchange_s.append(at_s - now)
+                self._transferred("KV exchange", merged, now, at_s)
+            for sequence in complete:
+                if sequence in merged.stalled and not merged.gone:
+                    merged.adopt(sequence, at_s)
+
+        for sequence in sorted(started, key=arrival_order):
+            if merged.kv.hold(sequence):
+                merged.stalled[sequence] = None
+                moving.append(sequence)
+            else:  # ranges that round to whole layers may leave a stage short
+                sequence.lose_kv()
+                merged.accept(sequence)
+        for (sender, _), (receiver, own) in permutations(zip(merged.stages, merged.layout, strict=True), 2):
+            had, link = held[sender.id], sender.link_to(receiver)
+            layers = len(range(max(had.start, own.start), min(had.stop, own.stop)))
+            leaving = [sequence for sequence in moving if layers and sender.id in started[sequence]]
+            for batch, bytes in self._rules.batches(leaving, sender.sizes.token_layer_bytes * layers, link):
+                due.update(batch)
+                self.report.exchange_bytes += bytes
+                self._rules.send(link, bytes, KV, partial(arrived, batch))
+        for sequence in moving:
+            if sequence not in due:
+                merged.adopt(sequence, now)
 
     # --- restore ---------------------------------------------------------------------------------------------------
 
-    def restore(self, command: RestoreLayers, now: float) -> None:
+    def _restore(self, command: RestoreLayers, now: float) -> None:
         """Bring back what the instances of an engine miss; it splits when all has arrived."""
-        engine = self._home.cluster.engines[command.engine]
+        engine = self._cluster.engines[command.engine]
         assert isinstance(engine, PipelineEngine)
-        into = dict(zip(command.gpus, command.into, strict=True))
-        everything = frozenset(range(engine.stages[0].sizes.layers))
-        missing = {stage: everything - stage.resident for stage in engine.stages}
+        everything = frozenset(range(self._layers))
+        missing = {stage.id: everything - stage.resident for stage in engine.stages}
         engine.kv.forget()
         for stage in engine.stages:
             stage.load(everything)
-        self._home.cluster.touch(engine)
-        restore = _Restore(engine, tuple(into[stage.gpus] for stage in engine.stages), now)
-        self._restores[engine.index] = restore
-        held = {stage.id: layers for stage, layers in zip(engine.stages, engine.layout, strict=True)}
-        restore.pulls = self._fetch(missing, held, partial(self._split, restore))
+        self._cluster.touch(engine)
+        into = dict(zip(command.gpus, command.into, strict=True))
+        split = partial(self._split, engine, into, now)
+        self._pulls[engine.index] = self._fetch(missing, self._layout_of(engine), split)
 
-    def _split(self, restore: _Restore, now: float) -> None:
-        engine, home = restore.engine, self._home
-        if self._restores.get(engine.index) is not restore:
-            return
-        del self._restores[engine.index]
-        home.cluster.order = TIMER
-        self._transferred("restore", engine, restore.began_s, now)
+    def _split(self, engine: PipelineEngine, into: Mapping[tuple[int, ...], int], began_s: float, now: float) -> None:
+        """Its instances serve alone as the engines ``into``, by their GPUs."""
+        cluster = self._cluster
+        del self._pulls[engine.index]
+        cluster.order = TIMER
+        self._transferred("restore", engine, began_s, now)
         self.report.restores.append((now, tuple(sorted(engine.columns))))
         waiting = engine.take_waiting()
         engine.closing = True
-        self._draining[engine.index] = engine
-        for id, stage in zip(restore.into, engine.stages, strict=True):
-            home.create(id, (stage,), even_split(stage.sizes.layers, 1), shared=True)
-        home.cluster.hear(now, LayersRestored(engine.index))
-        home.cluster.returned(engine, waiting, now)
-        self._end_if_drained(engine, now)
+        self.create({into[stage.gpus]: {stage.id: range(self._layers)} for stage in engine.stages})
+        cluster.hear(now, LayersRestored(engine.index))
+        cluster.returned(engine, waiting, now)
+        self.end_drained([engine], now)
 
-    def end_drained(self, now: float) -> None:
-        """Pipelines whose instances serve alone again end with their last request."""
-        for engine in list(self._draining.values()):
-            self._end_if_drained(engine, now)
-
-    def _end_if_drained(self, engine: Engine, now: float) -> None:
-        if engine.running or engine.busy:
-            return
-        del self._draining[engine.index]
-        stages = self._home.stages_of(engine)
-        self._home.drained(engine, now)
-        for stage in stages:
-            self._settle_resident(stage)
+    def end_drained(self, engines: Iterable[Engine], now: float) -> None:
+        """Of these, pipelines whose instances serve alone again end with their last request."""
+        for engine in [each for each in engines if each.closing and not (each.running or each.busy)]:
+            engine.dissolve()
+            self.remove(engine)
+            self._cluster.hear(now, EngineDrained(engine.index))
+            self._settle_resident(engine)
 
     def _cancel_restore(self, engine: Engine) -> None:
         """What is on its way does not count as resident any more, nor what has come so far."""
-        restore = self._restores.pop(engine.index, None)
-        if restore is not None:
-            for transfer in restore.pulls:
+        if engine.index in self._pulls:
+            for transfer in self._pulls.pop(engine.index):
                 transfer.cancel()
-            for stage in restore.engine.stages:
-                self._settle_resident(stage)
+            self._settle_resident(engine)
 
     # --- failure ---------------------------------------------------------------------------------------------------
 
-    def forget(self, hit: Sequence[Engine], now: float) -> list[Event]:
+    def forget(self, hit: Sequence[Engine], now: float) -> list[LayersKept]:
         """These engines are lost: merges that they were part of do not happen, and the other sources go on. Returns what
         there is to tell of that once they are gone."""
-        kept: list[Event] = []
         for engine in hit:
             self._cancel_restore(engine)
-            self._fetching.pop(engine.index, None)
-            self._draining.pop(engine.index, None)
-        for merge in [merge for merge in self._merges if any(engine in hit for engine in merge.sources)]:
+        lost = [merge for merge in self._merges if any(engine in hit for engine in merge.sources)]
+        for merge in lost:
             self._merges.remove(merge)
-            kept.append(LayersKept(merge.id))
             for engine in merge.sources:
                 if engine not in hit:
                     engine.go_on(now)
-        return kept
+        return [LayersKept(merge.id) for merge in lost]
 
-    # --- helpers ---------------------------------------------------------------------------------------------------
+    # --- layers ----------------------------------------------------------------------------------------------------
 
-    def _serving(self) -> list[Engine]:
-        away = self._draining.keys() | self._fetching.keys()
-        return [
-            engine for engine in self._home.cluster.engines.values() if not engine.stopping and engine.index not in away
-        ]
-
-    def _settle_resident(self, instance: TpGroup) -> None:
-        """An instance keeps the layers that its engines run; all others are dropped."""
-        needed: set[int] = set()
-        for engine in self._home.on([instance]):
-            if engine.index in self._restores:
-                needed |= set(range(instance.sizes.layers))
-            else:
-                stage = self._home.stages_of(engine).index(instance)
-                needed |= set(self._layout_of(engine)[stage])
-        instance.load(frozenset(needed))
-        for engine in self._home.on([instance]):
-            self._home.cluster.touch(engine)
+    def _settle_resident(self, engine: Engine) -> None:
+        """Its instances keep the layers that their engines run, all of them while they come back; others are dropped."""
+        for number in engine.columns:
+            needed: set[int] = set()
+            for other in self.on([number]):
+                needed.update(range(self._layers) if other.index in self._pulls else self._layout_of(other)[number])
+                self._cluster.touch(other)
+            self._instances[number].load(frozenset(needed))
 
     def _fetch(
-        self, missing: dict[TpGroup, frozenset[int]], holders: dict[int, range], done: Callable[[float], None]
+        self, missing: Mapping[int, frozenset[int]], holders: Layout, done: Callable[[float], None]
     ) -> list[Transfer]:
-        """Pull layers, each from the first of ``holders`` (layers by instance) that has it; ``done`` when all have arrived."""
+        """Pull what instances miss, each layer from the first of ``holders`` that has it; ``done`` when all have arrived."""
         pulls: list[tuple[Link, int]] = []
-        for taker, layers in missing.items():
-            wanted = layers
+        for number, layers in missing.items():
+            wanted, taker = layers, self._instances[number]
             for holder, held in holders.items():
                 found = wanted & frozenset(held)
-                if found and holder != taker.id:
+                if found and holder != number:
                     wanted -= found
-                    link = self._home.instances[holder].link_to(taker)
-                    pulls.append((link, len(found) * taker.sizes.layer_bytes))
-        left = set(range(len(pulls)))
+                    pulls.append((self._instances[holder].link_to(taker), len(found) * taker.sizes.layer_bytes))
+        left = len(pulls)
 
-        def arrived(number: int, now: float) -> None:
-            left.discard(number)
+        def arrived(now: float) -> None:
+            nonlocal left
+            left -= 1
             if not left:
                 done(now)
 
-        if not pulls:
-            done(self._home.cluster.clock.now)
         self.report.weight_bytes += sum(bytes for _, bytes in pulls)
-        return [
-            self._rules.send(link, bytes, WEIGHTS, partial(arrived, number))
-            for number, (link, bytes) in enumerate(pulls)
-        ]
+        return [self._rules.send(link, bytes, WEIGHTS, arrived) for link, bytes in pulls]
 
     def _transferred(self, what: str, engine: Engine, began_s: float, now: float) -> None:
-        log = self._home.cluster.log
-        if log is not None:
-            log.transferred(what, engine.index, list(engine.columns), began_s, now)
+        if self._cluster.log is not None:
+            self._cluster.log.transferred(what, engine.index, list(engine.columns), began_s, now)
