@@ -20,8 +20,7 @@ from fineserve_sim.cluster.engine.seat import Seat
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import Cluster, Scope
-from fineserve_sim.cluster.result import WholeTrace
-from fineserve_sim.cluster.run import ARRIVAL
+from fineserve_sim.cluster.run import ARRIVAL, WholeTrace
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of

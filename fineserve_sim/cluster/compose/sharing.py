@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
-from fineserve_sim.cluster.compose.profiling import demand_of, mean_lengths, step_model
+from fineserve_sim.catalog import GpuSpec
+from fineserve_sim.cluster.compose.profiling import mean_lengths, operating_points, step_model, typical
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.latency.sharing import LAWS, Demand, SharingLaw, under_cap
 from fineserve_sim.policy.interfaces import Instance, OperatingPoint
 from fineserve_sim.systems.sharing import Sharing
@@ -16,18 +17,13 @@ PERCENTS = range(30, 101, 10)
 """Parts of the SMs that MuxServe profiles (hao-ai-lab/MuxServe @ 223148033454, examples/placement/llama.json)."""
 
 
-def contention_of(scenario: Scenario) -> Contention:
-    """The laws of the GPUs. No engine has joined them yet."""
-    return Contention({gpu.id: law_of(_on(gpu, scenario)) for gpu in scenario.gpus})
+def law_of(gpu: Gpu, scenario: Scenario) -> SharingLaw:
+    """Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine."""
+    return LAWS.get(_on(gpu, scenario).mode, LAWS["time_slice"])
 
 
 def _on(gpu: Gpu, scenario: Scenario) -> Sharing:
     return gpu.sharing or scenario.system.sharing
-
-
-def law_of(sharing: Sharing) -> SharingLaw:
-    """Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine."""
-    return LAWS.get(sharing.mode, LAWS["time_slice"])
 
 
 def check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
@@ -48,35 +44,26 @@ def check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
             here[gpu] = instance.model
 
 
-class SmShares:
-    """The part of the SMs, in (0, 1], that the engines of a model may take on a GPU."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
-        self._served = {model.id: model for model in scenario.models}
-        self._by_rate: dict[str, float] = {}
-
-    def of(self, model: str, gpus: tuple[int, ...]) -> float:
-        """An engine over several GPUs has the same part of each: the least."""
-        return min(self._on(model, self._gpus[gpu]) for gpu in gpus)
-
-    def _on(self, model: str, gpu: Gpu) -> float:
-        percent = (gpu.sharing or self._scenario.system.sharing).percent
-        if percent == "by_rate":
-            if model not in self._by_rate:
-                self._by_rate[model] = least_share(self._served[model], gpu, self._scenario.engine)
-            return self._by_rate[model]
-        return 1.0 if percent is None else percent.get(model, 100) / 100
+def sm_share(scenario: Scenario, served: ServedModel, gpus: Iterable[Gpu]) -> float:
+    """The part of the SMs, in (0, 1], that an engine of the model may take of each of its GPUs: the least of theirs."""
+    return min(_share_on(gpu, scenario, served) for gpu in gpus)
 
 
-def least_share(served: ServedModel, gpu: Gpu, settings: EngineSettings) -> float:
+def _share_on(gpu: Gpu, scenario: Scenario, served: ServedModel) -> float:
+    percent = _on(gpu, scenario).percent
+    if percent == "by_rate":
+        return _least_share(served, gpu.spec, scenario.engine)
+    return 1.0 if percent is None else percent.get(served.id, 100) / 100
+
+
+@lru_cache(maxsize=256)
+def _least_share(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float:
     """The smallest part of the SMs with which one engine meets the model's rate, alone; all of them if none does."""
-    step = step_model(served, gpu.spec, settings)
+    step = step_model(served, gpu, settings)
     prompt, output = mean_lengths(served)
     chunk = min(prompt, settings.token_budget)
     prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
-    points = demand_of(served, gpu.spec, settings, slope=False).profile
+    points = operating_points(typical(served), gpu, settings)
     decodes = [step.demand(p.batch, p.batch * (prompt + output // 2), 0, 0, 0, p.batch) for p in points]
 
     def meets(share: float) -> bool:
