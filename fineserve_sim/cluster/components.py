@@ -28,7 +28,7 @@ from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.cluster.step_times import Note, shares_of
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller
-from fineserve_sim.policy.interfaces import Instance, Placement
+from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems.spec import ClairvoyantSpec, KvCachedSpec, VTensorSpec
 
 
@@ -142,16 +142,11 @@ def why_whole(scenario: Scenario) -> str | None:
     return "its faults are for other systems" if scenario.faults else None
 
 
-def groups_of(instances: Sequence[Instance]) -> list[tuple[int, ...]]:
-    """Engines, by their number, that share GPUs, directly or through others; groups in the order of their first engines."""
-    return connected({engine: instance.gpus for engine, instance in enumerate(instances)})
-
-
 def taken_apart(scenario: Scenario, placed: Placed | None = None) -> Apart | None:
     """The components of ``scenario``, which nothing keeps whole; None where there are fewer than two. Engines without any
     request, and requests of models that are placed nowhere, go with the first. Raises ScenarioError as ``simulate``."""
     placed = placed or place(scenario)
-    groups = groups_of(placed[0].instances)
+    groups = connected({engine: instance.gpus for engine, instance in enumerate(placed[0].instances)})
     if len(groups) < 2:
         return None
     build = Builder(scenario, placed)

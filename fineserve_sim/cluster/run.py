@@ -38,7 +38,6 @@ class Parts:
 
     cluster: Cluster
     sampler: Sampler
-    step_times: StepTimes
     kv_capacity_bytes: tuple[int, ...]
     placement: Placement
     serving: int = 0
@@ -87,6 +86,8 @@ class Run:
         self._events = 0
         self._samples = 0
         self._told_s = time.monotonic()
+        in_groups = scenario.system.dispatch is not None  # whose steps are not told apart
+        self.step_times = StepTimes(tuple if in_groups else parts.cluster.engines.values)
         self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
         self._whole = WholeTrace(0 if joined else self._number)
         parts.cluster.outcomes.begin(self._number, joined or self._whole)
@@ -139,7 +140,7 @@ class Run:
         if not outcomes.open:
             return
         self.parts.sampler.sample(now)
-        self.parts.step_times.sample()
+        self.step_times.sample()
         self.gpu_uses.sample(now)
         self._samples += 1
         clock.at(sample_time_s(self._samples, self._scenario.sample_s), TIMER, self._on_sample)
@@ -158,8 +159,8 @@ class Run:
             iterations=parts.cluster.iterations(),
             events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
             loop_cpu_s=self._loop_cpu_s,
-            step_times=parts.step_times.shares(),
-            step_samples=len(parts.step_times.notes) + parts.step_times.weighed,
+            step_times=self.step_times.shares(),
+            step_samples=len(self.step_times.notes) + self.step_times.weighed,
             counters=parts.counters(self._until_s),
             gpu_use=fractions(self.gpu_uses.sums, self.gpu_uses.looks),
         )

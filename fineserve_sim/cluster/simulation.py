@@ -14,7 +14,7 @@ from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apar
 from fineserve_sim.cluster.compose.groups import compose_groups
 from fineserve_sim.cluster.compose.models import Placed, compose, compose_fleet
 from fineserve_sim.cluster.compose.place import place
-from fineserve_sim.cluster.run import Parts, Run
+from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
@@ -54,7 +54,7 @@ def simulate_streamed(
     """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept: ``ended`` gets columns of
     those that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
     run = prepare(scenario, joined=Joined(scenario.trace, ended))
-    run.parts.step_times.most_notes = MOST_NOTES
+    run.step_times.most_notes = MOST_NOTES
     run.parts.sampler.rows.hand_on(sampled)
     run.to_the_end()
     run.parts.sampler.rows.hand_on(sampled)
@@ -69,15 +69,12 @@ def simulate_step_by_step(scenario: Scenario) -> RunResult:
 def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | None = None) -> Run:
     """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
     ``simulate``."""
-    return Run(scenario, _composed(scenario, placed), joined=joined)
-
-
-def _composed(scenario: Scenario, placed: Placed | None) -> Parts:
-    """A cluster of one model on many instances, of models that come and go, or of models that stay."""
     if scenario.system.dispatch is not None:
-        return compose_groups(scenario)
-    build = compose if scenario.system.residency is None else compose_fleet
-    return build(scenario, placed or place(scenario))
+        parts = compose_groups(scenario)
+    else:
+        build = compose if scenario.system.residency is None else compose_fleet
+        parts = build(scenario, placed or place(scenario))
+    return Run(scenario, parts, joined=joined)
 
 
 def simulate_component(component: Component) -> Piece:
@@ -85,7 +82,7 @@ def simulate_component(component: Component) -> Piece:
     run = Run(component.scenario, compose(component.scenario, component.placed), looks=component.looks)
     run.to_the_end()
     run.parts.sampler.sample(math.inf)
-    notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
+    notes, run.step_times.notes = run.step_times.notes, []  # weighed with those of the others
     return Piece(run.result(), notes, run.gpu_uses.sums)
 
 

@@ -15,9 +15,9 @@ from randomkit import scenario_of
 from simkit import gpus, pinned, served, system, trace_of
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError
-from fineserve_sim.cluster.components import Apart, Component, Piece, groups_of, taken_apart, why_whole
+from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apart, why_whole
+from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.cluster.simulation import simulate, simulate_component, simulate_whole
-from fineserve_sim.policy.interfaces import Instance
 from fineserve_sim.systems import load_systems
 
 SEEDS = 100
@@ -103,7 +103,7 @@ def test_other_processes_give_the_same() -> None:
 
 def test_engines_that_share_gpus_through_others_are_one_component() -> None:
     at = [(0,), (1, 2), (3,), (2, 3), (4,), (0,)]
-    assert groups_of([Instance("m", 0, own, 1.0, 0) for own in at]) == [(0, 5), (1, 2, 3), (4,)]
+    assert connected(dict(enumerate(at))) == [(0, 5), (1, 2, 3), (4,)]
 
 
 def test_an_idle_engine_and_a_model_without_a_place_change_nothing() -> None:

@@ -32,7 +32,6 @@ from fineserve_sim.cluster.samples import InstanceSampler
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
-from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.drop_plan import even_split
 from fineserve_sim.policy.groups.migration import LlumnixMigration
@@ -72,11 +71,10 @@ def compose_groups(scenario: Scenario) -> Parts:
     return Parts(
         cluster,
         sampler,
-        StepTimes(tuple),
         (base_bytes,) * sum(len(instance.gpus) for instance in instances),
         placement,
         serving,
-        lambda last_arrival_s: counters(fleet, sampler, last_arrival_s),
+        partial(counters, fleet, sampler),
     )
 
 

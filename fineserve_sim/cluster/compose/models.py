@@ -41,7 +41,6 @@ from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
-from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
@@ -58,8 +57,6 @@ def compose(scenario: Scenario, placed: Placed) -> Parts:
     build = Builder(scenario, placed)
     gpus_of = [instance.gpus for instance in build.placement.instances]
     seats = build.seats()
-    for seat in seats:
-        build.join(seat.engine, seat.model, gpus_of[seat.engine])
     able = [seat for seat in seats if seat.able]
     schedulers = build.schedulers(
         [EngineBinding(seat.engine, seat.model, gpus_of[seat.engine], seat.kv.capacity_tokens()) for seat in able]
@@ -111,7 +108,6 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     cluster = cluster_of(scenario, build.clock, controller, build.contention)
 
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
-        build.join(id, model, gpus)
         return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
 
     usable = {slot.id: slot.memory_bytes for slot in slots}
@@ -169,11 +165,14 @@ class Builder:
         }
 
     def seats(self) -> list[Seat]:
-        """The engines of the placement, before they exist."""
+        """All of the placement."""
         return [self.seat(id, instance.model, instance.gpus) for id, instance in enumerate(self.placement.instances)]
 
     def seat(self, engine: int, model: str, gpus: tuple[int, ...]) -> Seat:
+        """An engine comes to these GPUs; it does not exist yet."""
         memory = self._scenario.system.memory
+        share = sm_share(self._scenario, self.served[model], [self._gpus[gpu] for gpu in gpus])
+        self.contention.join(engine, gpus, share)
         settings = replace(self._scenario.engine, block_tokens=self._block_tokens(model))
         kv = engine_kv(
             engine, [self.managers[gpu] for gpu in gpus], settings.block_tokens, caches=caches_prefixes(memory)
@@ -182,13 +181,8 @@ class Builder:
         longest = settings.block_tokens if contiguous else self.served[model].model.max_context_tokens
         return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)
 
-    def join(self, engine: int, model: str, gpus: tuple[int, ...]) -> None:
-        """An engine comes to these GPUs."""
-        share = sm_share(self._scenario, self.served[model], [self._gpus[gpu] for gpu in gpus])
-        self.contention.join(engine, gpus, share)
-
     def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> SpanEngine:
-        """An engine of the placement, once all have joined. One that shares nothing goes its own way if no scheduler is asked
+        """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
         for it (``alone``)."""
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
@@ -232,4 +226,4 @@ class Builder:
 
     def parts(self, cluster: Cluster, columns: Sequence[Column], kv_capacity_bytes: tuple[int, ...]) -> Parts:
         sampler = EngineSampler(columns, [self.managers[gpu] for gpu in sorted(self.managers)])
-        return Parts(cluster, sampler, StepTimes(cluster.engines.values), kv_capacity_bytes, self.placement)
+        return Parts(cluster, sampler, kv_capacity_bytes, self.placement)

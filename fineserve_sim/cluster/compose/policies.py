@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal
 
 from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activation_cost
@@ -90,28 +89,26 @@ def _clairvoyant(spec: specs.ClairvoyantSpec, engines: Sequence[EngineFactsheet]
 
 
 SchedulerBuilder = Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler | None]
+Scope = Literal["engine", "gpu"]
 
-_SCHEDULERS: dict[type, tuple[Callable[[EngineFactsheet], int], SchedulerBuilder]]
-_SCHEDULERS = {
-    specs.FcfsSpec: (attrgetter("engine"), lambda spec, engines: None),
-    specs.AdaptiveSpec: (attrgetter("engine"), _adaptive),
-    specs.MooreHodgsonSpec: (attrgetter("gpu"), _moore_hodgson),
-    specs.ClairvoyantSpec: (attrgetter("engine"), _clairvoyant),
+_SCHEDULERS: dict[type, tuple[Scope, SchedulerBuilder]] = {
+    specs.FcfsSpec: ("engine", lambda spec, engines: None),
+    specs.AdaptiveSpec: ("engine", _adaptive),
+    specs.MooreHodgsonSpec: ("gpu", _moore_hodgson),
+    specs.ClairvoyantSpec: ("engine", _clairvoyant),
 }
 """For each local scheduler: what the factsheets of a scope have in common, and how to build it for them (None: nothing is held
 back, the engine's own queue is first come first served)."""
 
 
-def register_scheduler(
-    spec: type[specs.Spec], build: SchedulerBuilder, *, scope: Literal["engine", "gpu"] = "engine"
-) -> None:
+def register_scheduler(spec: type[specs.Spec], build: SchedulerBuilder, *, scope: Scope = "engine") -> None:
     """Make a local scheduler one that every system can name: ``build(spec, sheets)`` gives the scheduler of one scope.
 
     ``scope``: one scheduler an engine, or one for all engines whose first GPU is the same. Raises ValueError for a name
     that is taken or missing.
     """
     specs.add_choice("scheduler", spec)
-    _SCHEDULERS[spec] = (attrgetter(scope), build)
+    _SCHEDULERS[spec] = (scope, build)
 
 
 def register_placement(spec: type[specs.Spec], build: Callable[[Any], PlacementPolicy]) -> None:
@@ -124,10 +121,10 @@ def build_schedulers(
     spec: specs.SchedulerSpec, engines: Sequence[EngineFactsheet]
 ) -> Mapping[tuple[int, ...], LocalScheduler | None]:
     """One scheduler a scope; the key names the scope's engines."""
-    scope_of, build = _SCHEDULERS[type(spec)]
+    scope, build = _SCHEDULERS[type(spec)]
     scopes: dict[int, list[EngineFactsheet]] = {}
     for sheet in engines:
-        scopes.setdefault(scope_of(sheet), []).append(sheet)
+        scopes.setdefault(getattr(sheet, scope), []).append(sheet)
     return {tuple(sheet.engine for sheet in members): build(spec, members) for members in scopes.values()}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
-from fineserve_sim.cluster.scenario import EngineSettings, Latency, MeasuredSteps, ScenarioError, ServedModel
+from fineserve_sim.cluster.scenario import EngineSettings, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel, measured_on, profile
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.groups.microbatch import ChunkCost
@@ -27,28 +27,21 @@ def step_model(
 ) -> StepModel:
     """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. Raises
     ScenarioError for a table of measured steps without such an engine."""
-    engine = (served.model, served.precision, served.tp, gpu)
-    if settings.step_times is not None:
-        return _measured_steps(*engine, settings.step_times)
-    return _modelled_steps(*engine, settings.latency, settings.deployment, kernel and kernel.name)
+    alike = EngineSettings(deployment=settings.deployment, latency=settings.latency, step_times=settings.step_times)
+    return _step_model(served.model, served.precision, served.tp, gpu, alike, kernel and kernel.name)
 
 
 @lru_cache(maxsize=256)
-def _modelled_steps(
-    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, latency: Latency, host: str, kernel: str | None
+def _step_model(
+    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
 ) -> StepModel:
-    tables = measured_on(gpu) if latency == "tables" else None
-    variant = attention_variant(kernel) if kernel else None
-    return StepModel(model, precision, tp, gpu, deployment(host), tables, variant)
-
-
-@lru_cache(maxsize=256)
-def _measured_steps(
-    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, measured: MeasuredSteps
-) -> StepModel:
+    if settings.step_times is None:
+        tables = measured_on(gpu) if settings.latency == "tables" else None
+        variant = attention_variant(kernel) if kernel else None
+        return StepModel(model, precision, tp, gpu, deployment(settings.deployment), tables, variant)
     from fineserve_sim.latency.measured_steps import load_step_model  # SciPy's optimizers take a while to import
 
-    path = Path(measured.path)
+    path = Path(settings.step_times.path)
     if tp != 1:
         raise ScenarioError(f"{path.name}: steps are measured at tp 1; model {model.name} has tp {tp}")
     try:
