@@ -76,7 +76,7 @@ class Apart(NamedTuple):
         iterations = events = 0
         uses: dict[int, GpuUse] = {}
         for component, (result, own_notes, own_uses) in zip(self.components, pieces, strict=True):
-            for name, column in whole.columns().items():
+            for name, column in vars(whole).items():
                 column[component.requests] = getattr(result, name)
             engines = np.array([*component.engines, -1])  # -1 stays -1
             whole.engine[component.requests] = engines[result.engine]
@@ -92,7 +92,7 @@ class Apart(NamedTuple):
         timeline = self._timeline(timelines, gpus)
         looks = int(np.count_nonzero(timeline.time_s <= self.scenario.whole_trace.arrival_s[-1]))
         return RunResult(
-            **whole.columns(),
+            **vars(whole),
             placement=self.placement,
             kv_capacity_bytes=tuple(capacity_of[gpu] for gpu in gpus),
             timeline=timeline,

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from fineserve_traces import totals
@@ -45,8 +44,8 @@ class Parts:
 
 
 class WholeTrace:
-    """Takes ended requests in any order. Columns as in ``RunResult``, in the order of a trace that is all there; those that
-    never end stay unfinished, without moments."""
+    """Takes ended requests in any order. Its attributes are columns of ``RunResult``, in the order of a trace that is all
+    there; requests that never end stay unfinished, without moments."""
 
     def __init__(self, requests: int) -> None:
         self.first_token_s = np.full(requests, np.nan)
@@ -57,12 +56,8 @@ class WholeTrace:
         self.output_tokens = np.zeros(requests, dtype=np.int64)
 
     def __call__(self, ended: Ended) -> None:
-        for name, column in self.columns().items():
+        for name, column in vars(self).items():
             column[ended.request] = getattr(ended, name)
-
-    def columns(self) -> dict[str, Any]:
-        """By the names of ``RunResult``."""
-        return dict(vars(self))
 
 
 class Run:
@@ -151,7 +146,7 @@ class Run:
     def result(self) -> RunResult:
         parts = self.parts
         return RunResult(
-            **self._whole.columns(),
+            **vars(self._whole),
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
             timeline=parts.sampler.rows.timeline(),

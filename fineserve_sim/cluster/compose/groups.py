@@ -55,12 +55,13 @@ def compose_groups(scenario: Scenario) -> Parts:
     instances = [build.instance(number, instance.gpus) for number, instance in enumerate(placement.instances)]
     controller = build.controller(instances, spares)
     cluster = cluster_of(scenario, build.clock, controller, Contention({}))
-    drop = system.drop or specs.KunServeDropSpec()
+    drop, tokens = system.drop or specs.KunServeDropSpec(), scenario.engine.token_budget
+    chunk_s = build.step.step_s(0, 0, tokens, tokens * (tokens + 1) // 2, 0, 1) / 2  # of one stage of two
     fleet = Instances(
         cluster,
         instances,
         partial(build.engine, cluster),
-        TransferRules(drop.exchange == "coordinated", build.stage_s(), drop.remap_s),
+        TransferRules(drop.exchange == "coordinated", chunk_s, drop.remap_s),
         spares=spares,
         start_s=0.0 if system.scaling is None else system.scaling.start_s,
         migrates=system.migration is not None,
@@ -150,11 +151,6 @@ class _Builder:
             for layers in even_split(sizes.layers, members)
         )
         return blocks * self._settings.block_tokens
-
-    def stage_s(self) -> float:
-        """Seconds of one stage of two with a full token budget: what a chunk of a coordinated transfer may take."""
-        tokens = self._settings.token_budget
-        return self.step.step_s(0, 0, tokens, tokens * (tokens + 1) // 2, 0, 1) / 2
 
     def instance(self, number: int, gpus: tuple[int, ...]) -> TpGroup:
         """Its links are those of its GPUs taken together: TP ranks send their shards side by side."""

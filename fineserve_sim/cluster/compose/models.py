@@ -24,8 +24,7 @@ from fineserve_sim.cluster.compose.policies import (
     build_residency,
     build_schedulers,
 )
-from fineserve_sim.cluster.compose.profiling import step_model
-from fineserve_sim.cluster.compose.sharing import law_of, sm_share
+from fineserve_sim.cluster.compose.profiling import sharing_of, sm_share, step_model
 from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel, virtual_kv
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
@@ -42,6 +41,7 @@ from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.sharing import LAWS
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
@@ -145,7 +145,9 @@ class Builder:
         self.served = {model.id: model for model in scenario.models}
         self.clock = Clock()
         self.wakeups = {gpu.id: Wakeups(self.clock) for gpu in scenario.gpus}
-        self.contention = Contention({gpu.id: law_of(gpu, scenario) for gpu in scenario.gpus})
+        modes = {gpu.id: sharing_of(gpu, scenario).mode for gpu in scenario.gpus}
+        # Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine.
+        self.contention = Contention({gpu: LAWS.get(mode, LAWS["time_slice"]) for gpu, mode in modes.items()})
         self._scenario = scenario
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
         self.tenants = tenants_on(scenario, self.placement.instances, demands)

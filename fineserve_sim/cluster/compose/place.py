@@ -7,7 +7,7 @@ of several sizes, and the mean number of resident tokens is fitted against the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,15 +24,14 @@ from fineserve_sim.cluster.compose.memory import (
 )
 from fineserve_sim.cluster.compose.models import Placed, compose, slots_of
 from fineserve_sim.cluster.compose.policies import build_placement
-from fineserve_sim.cluster.compose.profiling import operating_points, typical
-from fineserve_sim.cluster.compose.sharing import check_exclusive
+from fineserve_sim.cluster.compose.profiling import operating_points, sharing_of, typical
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.placement.mme import mme_slope
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems import SystemSpec
-from fineserve_sim.systems.spec import DedicatedPlacementSpec, FcfsSpec, PrivatePoolsSpec
+from fineserve_sim.systems.spec import DedicatedPlacementSpec, FcfsSpec, PrismResidencySpec, PrivatePoolsSpec
 
 SWEEP_REQUESTS = 32
 """Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
@@ -61,7 +60,7 @@ def place(scenario: Scenario) -> Placed:
         placement = build_placement(spec).place(list(demands.values()), slots)
     except ValueError as error:
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
-    check_exclusive(scenario, placement.instances)
+    _check_exclusive(scenario, placement.instances)
     return placement, demands
 
 
@@ -78,6 +77,24 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
             f"model {demand.id} fits on no GPU: it needs {demand.weight_bytes / 2**30:.1f} GiB for weights at tp={demand.tp}, "
             f"a GPU has {largest:.1f} GiB usable; raise its tp or choose a smaller precision"
         )
+
+
+def _check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
+    """Raises ScenarioError when two engines are on a GPU that is for one, or will be."""
+    here: dict[int, str] = {}
+    alone = {gpu.id for gpu in scenario.gpus if sharing_of(gpu, scenario).mode == "exclusive"}
+    if alone and isinstance(scenario.system.residency, PrismResidencySpec):
+        raise ScenarioError(
+            f"system {scenario.system.name} brings several models to a GPU: it cannot run with sharing exclusive"
+        )
+    for instance in instances:
+        for gpu in alone.intersection(instance.gpus):
+            if other := here.get(gpu):
+                raise ScenarioError(
+                    f"system {scenario.system.name} puts {other} and {instance.model} on GPU {gpu}, whose sharing is "
+                    f"exclusive; share it (mps, time_slice) or take another placement or more GPUs"
+                )
+            here[gpu] = instance.model
 
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:

@@ -128,6 +128,10 @@ def build_schedulers(
     return {tuple(sheet.engine for sheet in members): build(spec, members) for members in scopes.values()}
 
 
+_LOADING = {"engine_pool", "parallel_loading", "engine_start_s"}
+"""Options of Prism's residency that say how long an activation takes."""
+
+
 def build_residency(
     spec: specs.ResidencySpec,
     placement: specs.PlacementSpec,
@@ -140,14 +144,11 @@ def build_residency(
         return QlmSwapping(models, gpus, **options(spec, "tick_s"))
     kvpr = build_placement(placement if isinstance(placement, specs.KvprPlacementSpec) else specs.KvprPlacementSpec())
     assert isinstance(kvpr, KvprPlacement)
-    others = ("rate_window_s", "engine_pool", "parallel_loading", "engine_start_s", "tick_s")
-    return PrismResidency(models, gpus, kvpr, **options(spec, *others))
+    return PrismResidency(models, gpus, kvpr, **options(spec, "rate_window_s", "tick_s", *_LOADING))
 
 
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
     """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
     if isinstance(spec, specs.PrismResidencySpec):
-        return activation_cost(
-            engine_pool=spec.engine_pool, parallel_loading=spec.parallel_loading, engine_start_s=spec.engine_start_s
-        )
+        return activation_cost(**spec.model_dump(include=_LOADING))
     return ActivationCost(spec.swap_s, float("inf"), float("inf"))

@@ -1,9 +1,10 @@
-"""What an operator profiles of an engine: its step times, what it reaches at each batch size, and what chunks cost. They depend
-on geometry, precision, GPU, settings and mean lengths only, so they are computed once a process."""
+"""What an operator profiles of an engine: its step times, what it reaches at each batch size, what chunks cost, and which SMs it
+needs. This depends on geometry, precision, GPU, settings and expected load only, so it is computed once a process."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -11,15 +12,21 @@ from pathlib import Path
 import numpy as np
 
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
-from fineserve_sim.cluster.scenario import EngineSettings, ScenarioError, ServedModel
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel, measured_on, profile
+from fineserve_sim.latency.sharing import Demand, under_cap
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.groups.microbatch import ChunkCost
 from fineserve_sim.policy.interfaces import OperatingPoint
+from fineserve_sim.systems import Sharing
 
 CHUNKS = (256, 512, 1024, 2048, 4096)
 PREFIXES = (0, 2048, 8192, 16384)
 COUNTS = (1, 2, 4)
+"""The equal chunks of a step, as the chunk cost is fitted to."""
+
+PERCENTS = range(30, 101, 10)
+"""Parts of the SMs that MuxServe profiles (hao-ai-lab/MuxServe @ 223148033454, examples/placement/llama.json)."""
 
 
 def step_model(
@@ -81,3 +88,45 @@ def chunk_cost(step: StepModel) -> ChunkCost:
     found, *_ = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)
     alpha, beta, gamma, shared = (max(0.0, float(value)) for value in found)
     return ChunkCost(alpha, beta, gamma, min(shared, gamma))
+
+
+def sharing_of(gpu: Gpu, scenario: Scenario) -> Sharing:
+    """How the engines on this GPU share it."""
+    return gpu.sharing or scenario.system.sharing
+
+
+def sm_share(scenario: Scenario, served: ServedModel, gpus: Iterable[Gpu]) -> float:
+    """The part of the SMs, in (0, 1], that an engine of the model may take of each of its GPUs: the least of theirs."""
+    return min(_share_on(gpu, scenario, served) for gpu in gpus)
+
+
+def _share_on(gpu: Gpu, scenario: Scenario, served: ServedModel) -> float:
+    percent = sharing_of(gpu, scenario).percent
+    if percent == "by_rate":
+        return _least_share(served, gpu.spec, scenario.engine)
+    return 1.0 if percent is None else percent.get(served.id, 100) / 100
+
+
+@lru_cache(maxsize=256)
+def _least_share(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float:
+    """The smallest part of the SMs with which one engine meets the model's rate, alone; all of them if none does."""
+    step = step_model(served, gpu, settings)
+    prompt, output = mean_lengths(served)
+    chunk = min(prompt, settings.token_budget)
+    prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
+    points = operating_points(typical(served), gpu, settings)
+    decodes = [step.demand(p.batch, p.batch * (prompt + output // 2), 0, 0, 0, p.batch) for p in points]
+
+    def meets(share: float) -> bool:
+        return any(
+            _served_per_s(point, prefill._replace(sm_share=share), decode._replace(sm_share=share)) >= served.rate_per_s
+            for point, decode in zip(points, decodes, strict=True)
+        )
+
+    return next((percent / 100 for percent in PERCENTS if meets(percent / 100)), 1.0)
+
+
+def _served_per_s(point: OperatingPoint, prefill: Demand, decode: Demand) -> float:
+    """Requests per second of a batch that is prefilled together and then decoded, under a cap."""
+    decode_s = max(0.0, point.batch / point.throughput_per_s - point.ttft_s)
+    return point.batch / (point.ttft_s * under_cap(prefill) + decode_s * under_cap(decode))
