@@ -1,4 +1,4 @@
-"""What an operator profiles of an engine: its step times, what it reaches at each batch size, what chunks cost, and which SMs it
+"""What an operator profiles of an engine: its step times, what it reaches at each batch size, what chunks cost, which SMs it
 needs. This depends on geometry, precision, GPU, settings and expected load only, so it is computed once a process."""
 
 from __future__ import annotations
