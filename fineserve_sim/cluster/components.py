@@ -199,27 +199,28 @@ def _component(
     instances = {f"{placement.instances[engine].model}#{engine}": placement.instances[engine] for engine in engines}
     model_of = {id: instance.model for id, instance in instances.items()}
     nowhere = replace(scenario.models[0], id="#")
-    own_gpus = [gpus[id] for id in sorted({gpu for instance in instances.values() for gpu in instance.gpus})]
-    own_placement = Placement(
-        tuple(
-            replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
-            for id, instance in instances.items()
-        )
-    )
+    own_gpus = sorted({gpu for instance in instances.values() for gpu in instance.gpus})
+    own_instances = [
+        replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
+        for id, instance in instances.items()
+    ]
     prompts = looks.prompt_tokens
     return Component(
         scenario=replace(
             scenario,
             system=scenario.system.model_copy(update={"sharing": scenario.system.sharing.renamed(model_of)}),
             models=(*(replace(served[model], id=id) for id, model in model_of.items()), nowhere),
-            gpus=tuple(_renamed(gpu, model_of) for gpu in own_gpus),
+            gpus=tuple(_renamed(gpus[id], model_of) for id in own_gpus),
             trace=replace(
                 scenario.whole_trace.take(requests),
                 model=np.where(engine_of < 0, len(engines), np.searchsorted(engines, engine_of)).astype(np.int32),
                 models=(*instances, nowhere.id),
             ),
         ),
-        placed=(own_placement, {id: replace(demands[model], id=id) for id, model in model_of.items()}),
+        placed=(
+            Placement(tuple(own_instances)),
+            {id: replace(demands[model], id=id) for id, model in model_of.items()},
+        ),
         engines=engines,
         requests=requests,
         looks=looks._replace(prompt_tokens={id: prompts[model] for id, model in model_of.items() if model in prompts}),

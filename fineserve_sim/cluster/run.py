@@ -73,17 +73,16 @@ class Run:
         self._scenario = scenario
         self._plan_faults()
         found = totals(scenario.trace)
-        looks = looks or looks_at(found, scenario.trace.models)
+        self._looks = looks or looks_at(found, scenario.trace.models)
         self._number = int(found.requests.sum())
         self._arrivals = Arrivals(joined or scenario.trace, caches=caches_prefixes(scenario.system.memory))
-        self._until_s = looks.until_s
-        self._horizon_s = looks.until_s + scenario.drain_s
+        self._horizon_s = self._looks.until_s + scenario.drain_s
         self._events = 0
         self._samples = 0
         self._told_s = time.monotonic()
         in_groups = scenario.system.dispatch is not None  # whose steps are not told apart
         self.step_times = StepTimes(tuple if in_groups else parts.cluster.engines.values)
-        self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
+        self.gpu_uses = GpuUses(parts.cluster, parts.placement, self._looks)
         self._whole = WholeTrace(0 if joined else self._number)
         parts.cluster.outcomes.begin(self._number, joined or self._whole)
 
@@ -156,6 +155,6 @@ class Run:
             loop_cpu_s=self._loop_cpu_s,
             step_times=self.step_times.shares(),
             step_samples=len(self.step_times.notes) + self.step_times.weighed,
-            counters=parts.counters(self._until_s),
+            counters=parts.counters(self._looks.until_s),
             gpu_use=fractions(self.gpu_uses.sums, self.gpu_uses.looks),
         )

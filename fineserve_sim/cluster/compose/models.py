@@ -82,7 +82,7 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     if not isinstance(memory, KvCachedSpec | PrivatePoolsSpec):
         raise ScenarioError(f"a system with residency needs memory kvcached or private, not {memory.policy}")
     build = Builder(scenario, placed)
-    bytes_of = {}
+    bytes_of, models = {}, {}
     for id, served in build.served.items():
         block = geometry(served, settings)
         bytes_of[id] = EngineBytes(
@@ -91,13 +91,11 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
             virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
             served.model.max_context_tokens,
         )
-    demands = {
-        id: replace(demand, weight_bytes=bytes_of[id].fixed_bytes, activation_bytes=0)
-        for id, demand in placed[1].items()
-    }
-    slots = slots_of(scenario)
+        demand = replace(placed[1][id], weight_bytes=bytes_of[id].fixed_bytes, activation_bytes=0)
+        models[id] = FleetModel(demand, served.model.max_context_tokens)
+    slots, demands = slots_of(scenario), {id: model.demand for id, model in models.items()}
     controller = FleetController(
-        {id: FleetModel(demand, bytes_of[id].context_tokens) for id, demand in demands.items()},
+        models,
         slots,
         build.placement.instances,
         build_residency(residency, scenario.system.placement, demands, slots),

@@ -30,20 +30,11 @@ from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, Scenar
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.placement.mme import mme_slope
 from fineserve_sim.policy.placement.tp_groups import tp_groups
-from fineserve_sim.systems import SystemSpec
-from fineserve_sim.systems.spec import DedicatedPlacementSpec, FcfsSpec, PrismResidencySpec, PrivatePoolsSpec
+from fineserve_sim.systems import load_systems
+from fineserve_sim.systems.spec import PrismResidencySpec
 
 SWEEP_REQUESTS = 32
 """Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
-
-SWEEP_SYSTEM = SystemSpec(
-    name="profile",
-    title="Profile sweep",
-    summary="One engine that has its GPUs to itself.",
-    placement=DedicatedPlacementSpec(),
-    scheduler=FcfsSpec(),
-    memory=PrivatePoolsSpec(),
-)
 
 
 def place(scenario: Scenario) -> Placed:
@@ -144,7 +135,7 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
     gpus = tuple(Gpu(id, 0, gpu) for id in range(served.tp))
     beside_bytes = usable_bytes(gpus[0], settings) - fixed_bytes(served, settings) - pool_bytes
     alone = replace(settings, context_bytes=settings.context_bytes + beside_bytes, contention="composition")
-    scenario = Scenario(SWEEP_SYSTEM, (served,), gpus, trace, alone, sample_s=0.1)
+    scenario = Scenario(load_systems()["dedicated"], (served,), gpus, trace, alone, sample_s=0.1)
     instance = Instance(served.id, 0, tuple(range(served.tp)), 1.0, footprint_bytes=1)
     run = Run(scenario, compose(scenario, (Placement((instance,)), {})))
     run.to_the_end()
