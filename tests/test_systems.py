@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
-from fineserve_sim.cluster.compose.instances import place
+from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.systems import SystemSpec, load_systems
 
 FILES = sorted((f for f in files("fineserve_sim.systems").iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)

@@ -8,37 +8,122 @@ them the same events come in the same order; what is kept is the memory of all b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from fineserve_traces import Trace, totals
+from numpy.typing import NDArray
 
 from fineserve_sim.cluster.compose.memory import charged_bytes
+from fineserve_sim.cluster.compose.models import Builder, Placed
+from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.engine.base import Seat
-from fineserve_sim.cluster.gpu_use import Looks, looks_at
-from fineserve_sim.cluster.scenario import Gpu, Ints, Scenario
+from fineserve_sim.cluster.gpu_use import Looks, fractions, looks_at
+from fineserve_sim.cluster.run import WholeTrace
+from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
+from fineserve_sim.cluster.scenario import Gpu, GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.sharing.domain import connected
-from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
+from fineserve_sim.cluster.step_times import Note, shares_of
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.controller import Controller
+from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems.spec import ClairvoyantSpec, KvCachedSpec, VTensorSpec
-
-Placed = tuple[Placement, dict[str, ModelDemand]]
-"""A placement, and the demand of each model that led to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Component:
     """Some of a run's engines, which share GPUs with no others, as a scenario of its own in which each is a model: their
-    numbers in the whole run, in order, their requests (rows of its trace), when the whole run ends at the latest, and how it is
-    looked at."""
+    numbers in the whole run, in order, their requests (rows of its trace), and how the whole run is looked at."""
 
     scenario: Scenario
     placed: Placed
     engines: tuple[int, ...]
     requests: Ints
-    horizon_s: float
     looks: Looks
+
+    @property
+    def gpus(self) -> list[int]:
+        return [gpu.id for gpu in self.scenario.gpus]
+
+
+class Piece(NamedTuple):
+    """What became of one component. The last row of its timeline, beyond its samples, is how it stays when it has ended.
+    ``uses``: sums over the looks at its GPUs."""
+
+    result: RunResult
+    notes: Sequence[Note]
+    uses: Mapping[int, GpuUse]
+
+
+class Apart(NamedTuple):
+    """A run taken apart: its components, in the order of their first engines, and what it takes to put their pieces together.
+    ``steps``: by engine."""
+
+    scenario: Scenario
+    placement: Placement
+    steps: Mapping[int, StepModel]
+    components: Sequence[Component]
+
+    def merged(self, pieces: Iterable[Piece]) -> RunResult:
+        """The result of the whole from the pieces of all components, in their order."""
+        whole = WholeTrace(len(self.scenario.whole_trace))
+        capacity_of: dict[int, int] = {}
+        notes: list[Note] = []
+        timelines: list[Timeline] = []
+        end_s = loop_cpu_s = 0.0
+        iterations = events = 0
+        uses: dict[int, GpuUse] = {}
+        for component, (result, own_notes, own_uses) in zip(self.components, pieces, strict=True):
+            for name, column in vars(whole).items():
+                column[component.requests] = getattr(result, name)
+            engines = np.array([*component.engines, -1])  # -1 stays -1
+            whole.engine[component.requests] = engines[result.engine]
+            notes += [(sample, component.engines[engine], batch) for sample, engine, batch in own_notes]
+            capacity_of |= dict(zip(component.gpus, result.kv_capacity_bytes, strict=True))
+            uses |= own_uses
+            timelines.append(result.timeline)
+            end_s = max(end_s, result.end_s)
+            iterations, events = iterations + result.iterations, events + result.events
+            loop_cpu_s += result.loop_cpu_s
+        notes.sort(key=lambda note: note[:2])
+        gpus = sorted(capacity_of)
+        timeline = self._timeline(timelines, gpus)
+        looks = int(np.count_nonzero(timeline.time_s <= self.scenario.whole_trace.arrival_s[-1]))
+        return RunResult(
+            **vars(whole),
+            placement=self.placement,
+            kv_capacity_bytes=tuple(capacity_of[gpu] for gpu in gpus),
+            timeline=timeline,
+            end_s=end_s,
+            iterations=iterations,
+            events=events,
+            loop_cpu_s=loop_cpu_s,
+            step_times=shares_of(notes, self.steps),
+            step_samples=len(notes),
+            gpu_use=fractions(uses, looks),
+        )
+
+    def _timeline(self, timelines: Sequence[Timeline], gpus: Sequence[int]) -> Timeline:
+        longest = max((timeline.time_s for timeline in timelines), key=len)[:-1]
+        engines = [np.array(component.engines) for component in self.components]
+        places = [np.searchsorted(gpus, component.gpus) for component in self.components]
+
+        def table(name: str, columns: Sequence[NDArray[np.intp]]) -> Ints:
+            whole = np.zeros((len(longest), sum(map(len, columns))), dtype=np.int64)
+            for timeline, own in zip(timelines, columns, strict=True):
+                part: Ints = getattr(timeline, name)
+                whole[: len(part) - 1, own] = part[:-1]
+                whole[len(part) - 1 :, own] = part[-1]
+            return whole
+
+        return Timeline(
+            time_s=longest,
+            engine_models=tuple(instance.model for instance in self.placement.instances),
+            **{name: table(name, engines) for name in PER_COLUMN},
+            **{name: table(name, places) for name in PER_GPU},
+        )
 
 
 def why_whole(scenario: Scenario) -> str | None:
@@ -57,20 +142,20 @@ def why_whole(scenario: Scenario) -> str | None:
     return "its faults are for other systems" if scenario.faults else None
 
 
-def groups_of(instances: Sequence[Instance]) -> list[tuple[int, ...]]:
-    """Engines, by their number, that share GPUs, directly or through others; groups in the order of their first engines."""
-    return connected({engine: instance.gpus for engine, instance in enumerate(instances)})
-
-
-def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> list[Component]:
-    """The components of ``scenario``, whose engines are ``seats``, in the order of their first engines. Engines without any
-    request, and requests of models that are placed nowhere, go with the first."""
-    engine_of = _engine_of_each(scenario.whole_trace, seats, placed[0].instances)
+def taken_apart(scenario: Scenario, placed: Placed | None = None) -> Apart | None:
+    """The components of ``scenario``, which nothing keeps whole; None where there are fewer than two. Engines without any
+    request, and requests of models that are placed nowhere, go with the first. Raises ScenarioError as ``simulate``."""
+    placed = placed or place(scenario)
+    groups = connected({engine: instance.gpus for engine, instance in enumerate(placed[0].instances)})
+    if len(groups) < 2:
+        return None
+    build = Builder(scenario, placed)
+    seats = build.seats()
+    engine_of = _engine_of_each(scenario.whole_trace, seats, build)
     busy = np.bincount(engine_of[engine_of >= 0], minlength=len(seats)) > 0
-    groups = groups_of(placed[0].instances)
     with_work = [members for members in groups if busy[list(members)].any()]
-    if not with_work:
-        return []
+    if len(with_work) < 2:
+        return None
     idle = [engine for members in groups if members not in with_work for engine in members]
     with_work[0] = tuple(sorted([*with_work[0], *idle]))
     number_of = np.zeros(len(seats) + 1, dtype=np.int64)  # by engine; the last one, -1, is nowhere
@@ -79,16 +164,18 @@ def components(scenario: Scenario, placed: Placed, seats: Sequence[Seat]) -> lis
     numbers, looks = number_of[engine_of], looks_at(totals(scenario.trace), scenario.trace.models)
     in_turn = np.argsort(numbers, kind="stable")
     ends = np.searchsorted(numbers[in_turn], np.arange(1, len(with_work)))
-    return [
+    components = [
         _component(scenario, placed, members, requests, engine_of[requests], looks)
         for members, requests in zip(with_work, np.split(in_turn, ends), strict=True)
     ]
+    return Apart(scenario, placed[0], {seat.engine: seat.step for seat in seats}, components)
 
 
-def _engine_of_each(trace: Trace, seats: Sequence[Seat], instances: Sequence[Instance]) -> Ints:
+def _engine_of_each(trace: Trace, seats: Sequence[Seat], build: Builder) -> Ints:
     """The engine that each request waits for, shape (n,): that of the turns of its model, -1 where there is none. A prompt that
     no engine of its model can hold goes to the first, which refuses it."""
     engine_of = np.full(len(trace), -1, dtype=np.int64)
+    controller = Controller(build.routes([seat for seat in seats if seat.able], {}))
     for number, model in enumerate(trace.models):
         own = [seat for seat in seats if seat.model == model]
         able = [seat for seat in own if seat.able] or own[:1]
@@ -97,8 +184,6 @@ def _engine_of_each(trace: Trace, seats: Sequence[Seat], instances: Sequence[Ins
         rows = np.flatnonzero(trace.model == number)
         engine_of[rows] = able[0].engine
         if len(able) > 1:
-            routes = [Route(seat.engine, instances[seat.engine].rate_per_s, seat.max_tokens, None) for seat in able]
-            controller = Controller({model: routes})
             chosen = [controller.route(model, prompt) for prompt in trace.prompt_tokens[rows].tolist()]
             engine_of[rows] = [able[0].engine if route is None else route.engine for route in chosen]
     return engine_of
@@ -111,35 +196,33 @@ def _component(
     the last model stands for all that are placed nowhere."""
     (placement, demands), gpus = placed, {gpu.id: gpu for gpu in scenario.gpus}
     served = {model.id: model for model in scenario.models}
-    instances = [placement.instances[engine] for engine in engines]
-    ids = [f"{instance.model}#{engine}" for instance, engine in zip(instances, engines, strict=True)]
-    prompts = looks.prompt_tokens
-    model_of = {id: instance.model for id, instance in zip(ids, instances, strict=True)}
+    instances = {f"{placement.instances[engine].model}#{engine}": placement.instances[engine] for engine in engines}
+    model_of = {id: instance.model for id, instance in instances.items()}
     nowhere = replace(scenario.models[0], id="#")
+    own_gpus = sorted({gpu for instance in instances.values() for gpu in instance.gpus})
+    own_instances = [
+        replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
+        for id, instance in instances.items()
+    ]
+    prompts = looks.prompt_tokens
     return Component(
         scenario=replace(
             scenario,
             system=scenario.system.model_copy(update={"sharing": scenario.system.sharing.renamed(model_of)}),
-            models=(*(replace(served[i.model], id=id) for i, id in zip(instances, ids, strict=True)), nowhere),
-            gpus=tuple(_renamed(gpus[id], model_of) for id in sorted({gpu for i in instances for gpu in i.gpus})),
+            models=(*(replace(served[model], id=id) for id, model in model_of.items()), nowhere),
+            gpus=tuple(_renamed(gpus[id], model_of) for id in own_gpus),
             trace=replace(
                 scenario.whole_trace.take(requests),
                 model=np.where(engine_of < 0, len(engines), np.searchsorted(engines, engine_of)).astype(np.int32),
-                models=(*ids, nowhere.id),
+                models=(*instances, nowhere.id),
             ),
         ),
         placed=(
-            Placement(
-                tuple(
-                    replace(i, model=id, footprint_bytes=charged_bytes(i, demands, len(gpus)))
-                    for i, id in zip(instances, ids, strict=True)
-                )
-            ),
-            {id: replace(demands[i.model], id=id) for i, id in zip(instances, ids, strict=True)},
+            Placement(tuple(own_instances)),
+            {id: replace(demands[model], id=id) for id, model in model_of.items()},
         ),
         engines=engines,
         requests=requests,
-        horizon_s=looks.until_s + scenario.drain_s,
         looks=looks._replace(prompt_tokens={id: prompts[model] for id, model in model_of.items() if model in prompts}),
     )
 

@@ -4,68 +4,104 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
-from fineserve_traces import Requests
+import numpy as np
+from fineserve_traces import totals
 from simpy.events import Event
 
-from fineserve_sim.cluster.arrivals import Arrivals
+from fineserve_sim.cluster.arrivals import Arrivals, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.compose.parts import Parts
+from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions
+from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions, looks_at
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
-from fineserve_sim.cluster.result import WholeTrace
-from fineserve_sim.cluster.samples import sample_time_s
-from fineserve_sim.cluster.scenario import Ended, Fault, RunResult
+from fineserve_sim.cluster.samples import Sampler, sample_time_s
+from fineserve_sim.cluster.scenario import Ended, RunResult, Scenario, ScenarioError, wrong_fault
+from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.policy.interfaces import Placement
 
 FAULT = order_of(Kind.TIMER, 1 << 19)
-
 
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""
 
-MOST_NOTES = 1 << 13
-"""Steps in flight that a run keeps whose requests stream in, before their shares are put together."""
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A composed cluster. ``kv_capacity_bytes`` are the sizes of the KV memories of the GPUs that host engines, by GPU id;
+    where engines come and go, what there could be at most. ``counters`` are what is counted besides, when the run is over and
+    the last request came at that time. The fleet takes faults of ``serving`` instances, or of GPUs."""
+
+    cluster: Cluster
+    sampler: Sampler
+    kv_capacity_bytes: tuple[int, ...]
+    placement: Placement
+    serving: int = 0
+    counters: Callable[[float], Mapping[str, float]] = field(default=lambda last_arrival_s: {})
+
+
+class WholeTrace:
+    """Takes ended requests in any order. Its attributes are columns of ``RunResult``, in the order of a trace that is all
+    there; requests that never end stay unfinished, without moments."""
+
+    def __init__(self, requests: int) -> None:
+        self.first_token_s = np.full(requests, np.nan)
+        self.finish_s = np.full(requests, np.nan)
+        self.fate = np.zeros(requests, dtype=np.int8)
+        self.preemptions = np.zeros(requests, dtype=np.int64)
+        self.engine = np.full(requests, -1, dtype=np.int32)
+        self.output_tokens = np.zeros(requests, dtype=np.int64)
+
+    def __call__(self, ended: Ended) -> None:
+        for name, column in vars(self).items():
+            column[ended.request] = getattr(ended, name)
 
 
 class Run:
-    """A composed cluster that serves ``requests``, so many in all, sampled once in each ``sample_s`` (0: never), until all have
-    ended, or to ``horizon_s``. ``looks`` say until when samples look at GPUs, ``ended`` takes the requests that have ended;
-    without it they are kept for the result."""
+    """A composed cluster before the first event of ``scenario``, whose faults are set. ``looks`` say until when samples look at
+    GPUs, and ``drain_s`` after that the run ends at the latest: where the scenario is a part of another, those of the whole.
+    ``joined`` has the requests, and takes what became of them; without it that is kept for the result. Raises ScenarioError for
+    a fault that this cluster cannot have."""
 
     def __init__(
-        self,
-        requests: Requests,
-        number: int,
-        parts: Parts,
-        *,
-        sample_s: float,
-        horizon_s: float,
-        looks: Looks,
-        caches: bool = False,
-        ended: Callable[[Ended], None] | None = None,
-        tell: Callable[[int, int], None] | None = None,
+        self, scenario: Scenario, parts: Parts, *, looks: Looks | None = None, joined: Joined | None = None
     ) -> None:
         self.parts = parts
-        self._number = number
-        self._arrivals = Arrivals(requests, caches=caches)
-        self._until_s = looks.until_s
-        self._horizon_s = horizon_s
+        self._scenario = scenario
+        self._plan_faults()
+        found = totals(scenario.trace)
+        self._looks = looks or looks_at(found, scenario.trace.models)
+        self._number = int(found.requests.sum())
+        self._arrivals = Arrivals(joined or scenario.trace, caches=caches_prefixes(scenario.system.memory))
+        self._horizon_s = self._looks.until_s + scenario.drain_s
         self._events = 0
         self._samples = 0
-        self._sample_s = sample_s
-        self._tell = tell
         self._told_s = time.monotonic()
-        self.gpu_uses = GpuUses(parts.cluster, parts.placement, looks)
-        self._whole = WholeTrace(0 if ended else number)
-        parts.cluster.outcomes.begin(number, ended or self._whole)
+        in_groups = scenario.system.dispatch is not None  # whose steps are not told apart
+        self.step_times = StepTimes(tuple if in_groups else parts.cluster.engines.values)
+        self.gpu_uses = GpuUses(parts.cluster, parts.placement, self._looks)
+        self._whole = WholeTrace(0 if joined else self._number)
+        parts.cluster.outcomes.begin(self._number, joined or self._whole)
+
+    def _plan_faults(self) -> None:
+        """What faults take is lost, and comes back."""
+        scenario, cluster = self._scenario, self.parts.cluster
+        if wrong := wrong_fault(scenario.faults, scenario.system, self.parts.serving, len(scenario.gpus)):
+            raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
+        for fault in scenario.faults:
+            order = FAULT + fault.number
+            cluster.at(fault.time_s, order, partial(cluster.fleet.fail, fault.number))
+            if fault.repair_s is not None:
+                cluster.at(fault.time_s + fault.repair_s, order, partial(cluster.fleet.repair, fault.number))
 
     def to_the_end(self) -> None:
+        began_s = time.process_time()
         clock, outcomes = self.parts.cluster.clock, self.parts.cluster.outcomes
         self._expect()
-        if self._sample_s > 0:
+        if self._scenario.sample_s > 0:
             clock.at(0.0, TIMER, self._on_sample)
         while outcomes.open and math.inf > clock.peek() <= self._horizon_s:
             clock.step()
@@ -73,6 +109,7 @@ class Run:
         self.parts.cluster.settle_all(self._horizon_s, order_of(Kind.START, 0))
         self._end_s = self._horizon_s if outcomes.open else outcomes.last_end_s
         self.parts.cluster.close()
+        self._loop_cpu_s = time.process_time() - began_s
 
     def _expect(self) -> None:
         """The next arrival is set."""
@@ -89,42 +126,33 @@ class Run:
         self._expect()
 
     def _on_sample(self, _: Event) -> None:
-        clock, outcomes = self.parts.cluster.clock, self.parts.cluster.outcomes
+        clock, outcomes, tell = self.parts.cluster.clock, self.parts.cluster.outcomes, self._scenario.tell
         now: float = clock.now
         self.parts.cluster.settle_all(now, TIMER)
         if not outcomes.open:
             return
         self.parts.sampler.sample(now)
-        self.parts.step_times.sample()
+        self.step_times.sample()
         self.gpu_uses.sample(now)
         self._samples += 1
-        clock.at(sample_time_s(self._samples, self._sample_s), TIMER, self._on_sample)
-        if self._tell is not None and time.monotonic() - self._told_s >= TOLD_S:
+        clock.at(sample_time_s(self._samples, self._scenario.sample_s), TIMER, self._on_sample)
+        if tell is not None and time.monotonic() - self._told_s >= TOLD_S:
             self._told_s = time.monotonic()
-            self._tell(self._number - outcomes.open, self._number)
+            tell(self._number - outcomes.open, self._number)
 
-    def result(self, loop_cpu_s: float) -> RunResult:
+    def result(self) -> RunResult:
         parts = self.parts
         return RunResult(
-            **self._whole.columns(),
+            **vars(self._whole),
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
             timeline=parts.sampler.rows.timeline(),
             end_s=self._end_s,
             iterations=parts.cluster.iterations(),
             events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
-            loop_cpu_s=loop_cpu_s,
-            step_times=parts.step_times.shares(),
-            step_samples=len(parts.step_times.notes) + parts.step_times.weighed,
-            counters=parts.counters(self._until_s),
+            loop_cpu_s=self._loop_cpu_s,
+            step_times=self.step_times.shares(),
+            step_samples=len(self.step_times.notes) + self.step_times.weighed,
+            counters=parts.counters(self._looks.until_s),
             gpu_use=fractions(self.gpu_uses.sums, self.gpu_uses.looks),
         )
-
-
-def plan_faults(cluster: Cluster, faults: Sequence[Fault]) -> None:
-    """What faults take is lost, and comes back; the cluster must have it."""
-    for fault in faults:
-        order = FAULT + fault.number
-        cluster.at(fault.time_s, order, partial(cluster.fleet.fail, fault.number))
-        if fault.repair_s is not None:
-            cluster.at(fault.time_s + fault.repair_s, order, partial(cluster.fleet.repair, fault.number))

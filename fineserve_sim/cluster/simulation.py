@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
 
-from fineserve_traces import Trace, totals
+from fineserve_traces import Trace
 
 from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
-from fineserve_sim.cluster.components import Component, Placed, components, groups_of, why_whole
-from fineserve_sim.cluster.compose.fleet import compose_fleet
+from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apart, why_whole
 from fineserve_sim.cluster.compose.groups import compose_groups
-from fineserve_sim.cluster.compose.instances import compose, place, seats_of
-from fineserve_sim.cluster.compose.parts import Parts
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
-from fineserve_sim.cluster.gpu_use import Looks, looks_at
-from fineserve_sim.cluster.merge import Piece, merged
-from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults
-from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline, wrong_fault
-from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.interfaces import Placement
+from fineserve_sim.cluster.compose.models import Placed, compose, compose_fleet
+from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster.run import Run
+from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
-Spread = Callable[[Callable[[Component], Piece], Iterable[Component]], Iterable[Piece]]
-"""``map``, or one that simulates components side by side, in their order (``Executor.map``)."""
+MOST_NOTES = 1 << 13
+"""Steps in flight that a run keeps whose requests stream in, before their shares are put together."""
 
 
 def simulate(scenario: Scenario) -> RunResult:
     """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival; component by component where
-    nothing keeps it whole.
+    nothing keeps it whole. What comes out is the same then, ``events`` apart: samples are taken in each component.
 
     Raises ScenarioError when system, models, cluster and faults do not fit together.
     """
@@ -41,7 +32,9 @@ def simulate(scenario: Scenario) -> RunResult:
         return simulate_clairvoyant(scenario)
     if why_whole(scenario) is not None:
         return simulate_whole(scenario)
-    return simulate_in_components(scenario)
+    placed = place(scenario)
+    apart = taken_apart(scenario, placed)
+    return simulate_whole(scenario, placed) if apart is None else apart.merged(_in_turn(apart))
 
 
 def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResult:
@@ -51,8 +44,8 @@ def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResul
             f"{scenario.trace.source}: requests that stream in take simulate_streamed, or read them first"
         )
     run = prepare(scenario, placed)
-    cpu_s = _to_the_end(run)
-    return run.result(cpu_s)
+    run.to_the_end()
+    return run.result()
 
 
 def simulate_streamed(
@@ -61,126 +54,48 @@ def simulate_streamed(
     """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept: ``ended`` gets columns of
     those that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
     run = prepare(scenario, joined=Joined(scenario.trace, ended))
-    run.parts.step_times.most_notes = MOST_NOTES
+    run.step_times.most_notes = MOST_NOTES
     run.parts.sampler.rows.hand_on(sampled)
-    cpu_s = _to_the_end(run)
-    run.parts.sampler.rows.hand_on(sampled)
-    return run.result(cpu_s)
-
-
-def simulate_in_components(scenario: Scenario, spread: Spread = map) -> RunResult:
-    """As ``simulate``, one component after the other, or where ``spread`` simulates them; there must be nothing that keeps
-    the scenario whole. What comes out is the same, ``events`` apart: samples are taken in each component."""
-    placed = place(scenario)
-    apart = _apart(scenario, placed)
-    if apart is None:
-        return simulate_whole(scenario, placed)
-    found = apart.components if scenario.tell is None else _in_turn(apart, scenario.tell)
-    return apart.merged(spread(simulate_component, found))
-
-
-class Apart(NamedTuple):
-    """A run taken apart: its components, and what it takes to put their pieces together. ``steps``: by engine."""
-
-    scenario: Scenario
-    placement: Placement
-    steps: Mapping[int, StepModel]
-    components: Sequence[Component]
-
-    def merged(self, pieces: Iterable[Piece]) -> RunResult:
-        """The result of the whole from the pieces of all components, in their order."""
-        return merged(self.scenario, self.placement, self.steps, zip(self.components, pieces, strict=True))
-
-
-def _in_turn(apart: Apart, tell: Callable[[int, int], None]) -> Iterator[Component]:
-    """The components, which tell how far the whole is when they are simulated one after the other."""
-    before, of_all = 0, len(apart.scenario.whole_trace)
-    for component in apart.components:
-        tell(before, of_all)
-        own = partial(_tell_of_all, tell, before, of_all)
-        yield replace(component, scenario=replace(component.scenario, tell=own))
-        before += len(component.requests)
-
-
-def _tell_of_all(tell: Callable[[int, int], None], before: int, of_all: int, ended: int, _: int) -> None:
-    tell(before + ended, of_all)
-
-
-def taken_apart(scenario: Scenario) -> Apart | None:
-    """The components of ``scenario``, of which there are several; None where ``simulate`` runs it whole.
-
-    Raises ScenarioError as ``simulate``.
-    """
-    return None if why_whole(scenario) is not None else _apart(scenario, place(scenario))
-
-
-def _apart(scenario: Scenario, placed: Placed) -> Apart | None:
-    if len(groups_of(placed[0].instances)) < 2:
-        return None
-    seats = seats_of(scenario, placed)
-    found = components(scenario, placed, seats)
-    steps = {seat.engine: seat.step for seat in seats}
-    return None if len(found) < 2 else Apart(scenario, placed[0], steps, found)
-
-
-def simulate_component(component: Component) -> Piece:
-    """One component to its end."""
-    parts = compose(component.scenario, component.placed)
-    run = _run_of(component.scenario, parts, len(component.requests), component.horizon_s, component.looks)
-    cpu_s = _to_the_end(run)
-    run.parts.sampler.sample(math.inf)
-    notes, run.parts.step_times.notes = run.parts.step_times.notes, []  # weighed with those of the others
-    return Piece(run.result(cpu_s), notes, run.gpu_uses.sums)
-
-
-def _to_the_end(run: Run) -> float:
-    """CPU seconds that it took."""
-    cpu_s = time.process_time()
     run.to_the_end()
-    return time.process_time() - cpu_s
-
-
-def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | None = None) -> Run:
-    """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
-    ``simulate``."""
-    parts = _composed(scenario, placed)
-    if wrong := wrong_fault(scenario.faults, scenario.system, parts.serving, len(scenario.gpus)):
-        raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
-    plan_faults(parts.cluster, scenario.faults)
-    found = totals(scenario.trace)
-    looks = looks_at(found, scenario.trace.models)
-    return _run_of(scenario, parts, int(found.requests.sum()), found.last_s + scenario.drain_s, looks, joined)
-
-
-def _run_of(
-    scenario: Scenario,
-    parts: Parts,
-    requests: int,
-    horizon_s: float,
-    looks: Looks,
-    joined: Joined | None = None,
-) -> Run:
-    """What is composed serves so many requests until ``horizon_s`` at the latest."""
-    return Run(
-        joined or scenario.trace,
-        requests,
-        parts,
-        sample_s=scenario.sample_s,
-        horizon_s=horizon_s,
-        looks=looks,
-        caches=caches_prefixes(scenario.system.memory),
-        ended=joined,
-        tell=scenario.tell,
-    )
-
-
-def _composed(scenario: Scenario, placed: Placed | None) -> Parts:
-    """A cluster of one model on many instances, of models that come and go, or of models that stay."""
-    if scenario.system.dispatch is not None:
-        return compose_groups(scenario)
-    return compose(scenario, placed) if scenario.system.residency is None else compose_fleet(scenario)
+    run.parts.sampler.rows.hand_on(sampled)
+    return run.result()
 
 
 def simulate_step_by_step(scenario: Scenario) -> RunResult:
     """As ``simulate``, with one event an engine iteration: the same result, bit for bit, and the check of it."""
     return simulate(replace(scenario, exact_steps=True))
+
+
+def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | None = None) -> Run:
+    """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
+    ``simulate``."""
+    if scenario.system.dispatch is not None:
+        parts = compose_groups(scenario)
+    else:
+        build = compose if scenario.system.residency is None else compose_fleet
+        parts = build(scenario, placed or place(scenario))
+    return Run(scenario, parts, joined=joined)
+
+
+def simulate_component(component: Component) -> Piece:
+    """One component to its end."""
+    run = Run(component.scenario, compose(component.scenario, component.placed), looks=component.looks)
+    run.to_the_end()
+    run.parts.sampler.sample(math.inf)
+    notes, run.step_times.notes = run.step_times.notes, []  # weighed with those of the others
+    return Piece(run.result(), notes, run.gpu_uses.sums)
+
+
+def _in_turn(apart: Apart) -> Iterator[Piece]:
+    """The pieces of its components, simulated one after the other, which tell how far the whole is."""
+    scenario, before = apart.scenario, 0
+    of_all = len(scenario.whole_trace)
+
+    def tell(ended: int, _: int) -> None:
+        if scenario.tell is not None:
+            scenario.tell(before + ended, of_all)
+
+    for component in apart.components:
+        tell(0, of_all)
+        yield simulate_component(replace(component, scenario=replace(component.scenario, tell=tell)))
+        before += len(component.requests)

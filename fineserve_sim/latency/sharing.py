@@ -8,7 +8,7 @@ the whole GPU. Nothing depends on time, so steps between two changes of composit
 ``mps``          kernels run side by side and take turns for the compute units, and for the bandwidth, that they need
 ``mps`` capped   an engine's own SMs first (``under_cap``); bandwidth is everybody's, compute as far as the caps overlap
 ``in_turn``      one step of each, as engines of one process take them: nobody's step is longer, everybody waits for the others'
-``mig``          the slice is the engine's own (a cluster has slices as GPUs: ``cluster.compose.sharing``)
+``mig``          the slice is the engine's own (a cluster has slices as GPUs: ``Gpu.board``)
 
 ``turns`` is behind two of them: whoever wants something waits for those who want it at that moment, and wants it longer for
 that. Alone nobody waits, engines that always want it take their number of times as long, and in between it is softer than

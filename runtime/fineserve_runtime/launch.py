@@ -18,7 +18,7 @@ from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineHost
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep, read_table
 from fineserve_runtime.warmup import Relay, measure
-from fineserve_sim.cluster.compose.instances import place
+from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
 from fineserve_sim.policy.placement.fineserve import base_footprint

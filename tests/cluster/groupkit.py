@@ -50,7 +50,7 @@ def simulate_groups(scenario: Scenario) -> GroupRun:
     assert isinstance(fleet, Instances) and isinstance(sampler, InstanceSampler)
     _, demand_bytes, capacity_bytes, engines = np.array(sampler.looks).reshape(-1, 4).T.astype(np.int64)
     moved, report = fleet.migrations.moved, fleet.regrouping.report
-    return GroupRun(run.result(0.0), report, demand_bytes, capacity_bytes, engines.tolist(), moved)
+    return GroupRun(run.result(), report, demand_bytes, capacity_bytes, engines.tolist(), moved)
 
 
 def system(name: str, **axes: Any) -> SystemSpec:

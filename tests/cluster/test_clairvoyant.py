@@ -114,10 +114,10 @@ def test_it_takes_no_axis_that_it_cannot_bound() -> None:
 
 
 def test_no_engine_can_be_scheduled_by_it() -> None:
-    from fineserve_sim.cluster.compose.instances import compose
+    from fineserve_sim.cluster.simulation import prepare
 
     with pytest.raises(ValueError, match="a bound, not a scheduler"):
-        compose(solo([(0.0, 30, 5)], scheduler="clairvoyant"))
+        prepare(solo([(0.0, 30, 5)], scheduler="clairvoyant"))
     assert build_schedulers(ClairvoyantSpec(), []) == {}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,9 @@ from randomkit import scenario_of
 from simkit import gpus, pinned, served, system, trace_of
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError
-from fineserve_sim.cluster.components import Component, components, groups_of, why_whole
-from fineserve_sim.cluster.compose.instances import place, seats_of
-from fineserve_sim.cluster.merge import Piece
-from fineserve_sim.cluster.simulation import simulate, simulate_in_components, simulate_whole
-from fineserve_sim.policy.interfaces import Instance
+from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apart, why_whole
+from fineserve_sim.cluster.sharing.domain import connected
+from fineserve_sim.cluster.simulation import simulate, simulate_component, simulate_whole
 from fineserve_sim.systems import load_systems
 
 SEEDS = 100
@@ -45,15 +44,19 @@ def assert_same(one: RunResult, other: RunResult) -> None:
     assert one.timeline.engine_models == other.timeline.engine_models
 
 
-def found_in(scenario: Scenario) -> list[Component]:
-    placed = place(scenario)
-    return components(scenario, placed, seats_of(scenario, placed))
-
-
-def backwards(simulated: Callable[[Component], Piece], found: Iterable[Component]) -> list[Piece]:
+def backwards(components: Iterable[Component]) -> list[Piece]:
     """The last component first, each in a process of its own, as far as one can see."""
-    pieces = [pickle.loads(pickle.dumps(simulated(pickle.loads(pickle.dumps(one))))) for one in reversed([*found])]
-    return pieces[::-1]
+    return [sent(simulate_component(sent(component))) for component in reversed([*components])][::-1]
+
+
+def sent(what: Any) -> Any:
+    return pickle.loads(pickle.dumps(what))
+
+
+def apart_of(scenario: Scenario) -> Apart:
+    apart = taken_apart(scenario)
+    assert apart is not None
+    return apart
 
 
 def test_components_give_the_bits_of_the_whole() -> None:
@@ -63,14 +66,14 @@ def test_components_give_the_bits_of_the_whole() -> None:
         scenario = scenario_of("static", seed)
         scenario = scenario if seed % 2 else replace(scenario, drain_s=0.0)
         try:
-            parts = found_in(scenario) if why_whole(scenario) is None else []
+            apart = taken_apart(scenario) if why_whole(scenario) is None else None
         except ScenarioError:
             continue
-        if len(parts) < 2:
+        if apart is None:
             continue
-        whole = simulate_whole(scenario)
-        assert_same(simulate_in_components(scenario), whole)
-        assert_same(simulate_in_components(scenario, backwards), whole)
+        whole, parts = simulate_whole(scenario), apart.components
+        assert_same(simulate(scenario), whole)
+        assert_same(apart.merged(backwards(parts)), whole)
         spread_over = {scenario.trace.models[m] for part in parts for m in set(scenario.trace.model[part.requests])}
         seen["clusters"] += 1
         seen["shared GPUs"] += any(len(part.engines) > 1 for part in parts)
@@ -93,23 +96,23 @@ def test_other_processes_give_the_same() -> None:
     trace = trace_of([(0.1 * row, 100 + row, 30, row % 3) for row in range(60)], "abc")
     spec = system(pinned({"a": [[0]], "b": [[1], [2]], "c": [[1]]}))
     scenario = Scenario(spec, models, gpus(3), trace, sample_s=0.05)
+    apart = apart_of(scenario)
     with ProcessPoolExecutor(1) as pool:
-        assert_same(simulate_in_components(scenario, pool.map), simulate_whole(scenario))
+        assert_same(apart.merged(pool.map(simulate_component, apart.components)), simulate_whole(scenario))
 
 
 def test_engines_that_share_gpus_through_others_are_one_component() -> None:
     at = [(0,), (1, 2), (3,), (2, 3), (4,), (0,)]
-    assert groups_of([Instance("m", 0, own, 1.0, 0) for own in at]) == [(0, 5), (1, 2, 3), (4,)]
+    assert connected(dict(enumerate(at))) == [(0, 5), (1, 2, 3), (4,)]
 
 
 def test_an_idle_engine_and_a_model_without_a_place_change_nothing() -> None:
     models = tuple(served(id) for id in "abcd")
     trace = trace_of([(0.1 * row, 100, 30, (0, 1, 3)[row % 3]) for row in range(30)], "abcd")
     scenario = Scenario(system(pinned({"a": [[1]], "b": [[2]], "c": [[0]]})), models, gpus(3), trace, sample_s=0.05)
-    parts = found_in(scenario)
-    assert [part.engines for part in parts] == [(0, 2), (1,)]
+    assert [part.engines for part in apart_of(scenario).components] == [(0, 2), (1,)]
     whole = simulate_whole(scenario)
-    assert_same(simulate_in_components(scenario), whole)
+    assert_same(simulate(scenario), whole)
     assert (whole.fate[2::3] == Fate.REJECTED).all()
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from simkit import Row, pinned, served, solo, step_model
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.compose.chunk_cost import fit_chunk_cost
+from fineserve_sim.cluster.compose.profiling import chunk_cost
 from fineserve_sim.cluster.scenario import Fault, wrong_fault
 from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s
 from fineserve_sim.systems import SystemSpec
@@ -198,7 +198,7 @@ def test_llumnix_moves_running_requests_to_free_instances() -> None:
 
 def test_profiled_chunk_cost_predicts_the_step_model() -> None:
     step = step_model(served(name="qwen2.5-14b"))
-    cost = fit_chunk_cost(step)
+    cost = chunk_cost(step)
     for prefix, chunk in ((0, 512), (0, 2048), (4096, 1024), (16384, 2048)):
         pairs = chunk * prefix + chunk * (chunk + 1) // 2
         assert cost.chunk(prefix, chunk) == pytest.approx(step.step_s(0, 0, chunk, pairs, prefix, 1), rel=0.15)

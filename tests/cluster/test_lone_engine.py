@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simkit import Row, gpus, pinned, served, simulate, solo, system, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, simulate_step_by_step
-from fineserve_sim.cluster.compose import instances
+from fineserve_sim.cluster.compose import models
 from fineserve_sim.cluster.compose.memory import build_manager
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.simulation import prepare
@@ -78,7 +78,7 @@ def test_a_slab_memory_that_nobody_shares_is_counted_with_the_same_results(
     assert isinstance(prepare(scenario).parts.cluster.engines[0].kv, CountedBlocks)
     counted = simulate(scenario)
     monkeypatch.setattr(
-        instances, "build_manager", lambda spec, usable, tenants, loners: build_manager(spec, usable, tenants)
+        models, "build_manager", lambda spec, usable, tenants, loners, virtual: build_manager(spec, usable, tenants)
     )
     named = simulate(scenario)
     assert counted.preemptions.sum() > 0

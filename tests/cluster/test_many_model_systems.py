@@ -8,8 +8,8 @@ from fineserve_traces import Trace
 
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
-from fineserve_sim.cluster.compose.instances import place
 from fineserve_sim.cluster.compose.memory import build_manager, tenants_on, usable_bytes
+from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import build_activation_cost, build_placement, build_residency
 from fineserve_sim.policy.fleet.activation_cost import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
 from fineserve_sim.policy.fleet.prism import PrismResidency

@@ -6,7 +6,7 @@ import pytest
 from simkit import H100, served
 
 from fineserve_sim.cluster import EngineSettings
-from fineserve_sim.cluster.compose.profiling import demand_of
+from fineserve_sim.cluster.compose.place import demand_of
 
 
 @pytest.mark.parametrize(("token_budget", "limited"), [(512, True), (1, False)])

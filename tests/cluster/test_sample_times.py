@@ -12,7 +12,7 @@ from simkit import gpus, pinned, served, solo, system, trace_of
 
 from fineserve_sim.cluster import EngineSettings, RunResult, Scenario, simulate
 from fineserve_sim.cluster.samples import sample_time_s
-from fineserve_sim.cluster.simulation import simulate_in_components, simulate_whole
+from fineserve_sim.cluster.simulation import simulate_whole
 
 Floats = NDArray[np.float64]
 SPAN_S = 1000
@@ -84,7 +84,7 @@ def test_components_are_looked_at_when_the_whole_is() -> None:
     spec = system(pinned({"a": [(0,)], "b": [(1,)]}))
     rows: list[Any] = [(float(i // 2), 100, 20 + 40 * (i % 2), i % 2) for i in range(60)]
     scenario = Scenario(spec, (served("a"), served("b")), gpus(2), trace_of(rows, ["a", "b"]))
-    whole, apart = simulate_whole(scenario), simulate_in_components(scenario)
+    whole, apart = simulate_whole(scenario), simulate(scenario)
     expected = [sample_time_s(number, 1.0) for number in range(len(whole.timeline.time_s))]
     assert whole.timeline.time_s.tolist() == apart.timeline.time_s.tolist() == expected
     assert whole.gpu_use == apart.gpu_use and whole.step_times == apart.step_times

@@ -20,7 +20,7 @@ from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.host import ARRIVAL, Cluster, Scope
-from fineserve_sim.cluster.result import WholeTrace
+from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of

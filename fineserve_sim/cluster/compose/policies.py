@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal
 
 from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activation_cost
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
+from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LeastLoaded, LeastQueued, MostFree, RoundRobin
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, PlacementPolicy, PrefillLatency
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
@@ -60,6 +60,18 @@ def build_placement(spec: specs.PlacementSpec) -> PlacementPolicy:
     return _PLACEMENTS[type(spec)](spec)
 
 
+_DISPATCHERS: dict[type, Callable[..., DispatchPolicy]] = {
+    specs.RoundRobinDispatchSpec: RoundRobin,
+    specs.LeastLoadedDispatchSpec: LeastLoaded,
+    specs.LeastQueuedDispatchSpec: LeastQueued,
+    specs.FreenessDispatchSpec: MostFree,
+}
+
+
+def build_dispatch(spec: specs.DispatchSpec) -> DispatchPolicy:
+    return _DISPATCHERS[type(spec)](**options(spec))
+
+
 def _adaptive(spec: specs.AdaptiveSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
     (only,) = engines
     return AdaptiveBatching(only.slo_s, only.prefill, **options(spec), block_tokens=only.block_tokens)
@@ -77,28 +89,26 @@ def _clairvoyant(spec: specs.ClairvoyantSpec, engines: Sequence[EngineFactsheet]
 
 
 SchedulerBuilder = Callable[[Any, Sequence[EngineFactsheet]], LocalScheduler | None]
+Scope = Literal["engine", "gpu"]
 
-_SCHEDULERS: dict[type, tuple[Callable[[EngineFactsheet], int], SchedulerBuilder]]
-_SCHEDULERS = {
-    specs.FcfsSpec: (attrgetter("engine"), lambda spec, engines: None),
-    specs.AdaptiveSpec: (attrgetter("engine"), _adaptive),
-    specs.MooreHodgsonSpec: (attrgetter("gpu"), _moore_hodgson),
-    specs.ClairvoyantSpec: (attrgetter("engine"), _clairvoyant),
+_SCHEDULERS: dict[type, tuple[Scope, SchedulerBuilder]] = {
+    specs.FcfsSpec: ("engine", lambda spec, engines: None),
+    specs.AdaptiveSpec: ("engine", _adaptive),
+    specs.MooreHodgsonSpec: ("gpu", _moore_hodgson),
+    specs.ClairvoyantSpec: ("engine", _clairvoyant),
 }
 """For each local scheduler: what the factsheets of a scope have in common, and how to build it for them (None: nothing is held
 back, the engine's own queue is first come first served)."""
 
 
-def register_scheduler(
-    spec: type[specs.Spec], build: SchedulerBuilder, *, scope: Literal["engine", "gpu"] = "engine"
-) -> None:
+def register_scheduler(spec: type[specs.Spec], build: SchedulerBuilder, *, scope: Scope = "engine") -> None:
     """Make a local scheduler one that every system can name: ``build(spec, sheets)`` gives the scheduler of one scope.
 
     ``scope``: one scheduler an engine, or one for all engines whose first GPU is the same. Raises ValueError for a name
     that is taken or missing.
     """
     specs.add_choice("scheduler", spec)
-    _SCHEDULERS[spec] = (attrgetter(scope), build)
+    _SCHEDULERS[spec] = (scope, build)
 
 
 def register_placement(spec: type[specs.Spec], build: Callable[[Any], PlacementPolicy]) -> None:
@@ -111,11 +121,15 @@ def build_schedulers(
     spec: specs.SchedulerSpec, engines: Sequence[EngineFactsheet]
 ) -> Mapping[tuple[int, ...], LocalScheduler | None]:
     """One scheduler a scope; the key names the scope's engines."""
-    scope_of, build = _SCHEDULERS[type(spec)]
+    scope, build = _SCHEDULERS[type(spec)]
     scopes: dict[int, list[EngineFactsheet]] = {}
     for sheet in engines:
-        scopes.setdefault(scope_of(sheet), []).append(sheet)
+        scopes.setdefault(getattr(sheet, scope), []).append(sheet)
     return {tuple(sheet.engine for sheet in members): build(spec, members) for members in scopes.values()}
+
+
+_LOADING = {"engine_pool", "parallel_loading", "engine_start_s"}
+"""Options of Prism's residency that say how long an activation takes."""
 
 
 def build_residency(
@@ -130,14 +144,11 @@ def build_residency(
         return QlmSwapping(models, gpus, **options(spec, "tick_s"))
     kvpr = build_placement(placement if isinstance(placement, specs.KvprPlacementSpec) else specs.KvprPlacementSpec())
     assert isinstance(kvpr, KvprPlacement)
-    others = ("rate_window_s", "engine_pool", "parallel_loading", "engine_start_s", "tick_s")
-    return PrismResidency(models, gpus, kvpr, **options(spec, *others))
+    return PrismResidency(models, gpus, kvpr, **options(spec, "rate_window_s", "tick_s", *_LOADING))
 
 
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
     """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
     if isinstance(spec, specs.PrismResidencySpec):
-        return activation_cost(
-            engine_pool=spec.engine_pool, parallel_loading=spec.parallel_loading, engine_start_s=spec.engine_start_s
-        )
+        return activation_cost(**spec.model_dump(include=_LOADING))
     return ActivationCost(spec.swap_s, float("inf"), float("inf"))

@@ -1,76 +1,54 @@
-"""What placement knows of a model, taken offline as FineServe does: profile tables and marginal memory efficiency.
-
-The efficiency is measured, not derived: one engine alone, saturated with requests of mean length, is simulated with KV pools
-of several sizes, and the mean number of resident tokens is fitted against the pool (FineServe Fig. 3). Profiles depend on
-geometry, precision, GPU, settings and mean lengths only, so they are computed once a process.
-"""
+"""What an operator profiles of an engine: its step times, what it reaches at each batch size, what chunks cost, which SMs it
+needs. This depends on geometry, precision, GPU, settings and expected load only, so it is computed once a process."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from fineserve_traces import Trace, totals
 
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
-from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes
-from fineserve_sim.cluster.compose.parts import Parts
-from fineserve_sim.cluster.engine.base import Seat
-from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.gpu_use import looks_at
-from fineserve_sim.cluster.host import Cluster, Scope
-from fineserve_sim.cluster.run import Run
-from fineserve_sim.cluster.samples import Column, EngineSampler
-from fineserve_sim.cluster.scenario import EngineSettings, ScenarioError, ServedModel
-from fineserve_sim.cluster.sharing.contention import Contention
-from fineserve_sim.cluster.sharing.domain import PrivateDomain
-from fineserve_sim.cluster.sharing.wakeups import Wakeups
-from fineserve_sim.cluster.step_times import StepTimes
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel, measured_on, profile
-from fineserve_sim.latency.sharing import LAWS
+from fineserve_sim.latency.sharing import Demand, under_cap
 from fineserve_sim.latency.tables import TableError
-from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.interfaces import Instance, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.memory.paged import PrivatePools
-from fineserve_sim.policy.placement.mme import mme_slope
+from fineserve_sim.policy.groups.microbatch import ChunkCost
+from fineserve_sim.policy.interfaces import OperatingPoint
+from fineserve_sim.systems import Sharing
 
-SWEEP_REQUESTS = 32
-"""Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
+CHUNKS = (256, 512, 1024, 2048, 4096)
+PREFIXES = (0, 2048, 8192, 16384)
+COUNTS = (1, 2, 4)
+"""The equal chunks of a step, as the chunk cost is fitted to."""
 
-
-class _Shape(NamedTuple):
-    """All that step times depend on: a model on GPUs of one type."""
-
-    model: ModelSpec
-    precision: PrecisionSpec
-    tp: int
-    gpu: GpuSpec
-    settings: EngineSettings
+PERCENTS = range(30, 101, 10)
+"""Parts of the SMs that MuxServe profiles (hao-ai-lab/MuxServe @ 223148033454, examples/placement/llama.json)."""
 
 
-def _shape(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> _Shape:
-    return _Shape(served.model, served.precision, served.tp, gpu, settings)
+def step_model(
+    served: ServedModel, gpu: GpuSpec, settings: EngineSettings, kernel: AttentionVariant | None = None
+) -> StepModel:
+    """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. Raises
+    ScenarioError for a table of measured steps without such an engine."""
+    alike = EngineSettings(deployment=settings.deployment, latency=settings.latency, step_times=settings.step_times)
+    return _step_model(served.model, served.precision, served.tp, gpu, alike, kernel and kernel.name)
 
 
 @lru_cache(maxsize=256)
-def _step_model(shape: _Shape, kernel: str | None = None) -> StepModel:
-    model, precision, tp, gpu, settings = shape
-    if settings.step_times is not None:
-        return _measured_steps(model, precision, tp, gpu, Path(settings.step_times.path))
-    tables = measured_on(gpu) if settings.latency == "tables" else None
-    variant = attention_variant(kernel) if kernel else None
-    return StepModel(model, precision, tp, gpu, deployment(settings.deployment), tables, variant)
-
-
-def _measured_steps(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, path: Path) -> StepModel:
-    """Raises ScenarioError for a table without such an engine."""
+def _step_model(
+    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
+) -> StepModel:
+    if settings.step_times is None:
+        tables = measured_on(gpu) if settings.latency == "tables" else None
+        variant = attention_variant(kernel) if kernel else None
+        return StepModel(model, precision, tp, gpu, deployment(settings.deployment), tables, variant)
     from fineserve_sim.latency.measured_steps import load_step_model  # SciPy's optimizers take a while to import
 
+    path = Path(settings.step_times.path)
     if tp != 1:
         raise ScenarioError(f"{path.name}: steps are measured at tp 1; model {model.name} has tp {tp}")
     try:
@@ -79,102 +57,76 @@ def _measured_steps(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: Gp
         raise ScenarioError(str(problem)) from None
 
 
-def step_model(
-    served: ServedModel, gpu: GpuSpec, settings: EngineSettings, kernel: AttentionVariant | None = None
-) -> StepModel:
-    """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another."""
-    return _step_model(_shape(served, gpu, settings), kernel and kernel.name)
-
-
-def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
-    """The model as placement sees it. ``slope`` measures the marginal memory efficiency by a sweep; else it is left open."""
-    prompt, output = mean_lengths(served)
-    shape = _shape(served, gpu, settings)
-    return ModelDemand(
-        id=served.id,
-        rate_per_s=served.rate_per_s,
-        slo_s=served.ttft_slo_s,
-        tp=served.tp,
-        weight_bytes=resident_bytes(served, settings),
-        token_bytes=geometry(served, settings).token_bytes,
-        profile=_profile(shape, prompt, output),
-        mme_tokens_per_byte=_measured_mme(shape, prompt, output) if slope else None,
-        tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
-        tpot_slo_s=served.tpot_slo_s,
-        activation_bytes=peak_activation_bytes(served, settings),
-    )
-
-
 def mean_lengths(served: ServedModel) -> tuple[int, int]:
     """Prompt and output tokens of a mean request, rounded up."""
     return max(1, math.ceil(served.mean_prompt_tokens)), max(1, math.ceil(served.mean_output_tokens))
 
 
-@lru_cache(maxsize=256)
-def _profile(shape: _Shape, prompt: int, output: int) -> tuple[OperatingPoint, ...]:
-    settings = shape.settings
-    return profile(_step_model(shape), prompt, output, settings.token_budget, settings.max_sequences)
+def typical(served: ServedModel) -> ServedModel:
+    """The same model as far as its profiles depend on it: one for all with equal engines and mean lengths."""
+    return ServedModel("profiled", served.model, served.precision, served.tp, 1.0, 1.0, *mean_lengths(served))
 
 
 @lru_cache(maxsize=256)
-def _measured_mme(shape: _Shape, prompt: int, output: int) -> float | None:
-    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone. None when memory
-    does not limit it: its batch limit leaves no two pools to compare, or it computes too little a step to fill the larger."""
-    gpu, settings = shape.gpu, shape.settings
-    served = ServedModel("profiled", shape.model, shape.precision, shape.tp, 1.0, 1.0, prompt, output)
-    largest = min(SWEEP_REQUESTS, settings.max_sequences)
-    requests = sorted({max(1, largest // part) for part in (8, 4, 2, 1)})
-    if len(requests) < 2:
-        return None
-    block = geometry(served, settings)
-    request_bytes = block.blocks_for_tokens(prompt + output) * block.block_bytes
-    pools = [count * request_bytes for count in requests]
-    resident_tokens = [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools]
-    return mme_slope(pools, resident_tokens) if resident_tokens[1] > resident_tokens[0] else None
-
-
-def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
-    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each GPU, while requests wait for it."""
-    requests = 4 * SWEEP_REQUESTS
-    trace = Trace(
-        arrival_s=np.zeros(requests),
-        model=np.zeros(requests, dtype=np.int32),
-        prompt_tokens=np.full(requests, int(served.mean_prompt_tokens)),
-        output_tokens=np.full(requests, int(served.mean_output_tokens)),
-        models=(served.id,),
-        source="profile sweep",
-    )
-    found = totals(trace)
-    run = Run(
-        trace,
-        requests,
-        _alone(served, gpu, settings, pool_bytes),
-        sample_s=0.1,
-        horizon_s=found.last_s + 3600.0,
-        looks=looks_at(found, trace.models),
-    )
-    run.to_the_end()
-    timeline = run.parts.sampler.rows.timeline()
-    used_bytes = timeline.kv_used_bytes[timeline.waiting[:, 0] > 0, 0].mean()
-    return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)
-
-
-def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> Parts:
-    """One engine that has its GPUs to itself."""
-    gpus = tuple(range(served.tp))
-    memories = [PrivatePools({0: (geometry(served, settings).block_bytes, pool_bytes)}) for _ in gpus]
-    kv = CountedBlocks([memory.pool(0) for memory in memories], settings.block_tokens)
-    max_tokens = min(served.model.max_context_tokens, kv.capacity_tokens())
-    clock = Clock()
-    contention = Contention(dict.fromkeys(gpus, LAWS["fluid"]))
-    contention.join(0, gpus)
-    route = Route(0, 1.0, max_tokens, None)
-    controller = Controller({served.id: [route] if max_tokens > 1 else []})
-    cluster = Cluster(clock, controller, contention)
+def operating_points(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> tuple[OperatingPoint, ...]:
+    """The profile of a ``typical`` model."""
     step = step_model(served, gpu, settings)
-    engine = LoneEngine(Seat(0, served.id, step, kv, max_tokens, settings), cluster, Wakeups(clock))
-    cluster.connect([engine], [PrivateDomain(engine, memories)], [Scope((0,))])
-    column = Column(served.id, lambda: (engine,), lambda: 0)
-    capacities = tuple(memory.ledger().total_bytes for memory in memories)
-    sampler, placement = EngineSampler([column], memories), Placement((Instance(served.id, 0, gpus, 1.0, 0),))
-    return Parts(cluster, sampler, StepTimes(tuple), capacities, placement)
+    return profile(step, *mean_lengths(served), settings.token_budget, settings.max_sequences)
+
+
+@lru_cache(maxsize=256)
+def chunk_cost(step: StepModel) -> ChunkCost:
+    """What lookahead plans with (KunServe eq. 1): alpha, beta, gamma and the shared part by least squares of relative errors,
+    over steps of 1, 2 and 4 equal chunks."""
+    rows, seconds = [], []
+    for count, chunk, prefix in product(COUNTS, CHUNKS, PREFIXES):
+        pairs = chunk * prefix + chunk * (chunk + 1) // 2
+        seconds.append(step.step_s(0, 0, count * chunk, count * pairs, count * prefix, count))
+        rows.append((count * pairs, count * chunk, count, 1 - count))
+    measured_s = np.array(seconds)
+    scaled = np.array(rows, dtype=np.float64) / measured_s[:, None]
+    found, *_ = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)
+    alpha, beta, gamma, shared = (max(0.0, float(value)) for value in found)
+    return ChunkCost(alpha, beta, gamma, min(shared, gamma))
+
+
+def sharing_of(gpu: Gpu, scenario: Scenario) -> Sharing:
+    """How the engines on this GPU share it."""
+    return gpu.sharing or scenario.system.sharing
+
+
+def sm_share(scenario: Scenario, served: ServedModel, gpus: Iterable[Gpu]) -> float:
+    """The part of the SMs, in (0, 1], that an engine of the model may take of each of its GPUs: the least of theirs."""
+    return min(_share_on(gpu, scenario, served) for gpu in gpus)
+
+
+def _share_on(gpu: Gpu, scenario: Scenario, served: ServedModel) -> float:
+    percent = sharing_of(gpu, scenario).percent
+    if percent == "by_rate":
+        return _least_share(served, gpu.spec, scenario.engine)
+    return 1.0 if percent is None else percent.get(served.id, 100) / 100
+
+
+@lru_cache(maxsize=256)
+def _least_share(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float:
+    """The smallest part of the SMs with which one engine meets the model's rate, alone; all of them if none does."""
+    step = step_model(served, gpu, settings)
+    prompt, output = mean_lengths(served)
+    chunk = min(prompt, settings.token_budget)
+    prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
+    points = operating_points(typical(served), gpu, settings)
+    decodes = [step.demand(p.batch, p.batch * (prompt + output // 2), 0, 0, 0, p.batch) for p in points]
+
+    def meets(share: float) -> bool:
+        return any(
+            _served_per_s(point, prefill._replace(sm_share=share), decode._replace(sm_share=share)) >= served.rate_per_s
+            for point, decode in zip(points, decodes, strict=True)
+        )
+
+    return next((percent / 100 for percent in PERCENTS if meets(percent / 100)), 1.0)
+
+
+def _served_per_s(point: OperatingPoint, prefill: Demand, decode: Demand) -> float:
+    """Requests per second of a batch that is prefilled together and then decoded, under a cap."""
+    decode_s = max(0.0, point.batch / point.throughput_per_s - point.ttft_s)
+    return point.batch / (point.ttft_s * under_cap(prefill) + decode_s * under_cap(decode))

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fineserve_sim.cluster import simulate
-from fineserve_sim.cluster.components import why_whole
-from fineserve_sim.cluster.merge import Piece
-from fineserve_sim.cluster.simulation import Apart, taken_apart
+from fineserve_sim.cluster.components import Apart, Piece, taken_apart, why_whole
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import scenario
 from fineserve_sim.experiment.run.store import Store

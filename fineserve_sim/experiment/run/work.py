@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from fineserve_traces import whole
 
 from fineserve_sim.cluster import RunResult, Scenario, ScenarioError
-from fineserve_sim.cluster.components import Component
-from fineserve_sim.cluster.merge import Piece
+from fineserve_sim.cluster.components import Component, Piece
 from fineserve_sim.cluster.simulation import simulate_component
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.replay import Replay

@@ -1,0 +1,230 @@
+"""From a scenario of many models to a cluster that stands ready, whose engines stay or come and go: divide memory, build
+engines and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fineserve_sim.catalog import weight_bytes
+from fineserve_sim.cluster.clock import Clock
+from fineserve_sim.cluster.compose.memory import (
+    build_manager,
+    engine_block_tokens,
+    engine_kv,
+    fixed_bytes,
+    geometry,
+    tenants_on,
+    usable_bytes,
+)
+from fineserve_sim.cluster.compose.policies import (
+    EngineFactsheet,
+    build_activation_cost,
+    build_residency,
+    build_schedulers,
+)
+from fineserve_sim.cluster.compose.profiling import sharing_of, sm_share, step_model
+from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel, virtual_kv
+from fineserve_sim.cluster.engine.base import Seat
+from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
+from fineserve_sim.cluster.fleet.loader import Loader
+from fineserve_sim.cluster.host import Cluster, Scope
+from fineserve_sim.cluster.run import Parts
+from fineserve_sim.cluster.samples import Column, EngineSampler
+from fineserve_sim.cluster.scenario import Scenario, ScenarioError
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.domain import domains_of
+from fineserve_sim.cluster.sharing.wakeups import Wakeups
+from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.sharing import LAWS
+from fineserve_sim.policy.controller import Controller, Route
+from fineserve_sim.policy.fleet.controller import FleetController
+from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
+from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, PrivatePoolsSpec, VTensorSpec
+
+Placed = tuple[Placement, dict[str, ModelDemand]]
+"""A placement, and the demand of each model that led to it."""
+
+
+def compose(scenario: Scenario, placed: Placed) -> Parts:
+    """The engines of the placement, which stay. Raises ScenarioError for a memory that cannot be."""
+    build = Builder(scenario, placed)
+    gpus_of = [instance.gpus for instance in build.placement.instances]
+    seats = build.seats()
+    able = [seat for seat in seats if seat.able]
+    schedulers = build.schedulers(
+        [EngineBinding(seat.engine, seat.model, gpus_of[seat.engine], seat.kv.capacity_tokens()) for seat in able]
+    )
+    scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
+    controller = Controller(build.routes(able, scheduler_of))
+    cluster = cluster_of(scenario, build.clock, controller, build.contention)
+    engines = [build.engine(seat, cluster, alone=scheduler_of.get(seat.engine) is None) for seat in seats]
+    scopes = [Scope(scope) for scope in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]
+    cluster.connect(engines, domains_of(engines, gpus_of, build.managers), scopes)
+    columns = [
+        Column(engine.model, partial(tuple, (engine,)), partial(controller.bound_to, engine.index))
+        for engine in engines
+    ]
+    capacities = tuple(build.managers[gpu].ledger().total_bytes for gpu in sorted(build.managers))
+    return build.parts(cluster, columns, capacities)
+
+
+def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
+    """As ``compose``, for engines that come and go: models that the placement finds no room for stay in host memory."""
+    settings, memory, residency = scenario.engine, scenario.system.memory, scenario.system.residency
+    assert residency is not None
+    if not isinstance(memory, KvCachedSpec | PrivatePoolsSpec):
+        raise ScenarioError(f"a system with residency needs memory kvcached or private, not {memory.policy}")
+    build = Builder(scenario, placed)
+    bytes_of, models = {}, {}
+    for id, served in build.served.items():
+        block = geometry(served, settings)
+        bytes_of[id] = EngineBytes(
+            weight_bytes(served.model, served.precision, served.tp),
+            fixed_bytes(served, settings),
+            virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
+            served.model.max_context_tokens,
+        )
+        demand = replace(placed[1][id], weight_bytes=bytes_of[id].fixed_bytes, activation_bytes=0)
+        models[id] = FleetModel(demand, served.model.max_context_tokens)
+    slots, demands = slots_of(scenario), {id: model.demand for id, model in models.items()}
+    controller = FleetController(
+        models,
+        slots,
+        build.placement.instances,
+        build_residency(residency, scenario.system.placement, demands, slots),
+        build.schedulers,
+        tick_s=residency.tick_s,
+        rate_window_s=getattr(residency, "rate_window_s", 60.0),
+    )
+    cluster = cluster_of(scenario, build.clock, controller, build.contention)
+
+    def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
+        return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
+
+    usable = {slot.id: slot.memory_bytes for slot in slots}
+    left = {
+        gpu: bytes - sum(tenant.fixed_bytes for tenant in build.tenants.get(gpu, ())) for gpu, bytes in usable.items()
+    }
+    fleet = ModelFleet(
+        cluster,
+        controller,
+        FleetMemory(left, build.managers),
+        Loader(build_activation_cost(residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
+        bytes_of,
+        engine,
+    )
+    fleet.begin([(instance.model, instance.gpus) for instance in build.placement.instances])
+    columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in build.served]
+    return build.parts(cluster, columns, tuple(usable.values()))
+
+
+def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, contention: Contention) -> Cluster:
+    """A cluster without engines yet, which looks as closely as the scenario asks."""
+    merging = not scenario.exact_steps and scenario.engine.contention == "composition"
+    return Cluster(clock, controller, contention, merging=merging, check=scenario.check, log=scenario.log)
+
+
+def slots_of(scenario: Scenario) -> list[GpuSlot]:
+    """The GPUs as placement sees them."""
+    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+
+
+class Builder:
+    """What the engines of a scenario and their schedulers are built from. ``tenants`` of the placement and ``managers``, the KV
+    memories, by GPU: those with engines, or all where engines come and go."""
+
+    def __init__(self, scenario: Scenario, placed: Placed) -> None:
+        self.placement, demands = placed
+        self.served = {model.id: model for model in scenario.models}
+        self.clock = Clock()
+        self.wakeups = {gpu.id: Wakeups(self.clock) for gpu in scenario.gpus}
+        modes = {gpu.id: sharing_of(gpu, scenario).mode for gpu in scenario.gpus}
+        # Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine.
+        self.contention = Contention({gpu: LAWS.get(mode, LAWS["time_slice"]) for gpu, mode in modes.items()})
+        self._scenario = scenario
+        self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
+        self.tenants = tenants_on(scenario, self.placement.instances, demands)
+        shared = {tenant.engine for members in self.tenants.values() if len(members) > 1 for tenant in members}
+        loners = set(range(len(self.placement.instances))) - shared
+        comes_and_goes = scenario.system.residency is not None
+        self.managers = {
+            slot.id: build_manager(
+                scenario.system.memory,
+                slot.memory_bytes,
+                self.tenants.get(slot.id, ()),
+                loners,
+                virtual=slot.memory_bytes if comes_and_goes else None,
+            )
+            for slot in slots_of(scenario)
+            if comes_and_goes or slot.id in self.tenants
+        }
+
+    def seats(self) -> list[Seat]:
+        """All of the placement."""
+        return [self.seat(id, instance.model, instance.gpus) for id, instance in enumerate(self.placement.instances)]
+
+    def seat(self, engine: int, model: str, gpus: tuple[int, ...]) -> Seat:
+        """An engine comes to these GPUs; it does not exist yet."""
+        memory = self._scenario.system.memory
+        share = sm_share(self._scenario, self.served[model], [self._gpus[gpu] for gpu in gpus])
+        self.contention.join(engine, gpus, share)
+        settings = replace(self._scenario.engine, block_tokens=self._block_tokens(model))
+        kv = engine_kv(
+            engine, [self.managers[gpu] for gpu in gpus], settings.block_tokens, caches=caches_prefixes(memory)
+        )
+        contiguous = isinstance(memory, ContiguousSpec)
+        longest = settings.block_tokens if contiguous else self.served[model].model.max_context_tokens
+        return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)
+
+    def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> SpanEngine:
+        """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
+        for it (``alone``)."""
+        wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
+        shares_gpu = self.contention.contended(seat.engine)
+        if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu:
+            return LoneEngine(seat, cluster, wakeups)
+        return SpanEngine(seat, cluster, wakeups, shares_gpu=shares_gpu)
+
+    def routes(
+        self, seats: Sequence[Seat], scheduler_of: Mapping[int, LocalScheduler | None]
+    ) -> dict[str, list[Route]]:
+        """Where the requests of each model go, among engines of the placement."""
+        routes: dict[str, list[Route]] = {model: [] for model in self.served}
+        for seat in seats:
+            rate_per_s = self.placement.instances[seat.engine].rate_per_s
+            scheduler = scheduler_of.get(seat.engine)
+            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens, scheduler))
+        return routes
+
+    def schedulers(self, engines: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
+        return build_schedulers(self._scenario.system.scheduler, [self._factsheet(engine) for engine in engines])
+
+    def _factsheet(self, engine: EngineBinding) -> EngineFactsheet:
+        step, budget = self._step(engine.model, engine.gpus), self._scenario.engine.token_budget
+        return EngineFactsheet(
+            engine=engine.engine,
+            gpu=engine.gpus[0],
+            slo_s=self.served[engine.model].ttft_slo_s,
+            prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, budget),
+            prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
+            kv_capacity_tokens=engine.kv_tokens,
+            block_tokens=self._block_tokens(engine.model),
+            shares_memory=isinstance(self._scenario.system.memory, KvSlabSpec | KvCachedSpec | VTensorSpec),
+        )
+
+    def _block_tokens(self, model: str) -> int:
+        return engine_block_tokens(self.served[model], self._scenario.engine, self._scenario.system.memory)
+
+    def _step(self, model: str, gpus: tuple[int, ...]) -> StepModel:
+        kernel = legacy_kernel(self._scenario.system.memory)
+        return step_model(self.served[model], self._gpus[gpus[0]].spec, self._scenario.engine, kernel)
+
+    def parts(self, cluster: Cluster, columns: Sequence[Column], kv_capacity_bytes: tuple[int, ...]) -> Parts:
+        sampler = EngineSampler(columns, [self.managers[gpu] for gpu in sorted(self.managers)])
+        return Parts(cluster, sampler, kv_capacity_bytes, self.placement)
