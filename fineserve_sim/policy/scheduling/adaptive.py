@@ -33,7 +33,8 @@ class AdaptiveBatching:
     """Algorithm 2 for one engine.
 
     Dropped for good are the requests that would miss their deadline even if they started alone now. Those removed from
-    the batch to save its anchor, or cut by slots and memory, wait for the next call.
+    the batch to save its anchor, or cut by slots and memory, wait for the next call. While the decodes take every token of
+    a step, nobody starts, and a request is dropped only if it would be late even beside no decode.
 
     ``slo_s``: TTFT SLO of the model. ``prefill``: its chunked-prefill latency; TTFT of a set is the latency of its
     total prompt tokens beside the running decodes, times the present slowdown.
@@ -89,8 +90,8 @@ class AdaptiveBatching:
 
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
         """Raises ValueError unless ``engines`` is the one engine of this scheduler."""
-        state = _only(engines)
-        if self._sleeps(state) or self._answered == (now, state):
+        state = self._judged(engines)
+        if state is None or self._answered == (now, state):
             return Admission()
         self._answered = (now, state)
         ttft = self._ttft(state)
@@ -101,8 +102,8 @@ class AdaptiveBatching:
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
         """The first of two moments: a request becomes infeasible; the front of the batch, which lacks memory, is
         removed from it (the batch only shrinks as time passes), so that one behind it may start."""
-        state = _only(engines)
-        if self._sleeps(state):
+        state = self._judged(engines)
+        if state is None:
             return math.inf
         soon = math.nextafter(now, math.inf)
         ttft = self._ttft(state)
@@ -116,8 +117,14 @@ class AdaptiveBatching:
             change_s = min(change_s, _before(arrival_s + self._slo_s, ttft(through)))
         return max(soon, change_s)
 
-    def _sleeps(self, state: EngineState) -> bool:
-        return not self._waiting or (self._skips_prefill and state.prefill_tokens > 0)
+    def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
+        """The state by which to judge who waits; None while nobody is judged."""
+        state = _only(engines)
+        if not self._waiting or (self._skips_prefill and state.prefill_tokens > 0):
+            return None
+        if self._ttft(state)(self._by_length.blocks[-1].longest) == math.inf:
+            return state._replace(decoding=0, free_slots=0)
+        return state
 
     def _ttft(self, state: EngineState) -> Callable[[int], float]:
         """TTFT by number of tokens. A call and ``unchanged_until`` after it ask for the same few numbers: they are kept."""
