@@ -126,19 +126,9 @@ class SlabPlan:
         """Block ids ``[first, end)`` that the slab owns when it is formatted to ``key``."""
         return -(-slab * self.slab_bytes // key), (slab + 1) * self.slab_bytes // key
 
-    def blocks_in_slabs(self, key: int, slabs: int) -> int:
-        """Blocks that the first ``slabs`` slabs hold together when all are formatted to ``key``."""
-        if slabs == 0:
-            return 0
-        period = key // math.gcd(self.slab_bytes, key)  # every period-th slab starts on the grid of the key
-        straddling = (slabs - 1) - (slabs - 1) // period
-        return slabs * self.slab_bytes // key - straddling
-
-    def mean_loss_bytes(self, key: int) -> int:
-        """Bytes lost per slab formatted to ``key``, averaged over one period of the grid: a period of p slabs has p - 1
-        straddling blocks. Less than one block, and 0 under the LCM rule. One slab by itself loses less than two blocks.
-        """
-        return key - math.gcd(self.slab_bytes, key)
+    def least_blocks(self, key: int) -> int:
+        """Blocks that any slab holds at least: one of a grid key may have a block less than its bytes say."""
+        return self.slab_bytes // key - self.is_grid(key)
 
 
 def plan_slabs(block_bytes: Iterable[int], *, cap_bytes: int = MAX_LCM_BYTES, multiple: int = 1) -> SlabPlan:

@@ -76,9 +76,7 @@ class _Engine:
     @property
     def sure_blocks(self) -> int:
         """Blocks that any page holds at least: those that straddle its ends belong to no page."""
-        page_bytes = self.pages.plan.slab_bytes
-        straddle = page_bytes % self.kv.block_bytes > 0
-        return page_bytes // self.kv.block_bytes - straddle
+        return self.pages.plan.least_blocks(self.kv.block_bytes)
 
     def map_ahead(self, now: float) -> None:
         """The thread begins to map a page for the buffer."""
