@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
+from typing import TypeVar
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
@@ -54,9 +55,18 @@ class _Holder:
         self.used_blocks = 0
 
 
-class _Holders(dict[int, _Holder]):
-    def __missing__(self, owner: int) -> _Holder:
-        raise ValueError(f"KV slab manager: owner {owner} is not registered; the owners are {sorted(self)}")
+Owner = TypeVar("Owner")
+
+
+class Owners(dict[int, Owner]):
+    """What a KV memory keeps of each engine that draws on it; ValueError for an engine that does not."""
+
+    def __init__(self, memory: str, owners: Mapping[int, Owner]) -> None:
+        super().__init__(owners)
+        self._memory = memory
+
+    def __missing__(self, owner: int) -> Owner:
+        raise ValueError(f"{self._memory}: owner {owner} is not registered; the owners are {sorted(self)}")
 
 
 class KVSlabManager:
@@ -95,7 +105,7 @@ class KVSlabManager:
         """Slabs that are formatted for nobody."""
         self._pools = {key: _Pool(key, self.plan, self._slabs) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
-        self._owners = _Holders({owner: _Holder(self._pools[key]) for owner, key in owners.items()})
+        self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken.
