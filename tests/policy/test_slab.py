@@ -54,7 +54,7 @@ def test_life_of_a_slab() -> None:
     assert manager.ledger() == (14, 0, 0, 12, 2)
     first = take(manager, FP8_OWNER, 3)
     assert manager.ledger() == (14, 3, 1, 8, 2)  # one byte is stranded: only FP8 blocks can take it
-    assert (manager.formatted_blocks(FP8_OWNER), manager.formatted_blocks(FP16_OWNER)) == ((4, 1), (0, 0))
+    assert (manager.spare_blocks(FP8_OWNER), manager.spare_blocks(FP16_OWNER)) == (1, 0)
     assert (manager.free_blocks(FP16_OWNER), manager.capacity_blocks(FP16_OWNER)) == (2, 3)
     second = take(manager, FP8_OWNER, 2)  # fills the PARTIAL slab first
     assert second == [3, 4]
@@ -404,7 +404,7 @@ class KVSlabManagerMachine(RuleBasedStateMachine):
         assert ledger[:4] == (self.total, used, sum(stranded.values()), free)
         assert ledger.lost_bytes == self.total - used - sum(stranded.values()) - free
         for owner, key in self.sizes.items():
-            assert self.manager.formatted_blocks(owner)[1] * key == stranded[key]
+            assert self.manager.spare_blocks(owner) * key == stranded[key]
         table = slab_table(self.manager)
         assert [table[s] for s in naive.key] == [(k, len(naive.owner_of[s])) for s, k in naive.key.items()]
         reserved = self.reserved_bytes // plan.slab_bytes

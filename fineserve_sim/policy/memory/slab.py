@@ -287,11 +287,9 @@ class KVSlabManager:
                 slabs += -(-beyond // self.plan.least_blocks(key))
         return slabs <= self.free_slabs
 
-    def formatted_blocks(self, owner: int) -> tuple[int, int]:
-        """Blocks in the slabs of ``owner``'s block size: all, and those that nobody holds, which only owners of that size can
-        take."""
-        pool = self._owners[owner].pool
-        return pool.used_blocks + pool.spare_blocks, pool.spare_blocks
+    def spare_blocks(self, owner: int) -> int:
+        """Blocks that nobody holds in the slabs of ``owner``'s block size: only owners of that size can take them."""
+        return self._owners[owner].pool.spare_blocks
 
     def ledger(self) -> KVLedger:
         """All bytes of the tensor. Lost are the reserved slabs, the tail behind the last slab, and the remainders of

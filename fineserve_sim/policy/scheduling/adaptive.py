@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import accumulate, chain
 from typing import Literal
 
@@ -65,8 +66,7 @@ class AdaptiveBatching:
         self._waiting: dict[int, Request] = {}
         self._by_length = _LengthOrder()
         self._by_deadline: list[tuple[float, int, int]] = []  # (arrival_s, id, prompt tokens)
-        self._pace: tuple[int, float] | None = None
-        self._ttft_s: dict[int, float] = {}  # at that pace, by number of tokens
+        self._known: tuple[tuple[int, float], Callable[[int], float]] | None = None  # a pace, and TTFT at it
         self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
 
     def __len__(self) -> int:
@@ -119,7 +119,9 @@ class AdaptiveBatching:
 
     def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
         """The state by which to judge who waits; None while nobody is judged."""
-        state = _only(engines)
+        if len(engines) != 1:
+            raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
+        (state,) = engines.values()
         if not self._waiting or (self._skips_prefill and state.prefill_tokens > 0):
             return None
         if self._ttft(state)(self._by_length.blocks[-1].longest) == math.inf:
@@ -129,17 +131,9 @@ class AdaptiveBatching:
     def _ttft(self, state: EngineState) -> Callable[[int], float]:
         """TTFT by number of tokens. A call and ``unchanged_until`` after it ask for the same few numbers: they are kept."""
         decoding, slowdown = pace = state.decoding, state.slowdown
-        if pace != self._pace:
-            self._pace, self._ttft_s = pace, {}
-        prefill, known = self._prefill, self._ttft_s
-
-        def ttft(tokens: int) -> float:
-            seconds = known.get(tokens)
-            if seconds is None:
-                seconds = known[tokens] = prefill(tokens, decoding) * slowdown
-            return seconds
-
-        return ttft
+        if self._known is None or self._known[0] != pace:
+            self._known = pace, cache(lambda tokens: self._prefill(tokens, decoding) * slowdown)
+        return self._known[1]
 
     def _max_tokens(self, state: EngineState) -> int:
         return state.free_kv_tokens - self._block_tokens * state.running
@@ -155,10 +149,7 @@ class AdaptiveBatching:
         """Ids, in deadline order, of the requests that miss their deadline even alone (D of the listing)."""
         slo_s = self._slo_s
         found: list[tuple[float, int]] = []
-        finish_of_longest_s = now + ttft(self._by_length.blocks[-1].longest)
         for block in self._by_length.blocks:
-            if finish_of_longest_s < block.earliest_s + slo_s:
-                continue
             finish_s = now + ttft(block.longest)
             if finish_s < block.earliest_s + slo_s:
                 continue
@@ -181,10 +172,9 @@ class AdaptiveBatching:
 
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
         """Rows (arrival_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
-        longest, tie = last[0], last[1:]
-        for row in self._by_deadline:
-            if row[2] < longest or (row[2] == longest and row[:2] <= tie):
-                yield row
+        for arrival_s, id, tokens in self._by_deadline:
+            if (tokens, arrival_s, id) <= last:
+                yield arrival_s, id, tokens
 
     def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
@@ -205,14 +195,10 @@ class AdaptiveBatching:
         """A time before which no waiting request becomes infeasible."""
         slo_s = self._slo_s
         first_s = math.inf
-        bounds = [
-            (block.earliest_s + slo_s - duration_s, duration_s, block)
-            for block in self._by_length.blocks
-            for duration_s in (ttft(block.longest),)
-        ]
-        for bound_s, duration_s, block in sorted(bounds, key=lambda bound: bound[0]):
-            if bound_s >= first_s:
-                break
+        for block in reversed(self._by_length.blocks):
+            duration_s = ttft(block.longest)
+            if block.earliest_s + slo_s - duration_s >= first_s:
+                continue
             for tokens, arrival_s, _ in block.rows:
                 if arrival_s + slo_s - duration_s < first_s:
                     first_s = min(first_s, _before(arrival_s + slo_s, ttft(tokens)))
@@ -307,9 +293,3 @@ def _before(deadline_s: float, duration_s: float) -> float:
     """Just before the latest start of something that takes ``duration_s``: at any time below, rounding included,
     the sum of time and duration is below the deadline."""
     return deadline_s - duration_s - 4 * math.ulp(deadline_s)
-
-
-def _only(engines: Mapping[int, EngineState]) -> EngineState:
-    if len(engines) != 1:
-        raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
-    return next(iter(engines.values()))
