@@ -5,11 +5,10 @@ the earliest deadline in S (the anchor). Starting from all waiting requests that
 leaves S until the batch is on time. With slots and memory for it, what is left starts, earliest deadline first.
 
 Why this need not walk the queue. Requests leave S in one fixed order: longest first, among equals the latest deadline
-first. So S is always a prefix of the queue in *length order* (tokens, arrival, id). A longer prefix has more tokens and
+first. So S is always a prefix of the queue in *length order* (tokens, deadline, id). A longer prefix has more tokens and
 no later anchor; hence "on time" holds up to some prefix and for none beyond, and that prefix is found by bisection over
-sums of tokens and minima of arrivals, kept per block of rows. The same blocks tell where a request may have become
+sums of tokens and minima of deadlines, kept per block of rows. The same blocks tell where a request may have become
 infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
-All requests have the same SLO, so deadline order is arrival order, and a deadline is arrival + SLO.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Literal
 
 from fineserve_sim.policy.interfaces import Admission, EngineState, PrefillLatency, Request
 
 _Row = tuple[int, float, int]
-"""(prompt tokens, arrival_s, request id): sorts by length."""
+"""(prompt tokens, deadline_s, request id): sorts by length."""
 
 _BLOCK_ROWS = 128
 """Rows of a full block: around the square root of the longest queue that we care about (10^4)."""
@@ -65,7 +64,7 @@ class AdaptiveBatching:
         self._block_tokens = block_tokens
         self._waiting: dict[int, Request] = {}
         self._by_length = _LengthOrder()
-        self._by_deadline: list[tuple[float, int, int]] = []  # (arrival_s, id, prompt tokens)
+        self._by_deadline: list[tuple[float, int, int]] = []  # (deadline_s, id, prompt tokens)
         self._known: tuple[tuple[int, float], Callable[[int], float]] | None = None  # a pace, and TTFT at it
         self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
 
@@ -78,8 +77,9 @@ class AdaptiveBatching:
             raise ValueError(f"request {request.id} is added twice: it waits already")
         self._answered = None
         self._waiting[request.id] = request
-        self._by_length.add((request.prompt_tokens, request.arrival_s, request.id))
-        insort(self._by_deadline, (request.arrival_s, request.id, request.prompt_tokens))
+        deadline_s = request.arrival_s + self._slo_s
+        self._by_length.add((request.prompt_tokens, deadline_s, request.id))
+        insort(self._by_deadline, (deadline_s, request.id, request.prompt_tokens))
 
     def remove(self, request_id: int) -> bool:
         if request_id not in self._waiting:
@@ -110,11 +110,11 @@ class AdaptiveBatching:
         change_s = self._first_expiry(ttft)
         last = self._batch_end(now, state, ttft)
         if last is not None:
-            arrival_s, id, tokens = next(self._in_batch(last))
+            deadline_s, id, tokens = next(self._in_batch(last))
             if tokens <= self._max_tokens(state):
                 return soon
-            through = state.prefill_tokens + self._by_length.tokens_through((tokens, arrival_s, id))
-            change_s = min(change_s, _before(arrival_s + self._slo_s, ttft(through)))
+            through = state.prefill_tokens + self._by_length.tokens_through((tokens, deadline_s, id))
+            change_s = min(change_s, _before(deadline_s, ttft(through)))
         return max(soon, change_s)
 
     def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
@@ -141,22 +141,20 @@ class AdaptiveBatching:
     def _take(self, request_id: int) -> Request:
         """The request, which no longer waits."""
         request = self._waiting.pop(request_id)
-        self._by_length.discard((request.prompt_tokens, request.arrival_s, request.id))
-        del self._by_deadline[bisect_left(self._by_deadline, (request.arrival_s, request.id))]
+        deadline_s = request.arrival_s + self._slo_s
+        self._by_length.discard((request.prompt_tokens, deadline_s, request.id))
+        del self._by_deadline[bisect_left(self._by_deadline, (deadline_s, request.id))]
         return request
 
     def _infeasible(self, now: float, ttft: Callable[[int], float]) -> list[int]:
         """Ids, in deadline order, of the requests that miss their deadline even alone (D of the listing)."""
-        slo_s = self._slo_s
         found: list[tuple[float, int]] = []
         for block in self._by_length.blocks:
             finish_s = now + ttft(block.longest)
-            if finish_s < block.earliest_s + slo_s:
-                continue
-            for tokens, arrival_s, id in block.rows:
-                deadline_s = arrival_s + slo_s
-                if deadline_s <= finish_s and now + ttft(tokens) >= deadline_s:
-                    found.append((arrival_s, id))
+            if finish_s >= block.earliest_s:
+                for tokens, deadline_s, id in block.rows:
+                    if deadline_s <= finish_s and now + ttft(tokens) >= deadline_s:
+                        found.append((deadline_s, id))
         return [id for _, id in sorted(found)]
 
     def _batch_end(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> _Row | None:
@@ -165,50 +163,41 @@ class AdaptiveBatching:
         blocks = self._by_length.blocks
         if not blocks or state.free_slots <= 0 or self._max_tokens(state) < blocks[0].rows[0][0]:
             return None
-        slo_s = self._slo_s
         return self._by_length.longest_prefix(
-            lambda tokens, anchor_s: now + ttft(tokens) < anchor_s + slo_s, state.prefill_tokens
+            lambda tokens, anchor_s: now + ttft(tokens) < anchor_s, state.prefill_tokens
         )
 
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
-        """Rows (arrival_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
-        for arrival_s, id, tokens in self._by_deadline:
-            if (tokens, arrival_s, id) <= last:
-                yield arrival_s, id, tokens
+        """Rows (deadline_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
+        return ((due_s, id, tokens) for due_s, id, tokens in self._by_deadline if (tokens, due_s, id) <= last)
 
     def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
         finds no memory holds back those behind it."""
         last = self._batch_end(now, state, ttft)
         ids: list[int] = []
-        if last is None:
-            return ids
         left = self._max_tokens(state)
-        for _, id, tokens in self._in_batch(last):
+        for _, id, tokens in islice(self._in_batch(last), state.free_slots) if last else ():
             left -= tokens
-            if left < 0 or len(ids) == state.free_slots:
+            if left < 0:
                 break
             ids.append(id)
         return ids
 
     def _first_expiry(self, ttft: Callable[[int], float]) -> float:
         """A time before which no waiting request becomes infeasible."""
-        slo_s = self._slo_s
         first_s = math.inf
         for block in reversed(self._by_length.blocks):
             duration_s = ttft(block.longest)
-            if block.earliest_s + slo_s - duration_s >= first_s:
-                continue
-            for tokens, arrival_s, _ in block.rows:
-                if arrival_s + slo_s - duration_s < first_s:
-                    first_s = min(first_s, _before(arrival_s + slo_s, ttft(tokens)))
+            if block.earliest_s - duration_s < first_s:
+                for tokens, deadline_s, _ in block.rows:
+                    if deadline_s - duration_s < first_s:
+                        first_s = min(first_s, _before(deadline_s, ttft(tokens)))
         return first_s
 
 
 class _Block:
-    """Some rows in length order, with the sums that the search needs."""
-
-    __slots__ = ("earliest_s", "rows", "tokens")
+    """Some rows in length order, with what the searches need: the sum of their tokens, their earliest deadline."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self.rows = rows
@@ -255,7 +244,7 @@ class _LengthOrder:
             del self.blocks[index]
 
     def longest_prefix(self, on_time: Callable[[int, float], bool], tokens: int) -> _Row | None:
-        """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest arrival)`` holds; None
+        """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest deadline)`` holds; None
         when it holds for no row. ``on_time`` must turn false once, from shorter to longer prefixes."""
         parts = [(block.tokens, block.earliest_s) for block in self.blocks]
         whole, tokens, earliest_s = _accepted(parts, on_time, tokens, math.inf)
@@ -281,10 +270,10 @@ class _LengthOrder:
 def _accepted(
     parts: Iterable[tuple[int, float]], on_time: Callable[[int, float], bool], tokens: int, earliest_s: float
 ) -> tuple[int, int, float]:
-    """How many leading (tokens, arrival) parts are on time after what came before, and the sums through them."""
-    lengths, arrivals = zip(*parts, strict=True)
+    """How many leading (tokens, deadline) parts are on time after what came before, and the sums through them."""
+    lengths, deadlines_s = zip(*parts, strict=True)
     sums = list(accumulate(lengths, initial=tokens))
-    firsts = list(accumulate(arrivals, min, initial=earliest_s))
+    firsts = list(accumulate(deadlines_s, min, initial=earliest_s))
     count = bisect_left(range(1, len(sums)), True, key=lambda i: not on_time(sums[i], firsts[i]))
     return count, sums[count], firsts[count]
 
