@@ -169,7 +169,8 @@ class AdaptiveBatching:
 
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
         """Rows (deadline_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
-        return ((due_s, id, tokens) for due_s, id, tokens in self._by_deadline if (tokens, due_s, id) <= last)
+        longest = last[0]
+        return (row for row in self._by_deadline if row[2] <= longest and (row[2], row[0], row[1]) <= last)
 
     def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
@@ -187,12 +188,13 @@ class AdaptiveBatching:
     def _first_expiry(self, ttft: Callable[[int], float]) -> float:
         """A time before which no waiting request becomes infeasible."""
         first_s = math.inf
-        for block in reversed(self._by_length.blocks):
+        for block in sorted(self._by_length.blocks, key=lambda block: block.earliest_s - ttft(block.longest)):
             duration_s = ttft(block.longest)
-            if block.earliest_s - duration_s < first_s:
-                for tokens, deadline_s, _ in block.rows:
-                    if deadline_s - duration_s < first_s:
-                        first_s = min(first_s, _before(deadline_s, ttft(tokens)))
+            if block.earliest_s - duration_s >= first_s:
+                break
+            for tokens, deadline_s, _ in block.rows:
+                if deadline_s - duration_s < first_s:
+                    first_s = min(first_s, _before(deadline_s, ttft(tokens)))
         return first_s
 
 
