@@ -62,7 +62,7 @@ class EngineLoad(NamedTuple):
 
 PrefillLatency = Callable[[int, int], float]
 """Predicted seconds, without contention, to prefill so many prompt tokens by chunked prefill beside so many running decodes.
-Non-decreasing in the tokens."""
+Non-decreasing in the tokens; infinite when the decodes leave none of a step to a prompt."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ Pure: the same rows in the same order give the same predictions, which is what r
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
@@ -71,7 +72,11 @@ class StepTimes:
 
     def __call__(self, tokens: int, decoding: int) -> float:
         """Seconds to prefill ``tokens`` prompt tokens in chunks beside ``decoding`` decodes (a ``PrefillLatency``)."""
-        chunk = max(1, self._token_budget - decoding)
+        if not tokens:
+            return 0.0
+        chunk = self._token_budget - decoding
+        if chunk <= 0:
+            return math.inf
         full, rest = divmod(tokens, chunk)
         return full * self.step_s(chunk, decoding) + (self.step_s(rest, decoding) if rest else 0.0)
 

@@ -19,7 +19,7 @@ BLOCK_TOKENS = 16
 
 def chunked(tokens: int, decoding: int) -> float:
     """Iterations of 1/16 s: a staircase in tokens, exact in binary, so that ties with deadlines do occur."""
-    return math.ceil(tokens / (BUDGET_TOKENS - decoding)) / 16
+    return math.ceil(tokens / (BUDGET_TOKENS - decoding)) / 16 if decoding < BUDGET_TOKENS else math.inf
 
 
 def linear(tokens: int, decoding: int) -> float:
@@ -32,7 +32,7 @@ IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_k
 
 @dataclass
 class Algorithm2:
-    """The listing, line by line, on plain lists. ``waiting`` is W; the guards for an empty S are ours."""
+    """The listing, line by line, on plain lists. ``waiting`` is W; the guards for an empty S and a full budget are ours."""
 
     prefill: PrefillLatency
     slo_s: float = SLO_S
@@ -43,6 +43,8 @@ class Algorithm2:
         """Ids admitted, in order, and ids dropped."""
         if state.prefill_tokens > 0 and not self.union:
             return [], []
+        if self.prefill(1, state.decoding) == math.inf:
+            state = state._replace(decoding=0, free_slots=0)
 
         def ttft(tokens: int) -> float:
             return self.prefill(tokens, state.decoding) * state.slowdown
@@ -78,7 +80,7 @@ def admitted(scheduler: LocalScheduler, now: float, state: EngineState = IDLE) -
 states = st.builds(
     EngineState,
     running=st.integers(0, 6),
-    decoding=st.integers(0, 6),
+    decoding=st.sampled_from([0, 1, 2, 3, 6, BUDGET_TOKENS]),
     prefill_tokens=st.sampled_from([0, 0, 0, 1, 70, 400]),
     free_slots=st.sampled_from([0, 1, 2, 5, 50]),
     free_kv_tokens=st.sampled_from([0, 120, 400, 2000, 100_000]),
@@ -230,6 +232,18 @@ def test_a_request_that_would_end_exactly_at_its_deadline_is_dropped() -> None:
     answer = scheduler.schedule(SLO_S - 1 / 16, {0: IDLE})
     assert [r.id for r in answer.dropped] == [0]
     assert len(scheduler) == 0
+
+
+def test_decodes_that_fill_the_budget_make_nobody_hopeless_who_could_be_on_time_without_them() -> None:
+    """Every batch is full of decodes, so no prompt token is computed: nobody starts, whatever slots there are. Beside no
+    decode, 1 takes 10 chunks."""
+    full = IDLE._replace(running=BUDGET_TOKENS, decoding=BUDGET_TOKENS)
+    scheduler = scheduler_with([Request(0, "m", 0.0, 64), Request(1, "m", 0.0, 640)])
+    answer = scheduler.schedule(0.5, {0: full})
+    assert answer.admitted == answer.dropped == []
+    assert scheduler.unchanged_until(0.5, {0: full}) == pytest.approx(SLO_S - 10 / 16, abs=1e-12)
+    assert [r.id for r in scheduler.schedule(SLO_S - 10 / 16, {0: full}).dropped] == [1]
+    assert admitted(scheduler, SLO_S - 9 / 16, IDLE) == [0]
 
 
 def test_the_longest_leaves_the_batch_and_waits_until_it_is_hopeless() -> None:

@@ -30,6 +30,11 @@ def test_a_linear_engine_is_learnt() -> None:
     assert times(0, 5) == 0.0
 
 
+def test_decodes_that_fill_every_step_leave_a_prompt_no_time_at_which_it_ends() -> None:
+    times = StepTimes(8, [MeasuredStep(4, 4, 0.01)])
+    assert times(1, 8) == times(1, 9) == float("inf") and times(0, 8) == 0.0
+
+
 def test_the_latest_steps_weigh_most() -> None:
     times = StepTimes(512, [MeasuredStep(100, 0, 0.01)])
     for _ in range(2000):

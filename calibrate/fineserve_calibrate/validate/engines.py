@@ -29,8 +29,9 @@ from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import LAWS, SharingLaw
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.policy.memory.geometry import plan_slabs
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
-from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
+from fineserve_sim.policy.memory.slab import KVSlabManager
 
 
 @dataclass(frozen=True, slots=True)

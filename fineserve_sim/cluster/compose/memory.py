@@ -16,10 +16,10 @@ from fineserve_sim.cluster.compose.virtual_memory import build_kvcached, build_v
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
-from fineserve_sim.policy.memory.geometry import KVGeometry
+from fineserve_sim.policy.memory.geometry import KVGeometry, plan_slabs
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 from fineserve_sim.policy.memory.s_partition import Share, split_bytes
-from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
+from fineserve_sim.policy.memory.slab import KVSlabManager
 from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
 

@@ -57,13 +57,10 @@ class KVGeometry:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "tokens_per_block", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"KV geometry: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.quant_bytes_per_head < 0:
-            raise ValueError(
-                f"KV geometry: quant_bytes_per_head is {self.quant_bytes_per_head}; it must not be negative"
-            )
+        for name in ("layers", "kv_heads", "head_dim", "tokens_per_block", "tp", "quant_bytes_per_head"):
+            value, least = getattr(self, name), int(name != "quant_bytes_per_head")
+            if value < least:
+                raise ValueError(f"KV geometry: {name} is {value}; it must be at least {least}")
         if self.kv_heads % self.tp and self.tp % self.kv_heads:
             raise ValueError(
                 f"KV geometry: {self.kv_heads} KV heads do not spread over tp={self.tp}; "
@@ -87,19 +84,14 @@ class KVGeometry:
         return int(self.heads_per_gpu * self.head_dim * 2 * self.element_bytes)
 
     @property
-    def quant_token_layer_bytes(self) -> int:
-        """Bytes of quantisation parameters of one token in one layer, for K and V."""
-        return self.heads_per_gpu * 2 * self.quant_bytes_per_head
-
-    @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in a block: all layers, quantisation parameters included."""
-        return self.layers * (self.token_layer_bytes + self.quant_token_layer_bytes)
+        return self.block_bytes // self.tokens_per_block
 
     @property
     def block_layer_bytes(self) -> int:
-        """Bytes of one block in one layer (the paper's KV blocksize)."""
-        return self.tokens_per_block * (self.token_layer_bytes + self.quant_token_layer_bytes)
+        """Bytes of one block in one layer (the paper's KV blocksize), quantisation parameters of K and V included."""
+        return self.tokens_per_block * (self.token_layer_bytes + self.heads_per_gpu * 2 * self.quant_bytes_per_head)
 
     @property
     def block_bytes(self) -> int:
@@ -126,19 +118,9 @@ class SlabPlan:
         """Block ids ``[first, end)`` that the slab owns when it is formatted to ``key``."""
         return -(-slab * self.slab_bytes // key), (slab + 1) * self.slab_bytes // key
 
-    def blocks_in_slabs(self, key: int, slabs: int) -> int:
-        """Blocks that the first ``slabs`` slabs hold together when all are formatted to ``key``."""
-        if slabs == 0:
-            return 0
-        period = key // math.gcd(self.slab_bytes, key)  # every period-th slab starts on the grid of the key
-        straddling = (slabs - 1) - (slabs - 1) // period
-        return slabs * self.slab_bytes // key - straddling
-
-    def mean_loss_bytes(self, key: int) -> int:
-        """Bytes lost per slab formatted to ``key``, averaged over one period of the grid: a period of p slabs has p - 1
-        straddling blocks. Less than one block, and 0 under the LCM rule. One slab by itself loses less than two blocks.
-        """
-        return key - math.gcd(self.slab_bytes, key)
+    def least_blocks(self, key: int) -> int:
+        """Blocks that any slab holds at least: one of a grid key may have a block less than its bytes say."""
+        return self.slab_bytes // key - self.is_grid(key)
 
 
 def plan_slabs(block_bytes: Iterable[int], *, cap_bytes: int = MAX_LCM_BYTES, multiple: int = 1) -> SlabPlan:

@@ -17,12 +17,12 @@ a page taken before its moment delays the engine until then. All of it is a func
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan
-from fineserve_sim.policy.memory.slab import KVSlabManager
+from fineserve_sim.policy.memory.slab import KVSlabManager, Owners
 
 PAGE_BYTES = 2 * 2**20
 """Granularity of the CUDA driver's virtual memory (Prism 5.1, vTensor 5.1)."""
@@ -49,16 +49,19 @@ class VirtualKV:
 class _Engine:
     """One engine: ``pages`` allocates blocks in its virtual pages; ``mapped_at_s`` is its buffer, earliest page first.
 
-    It may launch its next kernels from ``ready_s`` on; its thread is busy until ``thread_s``.
+    It may launch its next kernels from ``ready_s`` on; its thread is busy until ``thread_s``. Any page holds ``sure_blocks``
+    at least: a block that straddles two belongs to neither.
     """
 
-    __slots__ = ("kv", "mapped_at_s", "owner", "page_bytes", "pages", "ready_s", "thread_s")
-
     def __init__(self, owner: int, kv: VirtualKV, page_bytes: int, virtual_bytes: int) -> None:
-        self.kv = kv
-        self.page_bytes = kv.tensors * page_bytes
         plan = SlabPlan(page_bytes, (kv.block_bytes,))
+        self.kv = kv
         self.owner = owner
+        self.page_bytes = kv.tensors * page_bytes
+        self.block_bytes = kv.tensors * kv.block_bytes
+        self.sure_blocks = plan.least_blocks(kv.block_bytes)
+        if self.sure_blocks < 1:
+            raise ValueError(f"kvcached: a page of {page_bytes} bytes may hold no block of {kv.block_bytes}")
         self.pages = KVSlabManager(virtual_bytes // self.page_bytes * page_bytes, {owner: kv.block_bytes}, plan=plan)
         self.mapped_at_s: deque[float] = deque()
         self.ready_s = self.thread_s = MAPPED_LONG_AGO
@@ -71,28 +74,11 @@ class _Engine:
     @property
     def room_blocks(self) -> int:
         """Free blocks in the pages it holds."""
-        return self.pages.formatted_blocks(self.owner)[1]
-
-    @property
-    def sure_blocks(self) -> int:
-        """Blocks that any page holds at least: those that straddle its ends belong to no page."""
-        page_bytes = self.pages.plan.slab_bytes
-        straddle = page_bytes % self.kv.block_bytes > 0
-        return page_bytes // self.kv.block_bytes - straddle
-
-    def map_ahead(self, now: float) -> None:
-        """The thread begins to map a page for the buffer."""
-        self.thread_s = max(self.thread_s, now) + self.kv.map_s
-        self.mapped_at_s.append(self.thread_s)
+        return self.pages.spare_blocks(self.owner)
 
     def wait(self, now: float, seconds: float) -> None:
         """The engine itself spends ``seconds`` on the driver before it can go on."""
         self.ready_s = max(self.ready_s, now) + seconds
-
-
-class _Engines(dict[int, _Engine]):
-    def __missing__(self, owner: int) -> _Engine:
-        raise ValueError(f"kvcached: owner {owner} is not registered; the owners are {sorted(self)}")
 
 
 class KvCachedManager:
@@ -131,18 +117,13 @@ class KvCachedManager:
         self._now = 0.0
         self._page_bytes = page_bytes
         self._virtual_bytes = limit_bytes if virtual_bytes is None else virtual_bytes
-        self._engines = _Engines()
-        for owner, kv in owners.items():
-            self._add(owner, kv)
+        engines = {owner: _Engine(owner, kv, page_bytes, self._virtual_bytes) for owner, kv in owners.items()}
+        self._engines = Owners("kvcached", engines)
         self._held_bytes = 0
-        self._fill_at_start()
-
-    def _fill_at_start(self) -> None:
-        """The buffers as they are when serving begins: mapped long ago, a page for each engine in turn."""
-        for _ in range(self._min_reserved):
-            for engine in self._engines.values():
-                if self._may_buffer(engine):
-                    engine.mapped_at_s.append(MAPPED_LONG_AGO)
+        # Serving begins with buffers that were filled long ago, a page for each engine in turn.
+        for engine in [*engines.values()] * min_reserved:
+            if self._may_buffer(engine):
+                engine.mapped_at_s.append(MAPPED_LONG_AGO)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -152,10 +133,7 @@ class KvCachedManager:
         Raises ValueError for an unknown owner or a negative number.
         """
         engine = self._engines[owner]
-        obtainable = self._obtainable_pages(engine)
-        if blocks > engine.room_blocks + obtainable * (self._page_bytes // engine.kv.block_bytes):
-            return None
-        held = engine.held_pages
+        held, obtainable = engine.held_pages, self._obtainable_pages(engine)
         ids = engine.pages.alloc(owner, blocks)
         if ids is None:
             return None
@@ -178,17 +156,19 @@ class KvCachedManager:
             self._held_bytes -= engine.page_bytes
             self._put_away(engine)
         if emptied:
-            self._refill()
+            self._refill(self._engines.values())
 
     def _take_page(self, engine: _Engine) -> None:
         """A page from the buffer, else one mapped now, for which others may have to give up theirs."""
         if engine.mapped_at_s:
             engine.ready_s = max(engine.ready_s, engine.mapped_at_s.popleft())
         else:
-            self._make_room(engine)
+            for mapped_s, unmap_s in self._give_up(self._limit_bytes - engine.page_bytes):
+                engine.ready_s = max(engine.ready_s, mapped_s)
+                engine.wait(self._now, unmap_s)
             engine.wait(self._now, engine.kv.map_s)
         self._held_bytes += engine.page_bytes
-        self._refill_one(engine)
+        self._refill([engine])
 
     def _put_away(self, engine: _Engine) -> None:
         """A page became empty: keep it mapped, or unmap it."""
@@ -199,22 +179,23 @@ class KvCachedManager:
         else:
             engine.wait(self._now, engine.kv.unmap_s)
 
-    def _make_room(self, engine: _Engine) -> None:
-        """Unmap buffered pages of the others until one page fits; the engine waits for it."""
-        while self.mapped_bytes() + engine.page_bytes > self._limit_bytes:
-            donor = max(self._engines.values(), key=lambda other: len(other.mapped_at_s))
-            engine.ready_s = max(engine.ready_s, donor.mapped_at_s.pop())
-            engine.wait(self._now, donor.kv.unmap_s)
+    def _give_up(self, mapped_bytes: int) -> list[tuple[float, float]]:
+        """Unmap buffered pages, of whom has most, until no more than ``mapped_bytes`` are in use or no buffer is left. By page,
+        the moment at which it was mapped, and the seconds to unmap it."""
+        given = []
+        while self.mapped_bytes() > mapped_bytes:
+            donor = max(self._engines.values(), key=lambda engine: len(engine.mapped_at_s))
+            if not donor.mapped_at_s:
+                break
+            given.append((donor.mapped_at_s.pop(), donor.kv.unmap_s))
+        return given
 
-    def _refill(self) -> None:
-        if self._min_reserved:
-            for engine in self._engines.values():
-                self._refill_one(engine)
-
-    def _refill_one(self, engine: _Engine) -> None:
-        """Have the engine's thread map pages up to the minimum, as far as the limits allow."""
-        while len(engine.mapped_at_s) < self._min_reserved and self._may_buffer(engine):
-            engine.map_ahead(self._now)
+    def _refill(self, engines: Iterable[_Engine]) -> None:
+        """Have the threads of these map pages up to the minimum, as far as the limits allow."""
+        for engine in engines:
+            while len(engine.mapped_at_s) < self._min_reserved and self._may_buffer(engine):
+                engine.thread_s = max(engine.thread_s, self._now) + engine.kv.map_s
+                engine.mapped_at_s.append(engine.thread_s)
 
     def _may_buffer(self, engine: _Engine) -> bool:
         own = engine.held_pages + len(engine.mapped_at_s) + 1
@@ -238,21 +219,15 @@ class KvCachedManager:
         """Another engine comes to the GPU. ValueError for one that is there, and as the constructor raises."""
         if owner in self._engines:
             raise ValueError(f"kvcached: owner {owner} joins twice")
-        self._add(owner, kv)
-        self._refill()
+        self._engines[owner] = _Engine(owner, kv, self._page_bytes, self._virtual_bytes)
+        self._refill(self._engines.values())
 
     def leave(self, owner: int) -> None:
         """An engine goes, with its buffer. ValueError while it holds pages."""
         if pages := self._engines[owner].held_pages:
             raise ValueError(f"kvcached: owner {owner} leaves with {pages} pages in use")
         del self._engines[owner]
-        self._refill()
-
-    def _add(self, owner: int, kv: VirtualKV) -> None:
-        engine = _Engine(owner, kv, self._page_bytes, self._virtual_bytes)
-        if engine.sure_blocks < 1:
-            raise ValueError(f"kvcached: a page of {self._page_bytes} bytes may hold no block of {kv.block_bytes}")
-        self._engines[owner] = engine
+        self._refill(self._engines.values())
 
     def set_limit(self, limit_bytes: int) -> None:
         """What the GPU leaves for KV changed (weights came or went). Less than is held bounds new pages at once, while
@@ -260,12 +235,8 @@ class KvCachedManager:
         if limit_bytes < 0:
             raise ValueError(f"kvcached: a limit of {limit_bytes} bytes; it must be 0 or more")
         self._limit_bytes = limit_bytes
-        while self.mapped_bytes() > limit_bytes:
-            donor = max(self._engines.values(), key=lambda other: len(other.mapped_at_s))
-            if not donor.mapped_at_s:
-                break
-            donor.mapped_at_s.pop()
-        self._refill()
+        self._give_up(limit_bytes)
+        self._refill(self._engines.values())
 
     # --- what others see ---------------------------------------------------------------------------------------------
 
@@ -293,10 +264,6 @@ class KvCachedManager:
         """Pages in which ``owner`` has blocks; each is a physical page in every tensor."""
         return self._engines[owner].held_pages
 
-    def buffered_pages(self, owner: int) -> int:
-        """Empty pages that are mapped, or being mapped, for ``owner``."""
-        return len(self._engines[owner].mapped_at_s)
-
     def mapped_bytes(self) -> int:
         """Physical memory of the GPU in use: held and buffered pages of all engines."""
         buffered = sum(len(engine.mapped_at_s) * engine.page_bytes for engine in self._engines.values())
@@ -305,18 +272,15 @@ class KvCachedManager:
     def block_bytes_held(self, owner: int) -> int:
         """Bytes of the blocks in the pages that ``owner`` holds, used or not, over its tensors."""
         engine = self._engines[owner]
-        return engine.pages.formatted_blocks(owner)[0] * engine.kv.block_bytes * engine.kv.tensors
+        return self.used_bytes(owner) + engine.room_blocks * engine.block_bytes
 
     def ledger(self) -> KVLedger:
         """The bytes under the limit; what is held beyond a lowered limit counts too. Buffered pages are free, for they are
         given up on demand; a page's ends that hold no block are lost while the page is held."""
-        used = stranded = 0
-        for owner, engine in self._engines.items():
-            used += self.used_bytes(owner)
-            stranded += engine.room_blocks * engine.kv.block_bytes * engine.kv.tensors
+        used = sum(map(self.used_bytes, self._engines))
+        stranded = sum(map(self.block_bytes_held, self._engines)) - used
         total = max(self._limit_bytes, self._held_bytes)
-        free = total - self._held_bytes
-        return KVLedger(total, used, stranded, free, self._held_bytes - used - stranded)
+        return KVLedger(total, used, stranded, total - self._held_bytes, self._held_bytes - used - stranded)
 
     def check(self) -> None:
         held = 0
@@ -326,10 +290,6 @@ class KvCachedManager:
             buffered = list(engine.mapped_at_s)
             assert len(buffered) <= self._max_reserved, f"owner {owner} buffers {len(buffered)} pages"
             assert buffered == sorted(buffered), f"owner {owner} would take a page before an earlier one"
-            assert (engine.held_pages == 0) == (engine.pages.used_bytes(owner) == 0), (
-                f"owner {owner} holds an empty page"
-            )
         assert held == self._held_bytes, f"{held} bytes are held, {self._held_bytes} are counted"
         assert self.mapped_bytes() <= max(self._limit_bytes, held), "buffers beyond the limit"
-        total, *parts = self.ledger()
-        assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"
+        assert min(self.ledger()) >= 0, f"the ledger does not add up: {self.ledger()}"

@@ -13,24 +13,60 @@ alloc and free cost O(log slabs), amortised, for each slab touched, and a few bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
+from itertools import chain
+from typing import TypeVar
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
-from fineserve_sim.policy.memory.slab_table import (
-    Holder,
-    Holders,
-    Pool,
-    Slab,
-    SlabEntry,
-    SlabState,
-    check_pool,
-    check_slab,
-    take_lowest,
-)
 
-__all__ = ["KVSlabManager", "SlabEntry", "SlabPlan", "SlabState", "plan_slabs"]
+
+class _Pool:
+    """The slabs formatted to one key: they hold ``used_blocks``, and ``spare_blocks`` that nobody has.
+
+    ``free_bits`` has the PARTIAL slabs; bit i is set when the i-th block of the slab is free. ``partial`` is a min-heap of
+    (-used, slab id): each PARTIAL slab has exactly one entry, whose ``used`` may be out of date, upwards only; entries of
+    slabs that left the pool are dropped at the top. Slabs of grid keys differ: for these ``blocks_per_slab`` is 0,
+    ``grid_blocks`` has the blocks of each slab, and ``unformatted_blocks`` counts those that the free slabs would hold.
+    """
+
+    def __init__(self, block_bytes: int, plan: SlabPlan, slabs: range) -> None:
+        self.block_bytes = block_bytes
+        self.blocks_per_slab = 0 if plan.is_grid(block_bytes) else plan.slab_bytes // block_bytes
+        spans = [] if self.blocks_per_slab else [plan.span(block_bytes, slab_id) for slab_id in range(slabs.stop)]
+        self.grid_blocks = [end - first for first, end in spans]
+        self.capacity_blocks = self.unformatted_blocks = self.blocks_in(slabs)
+        self.free_bits: dict[int, int] = {}
+        self.partial: list[tuple[int, int]] = []
+        self.spare_blocks = self.used_blocks = 0
+
+    def blocks_in(self, slab_ids: Sequence[int]) -> int:
+        """Blocks that these slabs hold when they are formatted to the key."""
+        return self.blocks_per_slab * len(slab_ids) or sum(self.grid_blocks[slab_id] for slab_id in slab_ids)
+
+
+class _Holder:
+    """One owner. ``held`` maps slab ids to bitmaps of the blocks in them that this owner holds (never 0)."""
+
+    def __init__(self, pool: _Pool) -> None:
+        self.pool = pool
+        self.held: dict[int, int] = {}
+        self.used_blocks = 0
+
+
+Owner = TypeVar("Owner")
+
+
+class Owners(dict[int, Owner]):
+    """What a KV memory keeps of each engine that draws on it; ValueError for an engine that does not."""
+
+    def __init__(self, memory: str, owners: Mapping[int, Owner]) -> None:
+        super().__init__(owners)
+        self._memory = memory
+
+    def __missing__(self, owner: int) -> Owner:
+        raise ValueError(f"{self._memory}: owner {owner} is not registered; the owners are {sorted(self)}")
 
 
 class KVSlabManager:
@@ -62,16 +98,14 @@ class KVSlabManager:
                 f"{total_bytes} bytes hold {max(0, self.slab_count)}"
             )
         self._total_bytes = total_bytes
-        self._reserved = reserved_slabs
-        self._slabs = [Slab(slab_id) for slab_id in range(reserved_slabs)]  # those ever touched; the rest is free
-        self._holes: list[int] = []  # free slabs among them, a min-heap
-        self._free_slabs = self.slab_count - reserved_slabs
-        self._pools = {key: Pool(key, self.plan, self._capacity(key)) for key in sorted(set(owners.values()))}
+        self._slabs = range(reserved_slabs, self.slab_count)
+        self._untouched = reserved_slabs  # slabs from here on were never formatted
+        self._holes: list[int] = []  # free slabs before it, a min-heap
+        self.free_slabs = len(self._slabs)
+        """Slabs that are formatted for nobody."""
+        self._pools = {key: _Pool(key, self.plan, self._slabs) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
-        self._owners = Holders({owner: Holder(self._pools[key]) for owner, key in owners.items()})
-
-    def _capacity(self, key: int) -> int:
-        return self.plan.blocks_in_slabs(key, self.slab_count) - self.plan.blocks_in_slabs(key, self._reserved)
+        self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken.
@@ -79,40 +113,43 @@ class KVSlabManager:
         Raises ValueError for an unknown owner or a negative number.
         """
         holder = self._owners[owner]
-        pool = holder.pool
+        pool, held = holder.pool, holder.held
         per_slab = pool.blocks_per_slab
         if blocks < 0:
             raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
-        if per_slab == 1:
-            return self._take_lowest_slabs(holder, blocks) if blocks <= self._free_slabs else None
-        if blocks > self._available_blocks(pool):
+        if blocks > pool.spare_blocks and blocks > self._available_blocks(pool):
             return None
         ids: list[int] = []
-        held = holder.held
         left = blocks
         while left:
-            slab = self._fullest_partial(pool) if pool.partial else None
-            if slab is None:
-                if left >= per_slab > 0:
-                    left -= self._take_whole_slabs(pool, left, held, ids)
+            if not (pool.partial and self._refresh_fullest(pool)):
+                whole = left // per_slab if per_slab else 0
+                slab_ids = self._format(pool, whole or 1)
+                if whole:
+                    held.update(dict.fromkeys(slab_ids, (1 << per_slab) - 1))
+                    ids += slab_ids if per_slab == 1 else _all_blocks(slab_ids, per_slab)
+                    left -= whole * per_slab
                     continue
-                slab = self._format(pool)
-            slab_id, free = slab.id, slab.free_bits
+                pool.free_bits[slab_ids[0]] = (1 << pool.blocks_in(slab_ids)) - 1
+                pool.partial.append((0, slab_ids[0]))
+            rank, slab_id = pool.partial[0]
+            free = pool.free_bits[slab_id]
             first = slab_id * per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
             mask, taken = free & -free, 1
             if left == 1 or mask == free:  # the common cases: one block is wanted, or left
                 ids.append(first + mask.bit_length() - 1)
             else:
-                mask = take_lowest(free, left, first, ids)
+                mask = _take_lowest(free, left, first, ids)
                 taken = mask.bit_count()
             left -= taken
-            slab.used += taken
-            slab.free_bits = free = free ^ mask
             held[slab_id] = held.get(slab_id, 0) | mask
-            if free:
-                pool.partial[0] = (-slab.used, slab_id)  # lower than before, so it stays the top
+            if free := free ^ mask:
+                pool.free_bits[slab_id] = free
+                pool.partial[0] = (rank - taken, slab_id)  # lower than before, so it stays the top
             else:
+                del pool.free_bits[slab_id]
                 heappop(pool.partial)
+        pool.spare_blocks -= blocks
         pool.used_blocks += blocks
         holder.used_blocks += blocks
         return ids
@@ -121,190 +158,113 @@ class KVSlabManager:
         """Give back blocks. Raises ValueError for an unknown owner, or an id that it does not hold or that is given
         twice; then nothing is given back."""
         holder = self._owners[owner]
-        if holder.pool.blocks_per_slab == 1 and self._free_whole_slabs(holder, block_ids):
-            return
-        masks = self._masks(owner, holder, block_ids)
-        held, pool, slabs = holder.held, holder.pool, self._slabs
-        drained: list[Slab] = []
-        for slab_id, mask in masks.items():
-            if left := held[slab_id] ^ mask:
-                held[slab_id] = left
-            else:
+        held, pool = holder.held, holder.pool
+        drained: Sequence[int] = block_ids
+        if pool.blocks_per_slab == 1 and len(held.keys() & block_ids) == len(block_ids):
+            for slab_id in block_ids:  # of one block each, all held and named once
                 del held[slab_id]
-            slab = slabs[slab_id]
-            was_full = not slab.free_bits
-            slab.free_bits |= mask
-            slab.used -= mask.bit_count()
-            if not slab.used:
-                drained.append(slab)
-            elif was_full:
-                heappush(pool.partial, (-slab.used, slab_id))
+        else:
+            drained = self._unset(pool, held, self._masks(owner, holder, block_ids))
         if drained:
-            self._unformat(pool, drained)
-        holder.used_blocks -= len(block_ids)
+            self._give_back(pool, drained)
+        pool.spare_blocks += len(block_ids)
         pool.used_blocks -= len(block_ids)
+        holder.used_blocks -= len(block_ids)
 
-    def _masks(self, owner: int, holder: Holder, block_ids: Sequence[int]) -> dict[int, int]:
+    def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
         """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
-        held, per_slab = holder.held, holder.pool.blocks_per_slab
-        masks: dict[int, int] = {}
-        if per_slab:
+        key, masks = holder.pool.block_bytes, dict[int, int]()
+        if per_slab := holder.pool.blocks_per_slab:
             for block in block_ids:
                 slab_id = block // per_slab
                 masks[slab_id] = masks.get(slab_id, 0) | 1 << block % per_slab
         else:
-            self._grid_masks(holder.pool.block_bytes, block_ids, masks)
+            slab_id = first = end = 0
+            for block in block_ids:
+                if not first <= block < end:
+                    slab_id = block * key // self.plan.slab_bytes
+                    first, end = self.plan.span(key, slab_id)  # a straddling block is at ``end``: nobody's bit
+                masks[slab_id] = masks.get(slab_id, 0) | 1 << (block - first)
         for slab_id, mask in masks.items():
-            if stray := mask & ~held.get(slab_id, 0):
-                lowest = (stray & -stray).bit_length() - 1
-                raise self._not_held(owner, self.plan.span(holder.pool.block_bytes, slab_id)[0] + lowest)
+            if stray := mask & ~holder.held.get(slab_id, 0):
+                block = self.plan.span(key, slab_id)[0] + (stray & -stray).bit_length() - 1
+                raise ValueError(f"KV slab manager: owner {owner} does not hold block {block} and cannot free it")
         if sum(map(int.bit_count, masks.values())) != len(block_ids):
             twice = next(block for block in block_ids if block_ids.count(block) > 1)
             raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
         return masks
 
-    def _grid_masks(self, block_bytes: int, block_ids: Sequence[int], masks: dict[int, int]) -> None:
-        """Fill ``masks`` for blocks whose slabs own unequal spans of the grid."""
-        slab_id = first = end = 0
-        for block in block_ids:
-            if not first <= block < end:
-                slab_id = block * block_bytes // self.plan.slab_bytes
-                first, end = self.plan.span(block_bytes, slab_id)  # a straddling block is at ``end``: nobody's bit
-            masks[slab_id] = masks.get(slab_id, 0) | 1 << (block - first)
+    @staticmethod
+    def _unset(pool: _Pool, held: dict[int, int], masks: Mapping[int, int]) -> list[int]:
+        """Let go of these blocks. Returns the slabs in which nobody holds one any more."""
+        free_bits, per_slab = pool.free_bits, pool.blocks_per_slab
+        drained: list[int] = []
+        for slab_id, mask in masks.items():
+            before = free_bits.get(slab_id, 0)
+            free_bits[slab_id] = free = before | mask
+            if left := held[slab_id] ^ mask:
+                held[slab_id] = left
+            else:
+                del held[slab_id]
+                if free.bit_count() == (per_slab or pool.grid_blocks[slab_id]):
+                    del free_bits[slab_id]
+                    drained.append(slab_id)
+                    continue
+            if not before:
+                heappush(pool.partial, (free.bit_count() - (per_slab or pool.grid_blocks[slab_id]), slab_id))
+        return drained
 
     @staticmethod
-    def _not_held(owner: int, block: int) -> ValueError:
-        return ValueError(f"KV slab manager: owner {owner} does not hold block {block} and cannot free it")
-
-    def _fullest_partial(self, pool: Pool) -> Slab | None:
-        """The most used PARTIAL slab of the pool, lowest id first, at the top of its heap; None when it has none."""
+    def _refresh_fullest(pool: _Pool) -> bool:
+        """Bring the most used PARTIAL slab of the pool, lowest id first, to the top of its heap; False when it has none."""
         heap = pool.partial
         while heap:
-            rank, slab_id = heap[0]
-            slab = self._slabs[slab_id]
-            if slab.pool is not pool:
-                heappop(heap)
-            elif -rank != slab.used:
-                heapreplace(heap, (-slab.used, slab_id))
+            noted, slab_id = heap[0]
+            free = pool.free_bits.get(slab_id, 0)
+            rank = free.bit_count() - (pool.blocks_per_slab or pool.grid_blocks[slab_id])
+            if free and rank == noted:
+                return True
+            if free:
+                heapreplace(heap, (rank, slab_id))
             else:
-                return slab
-        return None
+                heappop(heap)
+        return False
 
-    def _format(self, pool: Pool) -> Slab:
-        """Format the lowest free slab to the key of the pool. Only called when the heap of the pool is empty; this is
-        why no slab ever has two entries in a heap."""
-        slab = self._slabs[self._lowest_free(1)[0]]
-        first, end = self.plan.span(pool.block_bytes, slab.id)
-        slab.pool, slab.free_bits, slab.used = pool, (1 << (end - first)) - 1, 0
-        pool.slabs += 1
-        pool.slab_blocks += end - first
-        pool.partial.append((0, slab.id))
-        if self._grid_pools:
-            self._shift_unformatted(slab.id, -1)
-        return slab
-
-    def _unformat(self, pool: Pool, slabs: Sequence[Slab]) -> None:
-        """These slabs are empty: they go back to the free list."""
+    def _format(self, pool: _Pool, count: int) -> list[int]:
+        """Format the ``count`` lowest free slabs to the key of the pool. There must be as many. Only called when the heap of
+        the pool is empty; this is why no slab ever has two entries in a heap."""
         holes = self._holes
-        for slab in slabs:
-            pool.slab_blocks -= slab.free_bits.bit_length()
-            slab.pool = None
-            slab.free_bits = 0
-            heappush(holes, slab.id)
-            if self._grid_pools:
-                self._shift_unformatted(slab.id, 1)
-        pool.slabs -= len(slabs)
-        self._free_slabs += len(slabs)
-
-    def _lowest_free(self, count: int) -> list[int]:
-        """The lowest ``count`` free slabs, which are then taken. There must be as many."""
-        holes = self._holes
-        slab_ids = [heappop(holes) for _ in range(min(count, len(holes)))]
-        while len(slab_ids) < count:
-            slab_ids.append(len(self._slabs))
-            self._slabs.append(Slab(len(self._slabs)))
-        self._free_slabs -= count
+        slab_ids: list[int] = []
+        while holes and len(slab_ids) < count:
+            slab_ids.append(heappop(holes))
+        if new := count - len(slab_ids):
+            slab_ids += range(self._untouched, self._untouched + new)
+            self._untouched += new
+        self.free_slabs -= count
+        pool.spare_blocks += pool.blocks_in(slab_ids)
+        for grid_pool in self._grid_pools:
+            grid_pool.unformatted_blocks -= grid_pool.blocks_in(slab_ids)
         return slab_ids
 
-    @property
-    def free_slabs(self) -> int:
-        """Slabs that are formatted for nobody."""
-        return self._free_slabs
+    def _give_back(self, pool: _Pool, slab_ids: Sequence[int]) -> None:
+        """These slabs of the pool are empty: they are free again."""
+        for slab_id in slab_ids:
+            heappush(self._holes, slab_id)
+        self.free_slabs += len(slab_ids)
+        pool.spare_blocks -= pool.blocks_in(slab_ids)
+        for grid_pool in self._grid_pools:
+            grid_pool.unformatted_blocks += grid_pool.blocks_in(slab_ids)
 
-    def _take_lowest_slabs(self, holder: Holder, blocks: int) -> list[int]:
-        """The lowest free slabs, where each is a block. What they are formatted to is noted down when somebody looks."""
-        ids = self._lowest_free(blocks)
-        holder.held.update(dict.fromkeys(ids, 1))
-        self._count_slabs(holder, ids, 1)
-        return ids
-
-    def _free_whole_slabs(self, holder: Holder, block_ids: Sequence[int]) -> bool:
-        """Give back blocks that are a slab each. False, and nothing done, unless all are held and named once."""
-        held, holes = holder.held, self._holes
-        distinct = set(block_ids)
-        if len(distinct) != len(block_ids) or not distinct <= held.keys():
-            return False
-        for slab_id in block_ids:
-            del held[slab_id]
-            heappush(holes, slab_id)
-        self._free_slabs += len(block_ids)
-        self._count_slabs(holder, block_ids, -1)
-        return True
-
-    def _count_slabs(self, holder: Holder, slab_ids: Sequence[int], sign: int) -> None:
-        """Slabs that are a block each were taken (1) or given back (-1)."""
-        blocks, pool = sign * len(slab_ids), holder.pool
-        pool.slabs += blocks
-        pool.slab_blocks += blocks
-        pool.used_blocks += blocks
-        holder.used_blocks += blocks
-        if self._grid_pools:
-            for slab_id in slab_ids:
-                self._shift_unformatted(slab_id, -sign)
-
-    def _note_single_blocks(self) -> None:
-        """Write down which slabs are formatted to keys whose blocks are whole slabs."""
-        for slab in self._slabs:
-            if slab.pool is not None and slab.pool.blocks_per_slab == 1:
-                slab.pool, slab.used = None, 0
-        for holder in self._owners.values():
-            if holder.pool.blocks_per_slab == 1:
-                for slab_id in holder.held:
-                    self._slabs[slab_id].pool, self._slabs[slab_id].used = holder.pool, 1
-
-    def _take_whole_slabs(self, pool: Pool, blocks: int, held: dict[int, int], ids: list[int]) -> int:
-        """Format as many of the lowest free slabs as ``blocks`` fill, and take all their blocks at once: what taking
-        them one by one comes to. Only for aligned keys without PARTIAL slabs. Returns the number of blocks taken."""
+    def _available_blocks(self, pool: _Pool) -> int:
         per_slab = pool.blocks_per_slab
-        full = (1 << per_slab) - 1
-        count = blocks // per_slab
-        for slab_id in self._lowest_free(count):
-            slab = self._slabs[slab_id]
-            slab.pool, slab.used = pool, per_slab
-            held[slab_id] = full
-            ids += range(slab_id * per_slab, (slab_id + 1) * per_slab)
-            if self._grid_pools:
-                self._shift_unformatted(slab_id, -1)
-        pool.slabs += count
-        pool.slab_blocks += count * per_slab
-        return count * per_slab
-
-    def _shift_unformatted(self, slab_id: int, sign: int) -> None:
-        for pool in self._grid_pools:
-            first, end = self.plan.span(pool.block_bytes, slab_id)
-            pool.unformatted_blocks += sign * (end - first)
-
-    def _available_blocks(self, pool: Pool) -> int:
-        per_slab = pool.blocks_per_slab
-        unformatted = self._free_slabs * per_slab if per_slab else pool.unformatted_blocks
-        return pool.slab_blocks - pool.used_blocks + unformatted
+        return pool.spare_blocks + (self.free_slabs * per_slab if per_slab else pool.unformatted_blocks)
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now. Exact: ``alloc`` succeeds up to it and fails above. O(1)."""
         return self._available_blocks(self._owners[owner].pool)
 
     def capacity_blocks(self, owner: int) -> int:
-        return self._capacity(self._owners[owner].pool.block_bytes)
+        return self._owners[owner].pool.capacity_blocks
 
     def used_bytes(self, owner: int) -> int:
         holder = self._owners[owner]
@@ -313,7 +273,7 @@ class KVSlabManager:
     def fits(self, demands: Mapping[int, int]) -> bool:
         """Whether all these blocks (owner to number) would be granted in whatever order; owners not registered here are
         ignored. Exact for aligned keys; for grid keys, whose slabs differ by a block, on the safe side."""
-        if sum(demands.values()) <= self._free_slabs:
+        if sum(demands.values()) <= self.free_slabs:
             return True  # even if every block takes a slab of its own
         needed: dict[int, int] = {}
         for owner, blocks in demands.items():
@@ -322,42 +282,22 @@ class KVSlabManager:
                 needed[key] = needed.get(key, 0) + blocks
         slabs = 0
         for key, blocks in needed.items():
-            pool = self._pools[key]
-            beyond = blocks - (pool.slab_blocks - pool.used_blocks)
+            beyond = blocks - self._pools[key].spare_blocks
             if beyond > 0:
-                slabs += -(-beyond // (pool.blocks_per_slab or self.plan.slab_bytes // key - 1))
-        return slabs <= self._free_slabs
+                slabs += -(-beyond // self.plan.least_blocks(key))
+        return slabs <= self.free_slabs
 
-    def formatted_blocks(self, owner: int) -> tuple[int, int]:
-        """Blocks in the slabs of ``owner``'s block size: all, and those that nobody holds, which only owners of that size can
-        take."""
-        pool = self._owners[owner].pool
-        return pool.slab_blocks, pool.slab_blocks - pool.used_blocks
+    def spare_blocks(self, owner: int) -> int:
+        """Blocks that nobody holds in the slabs of ``owner``'s block size: only owners of that size can take them."""
+        return self._owners[owner].pool.spare_blocks
 
     def ledger(self) -> KVLedger:
         """All bytes of the tensor. Lost are the reserved slabs, the tail behind the last slab, and the remainders of
         slabs while they are formatted to a grid key (they come back when the slab drains)."""
-        pools, slab_bytes = self._pools, self.plan.slab_bytes
-        used = sum(pool.used_blocks * key for key, pool in pools.items())
-        remainders = sum(pool.slabs * slab_bytes - pool.slab_blocks * key for key, pool in pools.items())
-        return KVLedger(
-            total_bytes=self._total_bytes,
-            used_bytes=used,
-            stranded_bytes=sum((pool.slab_blocks - pool.used_blocks) * key for key, pool in pools.items()),
-            free_bytes=self._free_slabs * slab_bytes,
-            lost_bytes=self._total_bytes % slab_bytes + self._reserved * slab_bytes + remainders,
-        )
-
-    def slab_table(self) -> list[SlabEntry]:
-        """One row per slab, by slab id."""
-        self._note_single_blocks()
-        untouched = [SlabEntry(SlabState.FREE, None, 0)] * (self.slab_count - len(self._slabs))
-        return [self._entry(slab) for slab in self._slabs] + untouched
-
-    def _entry(self, slab: Slab) -> SlabEntry:
-        if slab.pool is None:
-            return SlabEntry(SlabState.RESERVED if slab.id < self._reserved else SlabState.FREE, None, 0)
-        return SlabEntry(SlabState.PARTIAL if slab.free_bits else SlabState.FULL, slab.pool.block_bytes, slab.used)
+        used = sum(pool.used_blocks * key for key, pool in self._pools.items())
+        stranded = sum(pool.spare_blocks * key for key, pool in self._pools.items())
+        free = self.free_slabs * self.plan.slab_bytes
+        return KVLedger(self._total_bytes, used, stranded, free, self._total_bytes - used - stranded - free)
 
     def locate(self, owner: int, block_id: int) -> tuple[int, int]:
         """(slab id, local block id) of a block in the view of ``owner``, whether held or not. Raises ValueError for an
@@ -371,26 +311,58 @@ class KVSlabManager:
             )
         return slab_id, block_id - first
 
-    def byte_offset(self, owner: int, block_id: int) -> int:
-        """Where the block starts in the shared tensor, in bytes. Raises ValueError as `locate` does."""
-        self.locate(owner, block_id)
-        return block_id * self._owners[owner].pool.block_bytes
-
     def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself: recomputes every counter from the slabs. O(slabs)."""
-        self._note_single_blocks()
-        free = [slab.id for slab in self._slabs if slab.pool is None and slab.id >= self._reserved]
-        assert sorted(self._holes) == free, "the free list is not the unformatted slabs"
-        free += range(len(self._slabs), self.slab_count)
-        assert self._free_slabs == len(free), "the free slabs are miscounted"
-        assert all(slab.pool is None for slab in self._slabs[: self._reserved]), "a reserved slab is formatted"
-        for slab in self._slabs:
-            check_slab(slab, self._owners, self.plan)
-        for pool in self._pools.values():
-            slabs = [slab for slab in self._slabs if slab.pool is pool]
-            check_pool(pool, slabs, free, self._available_blocks(pool), self.plan)
+        """Raise AssertionError if the state contradicts itself: recomputes every counter from what owners hold. O(slabs)."""
+        free = [*self._holes, *range(self._untouched, self.slab_count)]
+        assert self.free_slabs == len(free), "the free slabs are miscounted"
+        formatted: list[int] = []
+        for key, pool in self._pools.items():
+            formatted += self._check_pool(key, pool)
+            blocks = sum(end - first for first, end in (self.plan.span(key, slab_id) for slab_id in free))
+            assert self._available_blocks(pool) == blocks + pool.spare_blocks, f"free blocks of key {key}"
+        assert sorted(free + formatted) == list(self._slabs), "a slab is lost, in two places, or reserved"
+        assert min(self.ledger()) >= 0, f"the ledger does not add up: {self.ledger()}"
+
+    def _check_pool(self, key: int, pool: _Pool) -> Iterable[int]:
+        """Every block in the slabs of the pool, which are returned, is held by one owner, or free and counted."""
+        held: dict[int, int] = {}
         for owner, holder in self._owners.items():
-            held_blocks = sum(bits.bit_count() for bits in holder.held.values())
-            assert holder.used_blocks == held_blocks, f"blocks of owner {owner}"
-        total, *parts = self.ledger()
-        assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"
+            if holder.pool is pool:
+                assert holder.used_blocks == sum(map(int.bit_count, holder.held.values())), f"blocks of owner {owner}"
+                for slab_id, bits in holder.held.items():
+                    assert bits and not bits & held.get(slab_id, 0), f"two owners hold one block of slab {slab_id}"
+                    held[slab_id] = held.get(slab_id, 0) | bits
+        ranks = {slab_id: -rank for rank, slab_id in pool.partial}
+        assert len(ranks) == len(pool.partial), f"a slab is twice in the heap of key {key}"
+        for slab_id, bits in held.items():
+            first, end = self.plan.span(key, slab_id)
+            free = pool.free_bits.get(slab_id, 0)
+            assert bits ^ free == (1 << (end - first)) - 1, (
+                f"a block of slab {slab_id} is neither held nor free, or both"
+            )
+            assert ranks.get(slab_id, -1) >= bits.bit_count() if free else slab_id not in ranks, (
+                f"slab {slab_id} in the heap"
+            )
+        assert pool.free_bits.keys() <= held.keys() and all(pool.free_bits.values()), f"an empty slab of key {key}"
+        counters = [sum(map(int.bit_count, bits.values())) for bits in (held, pool.free_bits)]
+        assert [pool.used_blocks, pool.spare_blocks] == counters, f"counters of key {key}"
+        return held
+
+
+def _all_blocks(slab_ids: Iterable[int], per_slab: int) -> Iterator[int]:
+    return chain.from_iterable(range(slab_id * per_slab, (slab_id + 1) * per_slab) for slab_id in slab_ids)
+
+
+def _take_lowest(bits: int, limit: int, first: int, ids: list[int]) -> int:
+    """Append ``first + i`` for the lowest set bits i of ``bits``, ``limit`` at most; returns these bits."""
+    taken = 0
+    while limit and bits:
+        start = (bits & -bits).bit_length() - 1
+        rest = bits >> start
+        run = min((rest & ~(rest + 1)).bit_count(), limit)  # consecutive ones from the lowest on
+        ids.extend(range(first + start, first + start + run))
+        mask = ((1 << run) - 1) << start
+        taken |= mask
+        bits ^= mask
+        limit -= run
+    return taken

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from itertools import count, islice
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.kvcached import PAGE_BYTES
 from fineserve_sim.policy.memory.prefix import SharedBlocks
+from fineserve_sim.policy.memory.slab import Owners
 
 CHUNK_BYTES = PAGE_BYTES
 TRIM_S = 1.0
@@ -53,27 +54,13 @@ class ChunkCosts:
 
 
 class _Tenant:
-    """One engine: rows of ``tensors`` chunks each. ``ready_s``: when its last row is mapped."""
-
-    __slots__ = ("free_ids", "next_id", "ready_s", "rows", "tensors")
+    """One engine: rows of ``tensors`` chunks each, every one with a new name. ``ready_s``: when its last row is mapped."""
 
     def __init__(self, tensors: int) -> None:
         self.tensors = tensors
         self.rows = SharedBlocks()
-        self.free_ids: list[int] = []
-        self.next_id = 0
+        self.names = count()
         self.ready_s = float("-inf")
-
-    def new_id(self) -> int:
-        if self.free_ids:
-            return heappop(self.free_ids)
-        self.next_id += 1
-        return self.next_id - 1
-
-
-class _Tenants(dict[int, _Tenant]):
-    def __missing__(self, owner: int) -> _Tenant:
-        raise ValueError(f"vTensor: owner {owner} is not registered; the owners are {sorted(self)}")
 
 
 class VTensorManager:
@@ -108,11 +95,10 @@ class VTensorManager:
         self._limit_chunks = limit_bytes // chunk_bytes
         self._trim_s = trim_s
         self._costs = costs or ChunkCosts()
-        self._tenants = _Tenants({owner: _Tenant(tensors) for owner, tensors in owners.items()})
+        self._tenants = Owners("vTensor", {owner: _Tenant(tensors) for owner, tensors in owners.items()})
         self._now = 0.0
         self._held_chunks = 0
         self._spare: deque[tuple[float, int]] = deque()  # (time of release, chunks), oldest first
-        self._spare_chunks = 0
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -125,13 +111,11 @@ class VTensorManager:
         if blocks < 0:
             raise ValueError(f"vTensor: owner {owner} asks for {blocks} rows; it must be 0 or more")
         chunks = blocks * tenant.tensors
-        missing = self._held_chunks + chunks - self._limit_chunks
-        if missing > self._evictable_chunks():
+        if chunks > self._free_chunks():
             return None
-        if missing > 0:
-            self._evict(missing, tenant)
+        self._evict(self._held_chunks + chunks - self._limit_chunks, tenant)
         self._take_chunks(tenant, chunks)
-        ids = [tenant.new_id() for _ in range(blocks)]
+        ids = list(islice(tenant.names, blocks))
         tenant.rows.add(ids)
         return ids
 
@@ -159,47 +143,37 @@ class VTensorManager:
         """Free so many chunks of recorded rows: of the asking engine first, then of the others."""
         for tenant in (asking, *(other for other in self._tenants.values() if other is not asking)):
             if chunks > 0:
-                gone = tenant.rows.evict(-(-chunks // tenant.tensors))
-                self._release(tenant, gone)
-                chunks -= len(gone) * tenant.tensors
+                chunks -= self._release(tenant, tenant.rows.evict(-(-chunks // tenant.tensors)))
 
-    def _release(self, tenant: _Tenant, rows: Sequence[int]) -> None:
-        """Unmap rows that nobody holds: their chunks are spare from now on."""
-        if not rows:
-            return
-        for row in rows:
-            heappush(tenant.free_ids, row)
+    def _release(self, tenant: _Tenant, rows: Sequence[int]) -> int:
+        """Unmap rows that nobody holds: their chunks, so many, are spare from now on."""
         chunks = len(rows) * tenant.tensors
         self._held_chunks -= chunks
-        self._spare.append((self._now, chunks))
-        self._spare_chunks += chunks
-        self._trim()
+        if chunks:
+            self._spare.append((self._now, chunks))
+            self.advance(self._now)
+        return chunks
 
     # --- the pSet ----------------------------------------------------------------------------------------------------
 
     def _take_chunks(self, tenant: _Tenant, chunks: int) -> None:
         """pAlloc and Map: spare chunks first, those released last before others; new ones for the rest."""
         self._held_chunks += chunks
-        reused = min(chunks, self._spare_chunks)
-        self._spare_chunks -= reused
-        left = reused
-        while left:
-            released_s, count = self._spare.pop()
-            if count > left:
-                self._spare.append((released_s, count - left))
-            left -= min(count, left)
-        seconds = chunks * self._costs.map_s + (chunks - reused) * self._costs.create_s
+        new = chunks
+        while new and self._spare:
+            released_s, spare = self._spare.pop()
+            if spare > new:
+                self._spare.append((released_s, spare - new))
+            new -= min(spare, new)
         if not self._costs.ahead:
+            seconds = chunks * self._costs.map_s + new * self._costs.create_s
             tenant.ready_s = max(tenant.ready_s, self._now) + seconds
 
-    def _trim(self) -> None:
-        """pFree chunks that were spare for long enough."""
-        while self._spare and self._spare[0][0] + self._trim_s <= self._now:
-            self._spare_chunks -= self._spare.popleft()[1]
-
     def advance(self, now: float) -> None:
+        """pFree chunks that were spare for long enough."""
         self._now = now
-        self._trim()
+        while self._spare and self._spare[0][0] + self._trim_s <= now:
+            self._spare.popleft()
 
     def exposed_s(self, owner: int) -> float:
         """Seconds from now until the driver has mapped what this engine waits for; 0 when it maps ahead."""
@@ -207,13 +181,14 @@ class VTensorManager:
 
     # --- what others see ---------------------------------------------------------------------------------------------
 
-    def _evictable_chunks(self) -> int:
-        return sum(tenant.rows.evictable * tenant.tensors for tenant in self._tenants.values())
+    def _free_chunks(self) -> int:
+        """Chunks under the limit once all records are given up."""
+        evictable = sum(tenant.rows.evictable * tenant.tensors for tenant in self._tenants.values())
+        return self._limit_chunks - self._held_chunks + evictable
 
     def free_blocks(self, owner: int) -> int:
         """How many rows ``owner`` could get now, all records given up."""
-        free = self._limit_chunks - self._held_chunks + self._evictable_chunks()
-        return free // self._tenants[owner].tensors
+        return self._free_chunks() // self._tenants[owner].tensors
 
     def capacity_blocks(self, owner: int) -> int:
         return self._limit_chunks // self._tenants[owner].tensors
@@ -226,17 +201,13 @@ class VTensorManager:
     def fits(self, demands: Mapping[int, int]) -> bool:
         """Whether all these rows would be granted in whatever order and at no time, records given up if need be. Owners that
         are not registered here are ignored."""
-        chunks = sum(
-            blocks * self._tenants[owner].tensors for owner, blocks in demands.items() if owner in self._tenants
-        )
-        if not chunks:
-            return True
-        free = self._limit_chunks - self._held_chunks
-        return self._costs.ahead and (chunks <= free or chunks <= free + self._evictable_chunks())
+        tenants = self._tenants
+        chunks = sum(blocks * tenants[owner].tensors for owner, blocks in demands.items() if owner in tenants)
+        return not chunks or (self._costs.ahead and chunks <= self._free_chunks())
 
     def mapped_bytes(self) -> int:
         """Physical memory in use by the pSet: rows, and spare chunks not yet trimmed."""
-        return (self._held_chunks + self._spare_chunks) * self.chunk_bytes
+        return (self._held_chunks + sum(chunks for _, chunks in self._spare)) * self.chunk_bytes
 
     def ledger(self) -> KVLedger:
         """The bytes under the limit. Nothing is stranded, for a chunk serves any tensor; spare chunks are free."""
@@ -246,12 +217,9 @@ class VTensorManager:
 
     def check(self) -> None:
         held = 0
-        for owner, tenant in self._tenants.items():
+        for tenant in self._tenants.values():
             tenant.rows.check()
             held += len(tenant.rows) * tenant.tensors
-            assert len(tenant.rows) + len(tenant.free_ids) == tenant.next_id, f"owner {owner} lost a row"
         assert held == self._held_chunks, f"{held} chunks are held, {self._held_chunks} are counted"
-        assert sum(count for _, count in self._spare) == self._spare_chunks, "spare chunks"
-        assert held + self._spare_chunks <= self._limit_chunks, "more chunks than there is memory"
-        total, *parts = self.ledger()
-        assert sum(parts) == total and min(parts) >= 0, f"the ledger does not add up: {self.ledger()}"
+        assert self.mapped_bytes() <= self._limit_bytes, "more chunks than there is memory"
+        assert min(self.ledger()) >= 0, f"the ledger does not add up: {self.ledger()}"

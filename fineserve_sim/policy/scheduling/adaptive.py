@@ -5,11 +5,10 @@ the earliest deadline in S (the anchor). Starting from all waiting requests that
 leaves S until the batch is on time. With slots and memory for it, what is left starts, earliest deadline first.
 
 Why this need not walk the queue. Requests leave S in one fixed order: longest first, among equals the latest deadline
-first. So S is always a prefix of the queue in *length order* (tokens, arrival, id). A longer prefix has more tokens and
+first. So S is always a prefix of the queue in *length order* (tokens, deadline, id). A longer prefix has more tokens and
 no later anchor; hence "on time" holds up to some prefix and for none beyond, and that prefix is found by bisection over
-sums of tokens and minima of arrivals, kept per block of rows. The same blocks tell where a request may have become
+sums of tokens and minima of deadlines, kept per block of rows. The same blocks tell where a request may have become
 infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
-All requests have the same SLO, so deadline order is arrival order, and a deadline is arrival + SLO.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate, chain
+from functools import cache
+from itertools import accumulate, chain, islice
 from typing import Literal
 
 from fineserve_sim.policy.interfaces import Admission, EngineState, PrefillLatency, Request
 
 _Row = tuple[int, float, int]
-"""(prompt tokens, arrival_s, request id): sorts by length."""
+"""(prompt tokens, deadline_s, request id): sorts by length."""
 
 _BLOCK_ROWS = 128
 """Rows of a full block: around the square root of the longest queue that we care about (10^4)."""
@@ -33,7 +33,8 @@ class AdaptiveBatching:
     """Algorithm 2 for one engine.
 
     Dropped for good are the requests that would miss their deadline even if they started alone now. Those removed from
-    the batch to save its anchor, or cut by slots and memory, wait for the next call.
+    the batch to save its anchor, or cut by slots and memory, wait for the next call. While the decodes take every token of
+    a step, nobody starts, and a request is dropped only if it would be late even beside no decode.
 
     ``slo_s``: TTFT SLO of the model. ``prefill``: its chunked-prefill latency; TTFT of a set is the latency of its
     total prompt tokens beside the running decodes, times the present slowdown.
@@ -63,9 +64,8 @@ class AdaptiveBatching:
         self._block_tokens = block_tokens
         self._waiting: dict[int, Request] = {}
         self._by_length = _LengthOrder()
-        self._by_deadline: list[tuple[float, int, int]] = []  # (arrival_s, id, prompt tokens)
-        self._pace: tuple[int, float] | None = None
-        self._ttft_s: dict[int, float] = {}  # at that pace, by number of tokens
+        self._by_deadline: list[tuple[float, int, int]] = []  # (deadline_s, id, prompt tokens)
+        self._known: tuple[tuple[int, float], Callable[[int], float]] | None = None  # a pace, and TTFT at it
         self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
 
     def __len__(self) -> int:
@@ -77,8 +77,9 @@ class AdaptiveBatching:
             raise ValueError(f"request {request.id} is added twice: it waits already")
         self._answered = None
         self._waiting[request.id] = request
-        self._by_length.add((request.prompt_tokens, request.arrival_s, request.id))
-        insort(self._by_deadline, (request.arrival_s, request.id, request.prompt_tokens))
+        deadline_s = request.arrival_s + self._slo_s
+        self._by_length.add((request.prompt_tokens, deadline_s, request.id))
+        insort(self._by_deadline, (deadline_s, request.id, request.prompt_tokens))
 
     def remove(self, request_id: int) -> bool:
         if request_id not in self._waiting:
@@ -89,8 +90,8 @@ class AdaptiveBatching:
 
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
         """Raises ValueError unless ``engines`` is the one engine of this scheduler."""
-        state = _only(engines)
-        if self._sleeps(state) or self._answered == (now, state):
+        state = self._judged(engines)
+        if state is None or self._answered == (now, state):
             return Admission()
         self._answered = (now, state)
         ttft = self._ttft(state)
@@ -101,38 +102,38 @@ class AdaptiveBatching:
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
         """The first of two moments: a request becomes infeasible; the front of the batch, which lacks memory, is
         removed from it (the batch only shrinks as time passes), so that one behind it may start."""
-        state = _only(engines)
-        if self._sleeps(state):
+        state = self._judged(engines)
+        if state is None:
             return math.inf
         soon = math.nextafter(now, math.inf)
         ttft = self._ttft(state)
         change_s = self._first_expiry(ttft)
         last = self._batch_end(now, state, ttft)
         if last is not None:
-            arrival_s, id, tokens = next(self._in_batch(last))
+            deadline_s, id, tokens = next(self._in_batch(last))
             if tokens <= self._max_tokens(state):
                 return soon
-            through = state.prefill_tokens + self._by_length.tokens_through((tokens, arrival_s, id))
-            change_s = min(change_s, _before(arrival_s + self._slo_s, ttft(through)))
+            through = state.prefill_tokens + self._by_length.tokens_through((tokens, deadline_s, id))
+            change_s = min(change_s, _before(deadline_s, ttft(through)))
         return max(soon, change_s)
 
-    def _sleeps(self, state: EngineState) -> bool:
-        return not self._waiting or (self._skips_prefill and state.prefill_tokens > 0)
+    def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
+        """The state by which to judge who waits; None while nobody is judged."""
+        if len(engines) != 1:
+            raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
+        (state,) = engines.values()
+        if not self._waiting or (self._skips_prefill and state.prefill_tokens > 0):
+            return None
+        if self._ttft(state)(self._by_length.blocks[-1].longest) == math.inf:
+            return state._replace(decoding=0, free_slots=0)
+        return state
 
     def _ttft(self, state: EngineState) -> Callable[[int], float]:
         """TTFT by number of tokens. A call and ``unchanged_until`` after it ask for the same few numbers: they are kept."""
         decoding, slowdown = pace = state.decoding, state.slowdown
-        if pace != self._pace:
-            self._pace, self._ttft_s = pace, {}
-        prefill, known = self._prefill, self._ttft_s
-
-        def ttft(tokens: int) -> float:
-            seconds = known.get(tokens)
-            if seconds is None:
-                seconds = known[tokens] = prefill(tokens, decoding) * slowdown
-            return seconds
-
-        return ttft
+        if self._known is None or self._known[0] != pace:
+            self._known = pace, cache(lambda tokens: self._prefill(tokens, decoding) * slowdown)
+        return self._known[1]
 
     def _max_tokens(self, state: EngineState) -> int:
         return state.free_kv_tokens - self._block_tokens * state.running
@@ -140,25 +141,20 @@ class AdaptiveBatching:
     def _take(self, request_id: int) -> Request:
         """The request, which no longer waits."""
         request = self._waiting.pop(request_id)
-        self._by_length.discard((request.prompt_tokens, request.arrival_s, request.id))
-        del self._by_deadline[bisect_left(self._by_deadline, (request.arrival_s, request.id))]
+        deadline_s = request.arrival_s + self._slo_s
+        self._by_length.discard((request.prompt_tokens, deadline_s, request.id))
+        del self._by_deadline[bisect_left(self._by_deadline, (deadline_s, request.id))]
         return request
 
     def _infeasible(self, now: float, ttft: Callable[[int], float]) -> list[int]:
         """Ids, in deadline order, of the requests that miss their deadline even alone (D of the listing)."""
-        slo_s = self._slo_s
         found: list[tuple[float, int]] = []
-        finish_of_longest_s = now + ttft(self._by_length.blocks[-1].longest)
         for block in self._by_length.blocks:
-            if finish_of_longest_s < block.earliest_s + slo_s:
-                continue
             finish_s = now + ttft(block.longest)
-            if finish_s < block.earliest_s + slo_s:
-                continue
-            for tokens, arrival_s, id in block.rows:
-                deadline_s = arrival_s + slo_s
-                if deadline_s <= finish_s and now + ttft(tokens) >= deadline_s:
-                    found.append((arrival_s, id))
+            if finish_s >= block.earliest_s:
+                for tokens, deadline_s, id in block.rows:
+                    if deadline_s <= finish_s and now + ttft(tokens) >= deadline_s:
+                        found.append((deadline_s, id))
         return [id for _, id in sorted(found)]
 
     def _batch_end(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> _Row | None:
@@ -167,55 +163,43 @@ class AdaptiveBatching:
         blocks = self._by_length.blocks
         if not blocks or state.free_slots <= 0 or self._max_tokens(state) < blocks[0].rows[0][0]:
             return None
-        slo_s = self._slo_s
         return self._by_length.longest_prefix(
-            lambda tokens, anchor_s: now + ttft(tokens) < anchor_s + slo_s, state.prefill_tokens
+            lambda tokens, anchor_s: now + ttft(tokens) < anchor_s, state.prefill_tokens
         )
 
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
-        """Rows (arrival_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
-        longest, tie = last[0], last[1:]
-        for row in self._by_deadline:
-            if row[2] < longest or (row[2] == longest and row[:2] <= tie):
-                yield row
+        """Rows (deadline_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
+        longest = last[0]
+        return (row for row in self._by_deadline if row[2] <= longest and (row[2], row[0], row[1]) <= last)
 
     def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
         finds no memory holds back those behind it."""
         last = self._batch_end(now, state, ttft)
         ids: list[int] = []
-        if last is None:
-            return ids
         left = self._max_tokens(state)
-        for _, id, tokens in self._in_batch(last):
+        for _, id, tokens in islice(self._in_batch(last), state.free_slots) if last else ():
             left -= tokens
-            if left < 0 or len(ids) == state.free_slots:
+            if left < 0:
                 break
             ids.append(id)
         return ids
 
     def _first_expiry(self, ttft: Callable[[int], float]) -> float:
         """A time before which no waiting request becomes infeasible."""
-        slo_s = self._slo_s
         first_s = math.inf
-        bounds = [
-            (block.earliest_s + slo_s - duration_s, duration_s, block)
-            for block in self._by_length.blocks
-            for duration_s in (ttft(block.longest),)
-        ]
-        for bound_s, duration_s, block in sorted(bounds, key=lambda bound: bound[0]):
-            if bound_s >= first_s:
+        for block in sorted(self._by_length.blocks, key=lambda block: block.earliest_s - ttft(block.longest)):
+            duration_s = ttft(block.longest)
+            if block.earliest_s - duration_s >= first_s:
                 break
-            for tokens, arrival_s, _ in block.rows:
-                if arrival_s + slo_s - duration_s < first_s:
-                    first_s = min(first_s, _before(arrival_s + slo_s, ttft(tokens)))
+            for tokens, deadline_s, _ in block.rows:
+                if deadline_s - duration_s < first_s:
+                    first_s = min(first_s, _before(deadline_s, ttft(tokens)))
         return first_s
 
 
 class _Block:
-    """Some rows in length order, with the sums that the search needs."""
-
-    __slots__ = ("earliest_s", "rows", "tokens")
+    """Some rows in length order, with what the searches need: the sum of their tokens, their earliest deadline."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self.rows = rows
@@ -262,7 +246,7 @@ class _LengthOrder:
             del self.blocks[index]
 
     def longest_prefix(self, on_time: Callable[[int, float], bool], tokens: int) -> _Row | None:
-        """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest arrival)`` holds; None
+        """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest deadline)`` holds; None
         when it holds for no row. ``on_time`` must turn false once, from shorter to longer prefixes."""
         parts = [(block.tokens, block.earliest_s) for block in self.blocks]
         whole, tokens, earliest_s = _accepted(parts, on_time, tokens, math.inf)
@@ -288,10 +272,10 @@ class _LengthOrder:
 def _accepted(
     parts: Iterable[tuple[int, float]], on_time: Callable[[int, float], bool], tokens: int, earliest_s: float
 ) -> tuple[int, int, float]:
-    """How many leading (tokens, arrival) parts are on time after what came before, and the sums through them."""
-    lengths, arrivals = zip(*parts, strict=True)
+    """How many leading (tokens, deadline) parts are on time after what came before, and the sums through them."""
+    lengths, deadlines_s = zip(*parts, strict=True)
     sums = list(accumulate(lengths, initial=tokens))
-    firsts = list(accumulate(arrivals, min, initial=earliest_s))
+    firsts = list(accumulate(deadlines_s, min, initial=earliest_s))
     count = bisect_left(range(1, len(sums)), True, key=lambda i: not on_time(sums[i], firsts[i]))
     return count, sums[count], firsts[count]
 
@@ -300,9 +284,3 @@ def _before(deadline_s: float, duration_s: float) -> float:
     """Just before the latest start of something that takes ``duration_s``: at any time below, rounding included,
     the sum of time and duration is below the deadline."""
     return deadline_s - duration_s - 4 * math.ulp(deadline_s)
-
-
-def _only(engines: Mapping[int, EngineState]) -> EngineState:
-    if len(engines) != 1:
-        raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
-    return next(iter(engines.values()))

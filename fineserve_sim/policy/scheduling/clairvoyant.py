@@ -44,15 +44,11 @@ def most_on_time(requests: Iterable[Foreseen]) -> list[float | None]:
                 f"request {index} has an earlier arrival or deadline than the one before: sort them by both"
             )
         previous = request
-        ends.append(None)
         if kept and kept[-1].end_s <= request.arrival_s:  # nothing before this can delay anything from here on
-            _note(ends, kept)
             kept = []
-        start_s = max(request.arrival_s, kept[-1].end_s) if kept else request.arrival_s
-        kept.append(_Kept(index, request, start_s))
+        ends.append(_append(kept, index, request))
         if kept[-1].end_s > request.deadline_s:
-            _put_one_aside(kept)
-    _note(ends, kept)
+            _put_one_aside(kept, ends)
     return ends
 
 
@@ -66,26 +62,27 @@ class _Kept(NamedTuple):
         return self.start_s + self.request.prefill_s
 
 
-def _put_one_aside(kept: list[_Kept]) -> None:
+def _append(kept: list[_Kept], number: int, request: Foreseen) -> float:
+    """Serve the request after those kept. Returns when it ends."""
+    start_s = max(request.arrival_s, kept[-1].end_s) if kept else request.arrival_s
+    kept.append(_Kept(number, request, start_s))
+    return kept[-1].end_s
+
+
+def _put_one_aside(kept: list[_Kept], ends: list[float | None]) -> None:
     """Remove the request without which the rest ends soonest (the last of equals), and let those behind it start sooner."""
-    gain_s, best = 0.0, len(kept) - 1
-    movable_s = float("inf")
-    for place in range(len(kept) - 1, -1, -1):
-        here = kept[place]
-        if place == len(kept) - 1:
-            gain_s = here.end_s - (kept[-2].end_s if place else 0.0)
-        elif min(here.request.prefill_s, movable_s) > gain_s:
-            gain_s, best = min(here.request.prefill_s, movable_s), place
-        movable_s = min(movable_s, here.start_s - here.request.arrival_s)
+    best = len(kept) - 1
+    gain_s = kept[-1].end_s - (kept[-2].end_s if best else 0.0)
+    movable_s = kept[-1].start_s - kept[-1].request.arrival_s
+    for place in range(best - 1, -1, -1):
         if movable_s <= gain_s:
             break
-    behind = kept[best + 1 :]
+        here = kept[place]
+        if min(here.request.prefill_s, movable_s) > gain_s:
+            gain_s, best = min(here.request.prefill_s, movable_s), place
+        movable_s = min(movable_s, here.start_s - here.request.arrival_s)
+    gone, *behind = kept[best:]
     del kept[best:]
+    ends[gone.number] = None
     for later in behind:
-        free_s = kept[-1].end_s if kept else later.request.arrival_s
-        kept.append(_Kept(later.number, later.request, max(later.request.arrival_s, free_s)))
-
-
-def _note(ends: list[float | None], kept: Iterable[_Kept]) -> None:
-    for each in kept:
-        ends[each.number] = each.end_s
+        ends[later.number] = _append(kept, later.number, later.request)

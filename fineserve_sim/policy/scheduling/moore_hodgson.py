@@ -19,7 +19,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace, merge
+from heapq import heappush, heapreplace, merge
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -118,9 +118,14 @@ class MooreHodgson:
         reserve_fraction: float = 0.02,
         shared_kv: bool = True,
     ) -> None:
-        _check_options(late=(late, ("defer", "drop")), clock=(clock, ("dispatched", "now")))
-        _check_options(late_start=(late_start, ("after_all", "beside_blocked")))
-        _check_options(reserve=(reserve, ("fraction", "page")))
+        for name, value, choices in (
+            ("late", late, ("defer", "drop")),
+            ("late_start", late_start, ("after_all", "beside_blocked")),
+            ("clock", clock, ("dispatched", "now")),
+            ("reserve", reserve, ("fraction", "page")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}: use one of {', '.join(choices)}")
         if not 0 <= reserve_fraction < 1:
             raise ValueError(f"reserve_fraction is {reserve_fraction}: it must be at least 0 and below 1")
         for id, facts in engines.items():
@@ -134,8 +139,6 @@ class MooreHodgson:
         self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
         self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
         self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
-        # A heap: when each of the queue, and some that left it, must start.
-        self._last_starts: list[tuple[float, _Job]] = []
         self._jobs: dict[int, _Job] = {}  # of the queue
         self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
         self._refused: dict[int, Request] = {}  # prompts that never fit, until the next call says so
@@ -154,13 +157,12 @@ class MooreHodgson:
         if request.id in self._jobs or request.id in self._refused or self._is_late(request):
             raise ValueError(f"request {request.id} is added twice: it waits already")
         self._answered = None
-        if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens(facts, running=0):
+        if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens(engine, running=0):
             self._refused[request.id] = request
             return
         job = self._job(request, engine)
         self._jobs[request.id] = job
         insort(self._queue, job)
-        heappush(self._last_starts, (job.deadline_s - job.duration_s, job))
         insort(self._lengths[engine], request.prompt_tokens)
 
     def remove(self, request_id: int) -> bool:
@@ -206,11 +208,9 @@ class MooreHodgson:
 
     def _plan(self, now: float, engines: Mapping[int, EngineState]) -> Plan:
         """Of those that may still be on time; the rest is set aside."""
-        while self._last_starts and self._last_starts[0][0] < now:
-            _, job = heappop(self._last_starts)
-            if self._jobs.get(job.id) is job:
-                self._leave_queue(job)
-                insort(self._late[job.engine], job.request, key=_arrival)
+        for job in [job for job in self._queue if job.deadline_s - job.duration_s < now]:
+            self._leave_queue(job)
+            insort(self._late[job.engine], job.request, key=_arrival)
         start_s = now
         if self._counts_dispatched:
             backlogs_s = [state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items()]
@@ -219,7 +219,7 @@ class MooreHodgson:
 
     def _startable(self, plan: Plan, engines: Mapping[int, EngineState]) -> list[_Job]:
         """The requests that their engines can start now, in the order of the plan."""
-        room = self._room(engines)
+        room = dict(engines)
         blocked = self._facts.keys() - engines.keys()
         started = self._fitting((self._queue[index] for index in plan.on_time), room, blocked)
         if not plan.on_time or (self._late_beside_blocked and not started):
@@ -227,14 +227,19 @@ class MooreHodgson:
             started = self._fitting(late, room, blocked)
         return started
 
-    def _fitting(self, jobs: Iterable[_Job], room: _Room, blocked: set[int]) -> list[_Job]:
+    def _fitting(self, jobs: Iterable[_Job], room: dict[int, EngineState], blocked: set[int]) -> list[_Job]:
         """Those for whom there is room, which they take. An engine without room for its next request is ``blocked``."""
         started = []
         for job in jobs:
             if job.engine in blocked:
                 continue
-            if room.fits(job.engine, job.request.prompt_tokens):
-                room.take(job.engine, job.request.prompt_tokens)
+            state, tokens = room[job.engine], job.request.prompt_tokens
+            if self._fits(room, job.engine, tokens):
+                room[job.engine] = state._replace(
+                    running=state.running + 1,
+                    prefill_tokens=state.prefill_tokens + tokens,
+                    free_slots=state.free_slots - 1,
+                )
                 started.append(job)
             else:
                 blocked.add(job.engine)
@@ -246,16 +251,23 @@ class MooreHodgson:
         """Whether some engine has a slot and memory for the shortest of its requests."""
         if not engines.keys() <= self._facts.keys():
             raise ValueError(f"shown engines {sorted(engines)}, but this queue serves {sorted(self._facts)}")
-        room = self._room(engines)
-        return any(self._lengths[id] and room.fits(id, self._lengths[id][0]) for id in engines)
+        return any(self._lengths[id] and self._fits(engines, id, self._lengths[id][0]) for id in engines)
 
-    def _room(self, engines: Mapping[int, EngineState]) -> _Room:
-        reserve = {id: self._reserve_tokens(self._facts[id], state.running) for id, state in engines.items()}
-        page = {id: 0 if self._reserve_fraction is not None else self._facts[id].page_tokens for id in engines}
-        capacity = {id: self._facts[id].kv_capacity_tokens for id in engines}
-        return _Room(engines, capacity, reserve, page, self._shared_kv)
+    def _fits(self, room: Mapping[int, EngineState], engine: int, tokens: int) -> bool:
+        """Whether the engine has a slot and memory for a prompt. Prompts that were dispatched and are not yet computed hold no
+        KV memory yet but will: they count as promised. In a shared memory a promise to one engine costs the others the same
+        bytes; the capacities tell the exchange rate, rounded up."""
+        state, capacity = room[engine], self._facts[engine].kv_capacity_tokens
+        promised = state.prefill_tokens
+        if self._shared_kv:
+            promised = sum(
+                -(-other.prefill_tokens * capacity // self._facts[id].kv_capacity_tokens) for id, other in room.items()
+            )
+        needed = tokens + self._reserve_tokens(engine, state.running) + promised
+        return state.free_slots > 0 and needed <= state.free_kv_tokens
 
-    def _reserve_tokens(self, facts: EngineFacts, running: int) -> int:
+    def _reserve_tokens(self, engine: int, running: int) -> int:
+        facts = self._facts[engine]
         if self._reserve_fraction is None:
             return facts.page_tokens * running
         return math.ceil(self._reserve_fraction * facts.kv_capacity_tokens)
@@ -298,54 +310,8 @@ class MooreHodgson:
         return False
 
 
-class _Room:
-    """Slots and KV tokens of the engines during one call, less what this call has given away.
-
-    Prompts that were dispatched and are not yet computed hold no KV memory yet but will: they count as promised. In a
-    shared memory a promise to one engine costs the others the same bytes; the capacities tell the exchange rate.
-    """
-
-    def __init__(
-        self,
-        engines: Mapping[int, EngineState],
-        capacity_tokens: Mapping[int, int],
-        reserve_tokens: dict[int, int],
-        page_tokens: Mapping[int, int],
-        shared: bool,
-    ) -> None:
-        self._slots = {id: state.free_slots for id, state in engines.items()}
-        self._free = {id: state.free_kv_tokens for id, state in engines.items()}
-        self._promised = {id: state.prefill_tokens for id, state in engines.items()}
-        self._capacity = capacity_tokens
-        self._reserve = reserve_tokens
-        self._page = page_tokens
-        self._shared = shared
-
-    def fits(self, engine: int, tokens: int) -> bool:
-        needed = tokens + self._reserve[engine] + self._promised_to_all(engine)
-        return self._slots[engine] > 0 and needed <= self._free[engine]
-
-    def take(self, engine: int, tokens: int) -> None:
-        self._slots[engine] -= 1
-        self._promised[engine] += tokens
-        self._reserve[engine] += self._page[engine]
-
-    def _promised_to_all(self, engine: int) -> int:
-        """Promised tokens that ``engine`` cannot count on, in its own tokens, rounded up."""
-        if not self._shared:
-            return self._promised[engine]
-        capacity = self._capacity[engine]
-        return sum(-(-tokens * capacity // self._capacity[id]) for id, tokens in self._promised.items() if tokens)
-
-
 def _arrival(request: Request) -> tuple[float, int]:
     return request.arrival_s, request.id
 
 
 _deadline_and_duration = attrgetter("deadline_s", "duration_s")
-
-
-def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, allowed) in options.items():
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}: use one of {', '.join(allowed)}")

@@ -27,7 +27,8 @@ from contextlib import contextmanager
 from fineserve_runtime.engines.ranks import RankTables
 from fineserve_runtime.engines.region import Region
 from fineserve_runtime.engines.table import SlabTable
-from fineserve_sim.policy.memory.slab import KVSlabManager, SlabPlan
+from fineserve_sim.policy.memory.geometry import SlabPlan
+from fineserve_sim.policy.memory.slab import KVSlabManager
 
 ENGINE, LANDLORD = 0, 1
 POISON = 0xFF
@@ -59,7 +60,7 @@ class SlabLease:
         self.counters = table.counters[engine]
         self._poison = poison_freed
         self._plan = SlabPlan(header.slab_bytes, tuple(sorted({block_bytes, header.slab_bytes})))
-        self._blocks_per_slab = header.slab_bytes // block_bytes - self._plan.is_grid(block_bytes)
+        self._blocks_per_slab = self._plan.least_blocks(block_bytes)
         self._manager = KVSlabManager(
             header.slab_count * header.slab_bytes,
             {ENGINE: block_bytes, LANDLORD: header.slab_bytes},

@@ -72,7 +72,7 @@ def slab_loss() -> Evaluation:
     sets = [chosen for count in (1, 2, 3) for chosen in combinations(sizes, count)]
     plans = [(plan_slabs(chosen), chosen) for chosen in sets]
     under_lcm = [(plan, chosen) for plan, chosen in plans if not any(plan.is_grid(size) for size in chosen)]
-    lost = max(plan.mean_loss_bytes(size) for plan, chosen in under_lcm for size in chosen)
+    lost = max(plan.slab_bytes - plan.least_blocks(size) * size for plan, chosen in under_lcm for size in chosen)
     offsets = all(_offsets_are_affine(plan.slab_bytes, size) for plan, chosen in under_lcm for size in chosen)
     return numbers(
         float(lost) if offsets else float("nan"),
@@ -85,7 +85,7 @@ def _offsets_are_affine(slab_bytes: int, block_bytes: int) -> bool:
     """Whether slab 1's first block, by the manager's own id, starts where slab 1 does."""
     manager = KVSlabManager(2 * slab_bytes, {0: block_bytes}, plan=SlabPlan(slab_bytes, (block_bytes,)))
     second = slab_bytes // block_bytes
-    return manager.locate(0, second) == (1, 0) and manager.byte_offset(0, second) == slab_bytes
+    return manager.locate(0, second) == (1, 0) and second * block_bytes == slab_bytes
 
 
 @claim("FS-3-slope-values")
