@@ -77,12 +77,6 @@ class Joined:
             int, NDArray[np.void]
         ] = {}  # by the number of its first request, those that are open and fewer others
 
-    @property
-    def kept(self) -> int:
-        """Requests of which it is still known what they were: those that are open and, while they are fewer than these, others
-        of their chunks."""
-        return sum(map(len, self._chunks.values()))
-
     def chunks(self) -> Iterator[Trace]:
         first = 0
         for chunk in self._requests.chunks():

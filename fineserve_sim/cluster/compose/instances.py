@@ -29,7 +29,7 @@ from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.facts import EngineBinding
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.policy.memory.paged import GpuMemory
-from fineserve_sim.policy.placement.common import tp_groups
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.placement.common import check_options, tp_groups
+from fineserve_sim.policy.placement import check_options
 from fineserve_sim.policy.placement.mme import marginal_efficiency
+from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 Unmet = Literal["rate", "spread"]
 Place = tuple[ModelDemand, int, tuple[int, ...]]

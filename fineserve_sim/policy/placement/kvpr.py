@@ -20,7 +20,7 @@ from heapq import nsmallest
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
-from fineserve_sim.policy.placement.common import check_options, one_replica_each
+from fineserve_sim.policy.placement import check_options, one_replica_each
 
 
 @dataclass(frozen=True)

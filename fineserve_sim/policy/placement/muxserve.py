@@ -30,7 +30,7 @@ from operator import add
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.placement.common import one_replica_each
+from fineserve_sim.policy.placement import one_replica_each
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 BISECTIONS = 30
