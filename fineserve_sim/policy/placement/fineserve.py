@@ -145,16 +145,13 @@ class FineServePlacement:
         }
         placeable.sort(key=lambda model: self._rank(model, footprints[model.id]))
         replicas = {id: footprint.replicas for id, footprint in footprints.items()}
-        places = self._assign(placeable, footprints, replicas, groups, gpus)
-        while (
-            self.replicas == "yield"
-            and len({model.id for model, _, _ in places}) < len(placeable)
-            and max(replicas.values()) > 1
-        ):
+        while True:
+            places = self._assign(placeable, footprints, replicas, groups, gpus)
+            placed = {model.id for model, _, _ in places}
+            if self.replicas != "yield" or len(placed) == len(placeable) or max(replicas.values()) == 1:
+                return _summary(models, footprints, places)
             # The most replicated model gives up one replica; among equals, the one with the largest footprint.
             replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
-            places = self._assign(placeable, footprints, replicas, groups, gpus)
-        return _summary(models, footprints, places)
 
     def _rank(self, model: ModelDemand, footprint: Footprint) -> tuple[int, int, str]:
         """Models with the lowest are placed first."""
@@ -178,16 +175,15 @@ class FineServePlacement:
         for model, replica in self._in_turn(models, replicas):
             if model.id in full:
                 continue
-            footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
-            roomy = [each for each in candidates[model.tp] if each.room_bytes >= model.engine_bytes]
-            best = self._best(efficiency, footprint_bytes, roomy, hosts[model.id])
+            footprint_bytes = footprints[model.id].footprint_bytes
+            best = self._best(model, footprint_bytes, candidates[model.tp], hosts[model.id])
             if best is None:
                 full.add(model.id)
                 continue
             for gpu in best.members:
                 gpu.left_bytes -= footprint_bytes
                 gpu.room_bytes -= max(footprint_bytes, model.engine_bytes)
-                gpu.residents[model.id, replica] = efficiency
+                gpu.residents[model.id, replica] = marginal_efficiency(model)
             for candidate in (candidate for gpu in best.members for candidate in gpu.candidates):
                 candidate.count()
             hosts[model.id].update(best.gpus)
@@ -203,27 +199,26 @@ class FineServePlacement:
             yield from ((model, replica) for replica in range(firsts, replicas[model.id]))
 
     def _best(
-        self, efficiency: float, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
+        self, model: ModelDemand, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
     ) -> _Candidate | None:
         """The candidate with the highest score after taking in one replica; None if it fits nowhere."""
+        engine_bytes, efficiency, by_mean = model.engine_bytes, marginal_efficiency(model), self.score == "mean"
+        fitting = [
+            each for each in candidates if each.left_bytes >= footprint_bytes and each.room_bytes >= engine_bytes
+        ]
         if hosts and self.colocation != "allow":
-            apart = [candidate for candidate in candidates if hosts.isdisjoint(candidate.gpus)]
-            best = self._best(efficiency, footprint_bytes, apart, set())
-            if best is not None or self.colocation == "forbid":
-                return best
-        best, best_score, shares = None, 0.0, self.score == "mean"
-        for candidate in candidates:
-            left_bytes = candidate.left_bytes - footprint_bytes
-            if left_bytes < 0:
-                continue
-            score = left_bytes * (
+            apart = [each for each in fitting if hosts.isdisjoint(each.gpus)]
+            fitting = apart if apart or self.colocation == "forbid" else fitting
+
+        def rank(candidate: _Candidate) -> tuple[float, int, tuple[int, ...]]:
+            mu = (
                 (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
-                if shares
+                if by_mean
                 else max(candidate.efficiency_max, efficiency)
             )
-            if best is None or score > best_score or (score == best_score and candidate.rank < best.rank):
-                best, best_score = candidate, score
-        return best
+            return -(candidate.left_bytes - footprint_bytes) * mu, candidate.residents, candidate.gpus
+
+        return min(fitting, key=rank, default=None)
 
 
 @dataclass(slots=True)
@@ -254,11 +249,6 @@ class _Candidate:
         self.residents = len(here)
         self.efficiency_sum = sum(here.values())
         self.efficiency_max = max(here.values(), default=0.0)
-
-    @property
-    def rank(self) -> tuple[int, tuple[int, ...]]:
-        """Among equal scores the lowest comes first."""
-        return self.residents, self.gpus
 
 
 def _summary(models: Sequence[ModelDemand], footprints: Mapping[str, Footprint], places: Sequence[Place]) -> Placement:
