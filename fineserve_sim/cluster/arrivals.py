@@ -75,7 +75,7 @@ class Joined:
         self.models, self.source = requests.models, requests.source
         self._chunks: dict[
             int, NDArray[np.void]
-        ] = {}  # by the number of its first request, those that are open and fewer others
+        ] = {}  # by their first numbers, requests that are open and fewer others
 
     def chunks(self) -> Iterator[Trace]:
         first = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -146,7 +146,7 @@ class FineServePlacement:
         placeable.sort(key=lambda model: self._rank(model, footprints[model.id]))
         replicas = {id: footprint.replicas for id, footprint in footprints.items()}
         while True:
-            places = self._assign(placeable, footprints, replicas, groups, gpus)
+            places = self._assign(self._in_turn(placeable, replicas), footprints, groups, gpus)
             placed = {model.id for model, _, _ in places}
             if self.replicas != "yield" or len(placed) == len(placeable) or max(replicas.values()) == 1:
                 return _summary(models, footprints, places)
@@ -160,19 +160,18 @@ class FineServePlacement:
 
     def _assign(
         self,
-        models: Sequence[ModelDemand],
+        in_turn: Iterable[tuple[ModelDemand, int]],
         footprints: Mapping[str, Footprint],
-        replicas: Mapping[str, int],
         groups: Mapping[int, Sequence[tuple[int, ...]]],
         gpus: Sequence[GpuSlot],
     ) -> list[Place]:
-        """Every replica of ``models``, in their order, on its best group; those that find no room are left out."""
+        """Replicas, in turn, each on its best group; those that find no room are left out."""
         members = {gpu.id: _Gpu(gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
         candidates = {tp: [_Candidate(group, [members[gpu] for gpu in group]) for group in groups[tp]] for tp in groups}
         places: list[Place] = []
         hosts: defaultdict[str, set[int]] = defaultdict(set)  # by model, the GPUs that have a replica already
         full: set[str] = set()  # models whose last replica found no room: another one finds none
-        for model, replica in self._in_turn(models, replicas):
+        for model, replica in in_turn:
             if model.id in full:
                 continue
             footprint_bytes = footprints[model.id].footprint_bytes

@@ -62,7 +62,7 @@ class KvprPlacement:
         for id, home in current.items():
             if not known.issuperset(home):
                 raise ValueError(f"model {id} is said to run on GPUs {home}, but the cluster has {sorted(known)}")
-        parts = {model.id: self._part(model) for model in models}
+        parts = {m.id: _Part(m.tp, self.part_weight(m, m.rate_per_s), self._charge(m), m.engine_bytes) for m in models}
         ranking = _Ranking(
             gpus, self.evaluate == "post", min((part.charge_bytes for part in parts.values()), default=0)
         )
@@ -91,9 +91,6 @@ class KvprPlacement:
         if self.evaluate == "post":
             return (weight + part_weight) / (kv_bytes - self._charge(model))
         return weight / kv_bytes
-
-    def _part(self, model: ModelDemand) -> _Part:
-        return _Part(model.tp, self.part_weight(model, model.rate_per_s), self._charge(model), model.engine_bytes)
 
     def _charge(self, model: ModelDemand) -> int:
         return model.engine_bytes if self.charges == "engine" else model.weight_bytes

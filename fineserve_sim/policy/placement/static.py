@@ -28,10 +28,14 @@ class PinnedPlacement:
             raise ValueError(
                 f"the placement pins {sorted(unknown)}, but there are only {[model.id for model in models]}"
             )
+        known = {gpu.id for gpu in gpus}
         needed_bytes: Counter[int] = Counter()
         for model in models:
             for group in self._groups.get(model.id, []):
-                _check_group(model, group, gpus)
+                if len(group) != model.tp or len(set(group)) != len(group):
+                    raise ValueError(f"model {model.id} needs {model.tp} distinct GPUs, but is pinned to {group}")
+                if not known.issuperset(group):
+                    raise ValueError(f"model {model.id} is pinned to GPUs {group}, but the cluster has {sorted(known)}")
                 needed_bytes.update(dict.fromkeys(group, model.weight_bytes))
         for gpu in gpus:
             if needed_bytes[gpu.id] > gpu.memory_bytes:
@@ -105,11 +109,3 @@ def _replicas(models: Sequence[ModelDemand], groups: Mapping[str, Sequence[tuple
         for replica, group in enumerate(groups.get(model.id, ()))
     ]
     return Placement(tuple(instances), unplaced=tuple(model.id for model in models if not groups.get(model.id)))
-
-
-def _check_group(model: ModelDemand, group: tuple[int, ...], gpus: Sequence[GpuSlot]) -> None:
-    ids = {gpu.id for gpu in gpus}
-    if len(group) != model.tp or len(set(group)) != len(group):
-        raise ValueError(f"model {model.id} needs {model.tp} distinct GPUs, but is pinned to {group}")
-    if not ids.issuperset(group):
-        raise ValueError(f"model {model.id} is pinned to GPUs {group}, but the cluster has {sorted(ids)}")
