@@ -8,7 +8,6 @@ beside a block for each running request, or no free slot.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
@@ -19,6 +18,8 @@ from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.scenario import GpuUse
 from fineserve_sim.policy.interfaces import EngineState, Placement
+
+_COUNTED = [each.name for each in fields(GpuUse)[1:]]
 
 
 class Looks(NamedTuple):
@@ -54,36 +55,26 @@ class GpuUses:
         if now > self._looks.until_s:
             return
         self.looks += 1
-        shares: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        waiting: set[int] = set()
-        short: dict[str, set[int]] = {"kv_short": set(), "slots_short": set()}
+        seen: dict[int, GpuUse] = {}
         for engine in self._cluster.engines.values():
-            gpus = self._gpus_of(engine)
-            if engine.busy:
-                compute, bandwidth = (share / engine.slowdown for share in _shares(engine))
-                for gpu in gpus:
-                    shares[gpu] = (shares[gpu][0] + compute, shares[gpu][1] + bandwidth)
-            if engine.waiting or self._cluster.controller.bound_to(engine.index):
-                waiting.update(gpus)
+            waits = engine.waiting or self._cluster.controller.bound_to(engine.index)
+            found = {"busy": engine.busy, "waiting": waits}
+            if waits:
                 state = engine.state()
-                if self._lacks_kv(engine, state):
-                    short["kv_short"].update(gpus)
-                if state.free_slots <= 0:
-                    short["slots_short"].update(gpus)
-        self._count(shares, {"waiting": waiting, **short})
-
-    def _count(self, shares: Mapping[int, tuple[float, float]], seen: Mapping[str, set[int]]) -> None:
-        for gpu, (compute, bandwidth) in shares.items():
-            use = self._of(gpu)
-            use.busy += 1
-            use.compute += compute
-            use.bandwidth += bandwidth
-        for name, gpus in seen.items():
-            for gpu in gpus:
-                setattr(self._of(gpu), name, getattr(self._of(gpu), name) + 1)
-
-    def _of(self, gpu: int) -> GpuUse:
-        return self.sums.setdefault(gpu, GpuUse(gpu))
+                found |= {"kv_short": self._lacks_kv(engine, state), "slots_short": state.free_slots <= 0}
+            if not any(found.values()):
+                continue
+            compute, bandwidth = (share / engine.slowdown for share in _shares(engine)) if engine.busy else (0.0, 0.0)
+            for gpu in self._gpus_of(engine):
+                use = seen.setdefault(gpu, GpuUse(gpu))
+                use.compute += compute
+                use.bandwidth += bandwidth
+                for name in (name for name, so in found.items() if so):
+                    setattr(use, name, 1.0)
+        for gpu, use in seen.items():
+            whole = self.sums.setdefault(gpu, GpuUse(gpu))
+            for name in _COUNTED:
+                setattr(whole, name, getattr(whole, name) + getattr(use, name))
 
     def _gpus_of(self, engine: Engine) -> tuple[int, ...]:
         known = self._cluster.contention.gpus_of(engine.index)
@@ -96,10 +87,7 @@ class GpuUses:
 
 def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:
     """One entry a GPU on which anything was seen, by id, of sums over so many ``looks``."""
-    return tuple(
-        GpuUse(gpu, *(getattr(use, each.name) / looks for each in fields(GpuUse)[1:]))
-        for gpu, use in sorted(sums.items())
-    )
+    return tuple(GpuUse(gpu, *(getattr(use, name) / looks for name in _COUNTED)) for gpu, use in sorted(sums.items()))
 
 
 def _shares(engine: Engine) -> tuple[float, float]:

@@ -345,9 +345,7 @@ class Cluster:
         """What the controller says to an event, written down."""
         commands = self.controller.handle(now, event)
         if self.log is not None:
-            self.log.event(now, event)
-            for command in commands:
-                self.log.command(now, command)
+            self.log.told(now, event, commands)
         return commands
 
     def carry_out(self, commands: Sequence[Command], now: float, asking: Engine | None = None) -> None:

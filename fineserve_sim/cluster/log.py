@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.queue import Lane
@@ -19,11 +19,11 @@ class DecisionLog:
     def __init__(self, log: Log) -> None:
         self._log = log
 
-    def event(self, now: float, event: Event) -> None:
-        self._log({"now_s": now, "event": type(event).__name__, **_plain_fields(event)})
-
-    def command(self, now: float, command: Command) -> None:
-        self._log({"now_s": now, "command": type(command).__name__, **_plain_fields(command)})
+    def told(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """The controller was told of an event, and said these commands to it."""
+        for kind, message in (("event", event), *(("command", command) for command in commands)):
+            fields = {name: plain(value) for name, value in message._asdict().items()}
+            self._log({"now_s": now, kind: type(message).__name__, **fields})
 
     def launched(self, engine: Engine, lane: Lane, now: float) -> None:
         """A batch begins: what keeps the requests that wait in the engine's queue, and who starts."""
@@ -65,10 +65,6 @@ class DecisionLog:
         """KV or weights of an engine over several instances have arrived."""
         entry = {"span": "Transferred", "what": what, "engine": engine, "engines": columns}
         self._log({"now_s": now, **entry, "seconds": now - began_s})
-
-
-def _plain_fields(message: Event | Command) -> dict[str, object]:
-    return {name: plain(value) for name, value in message._asdict().items()}
 
 
 def plain(value: object) -> object:

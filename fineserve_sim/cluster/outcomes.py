@@ -12,11 +12,15 @@ from fineserve_sim.cluster.scenario import Ended, Fate
 NEVER = float("nan")
 BATCH = 8192
 """Ended requests that are handed on together."""
+_DTYPES = (np.int64, np.float64, np.float64, np.int8, np.int64, np.int32, np.int64)
+"""Of the columns of ``Ended``."""
 
 
 class Outcomes:
     """Moments and fates of the requests under way, by number; ``open`` counts these, those that wait for their first engine
     (the cluster keeps them) and those still to come. A request ends once: ``end`` raises on a second time."""
+
+    _sink: Callable[[Ended], None]
 
     def __init__(self) -> None:
         self.open = 0
@@ -24,7 +28,6 @@ class Outcomes:
         self.first_token_s: dict[int, float] = {}
         self.engine: dict[int, int] = {}
         self.preemptions: defaultdict[int, int] = defaultdict(int)
-        self._sink: Callable[[Ended], None] = _nowhere
         self._ended: list[tuple[int, float, float, int, int, int, int]] = []
 
     def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
@@ -56,31 +59,15 @@ class Outcomes:
         self._hand_on()
 
     def _put(self, index: int, finish_s: float, fate: Fate, output_tokens: int = 0) -> None:
-        first_token_s, preemptions = self.first_token_s.pop(index, NEVER), 0
-        if index in self.preemptions:
-            preemptions = self.preemptions.pop(index)
+        first_token_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
         engine = self.engine.pop(index)
         self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, engine, output_tokens))
         if len(self._ended) >= BATCH:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        if not self._ended:
-            return
-        index, first_token_s, finish_s, fate, preemptions, engine, output_tokens = zip(*self._ended, strict=True)
-        self._ended.clear()
-        self._sink(
-            Ended(
-                request=np.array(index, dtype=np.int64),
-                first_token_s=np.array(first_token_s, dtype=np.float64),
-                finish_s=np.array(finish_s, dtype=np.float64),
-                fate=np.array(fate, dtype=np.int8),
-                preemptions=np.array(preemptions, dtype=np.int64),
-                engine=np.array(engine, dtype=np.int32),
-                output_tokens=np.array(output_tokens, dtype=np.int64),
-            )
-        )
-
-
-def _nowhere(ended: Ended) -> None:
-    raise AssertionError(f"{len(ended.request)} requests ended before the run began")
+        if self._ended:
+            columns = zip(zip(*self._ended, strict=True), _DTYPES, strict=True)
+            ended = Ended(*(np.array(column, dtype) for column, dtype in columns))
+            self._ended.clear()
+            self._sink(ended)

@@ -32,38 +32,33 @@ def sample_time_s(number: int, every_s: float) -> float:
 
 
 class Samples:
-    """Tables of a timeline, a row a sample. ``only``: where they are handed on to, and not kept."""
+    """Rows of a timeline, one a sample."""
 
     def __init__(self, models: Sequence[str], gpus: int) -> None:
         self._models = tuple(models)
-        self._gpus = gpus
-        self.only: Callable[[Timeline], None] | None = None
-        self.time_s: list[float] = []
-        self._tables: dict[str, list[Ints]] = {name: [] for name in (*PER_COLUMN, *PER_GPU)}
+        self._widths = dict.fromkeys(PER_COLUMN, len(self._models)) | dict.fromkeys(PER_GPU, gpus)
+        self._only: Callable[[Timeline], None] | None = None
+        self._rows: list[tuple[float, dict[str, Ints]]] = []
 
     def add(self, now: float, **rows: list[int]) -> None:
-        self.time_s.append(now)
-        for name, row in rows.items():
-            self._tables[name].append(np.array(row, dtype=np.int64))
-        if self.only is not None and len(self.time_s) >= HANDED_ON:
-            self.hand_on(self.only)
+        self._rows.append((now, {name: np.array(row, dtype=np.int64) for name, row in rows.items()}))
+        if self._only is not None and len(self._rows) >= HANDED_ON:
+            self.hand_on(self._only)
 
     def hand_on(self, only: Callable[[Timeline], None]) -> None:
         """Forget what is kept, and hand it and all samples to come on to ``only``."""
-        self.only = only
-        if self.time_s:
+        self._only = only
+        if self._rows:
             only(self.timeline())
-        self.time_s.clear()
-        for rows in self._tables.values():
-            rows.clear()
+        self._rows.clear()
 
     def timeline(self) -> Timeline:
-        widths = dict.fromkeys(PER_COLUMN, len(self._models)) | dict.fromkeys(PER_GPU, self._gpus)
         tables = {
-            name: np.array(rows, dtype=np.int64).reshape(len(self.time_s), widths[name])
-            for name, rows in self._tables.items()
+            name: np.array([rows[name] for _, rows in self._rows], dtype=np.int64).reshape(len(self._rows), width)
+            for name, width in self._widths.items()
         }
-        return Timeline(time_s=np.array(self.time_s, dtype=np.float64), engine_models=self._models, **tables)
+        time_s = np.array([now for now, _ in self._rows], dtype=np.float64)
+        return Timeline(time_s=time_s, engine_models=self._models, **tables)
 
 
 class Column(NamedTuple):

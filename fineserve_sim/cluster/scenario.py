@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
@@ -107,24 +107,21 @@ class Fault:
 def wrong_fault(faults: Sequence[Fault], system: SystemSpec, instances: int, gpus: int) -> tuple[int, str] | None:
     """The first fault, by its place, that a cluster of this system with so many serving instances, or GPUs, cannot have, and
     why; else None."""
-    if not faults or (system.dispatch is None and system.residency is None):
+    if faults and system.dispatch is None and system.residency is None:
         kinds = "clusters of one model (systems with dispatch) and models that come and go (residency)"
-        return (0, f"system {system.name} keeps its engines: faults are for {kinds}") if faults else None
-    what, there = ("instance", instances) if system.dispatch is not None else ("gpu", gpus)
+        return 0, f"system {system.name} keeps its engines: faults are for {kinds}"
+    of_instances = system.dispatch is not None
+    what, there, named = ("instance", instances, "serving instance") if of_instances else ("gpu", gpus, "GPU")
     for index, fault in enumerate(faults):
         if fault.what != what:
             return index, f"system {system.name} loses one {what} at a time; say which by {what}, not by {fault.what}"
         if not 0 <= fault.number < there:
-            return index, f"there is no {_lost(what)} {fault.number}; expected 0 to {there - 1}"
+            return index, f"there is no {named} {fault.number}; expected 0 to {there - 1}"
         for other in faults:
             back_s = math.inf if other.repair_s is None else other.time_s + other.repair_s
             if other is not fault and other.number == fault.number and other.time_s <= fault.time_s < back_s:
                 return index, f"{what} {fault.number} is lost at {other.time_s:g} s and not back at {fault.time_s:g} s"
     return None
-
-
-def _lost(what: str) -> str:
-    return "serving instance" if what == "instance" else "GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +174,6 @@ class Ended:
     preemptions: Ints
     engine: NDArray[np.int32]
     output_tokens: Ints
-
-    def take(self, rows: NDArray[np.intp]) -> Ended:
-        """Some of them."""
-        return Ended(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
 
 class EndedRequests(NamedTuple):

@@ -19,7 +19,7 @@ from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Oper
 from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
-from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
+from fineserve_sim.policy.placement.static import RoundRobinPlacement
 from fineserve_sim.systems import load_systems
 from fineserve_sim.systems.spec import (
     KvprPlacementSpec,

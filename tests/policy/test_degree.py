@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.placement.degree import placed_degrees, tp_degree
+from fineserve_sim.policy.placement.fineserve import placed_degrees, tp_degree
 from fineserve_sim.policy.placement.static import DedicatedPlacement
 
 # (throughput, TTFT) at batches 1, 2 and 4

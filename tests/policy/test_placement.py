@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement, PlacementPolicy
 from fineserve_sim.policy.placement.fineserve import FineServePlacement, base_footprint
-from fineserve_sim.policy.placement.mme import marginal_efficiency, score_exact, score_mean
+from fineserve_sim.policy.placement.mme import marginal_efficiency, score_mean
 from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
@@ -346,8 +346,9 @@ def literal_places(
                 remaining = min(left[gpu] for gpu in group) - taken_bytes
                 shared = colocation != "allow" and any(model == one.id for model, _ in residents)
                 if remaining >= 0 and not (shared and colocation == "forbid"):
-                    by = score_mean if score == "mean" else score_exact
-                    ranked.append((shared, -by(remaining, [*residents.values(), mu]), len(residents), group))
+                    mus = [*residents.values(), mu]
+                    gained = score_mean(remaining, mus) if score == "mean" else remaining * max(mus)
+                    ranked.append((shared, -gained, len(residents), group))
             if not ranked:
                 break
             group = min(ranked)[-1]

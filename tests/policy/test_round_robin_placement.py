@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
-from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
+from fineserve_sim.policy.placement.static import RoundRobinPlacement
 
 
 def demand(id: str, weight_bytes: int, tp: int = 1) -> ModelDemand:

@@ -19,8 +19,12 @@ from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
-from fineserve_sim.policy.placement.round_robin import RoundRobinPlacement
-from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement, ReplicasPlacement
+from fineserve_sim.policy.placement.static import (
+    DedicatedPlacement,
+    PinnedPlacement,
+    ReplicasPlacement,
+    RoundRobinPlacement,
+)
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
 from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
 from fineserve_sim.systems import spec as specs

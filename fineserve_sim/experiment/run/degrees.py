@@ -12,7 +12,7 @@ from fineserve_sim.cluster.compose.policies import build_placement
 from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree, pinned_degree, slots_of
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.policy.interfaces import ModelDemand
-from fineserve_sim.policy.placement.degree import placed_degrees, tp_degree
+from fineserve_sim.policy.placement.fineserve import placed_degrees, tp_degree
 from fineserve_sim.systems.spec import DedicatedPlacementSpec, PinnedPlacementSpec, PlacementSpec, SystemSpec
 
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
+from fineserve_sim.policy.placement import check_options
 from fineserve_sim.policy.placement.mme import marginal_efficiency
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 Unmet = Literal["rate", "spread"]
-Order = Literal["model", "gpu"]
+Place = tuple[ModelDemand, int, tuple[int, ...]]
+"""A model, the number of its replica and the GPUs of that."""
 
 
 class Footprint(NamedTuple):
@@ -49,16 +50,19 @@ def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -
         raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
     if candidates < 1:
         raise ValueError(f"model {model.id} has no candidate GPU group of size {model.tp}")
+
+    def footprint(point: OperatingPoint, replicas: int, *, feasible: bool) -> Footprint:
+        fixed_bytes = model.weight_bytes + point.activation_bytes + point.kv_bytes
+        return Footprint(fixed_bytes, replicas, point, feasible)
+
+    by_batch = sorted(model.profile, key=lambda point: point.batch)
     steps = _replica_steps(model, candidates)
     for replicas in steps:
-        carrying = [point for point in model.profile if point.throughput_per_s >= model.rate_per_s / replicas]
-        point = min(carrying, key=lambda point: point.batch, default=None)
-        if point is not None and point.ttft_s <= model.slo_s:
-            return Footprint(_footprint_bytes(model, point), replicas, point, feasible=True)
-    smallest = min(model.profile, key=lambda point: point.batch)
-    spread = candidates if smallest.ttft_s <= model.slo_s else 1
-    replicas = spread if unmet == "spread" else min(steps, default=candidates)
-    return Footprint(_footprint_bytes(model, smallest), replicas, smallest, feasible=False)
+        point = next(point for point in by_batch if point.throughput_per_s >= model.rate_per_s / replicas)
+        if point.ttft_s <= model.slo_s:
+            return footprint(point, replicas, feasible=True)
+    spread = candidates if by_batch[0].ttft_s <= model.slo_s else 1
+    return footprint(by_batch[0], spread if unmet == "spread" else min(steps, default=candidates), feasible=False)
 
 
 def _replica_steps(model: ModelDemand, candidates: int) -> list[int]:
@@ -71,6 +75,42 @@ def _replica_steps(model: ModelDemand, candidates: int) -> list[int]:
     return sorted({counts[index] for index in least if index < candidates})
 
 
+def tp_degree(demands: Sequence[ModelDemand], groups: Mapping[int, int]) -> int:
+    """The degree of one model where it is left open (section 6.2: candidates are GPUs, or groups of them); ``demands`` are its
+    profiles at each degree that holds it, ``groups`` how many groups of GPUs there are of each.
+
+    A degree counts if some number of replicas, each at the smallest batch that carries its part of the rate, stays within the
+    SLO. Fewer replicas win, so that replicas grow only as long as no degree carries the rate; then the smaller batch, then the
+    smaller degree. It is the smallest degree if none counts. Raises ValueError without a demand, or for one without profile.
+    """
+    if not demands:
+        raise ValueError("a model needs at least one degree at which it fits")
+    footprints = {demand.tp: base_footprint(demand, groups[demand.tp]) for demand in demands}
+    counting = [(each.replicas, each.point.batch, tp) for tp, each in footprints.items() if each.feasible]
+    return min(counting)[2] if counting else min(footprints)
+
+
+def placed_degrees(
+    wanted: Mapping[str, ModelDemand],
+    smaller: Mapping[str, Sequence[int]],
+    placed: Callable[[Mapping[str, int]], bool],
+) -> dict[str, int]:
+    """Degrees at which all models are ``placed``, for chosen model by model they may leave no GPU for some: the ``wanted``
+    ones, of which the largest goes down a step at a time (of equal ones that of the lowest rate, then of the first name). Where
+    all are at their least and some model still has no GPU, those. ``smaller``: the degrees below the wanted one at which each
+    model fits, among others."""
+    degrees = {model: demand.tp for model, demand in wanted.items()}
+    while not placed(degrees):
+        below = {model: max((tp for tp in smaller[model] if tp < degrees[model]), default=0) for model in degrees}
+        higher = [model for model, tp in below.items() if tp]
+        if not higher:
+            break
+        first = min(higher, key=lambda model: (-degrees[model], wanted[model].rate_per_s, model))
+        degrees[first] = below[first]
+    return degrees
+
+
+@dataclass(frozen=True)
 class FineServePlacement:
     """Algorithm 1.
 
@@ -87,174 +127,142 @@ class FineServePlacement:
     each replica that is given up.
     """
 
-    def __init__(
-        self,
-        score: Literal["mean", "exact"] = "mean",
-        colocation: Literal["avoid", "forbid", "allow"] = "avoid",
-        replicas: Literal["first_places", "literal", "yield", "one"] = "first_places",
-        unmet: Unmet = "rate",
-        order: Order = "model",
-    ) -> None:
-        if score not in ("mean", "exact"):
-            raise ValueError(f"score is {score!r}: use 'mean' or 'exact'")
-        if colocation not in ("avoid", "forbid", "allow"):
-            raise ValueError(f"colocation is {colocation!r}: use 'avoid', 'forbid' or 'allow'")
-        if replicas not in ("first_places", "literal", "yield", "one"):
-            raise ValueError(f"replicas is {replicas!r}: use 'first_places', 'literal', 'yield' or 'one'")
-        if unmet not in ("rate", "spread"):
-            raise ValueError(f"unmet is {unmet!r}: use 'rate' or 'spread'")
-        if order not in ("model", "gpu"):
-            raise ValueError(f"order is {order!r}: use 'model' or 'gpu'")
-        self._replicas, self._unmet, self._order = replicas, unmet, order
-        self._shares = score == "mean"
-        self._colocation = colocation
+    score: Literal["mean", "exact"] = "mean"
+    colocation: Literal["avoid", "forbid", "allow"] = "avoid"
+    replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
+    unmet: Unmet = "rate"
+    order: Literal["model", "gpu"] = "model"
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
-        footprints = {
-            model.id: base_footprint(model, 1 if self._replicas == "one" else len(groups[model.tp]), self._unmet)
-            for model in models
-            if groups[model.tp]
-        }
         placeable = [model for model in models if groups[model.tp]]
+        footprints = {
+            model.id: base_footprint(model, 1 if self.replicas == "one" else len(groups[model.tp]), self.unmet)
+            for model in placeable
+        }
         placeable.sort(key=lambda model: self._rank(model, footprints[model.id]))
         replicas = {id: footprint.replicas for id, footprint in footprints.items()}
-        instances = self._assign(placeable, footprints, replicas, groups, gpus)
-        while (
-            self._replicas == "yield"
-            and len({i.model for i in instances}) < len(placeable)
-            and max(replicas.values()) > 1
-        ):
+        while True:
+            places = self._assign(self._in_turn(placeable, replicas), footprints, groups, gpus)
+            placed = {model.id for model, _, _ in places}
+            if self.replicas != "yield" or len(placed) == len(placeable) or max(replicas.values()) == 1:
+                return _summary(models, footprints, places)
             # The most replicated model gives up one replica; among equals, the one with the largest footprint.
             replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
-            instances = self._assign(placeable, footprints, replicas, groups, gpus)
-        return _summary(models, footprints, instances)
 
     def _rank(self, model: ModelDemand, footprint: Footprint) -> tuple[int, int, str]:
         """Models with the lowest are placed first."""
-        gpus = model.tp if self._order == "model" else 1
+        gpus = model.tp if self.order == "model" else 1
         return -gpus * footprint.footprint_bytes, -gpus * model.weight_bytes, model.id
 
     def _assign(
         self,
-        models: Sequence[ModelDemand],
+        in_turn: Iterable[tuple[ModelDemand, int]],
         footprints: Mapping[str, Footprint],
-        replicas: Mapping[str, int],
         groups: Mapping[int, Sequence[tuple[int, ...]]],
         gpus: Sequence[GpuSlot],
-    ) -> list[Instance]:
-        """Every replica of ``models``, in their order, on its best group; those that find no room are left out."""
-        left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
-        room_bytes = dict(left_bytes)  # what whole engines leave
-        residents: dict[int, dict[tuple[str, int], float]] = {gpu: {} for gpu in left_bytes}
-        candidates = {
-            tp: [_Candidate(group, least := min(left_bytes[gpu] for gpu in group), least) for group in groups[tp]]
-            for tp in groups
-        }
-        with_gpu: defaultdict[int, list[_Candidate]] = defaultdict(list)
-        for candidate in chain.from_iterable(candidates.values()):
-            for gpu in candidate.gpus:
-                with_gpu[gpu].append(candidate)
-        instances: list[Instance] = []
+    ) -> list[Place]:
+        """Replicas, in turn, each on its best group; those that find no room are left out."""
+        members = {gpu.id: _Gpu(gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
+        candidates = {tp: [_Candidate(group, [members[gpu] for gpu in group]) for group in groups[tp]] for tp in groups}
+        places: list[Place] = []
         hosts: defaultdict[str, set[int]] = defaultdict(set)  # by model, the GPUs that have a replica already
         full: set[str] = set()  # models whose last replica found no room: another one finds none
-        for model, replica in self._in_turn(models, replicas):
+        for model, replica in in_turn:
             if model.id in full:
                 continue
-            footprint_bytes, efficiency = footprints[model.id].footprint_bytes, marginal_efficiency(model)
-            roomy = [each for each in candidates[model.tp] if each.room_bytes >= model.engine_bytes]
-            best = self._best(efficiency, footprint_bytes, roomy, hosts[model.id])
+            footprint_bytes = footprints[model.id].footprint_bytes
+            best = self._best(model, footprint_bytes, candidates[model.tp], hosts[model.id])
             if best is None:
                 full.add(model.id)
                 continue
-            for gpu in best.gpus:
-                left_bytes[gpu] -= footprint_bytes
-                room_bytes[gpu] -= max(footprint_bytes, model.engine_bytes)
-                residents[gpu][model.id, replica] = efficiency
-            for candidate in chain.from_iterable(with_gpu[gpu] for gpu in best.gpus):
-                candidate.count(left_bytes, room_bytes, residents)
+            for gpu in best.members:
+                gpu.left_bytes -= footprint_bytes
+                gpu.room_bytes -= max(footprint_bytes, model.engine_bytes)
+                gpu.residents[model.id, replica] = marginal_efficiency(model)
+            for candidate in (candidate for gpu in best.members for candidate in gpu.candidates):
+                candidate.count()
             hosts[model.id].update(best.gpus)
-            instances.append(Instance(model.id, replica, best.gpus, 0.0, footprint_bytes))
-        return instances
+            places.append((model, replica, best.gpus))
+        return places
 
     def _in_turn(self, models: Sequence[ModelDemand], replicas: Mapping[str, int]) -> Iterator[tuple[ModelDemand, int]]:
         """Models with the numbers of their replicas, in the order in which those get their places."""
-        firsts = self._replicas == "first_places"
+        firsts = self.replicas == "first_places"
         if firsts:
             yield from ((model, 0) for model in models)
         for model in models:
             yield from ((model, replica) for replica in range(firsts, replicas[model.id]))
 
     def _best(
-        self, efficiency: float, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
+        self, model: ModelDemand, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
     ) -> _Candidate | None:
         """The candidate with the highest score after taking in one replica; None if it fits nowhere."""
-        if hosts and self._colocation != "allow":
-            apart = [candidate for candidate in candidates if hosts.isdisjoint(candidate.gpus)]
-            best = self._best(efficiency, footprint_bytes, apart, set())
-            if best is not None or self._colocation == "forbid":
-                return best
-        best, best_score, shares = None, 0.0, self._shares
-        for candidate in candidates:
-            left_bytes = candidate.remaining_bytes - footprint_bytes
-            if left_bytes < 0:
-                continue
-            score = left_bytes * (
+        engine_bytes, efficiency, by_mean = model.engine_bytes, marginal_efficiency(model), self.score == "mean"
+        fitting = [
+            each for each in candidates if each.left_bytes >= footprint_bytes and each.room_bytes >= engine_bytes
+        ]
+        if hosts and self.colocation != "allow":
+            apart = [each for each in fitting if hosts.isdisjoint(each.gpus)]
+            fitting = apart if apart or self.colocation == "forbid" else fitting
+
+        def rank(candidate: _Candidate) -> tuple[float, int, tuple[int, ...]]:
+            mu = (
                 (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
-                if shares
+                if by_mean
                 else max(candidate.efficiency_max, efficiency)
             )
-            if best is None or score > best_score or (score == best_score and candidate.rank < best.rank):
-                best, best_score = candidate, score
-        return best
+            return -(candidate.left_bytes - footprint_bytes) * mu, candidate.residents, candidate.gpus
+
+        return min(fitting, key=rank, default=None)
 
 
 @dataclass(slots=True)
-class _Candidate:
-    """GPUs that may take a replica: what footprints and what whole engines leave of the fullest one, and what a score needs
-    of all residents."""
+class _Gpu:
+    """What footprints and what whole engines leave of one GPU, the efficiency of each resident (model, replica), and the
+    candidates that it is a member of."""
 
-    gpus: tuple[int, ...]
-    remaining_bytes: int
+    left_bytes: int
     room_bytes: int
-    residents: int = 0
-    efficiency_sum: float = 0.0
-    efficiency_max: float = 0.0
+    residents: dict[tuple[str, int], float] = field(default_factory=dict)
+    candidates: list[_Candidate] = field(default_factory=list)
 
-    @property
-    def rank(self) -> tuple[int, tuple[int, ...]]:
-        """Among equal scores the lowest comes first."""
-        return self.residents, self.gpus
 
-    def count(
-        self,
-        left_bytes: Mapping[int, int],
-        room_bytes: Mapping[int, int],
-        residents: Mapping[int, Mapping[tuple[str, int], float]],
-    ) -> None:
-        """A resident came to a member; all maps are by GPU, the residents are efficiencies by (model, replica)."""
-        here = {resident: efficiency for gpu in self.gpus for resident, efficiency in residents[gpu].items()}
-        self.remaining_bytes = min(left_bytes[gpu] for gpu in self.gpus)
-        self.room_bytes = min(room_bytes[gpu] for gpu in self.gpus)
+class _Candidate:
+    """GPUs that may take a replica: what is left of the fullest one, and what a score needs of all residents."""
+
+    def __init__(self, gpus: tuple[int, ...], members: Sequence[_Gpu]) -> None:
+        self.gpus, self.members = gpus, members
+        for gpu in members:
+            gpu.candidates.append(self)
+        self.count()
+
+    def count(self) -> None:
+        """A member has another resident."""
+        here = {resident: mu for gpu in self.members for resident, mu in gpu.residents.items()}
+        self.left_bytes = min(gpu.left_bytes for gpu in self.members)
+        self.room_bytes = min(gpu.room_bytes for gpu in self.members)
         self.residents = len(here)
         self.efficiency_sum = sum(here.values())
-        self.efficiency_max = max(here.values())
+        self.efficiency_max = max(here.values(), default=0.0)
 
 
-def _footprint_bytes(model: ModelDemand, point: OperatingPoint) -> int:
-    return model.weight_bytes + point.activation_bytes + point.kv_bytes
-
-
-def _summary(
-    models: Sequence[ModelDemand], footprints: dict[str, Footprint], instances: Sequence[Instance]
-) -> Placement:
+def _summary(models: Sequence[ModelDemand], footprints: Mapping[str, Footprint], places: Sequence[Place]) -> Placement:
     """The placement, with each model's rate split evenly over the replicas that found room."""
-    placed = Counter(instance.model for instance in instances)
-    rate_per_s = {model.id: model.rate_per_s / placed[model.id] for model in models if placed[model.id]}
+    placed = Counter(model.id for model, _, _ in places)
     return Placement(
-        instances=tuple(replace(instance, rate_per_s=rate_per_s[instance.model]) for instance in instances),
+        instances=tuple(
+            Instance(model.id, replica, gpus, model.rate_per_s / placed[model.id], footprints[model.id].footprint_bytes)
+            for model, replica, gpus in places
+        ),
         unplaced=tuple(model.id for model in models if not placed[model.id]),
         infeasible=tuple(
-            id for id in rate_per_s if not footprints[id].feasible or placed[id] < footprints[id].replicas
+            model.id
+            for model in models
+            if placed[model.id]
+            and not (footprints[model.id].feasible and placed[model.id] >= footprints[model.id].replicas)
         ),
     )

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Literal, NamedTuple
 
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
+from fineserve_sim.policy.placement import check_options, one_replica_each
 
 
+@dataclass(frozen=True)
 class KvprPlacement:
     """Greedy placement by KVPR.
 
@@ -32,32 +34,20 @@ class KvprPlacement:
     tau x the ratio of their place ("relative"), or lower by more than tau ("absolute"). Ties: lower model id, lower
     GPU id. ``charges``: what a model takes from KV memory, its "weights" or all that its "engine" takes.
     Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
+
+    A model costs the GPUs of lower ratio that are too full for it, and the node on which it goes; judged with it, all GPUs.
     """
 
-    def __init__(
-        self,
-        evaluate: Literal["pre", "post"] = "pre",
-        weight: Literal["req_rate", "token_rate"] = "req_rate",
-        *,
-        tau: float = 0.8,
-        threshold: Literal["relative", "absolute"] = "relative",
-        charges: Literal["weights", "engine"] = "weights",
-    ) -> None:
-        if charges not in ("weights", "engine"):
-            raise ValueError(f"charges is {charges!r}: use 'weights' or 'engine'")
-        if evaluate not in ("pre", "post"):
-            raise ValueError(f"evaluate is {evaluate!r}: use 'pre' or 'post'")
-        if weight not in ("req_rate", "token_rate"):
-            raise ValueError(f"weight is {weight!r}: use 'req_rate' or 'token_rate'")
-        if threshold not in ("relative", "absolute"):
-            raise ValueError(f"threshold is {threshold!r}: use 'relative' or 'absolute'")
-        if tau < 0:
-            raise ValueError(f"tau is {tau}: a migration threshold cannot be negative")
-        self._adds_first = evaluate == "post"
-        self._by_tokens = weight == "token_rate"
-        self._tau = tau
-        self._relative = threshold == "relative"
-        self._charges_engine = charges == "engine"
+    evaluate: Literal["pre", "post"] = "pre"
+    weight: Literal["req_rate", "token_rate"] = "req_rate"
+    tau: float = 0.8
+    threshold: Literal["relative", "absolute"] = "relative"
+    charges: Literal["weights", "engine"] = "weights"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.tau < 0:
+            raise ValueError(f"tau is {self.tau}: a migration threshold cannot be negative")
 
     def place(
         self,
@@ -68,29 +58,27 @@ class KvprPlacement:
         """Place all models from scratch. ``current`` names the GPUs of models that run already; see ``tau``. All
         parts of a model stay or all move. Raises ValueError if ``current`` names a GPU that is not there."""
         current = current or {}
-        charges = {model.id: self._charge(model) for model in models}
-        ranking = _Ranking(gpus, least_bytes=min(charges.values(), default=0))
-        for id, place in current.items():
-            if not ranking.loads.keys() >= set(place):
-                known = sorted(ranking.loads)
-                raise ValueError(f"model {id} is said to run on GPUs {place}, but the cluster has {known}")
-        weights = {model.id: self.part_weight(model, model.rate_per_s) for model in models}
-        instances = []
-        for model in sorted(models, key=lambda model: (-weights[model.id], model.id)):
-            part = _Part(model.tp, weights[model.id], charges[model.id], model.engine_bytes)
-            group = self._target(part, ranking, current.get(model.id))
-            if group is None:
-                continue
-            for gpu in group:
-                ranking.add(gpu, part)
-            instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
-        placed = {instance.model for instance in instances}
-        return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
+        known = {gpu.id for gpu in gpus}
+        for id, home in current.items():
+            if not known.issuperset(home):
+                raise ValueError(f"model {id} is said to run on GPUs {home}, but the cluster has {sorted(known)}")
+        parts = {m.id: _Part(m.tp, self.part_weight(m, m.rate_per_s), self._charge(m), m.engine_bytes) for m in models}
+        ranking = _Ranking(
+            gpus, self.evaluate == "post", min((part.charge_bytes for part in parts.values()), default=0)
+        )
+        homes: dict[str, tuple[int, ...]] = {}
+        for id, part in sorted(parts.items(), key=lambda row: (-row[1].weight, row[0])):
+            group = self._target(part, ranking, current.get(id))
+            if group is not None:
+                homes[id] = group
+                for gpu in group:
+                    ranking.add(gpu, part)
+        return one_replica_each(models, homes)
 
     def part_weight(self, model: ModelDemand, rate_per_s: float) -> float:
         """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight is that of a part as it
         stands. Raises ValueError if the weight needs the tokens of a request and the model does not tell them."""
-        if not self._by_tokens:
+        if self.weight == "req_rate":
             return rate_per_s / model.slo_s / model.tp
         if model.tokens_per_request <= 0:
             raise ValueError(f"model {model.id} has no tokens_per_request, which weight='token_rate' needs")
@@ -100,22 +88,21 @@ class KvprPlacement:
 
     def ratio(self, weight: float, kv_bytes: int, model: ModelDemand, part_weight: float) -> float:
         """KVPR by which a GPU of this weight and KV memory is judged for a part of ``model``: before taking it, or with it."""
-        if self._adds_first:
+        if self.evaluate == "post":
             return (weight + part_weight) / (kv_bytes - self._charge(model))
         return weight / kv_bytes
 
     def _charge(self, model: ModelDemand) -> int:
-        return model.engine_bytes if self._charges_engine else model.weight_bytes
+        return model.engine_bytes if self.charges == "engine" else model.weight_bytes
 
     def _target(self, part: _Part, ranking: _Ranking, current: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """GPUs for the model: the best ones, or the present ones while the best are not better enough."""
-        best = ranking.best_group(part, adds_first=self._adds_first)
-        if best is None or current is None or not all(ranking.has_room(gpu, part) for gpu in current):
+        best = ranking.best_group(part)
+        if best is None or current is None or not all(ranking.loads[gpu].has_room(part) for gpu in current):
             return best
-        best_ratio, current_ratio = (
-            max(ranking.loads[gpu].judged(part, self._adds_first) for gpu in group) for group in (best, current)
-        )
-        moves = best_ratio < self._tau * current_ratio if self._relative else current_ratio - best_ratio > self._tau
+        best_ratio, current_ratio = (max(ranking.ratios(group, part).values()) for group in (best, current))
+        relative = self.threshold == "relative"
+        moves = best_ratio < self.tau * current_ratio if relative else current_ratio - best_ratio > self.tau
         return best if moves else current
 
 
@@ -134,80 +121,58 @@ class _Load:
     """One GPU during a pass: the memory that its models leave for KV by what they are charged, what their engines leave, and
     the sum of their part weights."""
 
-    node: int
-    shared_kv_bytes: int
+    kv_bytes: int
     left_bytes: int
     weight: float = 0.0
 
-    def ratio(self, added_weight: float, added_bytes: int) -> float:
-        return (self.weight + added_weight) / (self.shared_kv_bytes - added_bytes)
-
-    def judged(self, part: _Part, adds_first: bool) -> float:
-        """The ratio with the part, or before it."""
-        return self.ratio(part.weight, part.charge_bytes) if adds_first else self.ratio(0.0, 0)
+    def has_room(self, part: _Part) -> bool:
+        """An engine that is left no KV memory does not start, whatever it is charged."""
+        return self.kv_bytes > part.charge_bytes and self.left_bytes > part.engine_bytes
 
 
 class _Ranking:
-    """The GPUs of one pass by rising ratio, those that have no room for any part left out.
+    """The GPUs of one pass by rising ratio before a part is added, those that have no room for any part left out; with
+    ``adds_first`` they are judged with the part. An addition shifts a list of all GPUs, by one memory move."""
 
-    Looking for a group starts at the lowest ratio and costs what it passes over: GPUs too full for the part; nodes too full
-    for all parts, and the members of each node that it counts; and, if ratios are judged with the part, all GPUs whose
-    ratio before might be low enough. An addition shifts a list of all GPUs, by one memory move.
-    """
-
-    def __init__(self, gpus: Sequence[GpuSlot], least_bytes: int) -> None:
-        self.loads = {gpu.id: _Load(gpu.node, gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
-        self._least_bytes = least_bytes
-        self._most_bytes = max((gpu.memory_bytes for gpu in gpus), default=0)
+    def __init__(self, gpus: Sequence[GpuSlot], adds_first: bool, least_bytes: int) -> None:
+        self.loads = {gpu.id: _Load(gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
+        self._adds_first, self._least_bytes = adds_first, least_bytes
+        self._node_of = {gpu.id: gpu.node for gpu in gpus}
         self._members: defaultdict[int, list[int]] = defaultdict(list)
         for gpu in gpus:
             self._members[gpu.node].append(gpu.id)
-        self._ranked = sorted(
-            (load.ratio(0.0, 0), gpu) for gpu, load in self.loads.items() if load.shared_kv_bytes > least_bytes
-        )
-
-    def has_room(self, gpu: int, part: _Part) -> bool:
-        """An engine that is left no KV memory does not start, whatever it is charged."""
-        load = self.loads[gpu]
-        return load.shared_kv_bytes > part.charge_bytes and load.left_bytes > part.engine_bytes
+        self._ranked = sorted((0.0, gpu) for gpu, load in self.loads.items() if load.kv_bytes > least_bytes)
 
     def add(self, gpu: int, part: _Part) -> None:
         load = self.loads[gpu]
-        del self._ranked[bisect_left(self._ranked, (load.ratio(0.0, 0), gpu))]
+        del self._ranked[bisect_left(self._ranked, (load.weight / load.kv_bytes, gpu))]
         load.weight += part.weight
-        load.shared_kv_bytes -= part.charge_bytes
+        load.kv_bytes -= part.charge_bytes
         load.left_bytes -= part.engine_bytes
-        if load.shared_kv_bytes > self._least_bytes:
-            insort(self._ranked, (load.ratio(0.0, 0), gpu))
+        if load.kv_bytes > self._least_bytes:
+            insort(self._ranked, (load.weight / load.kv_bytes, gpu))
 
-    def best_group(self, part: _Part, *, adds_first: bool) -> tuple[int, ...] | None:
+    def ratios(self, gpus: Iterable[int], part: _Part) -> dict[int, float]:
+        """By which those with room for the part are judged."""
+        weight, charge_bytes = (part.weight, part.charge_bytes) if self._adds_first else (0.0, 0)
+        loads = ((gpu, self.loads[gpu]) for gpu in gpus)
+        return {
+            gpu: (load.weight + weight) / (load.kv_bytes - charge_bytes) for gpu, load in loads if load.has_room(part)
+        }
+
+    def best_group(self, part: _Part) -> tuple[int, ...] | None:
         """As the function of this name, among GPUs with room for the part."""
-        best: tuple[float, int] | None = None
+        if self._adds_first:
+            return best_group(part.tp, self.ratios(self.loads, part), self._node_of)
         passed: set[int] = set()  # nodes without room for all parts
-        for ratio, gpu in self._ranked:
-            if best is not None and (not adds_first or self._least_with(part, ratio) >= best[0]):
-                break
-            load = self.loads[gpu]
-            if load.node in passed or not self.has_room(gpu, part):
-                continue
-            if part.tp > 1 and len(self._roomy(load.node, part)) < part.tp:
-                passed.add(load.node)
-                continue
-            found = load.judged(part, adds_first), gpu
-            best = found if best is None else min(best, found)
-        if best is None or part.tp == 1:
-            return best and (best[1],)
-        roomy = self._roomy(self.loads[best[1]].node, part)
-        return tuple(sorted(nsmallest(part.tp, roomy, key=lambda gpu: (self.loads[gpu].judged(part, adds_first), gpu))))
-
-    def _roomy(self, node: int, part: _Part) -> list[int]:
-        return [gpu for gpu in self._members[node] if self.has_room(gpu, part)]
-
-    def _least_with(self, part: _Part, ratio: float) -> float:
-        """No GPU of at least this ratio has a lower one with the part: (w + a) / (s - c), where w = ratio x s, falls with s,
-        and s is at most the memory of the largest GPU. A margin makes up for rounding."""
-        most_bytes = self._most_bytes
-        return (ratio * most_bytes + part.weight) / (most_bytes - part.charge_bytes) * (1 - 1e-12)
+        for _, gpu in self._ranked:
+            node = self._node_of[gpu]
+            if node not in passed and self.loads[gpu].has_room(part):
+                group = best_group(part.tp, self.ratios(self._members[node], part), self._node_of)
+                if group is not None:
+                    return group
+                passed.add(node)
+        return None
 
 
 def best_group(tp: int, ratio_of: Mapping[int, float], node_of: Mapping[int, int]) -> tuple[int, ...] | None:

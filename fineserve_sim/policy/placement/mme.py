@@ -6,9 +6,9 @@ resident tokens grow linearly with the pool, and mu is the slope; once all reque
 flattens.
 
 The score of a GPU that would host several models, with K_rem bytes left after their fixed footprints:
-* ``score_mean`` (eq. 3, what the paper implements): K_rem x mean(mu), the tokens gained if all share K_rem equally.
-* ``score_exact`` (eq. 1 and 2): the best split of K_rem. With constant mu that gives everything to the largest mu,
-  so it is another objective, not a refinement of eq. 3; it serves as an ablation.
+* "mean" (eq. 3, what the paper implements): K_rem x mean(mu), the tokens gained if all share K_rem equally.
+* "exact" (eq. 1 and 2): the best split of K_rem. With constant mu that gives everything to the largest mu, so it is
+  another objective, not a refinement of eq. 3; it serves as an ablation.
 """
 
 from __future__ import annotations
@@ -41,29 +41,19 @@ def mme_slope(pool_bytes: Sequence[int], resident_tokens: Sequence[float]) -> fl
             "where memory limits the batch"
         )
     bend = next((i for i, slope in enumerate(slopes) if slope < _BEND * slopes[0]), len(slopes))
-    return _least_squares_slope(points[: bend + 1])
+    points = points[: bend + 1]
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    return covariance / sum((x - mean_x) ** 2 for x, _ in points)
 
 
 def marginal_efficiency(model: ModelDemand) -> float:
     """mu of one model in tokens per byte on each GPU of its group: its profiled slope, else one token per token's KV
     bytes."""
-    if model.mme_tokens_per_byte is not None:
-        return model.mme_tokens_per_byte
-    return 1 / model.token_bytes
+    return 1 / model.token_bytes if model.mme_tokens_per_byte is None else model.mme_tokens_per_byte
 
 
 def score_mean(remaining_bytes: int, efficiencies: Sequence[float]) -> float:
     """Eq. 3: tokens gained by sharing ``remaining_bytes`` equally among the models."""
     return remaining_bytes * (sum(efficiencies) / len(efficiencies))
-
-
-def score_exact(remaining_bytes: int, efficiencies: Sequence[float]) -> float:
-    """Eq. 1 and 2 with constant efficiencies: tokens gained (as supremum) by giving all to the most efficient model."""
-    return remaining_bytes * max(efficiencies)
-
-
-def _least_squares_slope(points: Sequence[tuple[int, float]]) -> float:
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    covariance = sum((x - mean_x) * (y - mean_y) for x, y in points)
-    return covariance / sum((x - mean_x) ** 2 for x, _ in points)

@@ -25,10 +25,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, chain
+from operator import add
 from typing import NamedTuple
 
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement
+from fineserve_sim.policy.placement import one_replica_each
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 BISECTIONS = 30
@@ -47,21 +49,22 @@ class Batch(NamedTuple):
 
 class Profile:
     """What a model does at any batch size, linear between the points of its profile; below the first, a part of the time in
-    use. ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does;
-    ``wanted`` is what it does then. Raises ValueError if the model has no profile."""
+    use. ``compute_demand`` is proportional to the FLOPs per second that it asks for: request rate x weights of all shards.
+    ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does; ``wanted`` is
+    what it does then. Raises ValueError if the model has no profile."""
 
     def __init__(self, model: ModelDemand) -> None:
         if not model.profile:
             raise ValueError(f"model {model.id} has no profile, which MuxServe's optimiser needs")
         self.model = model
         self.rate_per_s, self.engine_bytes = model.rate_per_s, model.engine_bytes
+        self.compute_demand = model.rate_per_s * model.weight_bytes * model.tp
         self._batches = [_profiled(point) for point in model.profile]
-        self._sizes = [point.batch for point in model.profile]
         self.least = self._least()
         self.wanted = self.at(self.least)
 
     def at(self, size: float) -> Batch:
-        upper = bisect_left(self._sizes, min(size, self._sizes[-1]))
+        upper = bisect_left(self._batches, min(size, self._batches[-1].size), key=lambda batch: batch.size)
         high = self._batches[upper]
         if upper == 0:
             part = size / high.size
@@ -153,7 +156,7 @@ class _Mesh:
         self.wanted_bytes += profile.wanted.kv_bytes
         self.prefill_s += profile.wanted.prefill_s
         self.throughput_per_s = mesh_throughput(self.profiles, self.memory_bytes)
-        self.compute_demand += _compute_demand(profile.model)
+        self.compute_demand += profile.compute_demand
 
 
 class MuxServePlacement:
@@ -167,43 +170,31 @@ class MuxServePlacement:
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError if a model has no profile."""
-        order = sorted(models, key=lambda model: (-_compute_demand(model), model.id))
-        profiles: defaultdict[int, list[Profile]] = defaultdict(list)
-        for model in order:
-            profiles[model.tp].append(Profile(model))
+        in_order = sorted(map(Profile, models), key=lambda profile: (-profile.compute_demand, profile.model.id))
+        profiles = {tp: [profile for profile in in_order if profile.model.tp == tp] for tp in {m.tp for m in models}}
         fill = cache(lambda size, memory_bytes: _fill(profiles[size], memory_bytes))
-        home: dict[str, tuple[int, ...]] = {}
+        homes: dict[str, tuple[int, ...]] = {}
         most_per_s = -math.inf
         for cut in _cuts(gpus, set(profiles)):
-            sizes = {size: [piece for piece in cut if len(piece) == size] for size in profiles}
-            filled = {}
-            for size, pieces in sizes.items():
-                meshes = fill(size, tuple(min(gpu.memory_bytes for gpu in piece) for piece in pieces))
+            filled: dict[int, Iterator[_Mesh]] = {}
+            for size in profiles:
+                meshes = fill(size, tuple(min(gpu.memory_bytes for gpu in mesh) for mesh in cut if len(mesh) == size))
                 if meshes is None:
                     break
-                filled[size] = meshes
-            if len(filled) < len(sizes):
-                continue
-            in_turn = {size: iter(meshes) for size, meshes in filled.items()}
-            total_per_s = sum(next(in_turn[len(piece)]).throughput_per_s for piece in cut)
-            if total_per_s > most_per_s:  # the first of equals
-                most_per_s = total_per_s
-                home = {
-                    profile.model.id: tuple(gpu.id for gpu in piece)
-                    for size, pieces in sizes.items()
-                    for piece, mesh in zip(pieces, filled[size], strict=True)
-                    for profile in mesh.profiles
-                }
-        if most_per_s == -math.inf:
+                filled[size] = iter(meshes)
+            else:
+                in_turn = [next(filled[len(piece)]) for piece in cut]
+                total_per_s = sum(mesh.throughput_per_s for mesh in in_turn)
+                if total_per_s > most_per_s:  # the first of equals
+                    most_per_s = total_per_s
+                    homes = {
+                        profile.model.id: tuple(gpu.id for gpu in piece)
+                        for piece, mesh in zip(cut, in_turn, strict=True)
+                        for profile in mesh.profiles
+                    }
+        if not homes:
             return KvprPlacement(charges="engine").place(models, gpus)
-        return Placement(
-            tuple(Instance(model.id, 0, home[model.id], model.rate_per_s, model.weight_bytes) for model in order)
-        )
-
-
-def _compute_demand(model: ModelDemand) -> float:
-    """Request rate x weights of all shards: proportional to the FLOPs per second that the model asks for."""
-    return model.rate_per_s * model.weight_bytes * model.tp
+        return one_replica_each(models, {profile.model.id: homes[profile.model.id] for profile in in_order})
 
 
 _TIE_PER_S = 2e-9
@@ -234,22 +225,11 @@ def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[_Mes
     return meshes
 
 
-class _Cut(NamedTuple):
-    """Nodes that are cut: the last of them, the sizes of its meshes, and the cut of those before."""
-
-    before: _Cut | None
-    node: Sequence[GpuSlot]
-    sizes: tuple[int, ...]
+Piece = tuple[GpuSlot, ...]
+"""The GPUs of a mesh."""
 
 
-def _pieces(cut: _Cut | None) -> Iterator[tuple[GpuSlot, ...]]:
-    while cut is not None:
-        ends = accumulate(cut.sizes)
-        yield from (tuple(cut.node[end - size : end]) for end, size in zip(ends, cut.sizes, strict=True))
-        cut = cut.before
-
-
-def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[tuple[GpuSlot, ...], ...]]:
+def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[Piece, ...]]:
     """Ways to cut all nodes into meshes of these sizes, contiguous, larger ones first. GPUs that no size fits stay unused.
     Of cuts into the same numbers of meshes one is enough where all GPUs are equal; else, of cuts that differ by a
     permutation of nodes of one shape."""
@@ -260,35 +240,37 @@ def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[tuple[GpuS
     for members in nodes.values():
         alike[tuple(gpu.memory_bytes for gpu in members)].append(members)
     equal = len({gpu.memory_bytes for gpu in gpus}) == 1
-    found: dict[tuple[int, ...], _Cut | None] = {(): None}
+    found: dict[tuple[int, ...], tuple[list[Piece], ...]]  # by what tells cuts apart, the pieces of each node
+    found = {(0,) * len(sizes) if equal else (): ()}
     for shape, group in alike.items():
         choices = _sums(len(shape), sizes)
+        counts = [tuple(choice.count(size) for size in sorted(sizes)) for choice in choices]
         within = {(0, key): cut for key, cut in found.items()}
-        for members in group:
-            longer: dict[tuple[int, tuple[int, ...]], _Cut | None] = {}
+        for node in group:
+            pieces = [
+                [tuple(node[end - size : end]) for end, size in zip(accumulate(choice), choice, strict=True)]
+                for choice in choices
+            ]
+            longer: dict[tuple[int, tuple[int, ...]], tuple[list[Piece], ...]] = {}
             for (first, key), cut in within.items():
                 for index in range(first, len(choices)):
-                    counts = [choices[index].count(size) for size in sorted(sizes)]
-                    longer_key = tuple(map(sum, zip_longest(key, counts, fillvalue=0))) if equal else (*key, index)
-                    longer.setdefault((index, longer_key), _Cut(cut, members, choices[index]))
+                    longer_key = tuple(map(add, key, counts[index])) if equal else (*key, index)
+                    longer.setdefault((index, longer_key), (*cut, pieces[index]))
             within = longer
         found = {}
         for (_, key), cut in within.items():
             found.setdefault(key, cut)
     for cut in found.values():
-        yield tuple(sorted(_pieces(cut), key=lambda piece: piece[0].id))
+        yield tuple(sorted(chain.from_iterable(cut), key=lambda piece: piece[0].id))
 
 
 def _sums(total: int, sizes: set[int]) -> list[tuple[int, ...]]:
     """Falling sequences of sizes that leave no room for another one within ``total``."""
-    found: list[tuple[int, ...]] = []
-
-    def extend(taken: tuple[int, ...], left: int, allowed: Sequence[int]) -> None:
-        if left < min(sizes):
-            found.append(taken)
-        for index, size in enumerate(allowed):
-            if size <= left:
-                extend((*taken, size), left - size, allowed[index:])
-
-    extend((), total, sorted(sizes, reverse=True))
-    return found
+    if total < min(sizes):
+        return [()]
+    return [
+        (size, *rest)
+        for size in sorted(sizes, reverse=True)
+        if size <= total
+        for rest in _sums(total - size, {other for other in sizes if other <= size})
+    ]

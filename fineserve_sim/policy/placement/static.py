@@ -1,11 +1,12 @@
-"""Placements that follow no score: pinned by hand, one model per GPU (the Dedicated baseline), or one model on all."""
+"""Placements that follow no score: pinned by hand, one model per GPU (the Dedicated baseline), one model on all, in turn."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
+from fineserve_sim.policy.placement import one_replica_each
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 
@@ -27,38 +28,22 @@ class PinnedPlacement:
             raise ValueError(
                 f"the placement pins {sorted(unknown)}, but there are only {[model.id for model in models]}"
             )
-        instances: list[Instance] = []
+        known = {gpu.id for gpu in gpus}
+        needed_bytes: Counter[int] = Counter()
         for model in models:
-            replicas = self._groups.get(model.id, [])
-            for replica, group in enumerate(replicas):
-                _check_group(model, group, gpus)
-                rate_per_s = model.rate_per_s / len(replicas)
-                instances.append(Instance(model.id, replica, group, rate_per_s, model.weight_bytes))
-        _check_memory(instances, gpus)
-        unplaced = tuple(model.id for model in models if not self._groups.get(model.id))
-        return Placement(tuple(instances), unplaced)
-
-
-class DedicatedPlacement:
-    """Every model alone on a GPU or TP group of its own. Larger TP degrees go first, then larger weights, then
-    lower ids, each to the first free group that holds its weights; models for which none is left are unplaced."""
-
-    def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
-        memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
-        free = set(memory_bytes)
-        instances = []
-        for model in sorted(models, key=lambda model: (-model.tp, -model.weight_bytes, model.id)):
-            fitting = (
-                group
-                for group in tp_groups(gpus, model.tp)
-                if free.issuperset(group) and all(memory_bytes[gpu] >= model.weight_bytes for gpu in group)
-            )
-            group = next(fitting, None)
-            if group is not None:
-                free.difference_update(group)
-                instances.append(Instance(model.id, 0, group, model.rate_per_s, model.weight_bytes))
-        placed = {instance.model for instance in instances}
-        return Placement(tuple(instances), unplaced=tuple(model.id for model in models if model.id not in placed))
+            for group in self._groups.get(model.id, []):
+                if len(group) != model.tp or len(set(group)) != len(group):
+                    raise ValueError(f"model {model.id} needs {model.tp} distinct GPUs, but is pinned to {group}")
+                if not known.issuperset(group):
+                    raise ValueError(f"model {model.id} is pinned to GPUs {group}, but the cluster has {sorted(known)}")
+                needed_bytes.update(dict.fromkeys(group, model.weight_bytes))
+        for gpu in gpus:
+            if needed_bytes[gpu.id] > gpu.memory_bytes:
+                raise ValueError(
+                    f"the weights pinned to GPU {gpu.id} need {needed_bytes[gpu.id] / 2**30:.1f} GiB, "
+                    f"but it has {gpu.memory_bytes / 2**30:.1f} GiB"
+                )
+        return _replicas(models, self._groups)
 
 
 class ReplicasPlacement:
@@ -68,35 +53,59 @@ class ReplicasPlacement:
         """Raises ValueError unless there is exactly one model."""
         if len(models) != 1:
             raise ValueError(f"replicas of one model fill the cluster, but there are {[model.id for model in models]}")
-        (model,) = models
-        memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
-        groups = [
-            group
-            for group in tp_groups(gpus, model.tp)
-            if all(memory_bytes[gpu] >= model.weight_bytes for gpu in group)
-        ]
-        instances = tuple(
-            Instance(model.id, replica, group, model.rate_per_s / len(groups), model.weight_bytes)
-            for replica, group in enumerate(groups)
-        )
-        return Placement(instances, unplaced=() if instances else (model.id,))
+        return _replicas(models, {models[0].id: _holding(models[0], gpus, {gpu.id: gpu.memory_bytes for gpu in gpus})})
 
 
-def _check_group(model: ModelDemand, group: tuple[int, ...], gpus: Sequence[GpuSlot]) -> None:
-    ids = {gpu.id for gpu in gpus}
-    if len(group) != model.tp or len(set(group)) != len(group):
-        raise ValueError(f"model {model.id} needs {model.tp} distinct GPUs, but is pinned to {group}")
-    if not ids.issuperset(group):
-        raise ValueError(f"model {model.id} is pinned to GPUs {group}, but the cluster has {sorted(ids)}")
+class DedicatedPlacement:
+    """Every model alone on a GPU or TP group of its own. Larger TP degrees go first, then larger weights, then
+    lower ids, each to the first free group that holds its weights; models for which none is left are unplaced."""
+
+    def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
+        free_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        homes: dict[str, tuple[int, ...]] = {}
+        for model in sorted(models, key=lambda model: (-model.tp, -model.weight_bytes, model.id)):
+            holding = _holding(model, gpus, free_bytes)
+            if holding:
+                homes[model.id] = holding[0]
+                for gpu in holding[0]:
+                    del free_bytes[gpu]
+        return one_replica_each(models, homes)
 
 
-def _check_memory(instances: Sequence[Instance], gpus: Sequence[GpuSlot]) -> None:
-    needed_bytes: Counter[int] = Counter()
-    for instance in instances:
-        needed_bytes.update(dict.fromkeys(instance.gpus, instance.footprint_bytes))
-    for gpu in gpus:
-        if needed_bytes[gpu.id] > gpu.memory_bytes:
-            raise ValueError(
-                f"the weights pinned to GPU {gpu.id} need {needed_bytes[gpu.id] / 2**30:.1f} GiB, "
-                f"but it has {gpu.memory_bytes / 2**30:.1f} GiB"
-            )
+class RoundRobinPlacement:
+    """Placement in turn: what an operator does by hand, and the start of Prism without its global scheduler (PR-10-global).
+
+    Models by falling weights of all their parts, each to the next GPU or TP group in turn. A group that does not hold
+    the engine, with at least a byte left for KV, is passed over; models that fit nowhere are unplaced. Ties: lower id.
+    """
+
+    def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
+        left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
+        in_turn = {model.tp: deque(tp_groups(gpus, model.tp)) for model in models}
+        homes: dict[str, tuple[int, ...]] = {}
+        for model in sorted(models, key=lambda model: (-model.weight_bytes * model.tp, model.id)):
+            groups = in_turn[model.tp]
+            for group in tuple(groups):
+                groups.rotate(-1)
+                if all(left_bytes[gpu] > model.engine_bytes for gpu in group):
+                    homes[model.id] = group
+                    for gpu in group:
+                        left_bytes[gpu] -= model.engine_bytes
+                    break
+        return one_replica_each(models, homes)
+
+
+def _holding(model: ModelDemand, gpus: Sequence[GpuSlot], free_bytes: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """The groups whose GPUs are all free and hold the weights."""
+    groups = tp_groups(gpus, model.tp)
+    return [group for group in groups if all(free_bytes.get(gpu, -1) >= model.weight_bytes for gpu in group)]
+
+
+def _replicas(models: Sequence[ModelDemand], groups: Mapping[str, Sequence[tuple[int, ...]]]) -> Placement:
+    """A replica of each model on each of its groups."""
+    instances = [
+        Instance(model.id, replica, group, model.rate_per_s / len(groups[model.id]), model.weight_bytes)
+        for model in models
+        for replica, group in enumerate(groups.get(model.id, ()))
+    ]
+    return Placement(tuple(instances), unplaced=tuple(model.id for model in models if not groups.get(model.id)))
