@@ -97,7 +97,7 @@ def _engine_of_each(trace: Trace, seats: Sequence[Seat], instances: Sequence[Ins
         rows = np.flatnonzero(trace.model == number)
         engine_of[rows] = able[0].engine
         if len(able) > 1:
-            routes = [Route(seat.engine, instances[seat.engine].rate_per_s, seat.max_tokens, None) for seat in able]
+            routes = [Route(seat.engine, instances[seat.engine].rate_per_s, seat.max_tokens) for seat in able]
             controller = Controller({model: routes})
             chosen = [controller.route(model, prompt) for prompt in trace.prompt_tokens[rows].tolist()]
             engine_of[rows] = [able[0].engine if route is None else route.engine for route in chosen]

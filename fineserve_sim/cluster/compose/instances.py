@@ -26,8 +26,8 @@ from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.fleet.facts import EngineBinding
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.fleet.views import EngineBinding
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.memory.paged import GpuMemory
 from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, VTensorSpec
@@ -54,7 +54,7 @@ def compose(scenario: Scenario, placed: tuple[Placement, dict[str, ModelDemand]]
     contention, shares = contention_of(scenario), SmShares(scenario)
     for engine, instance in enumerate(instances):
         contention.join(engine, instance.gpus, shares.of(instance.model, instance.gpus))
-    controller = Controller(_routes(scenario, instances, seats, schedulers))
+    controller = Controller(_routes(scenario, instances, seats), schedulers)
     cluster = cluster_of(scenario, clock, controller, contention)
     asked = {engine for scope, scheduler in schedulers.items() if scheduler is not None for engine in scope}
     wakeups = {gpu.id: Wakeups(clock) for gpu in scenario.gpus}
@@ -152,18 +152,12 @@ def seat_on(scenario: Scenario, engine: int, served: ServedModel, gpu: GpuSpec, 
     return Seat(engine, served.id, step, kv, min(longest, kv.capacity_tokens()), settings)
 
 
-def _routes(
-    scenario: Scenario,
-    instances: Sequence[Instance],
-    seats: Sequence[Seat],
-    schedulers: Mapping[tuple[int, ...], LocalScheduler | None],
-) -> dict[str, list[Route]]:
-    scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
+def _routes(scenario: Scenario, instances: Sequence[Instance], seats: Sequence[Seat]) -> dict[str, list[Route]]:
     routes: dict[str, list[Route]] = {model.id: [] for model in scenario.models}
     for seat in seats:
         if seat.able:
             rate_per_s = instances[seat.engine].rate_per_s
-            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens, scheduler_of[seat.engine]))
+            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens))
     return routes
 
 

@@ -168,7 +168,7 @@ def _alone(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_byt
     clock = Clock()
     contention = Contention(dict.fromkeys(gpus, LAWS["fluid"]))
     contention.join(0, gpus)
-    route = Route(0, 1.0, max_tokens, None)
+    route = Route(0, 1.0, max_tokens)
     controller = Controller({served.id: [route] if max_tokens > 1 else []})
     cluster = Cluster(clock, controller, contention)
     step = step_model(served, gpu, settings)

@@ -1,19 +1,44 @@
-"""What a residency policy sees of a fleet, and what it may suggest.
+"""What a fleet controller is told, what a residency policy sees of the fleet, and what it may suggest.
 
 An *engine* is one stay of a model on GPUs: activated (loading), then ready (resident), then evicted, at once or after it
 ended its requests (draining). Requests of a model without an engine wait; such a model is *pending*. A policy suggests to
 start and stop engines; the controller, which owns the fleet, does what is possible and refuses the rest.
 
-Policies read attributes and items alone: a controller may show records of engines that it keeps up to date, and rates that are
-worked out when they are asked for.
+Policies read attributes and items alone, and keep none: the controller shows the records of engines that it keeps up to date.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+from fineserve_sim.policy.interfaces import LocalScheduler, ModelDemand
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
+    KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
+
+    demand: ModelDemand
+    max_tokens: int
+
+
+class EngineBinding(NamedTuple):
+    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
+    engines that are on them now."""
+
+    engine: int
+    model: str
+    gpus: tuple[int, ...]
+    kv_tokens: int
+
+
+SchedulerMaker = Callable[[Sequence[EngineBinding]], Mapping[tuple[int, ...], LocalScheduler | None]]
+"""Local schedulers for engines whose first GPUs are the same; each key names the engines that one serves. None: nothing is
+held back (see ``Controller``)."""
 
 
 class Status(StrEnum):
@@ -24,15 +49,20 @@ class Status(StrEnum):
     DRAINING = "draining"
 
 
-class EngineView(NamedTuple):
+@dataclass(slots=True, eq=False)
+class EngineView:
     """``idle_s``: seconds since a request ran in it or waited for it; 0 while one does. ``requests``: how many do."""
 
     engine: int
     model: str
     gpus: tuple[int, ...]
     status: Status
-    idle_s: float
-    requests: int
+    idle_s: float = 0.0
+    requests: int = 0
+
+    @property
+    def serves(self) -> bool:
+        return self.status is Status.RESIDENT
 
 
 class Pending(NamedTuple):
