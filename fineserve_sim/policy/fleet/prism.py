@@ -87,8 +87,8 @@ class PrismResidency:
         return -self._models[engine.model].slo_s, -engine.idle_s, engine.engine
 
     def _activate(self, now: float, view: FleetView, books: _Books) -> list[Suggestion]:
-        """Engines for pending models, first come first served, where KVPR is lowest without idle ones. Who fits nowhere lets nobody
-        pass, unless it would not fit on empty GPUs either (some are lost)."""
+        """Engines for pending models, first come first served, where KVPR is lowest without idle ones. Who fits nowhere lets
+        nobody pass, unless it would not fit on empty GPUs either (some are lost)."""
         suggestions: list[Suggestion] = []
         weigh, models, rates_per_s = self._kvpr.part_weight, self._models, view.rates_per_s
         part_weight = cache(lambda model: weigh(models[model], rates_per_s[model]))  # for those that are asked for
@@ -222,8 +222,8 @@ class _Books:
     def evictions(
         self, model: ModelDemand, gpus: Iterable[int], but: EngineView | None = None
     ) -> list[EngineView] | None:
-        """Who must be evicted so that an engine of the model fits on all these GPUs, with headroom for KV; never ``but``. None if
-        it does not even fit without all idle ones."""
+        """Who must be evicted so that an engine of the model fits on all these GPUs, with headroom for KV; never ``but``. None
+        if it does not even fit without all idle ones."""
         evicted: dict[int, EngineView] = {}
         for gpu in gpus:
             more_bytes, idle = model.weight_bytes, iter(self.idle_on[gpu].values())

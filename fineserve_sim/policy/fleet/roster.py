@@ -40,8 +40,8 @@ class MovingRate:
 
 @dataclass(slots=True, eq=False)
 class EngineEntry(EngineView):
-    """``max_tokens``: its longest sequence; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen with
-    a request, or got one; ``scope``: the engines that its scheduler serves, none unless it serves."""
+    """``max_tokens``: its longest sequence; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen
+    with a request, or got one; ``scope``: the engines that its scheduler serves, none unless it serves."""
 
     max_tokens: int = 0
     replaces: int | None = None
@@ -97,7 +97,7 @@ class Roster:
         return sum(self.models[engine.model].demand.weight_bytes for engine in self.on_gpu[gpu].values())
 
     def queues_of(self, gpus: Iterable[int]) -> list[list[EngineEntry]]:
-        """The queues that requests for engines on ``gpus`` wait in, by GPU: the engines that serve and whose first GPU it is."""
+        """The queues that requests for engines on ``gpus`` wait in: by GPU, the engines that serve and have it first."""
         firsts = {entry.gpus[0] for gpu in gpus for entry in self.on_gpu[gpu].values() if entry.serves}
         return [
             [entry for entry in self.on_gpu[first].values() if entry.serves and entry.gpus[0] == first]
