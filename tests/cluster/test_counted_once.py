@@ -8,7 +8,8 @@ import pytest
 
 from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.fleet.views import EngineBinding, FleetModel, FleetView, Suggestion
+from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.views import FleetView, Suggestion
 from fineserve_sim.policy.groups.throttle import ScaleOut
 from fineserve_sim.policy.groups.view import GroupView, Phase
 from fineserve_sim.policy.interfaces import EngineLoad, GpuSlot, Instance, LocalScheduler, ModelDemand, Request

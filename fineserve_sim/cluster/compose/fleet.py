@@ -37,7 +37,7 @@ from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.fleet.views import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.systems.spec import KvCachedSpec, PrismResidencySpec, PrivatePoolsSpec
 

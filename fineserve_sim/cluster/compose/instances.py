@@ -26,7 +26,7 @@ from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.fleet.views import EngineBinding
+from fineserve_sim.policy.fleet.roster import EngineBinding
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.memory.paged import GpuMemory
 from fineserve_sim.policy.placement.tp_groups import tp_groups

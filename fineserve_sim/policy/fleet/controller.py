@@ -17,18 +17,8 @@ from operator import attrgetter
 from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
 from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.fleet.roster import EngineEntry, ModelEntry, MovingRate, Roster
-from fineserve_sim.policy.fleet.views import (
-    EngineBinding,
-    FleetModel,
-    FleetView,
-    Pending,
-    ResidencyPolicy,
-    SchedulerMaker,
-    Start,
-    Status,
-    Stop,
-)
+from fineserve_sim.policy.fleet.roster import EngineEntry, FleetModel, Roster, SchedulerMaker
+from fineserve_sim.policy.fleet.views import FleetView, Pending, ResidencyPolicy, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, Request
 
 _IN_TURN = attrgetter("arrival_s", "id")
@@ -58,10 +48,9 @@ class FleetController(Controller):
         self.next_tick_s = 0.0
         self._ticks = 0  # counted: multiples of a fraction do not add up
         self._tick_s = tick_s
-        self._gpus = {gpu.id: gpu for gpu in gpus}
         self._rate_window_s = rate_window_s
         self._make_schedulers = make_schedulers
-        self._roster = Roster(self._gpus)
+        self._roster = Roster(gpus)
         self._models, self._engines = self._roster.models, self._roster.engines
         self._pressed: set[int] = set()
         for id, model in models.items():
@@ -76,17 +65,14 @@ class FleetController(Controller):
             events.EngineFailed: lambda event: self._gone(event.engine, event.lost),
             events.GpusRepaired: lambda event: self._look_for_waiting(),
         }
-        self._remake_schedulers(self._gpus)
+        self._remake_schedulers(self._roster.gpus)
 
     # --- models that come and go -----------------------------------------------------------------------------------
 
     def add_model(self, id: str, model: FleetModel, residency: ResidencyPolicy) -> None:
         """From now on there is one more model, without an engine; ``residency`` is a policy that knows it."""
         self._residency = residency
-        demand = model.demand
-        alone_bytes = max(gpu.memory_bytes for gpu in self._gpus.values()) - demand.weight_bytes
-        max_tokens = min(model.max_tokens, alone_bytes // demand.token_bytes)
-        self._models[id] = ModelEntry(demand, max_tokens, MovingRate(self._rate_window_s, demand.rate_per_s))
+        self._roster.add_model(id, model, self._rate_window_s)
         self._lead(id, ())
 
     def remove_model(self, id: str, residency: ResidencyPolicy) -> None:
@@ -229,9 +215,8 @@ class FleetController(Controller):
 
     def _remake_schedulers(self, gpus: Iterable[int]) -> None:
         """Engines on these GPUs came or went: new schedulers for all queues that they touch, with what waits in them."""
-        for members in self._roster.queues_of(gpus):
-            schedulers = self._make_schedulers([self._binding(engine) for engine in members])
-            for scope, scheduler in schedulers.items():
+        for queue in self._roster.queues_of(gpus):
+            for scope, scheduler in self._make_schedulers(queue).items():
                 self._open(scope, scheduler)
 
     def _open(self, scope: Sequence[int], scheduler: LocalScheduler | None) -> None:
@@ -246,11 +231,6 @@ class FleetController(Controller):
 
     def _routes_beside(self, engine: EngineEntry) -> list[Route]:
         return [route for route in self._routes[engine.model].of if route.engine != engine.engine]
-
-    def _binding(self, engine: EngineEntry) -> EngineBinding:
-        kv_bytes = min(self._gpus[gpu].memory_bytes - self._roster.taken_bytes(gpu) for gpu in engine.gpus)
-        kv_tokens = max(1, kv_bytes // self._models[engine.model].demand.token_bytes)
-        return EngineBinding(engine.engine, engine.model, engine.gpus, kv_tokens)
 
     # --- residency -------------------------------------------------------------------------------------------------
 
@@ -305,7 +285,7 @@ class FleetController(Controller):
     def _start(self, start: Start, free_bytes: dict[int, int]) -> list[Command]:
         """Activate an engine if the books allow it."""
         model, gpus = self._models[start.model], start.gpus
-        demand, nodes = model.demand, {self._gpus[gpu].node for gpu in gpus}
+        demand, nodes = model.demand, {self._roster.gpus[gpu].node for gpu in gpus}
         loading = any(engine.status is Status.LOADING for engine in model.engines.values())
         if loading or len(set(gpus)) != len(gpus) or len(gpus) != demand.tp or len(nodes) != 1:
             return []

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fineserve_sim.policy.fleet.views import EngineView, Status
-from fineserve_sim.policy.interfaces import ModelDemand, Request
+from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Request
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
+    KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
+
+    demand: ModelDemand
+    max_tokens: int
+
+
+class EngineBinding(NamedTuple):
+    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
+    engines that are on them now."""
+
+    engine: int
+    model: str
+    gpus: tuple[int, ...]
+    kv_tokens: int
+
+
+SchedulerMaker = Callable[[Sequence[EngineBinding]], Mapping[tuple[int, ...], LocalScheduler | None]]
+"""Local schedulers for engines whose first GPUs are the same; each key names the engines that one serves. None: nothing is
+held back (see ``Controller``)."""
 
 
 class MovingRate:
@@ -71,11 +96,19 @@ class Roster:
     """Models by id; engines by id, by model and by GPU, in the order of their ids, which are never given twice. Every change
     costs a step a GPU of the engine."""
 
-    def __init__(self, gpus: Iterable[int]) -> None:
+    def __init__(self, gpus: Iterable[GpuSlot]) -> None:
+        self.gpus = {gpu.id: gpu for gpu in gpus}
         self.models: dict[str, ModelEntry] = {}
         self.engines: dict[int, EngineEntry] = {}
-        self.on_gpu: dict[int, dict[int, EngineEntry]] = {gpu: {} for gpu in gpus}
+        self.on_gpu: dict[int, dict[int, EngineEntry]] = {gpu: {} for gpu in self.gpus}
+        self._largest_bytes = max(gpu.memory_bytes for gpu in self.gpus.values())
         self._next = 0
+
+    def add_model(self, id: str, model: FleetModel, rate_window_s: float) -> None:
+        demand = model.demand
+        alone_tokens = (self._largest_bytes - demand.weight_bytes) // demand.token_bytes
+        rate = MovingRate(rate_window_s, demand.rate_per_s)
+        self.models[id] = ModelEntry(demand, min(model.max_tokens, alone_tokens), rate)
 
     def enter(self, model: str, gpus: tuple[int, ...], status: Status) -> EngineEntry:
         """An engine of a known model comes."""
@@ -92,14 +125,22 @@ class Roster:
     def _books_of(self, entry: EngineEntry) -> list[dict[int, EngineEntry]]:
         return [self.engines, self.models[entry.model].engines, *(self.on_gpu[gpu] for gpu in entry.gpus)]
 
-    def taken_bytes(self, gpu: int) -> int:
-        """What engines take there beside KV."""
-        return sum(self.models[engine.model].demand.weight_bytes for engine in self.on_gpu[gpu].values())
-
-    def queues_of(self, gpus: Iterable[int]) -> list[list[EngineEntry]]:
+    def queues_of(self, gpus: Iterable[int]) -> list[list[EngineBinding]]:
         """The queues that requests for engines on ``gpus`` wait in: by GPU, the engines that serve and have it first."""
-        firsts = {entry.gpus[0] for gpu in gpus for entry in self.on_gpu[gpu].values() if entry.serves}
+        firsts = {engine.gpus[0] for gpu in gpus for engine in self._serving_on(gpu)}
         return [
-            [entry for entry in self.on_gpu[first].values() if entry.serves and entry.gpus[0] == first]
+            [self._binding(engine) for engine in self._serving_on(first) if engine.gpus[0] == first]
             for first in sorted(firsts)
         ]
+
+    def _serving_on(self, gpu: int) -> list[EngineEntry]:
+        return [engine for engine in self.on_gpu[gpu].values() if engine.status is Status.RESIDENT]
+
+    def _binding(self, engine: EngineEntry) -> EngineBinding:
+        kv_bytes = min(self.gpus[gpu].memory_bytes - self._taken_bytes(gpu) for gpu in engine.gpus)
+        kv_tokens = max(1, kv_bytes // self.models[engine.model].demand.token_bytes)
+        return EngineBinding(engine.engine, engine.model, engine.gpus, kv_tokens)
+
+    def _taken_bytes(self, gpu: int) -> int:
+        """What engines take there beside KV."""
+        return sum(self.models[engine.model].demand.weight_bytes for engine in self.on_gpu[gpu].values())

@@ -1,4 +1,4 @@
-"""What a fleet controller is told, what a residency policy sees of the fleet, and what it may suggest.
+"""What a residency policy sees of a fleet, and what it may suggest.
 
 An *engine* is one stay of a model on GPUs: activated (loading), then ready (resident), then evicted, at once or after it
 ended its requests (draining). Requests of a model without an engine wait; such a model is *pending*. A policy suggests to
@@ -9,36 +9,10 @@ Policies read attributes and items alone, and keep none: the controller shows th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
-
-from fineserve_sim.policy.interfaces import LocalScheduler, ModelDemand
-
-
-@dataclass(frozen=True, slots=True)
-class FleetModel:
-    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
-    KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
-
-    demand: ModelDemand
-    max_tokens: int
-
-
-class EngineBinding(NamedTuple):
-    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
-    engines that are on them now."""
-
-    engine: int
-    model: str
-    gpus: tuple[int, ...]
-    kv_tokens: int
-
-
-SchedulerMaker = Callable[[Sequence[EngineBinding]], Mapping[tuple[int, ...], LocalScheduler | None]]
-"""Local schedulers for engines whose first GPUs are the same; each key names the engines that one serves. None: nothing is
-held back (see ``Controller``)."""
 
 
 class Status(StrEnum):
@@ -59,10 +33,6 @@ class EngineView:
     status: Status
     idle_s: float = 0.0
     requests: int = 0
-
-    @property
-    def serves(self) -> bool:
-        return self.status is Status.RESIDENT
 
 
 class Pending(NamedTuple):
@@ -111,4 +81,3 @@ Suggestion = Start | Stop
 class ResidencyPolicy(Protocol):
     def suggest(self, now: float, view: FleetView) -> Sequence[Suggestion]:
         """What to do now, in this order. A suggestion may count on the memory that those before it free."""
-        ...
