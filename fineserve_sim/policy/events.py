@@ -12,8 +12,7 @@ class RequestArrived(NamedTuple):
 
 
 class RequestReturned(NamedTuple):
-    """An engine gave a request back, or lost it: it waits for an engine again, the tokens generated so far as part of its
-    prompt."""
+    """An engine gave a request back, or lost it: it waits again, the tokens generated so far as part of its prompt."""
 
     request: Request
 
@@ -111,20 +110,7 @@ class MigrationEnded(NamedTuple):
     request_id: int
 
 
-Event = (
-    RequestArrived
-    | RequestReturned
-    | EngineStepped
-    | RequestAborted
-    | Tick
-    | Loads
-    | EngineReady
-    | EnginesResized
-    | EngineDrained
-    | EngineFailed
-    | GpusRepaired
-    | LayersDropped
-    | LayersKept
-    | LayersRestored
-    | MigrationEnded
-)
+OfRequests = RequestArrived | RequestReturned | RequestAborted | MigrationEnded
+OfEngines = EngineStepped | EngineReady | EnginesResized | EngineDrained | EngineFailed | GpusRepaired
+OfLayers = LayersDropped | LayersKept | LayersRestored
+Event = OfRequests | OfEngines | OfLayers | Tick | Loads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from fineserve_sim.policy.fleet.views import EngineView, FleetView, Start, Status, Stop, Suggestion
@@ -18,6 +18,7 @@ from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement, best_group
 
 
+@dataclass
 class PrismResidency:
     """Idle eviction, activation on demand, and re-placement by KVPR.
 
@@ -31,77 +32,58 @@ class PrismResidency:
     all models that are there.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, ModelDemand],
-        gpus: Sequence[GpuSlot],
-        kvpr: KvprPlacement,
-        *,
-        evict: bool = True,
-        move: bool = True,
-        idle_s: float = 45.0,
-        pressure_fraction: float = 0.1,
-        replace_s: float = 10.0,
-        min_stay_s: float = 30.0,
-    ) -> None:
-        if min(idle_s, min_stay_s) < 0 or replace_s <= 0:
-            raise ValueError(f"idle_s={idle_s} and min_stay_s={min_stay_s} must be >= 0, replace_s={replace_s} > 0")
-        if not 0 <= pressure_fraction < 1:
-            raise ValueError(f"pressure_fraction is {pressure_fraction}: it must be at least 0 and below 1")
-        self._models = dict(models)
-        self._gpus = tuple(gpus)
-        self._node_of = {gpu.id: gpu.node for gpu in gpus}
-        self._kvpr = kvpr
-        self._evicts = evict
-        self._moves = move
-        self._idle_s = idle_s
-        self._pressure_fraction = pressure_fraction
-        self._replace_s = replace_s
-        self._min_stay_s = min_stay_s
-        self._next_replacement_s = replace_s
+    models: Mapping[str, ModelDemand]
+    gpus: Sequence[GpuSlot]
+    kvpr: KvprPlacement
+    evict: bool = True
+    move: bool = True
+    idle_s: float = 45.0
+    pressure_fraction: float = 0.1
+    replace_s: float = 10.0
+    min_stay_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if min(self.idle_s, self.min_stay_s) < 0 or self.replace_s <= 0:
+            times = (
+                f"idle_s={self.idle_s} and min_stay_s={self.min_stay_s} must be >= 0, replace_s={self.replace_s} > 0"
+            )
+            raise ValueError(times)
+        if not 0 <= self.pressure_fraction < 1:
+            raise ValueError(f"pressure_fraction is {self.pressure_fraction}: it must be at least 0 and below 1")
+        self._node_of = {gpu.id: gpu.node for gpu in self.gpus}
+        self._next_replacement_s = self.replace_s
         self._placed_s: dict[str, float] = {}  # when each model was last activated or moved
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
-        books = _Books(self._gpus, self._models, view, self._idle_engines(view), self._pressure_fraction)
+        books = _Books(self, view)
         activated = self._activate(now, view, books)
         suggestions = [*activated, *self._relieve(view, books)]
-        if self._moves and (activated or now >= self._next_replacement_s):
-            self._next_replacement_s = (now // self._replace_s + 1) * self._replace_s
+        if self.move and (activated or now >= self._next_replacement_s):
+            self._next_replacement_s = (now // self.replace_s + 1) * self.replace_s
             suggestions += self._rebalance(now, view, books)
         return suggestions
 
-    def _idle_engines(self, view: FleetView) -> list[EngineView]:
-        """Whom to evict, in turn."""
-        if not self._evicts:
-            return []
-        idle_s = self._idle_s
-        idle = [
-            engine
-            for engine in view.engines
-            if engine.idle_s > idle_s and engine.status is Status.RESIDENT and not engine.requests
-        ]
-        return sorted(idle, key=self._turn)
-
-    def _turn(self, engine: EngineView) -> tuple[float, float, int]:
-        """The model with the largest SLO goes first, among equals the longest idle."""
-        return -self._models[engine.model].slo_s, -engine.idle_s, engine.engine
+    def turn(self, engine: EngineView) -> tuple[float, float, int]:
+        """Whom to evict first: of the model with the largest SLO, among equals the longest idle."""
+        return -self.models[engine.model].slo_s, -engine.idle_s, engine.engine
 
     def _activate(self, now: float, view: FleetView, books: _Books) -> list[Suggestion]:
         """Engines for pending models, first come first served, where KVPR is lowest without idle ones. Who fits nowhere lets
         nobody pass, unless it would not fit on empty GPUs either (some are lost)."""
         suggestions: list[Suggestion] = []
-        weigh, models, rates_per_s = self._kvpr.part_weight, self._models, view.rates_per_s
+        weigh, models, rates_per_s = self.kvpr.part_weight, self.models, view.rates_per_s
         part_weight = cache(lambda model: weigh(models[model], rates_per_s[model]))  # for those that are asked for
         for model in [models[pending.model] for pending in view.pending]:
-            ratio, own_weight = self._kvpr.ratio, part_weight(model.id)
+            ratio, own_weight = self.kvpr.ratio, part_weight(model.id)
             ratio_of = {
                 gpu: ratio(sum(map(part_weight, others)), kv_bytes, model, own_weight)
                 for gpu, others, kv_bytes in books.room_for(model)
             }
             gpus = best_group(model.tp, ratio_of, self._node_of)
             if gpus is not None:
-                evicted = sorted(books.evictions(model, gpus) or (), key=self._turn)
-                suggestions += self._start(now, model.id, gpus, evicted, books)
+                evicted = sorted(books.evictions(model, gpus) or (), key=self.turn)
+                suggestions += [*map(books.stop, evicted), books.start(model, gpus)]
+                self._placed_s[model.id] = now
             elif books.would_hold(model):
                 break
         return suggestions
@@ -118,59 +100,39 @@ class PrismResidency:
 
     def _rebalance(self, now: float, view: FleetView, books: _Books) -> list[Suggestion]:
         """Moves that Algorithm 1 asks for, as far as they fit and the model stayed long enough where it is."""
-        demands = [replace(self._models[model], rate_per_s=view.rates_per_s[model]) for model in books.homes]
-        placement = self._kvpr.place(demands, books.slots_for_homes(), books.homes)
+        demands = [replace(self.models[model], rate_per_s=view.rates_per_s[model]) for model in books.homes]
         suggestions: list[Suggestion] = []
-        for model, gpus in [(instance.model, instance.gpus) for instance in placement.instances]:
-            engine = books.resident.get(model)
-            stayed_s = now - self._placed_s.get(model, float("-inf"))
-            if engine is None or gpus == engine.gpus or stayed_s < self._min_stay_s:
+        for instance in self.kvpr.place(demands, books.slots_for_homes(), books.homes).instances:
+            model, gpus, engine = self.models[instance.model], instance.gpus, books.resident.get(instance.model)
+            stayed_s = now - self._placed_s.get(model.id, float("-inf"))
+            if engine is None or gpus == engine.gpus or stayed_s < self.min_stay_s:
                 continue
-            evicted = books.evictions(self._models[model], gpus, but=engine)
+            evicted = books.evictions(model, gpus, but=engine)
             if evicted is not None:
-                suggestions += self._start(now, model, gpus, evicted, books, replaces=engine.engine)
+                suggestions += [*map(books.stop, evicted), books.start(model, gpus, replaces=engine.engine)]
+                self._placed_s[model.id] = now
         return suggestions
-
-    def _start(
-        self,
-        now: float,
-        model: str,
-        gpus: tuple[int, ...],
-        evicted: Iterable[EngineView],
-        books: _Books,
-        replaces: int | None = None,
-    ) -> list[Suggestion]:
-        self._placed_s[model] = now
-        return [*map(books.stop, evicted), books.start(model, gpus, replaces)]
 
 
 class _Books:
     """The memory of all GPUs after the suggestions so far: who is where, who may be evicted, and what is free.
 
     ``homes``: the GPUs of each model that is there or coming; of a model that moves, the new ones. ``resident``: the engines
-    that serve there already. ``idle_on``: by GPU those of them that may be evicted, in turn. ``headroom_fraction`` of what
-    engines leave for KV on a GPU is kept free.
+    that serve there already. ``idle_on``: by GPU those of them that may be evicted, in turn.
 
     To open the books costs a step for each engine, to look for room one for each GPU; the rest costs what is touched.
     """
 
-    def __init__(
-        self,
-        gpus: Iterable[GpuSlot],
-        models: Mapping[str, ModelDemand],
-        view: FleetView,
-        idle: Iterable[EngineView],
-        headroom_fraction: float,
-    ) -> None:
-        self._gpus = [gpu for gpu in gpus if gpu.id in view.free_bytes]
-        self._models = models
-        self._headroom_fraction = headroom_fraction
+    def __init__(self, prism: PrismResidency, view: FleetView) -> None:
+        self._gpus = [gpu for gpu in prism.gpus if gpu.id in view.free_bytes]
+        self._models, self._headroom_fraction = prism.models, prism.pressure_fraction
         self._free = dict(view.free_bytes)
-        self._left = {gpu.id: gpu.memory_bytes for gpu in gpus}  # what engines leave for KV
+        self._left = {gpu.id: gpu.memory_bytes for gpu in prism.gpus}  # what engines leave for KV
         self.homes: dict[str, tuple[int, ...]] = {}
         self.resident: dict[str, EngineView] = {}
+        idle: list[EngineView] = []
         for engine in view.engines:
-            weight_bytes = models[engine.model].weight_bytes
+            weight_bytes = self._models[engine.model].weight_bytes
             for gpu in engine.gpus:
                 self._left[gpu] -= weight_bytes
             if engine.status is not Status.DRAINING:
@@ -178,23 +140,25 @@ class _Books:
                 self.resident.pop(engine.model, None)
                 if engine.status is Status.RESIDENT:
                     self.resident[engine.model] = engine
+                    if prism.evict and engine.idle_s > prism.idle_s and not engine.requests:
+                        idle.append(engine)
         self._models_on: defaultdict[int, dict[str, None]] = defaultdict(dict)  # in the order in which they came
         for model, home in self.homes.items():
             for gpu in home:
                 self._models_on[gpu][model] = None
         self.idle_on: defaultdict[int, dict[int, EngineView]] = defaultdict(dict)
-        for engine in idle:
+        for engine in sorted(idle, key=prism.turn):
             for gpu in engine.gpus:
                 self.idle_on[gpu][engine.engine] = engine
 
-    def start(self, model: str, gpus: tuple[int, ...], replaces: int | None) -> Start:
+    def start(self, model: ModelDemand, gpus: tuple[int, ...], replaces: int | None = None) -> Start:
         """An engine of the model comes; it is where the model is at home now."""
-        self._leave_home(model)
-        self.homes[model] = gpus
+        self._leave_home(model.id)
+        self.homes[model.id] = gpus
         for gpu in gpus:
-            self._models_on[gpu][model] = None
-            self._take(gpu, self._models[model].weight_bytes)
-        return Start(model, gpus, replaces)
+            self._models_on[gpu][model.id] = None
+            self._take(gpu, model.weight_bytes)
+        return Start(model.id, gpus, replaces)
 
     def stop(self, engine: EngineView) -> Stop:
         """An idle engine goes: it holds no KV."""
