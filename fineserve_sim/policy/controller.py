@@ -17,7 +17,8 @@ from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
 from fineserve_sim.policy.turns import Turns
 
 
-class Route(NamedTuple):
+@dataclass(slots=True)
+class Route:
     """One instance as the router sees it: its engine, target rate and longest sequence."""
 
     engine: int
@@ -52,10 +53,10 @@ class Controller:
     stays = "the engines of this controller are always resident"
     """Why other events cannot be."""
 
-    needs_loads: bool
+    needs_loads: bool = False
     """Whether it wants to be told what changed (``Loads``) before each request."""
 
-    next_tick_s: float
+    next_tick_s: float = float("inf")
     """When it wants to be told everything (``Tick``)."""
 
     def __init__(
@@ -70,8 +71,6 @@ class Controller:
             RequestReturned: self._arrive,
             RequestAborted: self._abort,
         }
-        self.needs_loads = False
-        self.next_tick_s = float("inf")
         self._routes: dict[str, _Routes] = {}
         self._queues: dict[int, _Queue] = {}
         self._bound: dict[int, int] = {}

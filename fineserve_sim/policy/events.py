@@ -18,10 +18,8 @@ class RequestReturned(NamedTuple):
 
 
 class EngineStepped(NamedTuple):
-    """An engine stands between two iterations (or idle): now is when its local scheduler may start requests.
-
-    ``engines`` holds the state of every engine in the scheduler's scope, the stepping one among them.
-    """
+    """An engine stands between two iterations (or idle): now is when its local scheduler may start requests. ``engines`` holds
+    the state of every engine in the scheduler's scope, the stepping one among them."""
 
     engine: int
     engines: dict[int, EngineState]
@@ -60,8 +58,8 @@ class EngineReady(NamedTuple):
 
 
 class EnginesResized(NamedTuple):
-    """The longest sequences, in tokens, that these engines can hold from now on, by engine: their GPUs have got more or fewer
-    others. Until it is told, an engine is taken to hold what the largest GPU could."""
+    """The longest sequences, in tokens, that these engines can hold from now on: their GPUs have got more or fewer others.
+    Until it is told, an engine is taken to hold what the largest GPU could."""
 
     max_tokens: dict[int, int]
 

@@ -90,9 +90,8 @@ class LocalScheduler(Protocol):
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission: ...
 
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
-        """A time before which ``schedule`` would answer nothing if no request comes or goes, no engine changes its batch
-        and free memory does not grow. Called just after ``schedule``; infinity when only such events matter. May be
-        early, never late."""
+        """A time before which ``schedule`` would answer nothing if no request comes or goes, no engine changes its batch and
+        free memory does not grow. Called just after ``schedule``; infinity when only such events matter. Never late."""
 
 
 class KVLedger(NamedTuple):

@@ -1,6 +1,6 @@
 """The controller of engines that come and go: it owns who is on which GPU, and what waits for whom.
 
-It extends ``Controller`` by the life of engines (see ``residency.py``). Requests of a model without a resident engine are
+It extends ``Controller`` by the life of engines (see ``views.py``). Requests of a model without a resident engine are
 held, and the first of them makes the controller ask for the state of everything (``Survey``); the answer (``Tick``) goes
 to the residency policy, whose suggestions it checks against its own books. Ticks also come at regular times.
 
@@ -96,10 +96,6 @@ class FleetController(Controller):
         found = self._engines.get(engine)
         return found.scope if found else ()
 
-    def waited_for(self) -> list[int]:
-        """The engines that requests in schedulers are bound to."""
-        return sorted(engine for engine, requests in self._requests.items() if requests)
-
     def status(self, engine: int) -> Status | None:
         """None for an engine that is not there (any more)."""
         found = self._engines.get(engine)
@@ -192,13 +188,10 @@ class FleetController(Controller):
 
     def _resize(self, event: events.EnginesResized) -> list[Command]:
         """Routes know what their engines can hold."""
-        for id, max_tokens in event.max_tokens.items():
-            engine = self._engines.get(id)
-            if engine is not None:
-                engine.max_tokens = max_tokens
-                routes, turns, _ = self._routes[engine.model]
-                resized = [route._replace(max_tokens=max_tokens) if route.engine == id else route for route in routes]
-                self._lead(engine.model, resized, turns)
+        for engine in [self._engines[id] for id in event.max_tokens if id in self._engines]:
+            engine.route.max_tokens = event.max_tokens[engine.engine]
+            routes, turns, _ = self._routes[engine.model]
+            self._lead(engine.model, routes, turns)
         return []
 
     def _distribute(self, requests: Iterable[Request]) -> list[Command]:
@@ -223,14 +216,13 @@ class FleetController(Controller):
         super()._open(scope, scheduler)
         for engine in [self._engines[id] for id in scope]:
             engine.scope = tuple(scope)
-            route = Route(engine.engine, self._models[engine.model].demand.rate_per_s, engine.max_tokens)
-            self._lead(engine.model, [*self._routes_beside(engine), route])
+            self._lead(engine.model, [*self._routes_beside(engine), engine.route])
         waiting = [request for id in scope for request in self._requests.get(id, {}).values()]
         for request in sorted(waiting, key=_IN_TURN):
             self._deliver(request, self._bound[request.id])
 
     def _routes_beside(self, engine: EngineEntry) -> list[Route]:
-        return [route for route in self._routes[engine.model].of if route.engine != engine.engine]
+        return [route for route in self._routes[engine.model].of if route is not engine.route]
 
     # --- residency -------------------------------------------------------------------------------------------------
 

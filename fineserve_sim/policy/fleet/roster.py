@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fineserve_sim.policy.controller import Route
 from fineserve_sim.policy.fleet.views import EngineView, Status
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Request
 
@@ -65,10 +66,10 @@ class MovingRate:
 
 @dataclass(slots=True, eq=False)
 class EngineEntry(EngineView):
-    """``max_tokens``: its longest sequence; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen
+    """``route`` leads to it while it serves; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen
     with a request, or got one; ``scope``: the engines that its scheduler serves, none unless it serves."""
 
-    max_tokens: int = 0
+    route: Route
     replaces: int | None = None
     busy_s: float = 0.0
     scope: tuple[int, ...] = ()
@@ -112,7 +113,9 @@ class Roster:
 
     def enter(self, model: str, gpus: tuple[int, ...], status: Status) -> EngineEntry:
         """An engine of a known model comes."""
-        entry = EngineEntry(self._next, model, gpus, status, max_tokens=self.models[model].max_tokens)
+        facts = self.models[model]
+        route = Route(self._next, facts.demand.rate_per_s, facts.max_tokens)
+        entry = EngineEntry(self._next, model, gpus, status, 0.0, 0, route)
         self._next += 1
         for book in self._books_of(entry):
             book[entry.engine] = entry

@@ -31,8 +31,8 @@ class EngineView:
     model: str
     gpus: tuple[int, ...]
     status: Status
-    idle_s: float = 0.0
-    requests: int = 0
+    idle_s: float
+    requests: int
 
 
 class Pending(NamedTuple):
