@@ -34,7 +34,7 @@ class Activate(NamedTuple):
     """Load a model onto these GPUs (in the order of TP ranks) as a new engine; ``EngineReady`` says when it serves.
 
     Memory for its weights is taken at once. Ids count up from the engines of the first placement, none is ever used twice: an
-    engine is one stay on GPUs. So a move is an ``Activate`` elsewhere, then an ``Evict`` of the old one when the new one serves.
+    engine is one stay on GPUs. So a move is an ``Activate`` elsewhere, then an ``Evict`` of the old engine once that is ready.
     """
 
     engine: int

@@ -152,9 +152,8 @@ class ModelFleet(Fleet):
         for gpu in self._lost:
             del free_bytes[gpu]
         commands = cluster.tell(now, Tick(running, free_bytes))
-        for id in sorted(cluster.engines):  # a look clears what schedulers noted about memory: ask them again
-            if self._controller.bound_to(id):
-                cluster.ask_again(cluster.engines[id], now)
+        for id in self._controller.waited_for():  # a look clears what schedulers noted about memory: ask them again
+            cluster.ask_again(cluster.engines[id], now)
         cluster.carry_out(commands, now)
 
     # --- commands --------------------------------------------------------------------------------------------------

@@ -96,6 +96,10 @@ class FleetController(Controller):
         found = self._engines.get(engine)
         return found.scope if found else ()
 
+    def waited_for(self) -> list[int]:
+        """The engines that requests in schedulers are bound to."""
+        return sorted(engine for engine, requests in self._requests.items() if requests)
+
     def status(self, engine: int) -> Status | None:
         """None for an engine that is not there (any more)."""
         found = self._engines.get(engine)
@@ -156,8 +160,7 @@ class FleetController(Controller):
         return commands
 
     def _gone(self, engine: int, lost: Iterable[int] = ()) -> list[Command]:
-        """It is not there any more, nor is any on the GPUs that are lost: who waits for them or for their memory may get
-        others."""
+        """It is not there any more, nor is any on lost GPUs: who waits for them or for their memory may get others."""
         ids = {engine}.union(*(self._roster.on_gpu[gpu] for gpu in lost)) & self._engines.keys()
         waiting = [request for id in sorted(ids) for request in self._remove(self._engines[id])]
         return [*self._distribute(waiting), *self._look_for_waiting()] if ids else []
