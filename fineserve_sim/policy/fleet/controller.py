@@ -143,7 +143,7 @@ class FleetController(Controller):
                     self._pressed.update(self._engines[engine].gpus)
         return commands
 
-    # --- the life of engines ---------------------------------------------------------------------------------------
+    # --- the life of engines and their schedulers ------------------------------------------------------------------
 
     def _ready(self, event: events.EngineReady) -> list[Command]:
         ready = self._engines.get(event.engine)
@@ -206,8 +206,6 @@ class FleetController(Controller):
             else:
                 self._hold(request)
         return commands
-
-    # --- schedulers ------------------------------------------------------------------------------------------------
 
     def _remake_schedulers(self, gpus: Iterable[int]) -> None:
         """Engines on these GPUs came or went: new schedulers for all queues that they touch, with what waits in them."""

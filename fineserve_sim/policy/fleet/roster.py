@@ -130,11 +130,8 @@ class Roster:
 
     def queues_of(self, gpus: Iterable[int]) -> list[list[EngineBinding]]:
         """The queues that requests for engines on ``gpus`` wait in: by GPU, the engines that serve and have it first."""
-        firsts = {engine.gpus[0] for gpu in gpus for engine in self._serving_on(gpu)}
-        return [
-            [self._binding(engine) for engine in self._serving_on(first) if engine.gpus[0] == first]
-            for first in sorted(firsts)
-        ]
+        firsts = sorted({engine.gpus[0] for gpu in gpus for engine in self._serving_on(gpu)})
+        return [[self._binding(e) for e in self._serving_on(first) if e.gpus[0] == first] for first in firsts]
 
     def _serving_on(self, gpu: int) -> list[EngineEntry]:
         return [engine for engine in self.on_gpu[gpu].values() if engine.status is Status.RESIDENT]
