@@ -29,7 +29,7 @@ class Route:
 class _Routes(NamedTuple):
     """The instances of a model, whose turn it is among them, and the tokens that all of them can hold."""
 
-    of: tuple[Route, ...]
+    instances: tuple[Route, ...]
     turns: Turns
     shortest_tokens: int
 
@@ -112,7 +112,7 @@ class Controller:
         route = self.route(request.model, request.prompt_tokens)
         if route is not None:
             return self._deliver(request, route.engine)
-        limits = [route.max_tokens for route in self._routes[request.model].of]
+        limits = [route.max_tokens for route in self._routes[request.model].instances]
         if not limits:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
         return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {max(limits) - 1}")]

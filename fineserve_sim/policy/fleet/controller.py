@@ -112,7 +112,7 @@ class FleetController(Controller):
         model = self._models[request.model]
         if isinstance(event, events.RequestArrived):  # one that comes back is no new demand
             model.rate.note(self._now)
-        if self._routes[request.model].of:
+        if self._routes[request.model].instances:
             return super()._arrive(event)
         if request.prompt_tokens >= model.max_tokens:
             return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {model.max_tokens - 1}")]
@@ -201,7 +201,7 @@ class FleetController(Controller):
         """Lead requests to the engines of their model, or hold them while it has none."""
         commands: list[Command] = []
         for request in requests:
-            if self._routes[request.model].of:
+            if self._routes[request.model].instances:
                 commands += super()._arrive(events.RequestReturned(request))
             else:
                 self._hold(request)
@@ -223,7 +223,7 @@ class FleetController(Controller):
             self._deliver(request, self._bound[request.id])
 
     def _routes_beside(self, engine: EngineEntry) -> list[Route]:
-        return [route for route in self._routes[engine.model].of if route is not engine.route]
+        return [route for route in self._routes[engine.model].instances if route is not engine.route]
 
     # --- residency -------------------------------------------------------------------------------------------------
 
