@@ -107,7 +107,7 @@ class PrismResidency:
             stayed_s = now - self._placed_s.get(model.id, float("-inf"))
             if engine is None or gpus == engine.gpus or stayed_s < self.min_stay_s:
                 continue
-            evicted = books.evictions(model, gpus, but=engine)
+            evicted = books.evictions(model, gpus, but=engine.engine)
             if evicted is not None:
                 suggestions += [*map(books.stop, evicted), books.start(model, gpus, replaces=engine.engine)]
                 self._placed_s[model.id] = now
@@ -183,11 +183,9 @@ class _Books:
         kv_bytes = self._left[gpu] - more_bytes
         return kv_bytes > 0 and self._free[gpu] - more_bytes >= self._headroom_fraction * kv_bytes
 
-    def evictions(
-        self, model: ModelDemand, gpus: Iterable[int], but: EngineView | None = None
-    ) -> list[EngineView] | None:
-        """Who must be evicted so that an engine of the model fits on all these GPUs, with headroom for KV; never ``but``. None
-        if it does not even fit without all idle ones."""
+    def evictions(self, model: ModelDemand, gpus: Iterable[int], but: int | None = None) -> list[EngineView] | None:
+        """Who must be evicted so that an engine of the model fits on all these GPUs, with headroom for KV; never the engine
+        ``but``. None if it does not even fit without all idle ones."""
         evicted: dict[int, EngineView] = {}
         for gpu in gpus:
             more_bytes, idle = model.weight_bytes, iter(self.idle_on[gpu].values())
@@ -195,7 +193,7 @@ class _Books:
                 engine = next(idle, None)
                 if engine is None:
                     return None
-                if engine is not but:
+                if engine.engine != but:
                     evicted[engine.engine] = engine
                     more_bytes -= self._models[engine.model].weight_bytes
         return list(evicted.values())
