@@ -8,5 +8,5 @@ from importlib.util import find_spec
 
 def build() -> str:
     """``compiled`` or ``pure Python``."""
-    found = find_spec("fineserve_sim.policy.turns")
+    found = find_spec("fineserve_sim.policy.controller")
     return "compiled" if found and isinstance(found.loader, ExtensionFileLoader) else "pure Python"

@@ -33,9 +33,8 @@ class Survey(NamedTuple):
 class Activate(NamedTuple):
     """Load a model onto these GPUs (in the order of TP ranks) as a new engine; ``EngineReady`` says when it serves.
 
-    Memory for its weights is taken at once. Engine ids count up from the engines of the first placement, and none is
-    ever used twice: an engine is one stay of a model on GPUs. So a move is an ``Activate`` elsewhere, and an ``Evict``
-    of the old engine once the new one is ready.
+    Memory for its weights is taken at once. Ids count up from the engines of the first placement, none is ever used twice: an
+    engine is one stay on GPUs. So a move is an ``Activate`` elsewhere, then an ``Evict`` of the old engine once that is ready.
     """
 
     engine: int
@@ -44,12 +43,9 @@ class Activate(NamedTuple):
 
 
 class Evict(NamedTuple):
-    """Take an engine from its GPUs; nothing is dispatched to it any more. Weights stay in host memory.
-
-    With ``drain`` it first ends the requests that it has, and ``EngineDrained`` follows. Without, its memory is free at
-    once; requests that it had lose their KV and arrive again (``RequestArrived`` with the first arrival time), the
-    tokens generated so far as part of their prompts.
-    """
+    """Take an engine from its GPUs; nothing is dispatched to it any more. Weights stay in host memory. With ``drain`` it first
+    ends the requests that it has, and ``EngineDrained`` follows. Without, its memory is free at once, and its requests lose
+    their KV (``RequestReturned``)."""
 
     engine: int
     drain: bool
@@ -58,10 +54,7 @@ class Evict(NamedTuple):
 class DropLayers(NamedTuple):
     """Merge ``engines`` into one pipeline, as the new engine ``engine``: layers that another of their instances holds become
     KV memory, and the KV of requests follows its layers. ``LayersDropped`` says when it serves, ``LayersKept`` that it never
-    will.
-
-    ``freed_bytes`` of weights over the cluster; ``sufficient``: as required.
-    """
+    will. ``freed_bytes`` of weights over the cluster; ``sufficient``: as required."""
 
     engine: int
     engines: tuple[int, ...]

@@ -9,51 +9,112 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from heapq import heapify, heapreplace
+from typing import Any, NamedTuple
 
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived, RequestReturned
 from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
-from fineserve_sim.policy.turns import Turns
 
 
-@dataclass(frozen=True, slots=True)
+class Turns:
+    """Weighted round robin by the quota method (Balinski and Young 1975) among members 0, 1, ... with these rates (any unit).
+
+    Whoever falls behind its share first has its turn, among those that are not ahead of it: after h requests, a member with the
+    fraction q of all rates has had between floor(h q) and ceil(h q) of them. Ties go to the first member. Members without a
+    rate have no share beside others; among themselves they have equal turns. Raises ValueError for a negative rate.
+
+    A turn among all costs O(log members), amortised, one among some a step for each of them.
+    """
+
+    __slots__ = ("_heap", "_rate", "_rates", "_sent", "_total")
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        if min(rates, default=0.0) < 0:
+            raise ValueError(f"the rates must not be negative: {list(rates)}")
+        self._rates = tuple(rates) if any(rates) else (1.0,) * len(rates)
+        self._rate = sum(self._rates)
+        self._sent = [0] * len(self._rates)
+        self._total = 0
+        # (when its next turn is due, member); an entry whose member had a turn since is put right at the top.
+        self._heap = [(1 / rate, member) for member, rate in enumerate(self._rates) if rate]
+        heapify(self._heap)
+
+    def next(self) -> int:
+        """Whose turn it is among all."""
+        heap, sent, rates = self._heap, self._sent, self._rates
+        due, best = heap[0]
+        while due != (now_due := (sent[best] + 1) / rates[best]):
+            heapreplace(heap, (now_due, best))
+            due, best = heap[0]
+        if sent[best] >= (self._total + 1) / self._rate * rates[best]:
+            return self.next_among(range(len(rates)))
+        sent[best] += 1
+        self._total += 1
+        return best
+
+    def next_among(self, members: Sequence[int]) -> int:
+        """Whose turn it is if only these can take it."""
+        sent, rates = self._sent, self._rates
+        members = [member for member in members if rates[member]] or members
+        if not rates[members[0]]:
+            rates = (1.0,) * len(rates)
+        rate = sum([rates[member] for member in members])
+        quota = (1 + sum(sent[member] for member in members)) / rate
+        behind = [member for member in members if sent[member] < quota * rates[member]]
+        best = min(behind or members, key=lambda member: (sent[member] + 1) / rates[member])
+        sent[best] += 1
+        self._total += self._rates[best] > 0  # turns of members without a share are in nobody's quota
+        return best
+
+
+@dataclass(slots=True)
 class Route:
-    """One instance as the router sees it: its engine, target rate, longest sequence and local scheduler (None where nothing is
-    held back: requests go to the engine's own first-come-first-served queue at once)."""
+    """One instance as the router sees it: its engine, target rate and longest sequence."""
 
     engine: int
     rate_per_s: float
     max_tokens: int
-    scheduler: LocalScheduler | None
 
 
-class QueueLength:
-    """How many requests wait in one scheduler, for all the engines that it serves."""
+class _Routes(NamedTuple):
+    """The instances of a model, whose turn it is among them, and the tokens that all of them can hold."""
 
-    __slots__ = ("length",)
+    instances: tuple[Route, ...]
+    turns: Turns
+    shortest_tokens: int
 
-    def __init__(self) -> None:
-        self.length = 0
+
+@dataclass(slots=True)
+class _Queue:
+    """A local scheduler, and how many requests wait in it for all the engines that it serves."""
+
+    scheduler: LocalScheduler
+    length: int = 0
 
 
 class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
     ``routes`` maps each model to its instances; a model without instances has an empty sequence. They stay as they are;
-    ``FleetController`` is the one whose engines come and go.
+    ``FleetController`` is the one whose engines come and go. ``schedulers`` by the engines that one serves; an engine without
+    one holds nothing back: requests go to its own first-come-first-served queue at once.
     """
 
     stays = "the engines of this controller are always resident"
     """Why other events cannot be."""
 
-    needs_loads: bool
+    needs_loads: bool = False
     """Whether it wants to be told what changed (``Loads``) before each request."""
 
-    next_tick_s: float
+    next_tick_s: float = float("inf")
     """When it wants to be told everything (``Tick``)."""
 
-    def __init__(self, routes: Mapping[str, Sequence[Route]]) -> None:
+    def __init__(
+        self,
+        routes: Mapping[str, Sequence[Route]],
+        schedulers: Mapping[tuple[int, ...], LocalScheduler | None] = {},
+    ) -> None:
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             EngineStepped: self._schedule,
@@ -61,23 +122,14 @@ class Controller:
             RequestReturned: self._arrive,
             RequestAborted: self._abort,
         }
-        self.needs_loads = False
-        self.next_tick_s = float("inf")
-        self._routes: dict[str, tuple[Route, ...]] = {}
-        self._turns: dict[str, Turns] = {}
-        self._shortest: dict[str, int] = {}  # what all of a model's instances can hold, in tokens
-        for model, instances in routes.items():
-            self._lead(model, instances)
-        self._schedulers = {
-            route.engine: route.scheduler
-            for instances in self._routes.values()
-            for route in instances
-            if route.scheduler is not None
-        }
+        self._routes: dict[str, _Routes] = {}
+        self._queues: dict[int, _Queue] = {}
         self._bound: dict[int, int] = {}
         self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
-        queues = {id(scheduler): QueueLength() for scheduler in self._schedulers.values()}
-        self._queues = {engine: queues[id(scheduler)] for engine, scheduler in self._schedulers.items()}
+        for model, instances in routes.items():
+            self._lead(model, instances)
+        for scope, scheduler in schedulers.items():
+            self._open(scope, scheduler)
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out. Raises
@@ -103,47 +155,51 @@ class Controller:
 
     def unchanged_until(self, now: float, engine: int, engines: Mapping[int, EngineState]) -> float:
         """See ``LocalScheduler.unchanged_until``; infinity when nobody waits."""
-        scheduler = self._schedulers[engine]
+        scheduler = self._queues[engine].scheduler
         return scheduler.unchanged_until(now, engines) if len(scheduler) else float("inf")
 
     def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
         request = event.request
-        instances = self._routes[request.model]
-        if not instances:
-            return [Reject(request.id, f"no instance of {request.model} is placed")]
         route = self.route(request.model, request.prompt_tokens)
-        if route is None:
-            limit = max(route.max_tokens for route in instances) - 1
-            return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {limit}")]
-        return self._deliver(request, route)
-
-    def _lead(self, model: str, routes: Sequence[Route]) -> None:
-        """Requests of the model go to these instances from now on, in turns that begin anew."""
-        self._routes[model] = tuple(routes)
-        self._turns[model] = Turns([route.rate_per_s for route in routes])
-        self._shortest[model] = min((route.max_tokens for route in routes), default=0)
+        if route is not None:
+            return self._deliver(request, route.engine)
+        limits = [route.max_tokens for route in self._routes[request.model].instances]
+        if not limits:
+            return [Reject(request.id, f"no instance of {request.model} is placed")]
+        return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {max(limits) - 1}")]
 
     def route(self, model: str, prompt_tokens: int) -> Route | None:
         """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
-        routes = self._routes[model]
-        if prompt_tokens < self._shortest[model]:
-            return routes[self._turns[model].next()] if len(routes) > 1 else routes[0]
+        routes, turns, shortest_tokens = self._routes[model]
+        if prompt_tokens < shortest_tokens:
+            return routes[turns.next()] if len(routes) > 1 else routes[0]
         able = [number for number, route in enumerate(routes) if prompt_tokens < route.max_tokens]
-        return routes[self._turns[model].next_among(able)] if able else None
+        return routes[turns.next_among(able)] if able else None
 
-    def _deliver(self, request: Request, route: Route) -> list[Command]:
-        """The request goes to the route's scheduler, or on to the engine where there is none."""
-        engine = route.engine
-        if route.scheduler is None:
+    def _lead(self, model: str, routes: Sequence[Route], turns: Turns | None = None) -> None:
+        """Requests of the model go to these instances from now on, in turns that begin anew unless they are given."""
+        if turns is None:
+            turns = Turns([route.rate_per_s for route in routes])
+        self._routes[model] = _Routes(tuple(routes), turns, min((route.max_tokens for route in routes), default=0))
+
+    def _open(self, scope: Sequence[int], scheduler: LocalScheduler | None) -> None:
+        """Requests for these engines wait in the scheduler from now on."""
+        if scheduler is not None:
+            self._queues |= dict.fromkeys(scope, _Queue(scheduler))
+
+    def _deliver(self, request: Request, engine: int) -> list[Command]:
+        """The request goes to the engine's scheduler, or on to the engine where there is none."""
+        queue = self._queues.get(engine)
+        if queue is None:
             return [Dispatch(request.id, engine)]
         self._bound[request.id] = engine
         self._requests.setdefault(engine, {})[request.id] = request
-        self._queues[engine].length += 1
-        route.scheduler.add(request, engine)
+        queue.length += 1
+        queue.scheduler.add(request, engine)
         return []
 
     def _schedule(self, event: EngineStepped) -> list[Command]:
-        admission = self._schedulers[event.engine].schedule(self._now, event.engines)
+        admission = self._queues[event.engine].scheduler.schedule(self._now, event.engines)
         commands: list[Command] = []
         for request in admission.dropped:
             self._unbind(request.id)
@@ -159,5 +215,5 @@ class Controller:
 
     def _abort(self, event: RequestAborted) -> list[Command]:
         if event.request_id in self._bound:
-            self._schedulers[self._unbind(event.request_id)].remove(event.request_id)
+            self._queues[self._unbind(event.request_id)].scheduler.remove(event.request_id)
         return []

@@ -12,17 +12,14 @@ class RequestArrived(NamedTuple):
 
 
 class RequestReturned(NamedTuple):
-    """An engine gave a request back, or lost it: it waits for an engine again, the tokens generated so far as part of its
-    prompt."""
+    """An engine gave a request back, or lost it: it waits again, the tokens generated so far as part of its prompt."""
 
     request: Request
 
 
 class EngineStepped(NamedTuple):
-    """An engine stands between two iterations (or idle): now is when its local scheduler may start requests.
-
-    ``engines`` holds the state of every engine in the scheduler's scope, the stepping one among them.
-    """
+    """An engine stands between two iterations (or idle): now is when its local scheduler may start requests. ``engines`` holds
+    the state of every engine in the scheduler's scope, the stepping one among them."""
 
     engine: int
     engines: dict[int, EngineState]
@@ -61,8 +58,8 @@ class EngineReady(NamedTuple):
 
 
 class EnginesResized(NamedTuple):
-    """The longest sequences, in tokens, that these engines can hold from now on, by engine: their GPUs have got more or fewer
-    others. Until it is told, an engine is taken to hold what the largest GPU could."""
+    """The longest sequences, in tokens, that these engines can hold from now on: their GPUs have got more or fewer others.
+    Until it is told, an engine is taken to hold what the largest GPU could."""
 
     max_tokens: dict[int, int]
 
@@ -111,20 +108,7 @@ class MigrationEnded(NamedTuple):
     request_id: int
 
 
-Event = (
-    RequestArrived
-    | RequestReturned
-    | EngineStepped
-    | RequestAborted
-    | Tick
-    | Loads
-    | EngineReady
-    | EnginesResized
-    | EngineDrained
-    | EngineFailed
-    | GpusRepaired
-    | LayersDropped
-    | LayersKept
-    | LayersRestored
-    | MigrationEnded
-)
+OfRequests = RequestArrived | RequestReturned | RequestAborted | MigrationEnded
+OfEngines = EngineStepped | EngineReady | EnginesResized | EngineDrained | EngineFailed | GpusRepaired
+OfLayers = LayersDropped | LayersKept | LayersRestored
+Event = OfRequests | OfEngines | OfLayers | Tick | Loads

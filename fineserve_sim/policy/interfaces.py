@@ -1,4 +1,4 @@
-"""The words that policies and drivers share: requests, what is visible of an engine, and the five policy protocols.
+"""The words that policies and drivers share: requests, what is visible of an engine, and the policy protocols.
 
 Units: seconds are floats, tokens and bytes are ints; names carry the unit last.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class EngineState(NamedTuple):
     """What a local scheduler sees of one engine at one moment.
 
     ``running`` counts sequences that hold a slot (decoding or in prefill), ``decoding`` those past their prefill;
-    ``prefill_tokens`` are admitted prompt tokens not yet computed; ``free_kv_tokens`` is what the engine's KV memory could
-    still take now; ``slowdown`` >= 1 is the present contention factor of its GPU.
+    ``prefill_tokens`` are admitted and not yet computed; ``free_kv_tokens`` is what the engine's KV memory could still take;
+    ``slowdown`` >= 1 is the present contention factor of its GPU.
     """
 
     running: int
@@ -84,17 +84,14 @@ class LocalScheduler(Protocol):
 
     def remove(self, request_id: int) -> bool:
         """Forget a waiting request (its client left). False when it is not waiting here."""
-        ...
 
     def __len__(self) -> int: ...
 
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission: ...
 
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
-        """A time before which ``schedule`` would answer nothing if no request comes or goes, no engine changes its batch
-        and free memory does not grow. Called just after ``schedule``; infinity when only such events matter. May be
-        early, never late."""
-        ...
+        """A time before which ``schedule`` would answer nothing if no request comes or goes, no engine changes its batch and
+        free memory does not grow. Called just after ``schedule``; infinity when only such events matter. Never late."""
 
 
 class KVLedger(NamedTuple):
@@ -112,13 +109,11 @@ class KVLedger(NamedTuple):
 
 
 class KVMemory(Protocol):
-    """The KV memory of one GPU as anybody may look at it."""
+    """The KV memory of one GPU as anybody may look at it. ``check`` raises AssertionError if the state contradicts itself."""
 
     def ledger(self) -> KVLedger: ...
 
-    def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself (debug flag, test fixtures)."""
-        ...
+    def check(self) -> None: ...
 
 
 class KVManager(KVMemory, Protocol):
@@ -127,56 +122,44 @@ class KVManager(KVMemory, Protocol):
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now."""
-        ...
 
     def capacity_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get if every other owner held none."""
-        ...
 
     def used_bytes(self, owner: int) -> int: ...
 
     def fits(self, demands: Mapping[int, int]) -> bool:
         """Whether all these blocks (owner to number) would be granted, in whatever order they are asked for. Owners that
         are not registered here are ignored."""
-        ...
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""
-        ...
 
     def free(self, owner: int, block_ids: Sequence[int]) -> None:
         """Give back blocks. Raises ValueError for an id that ``owner`` does not hold; then nothing is given back."""
-        ...
 
 
-@runtime_checkable
 class TimedKVManager(KVManager, Protocol):
     """A KV memory whose blocks may take host time, as driver calls do. ``fits`` then answers for blocks that take none."""
 
     def advance(self, now: float) -> None:
         """It is ``now``, in seconds; never earlier than before. Told before anything else happens at that time."""
-        ...
 
     def exposed_s(self, owner: int) -> float:
         """Seconds from now until the blocks that ``owner`` holds can be used: its next step starts that much later."""
-        ...
 
 
-@runtime_checkable
 class PrefixKVManager(KVManager, Protocol):
     """A KV memory that keeps full blocks of sequences that ended for others with the same prefix (see memory/prefix.py)."""
 
     def match(self, owner: int, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix of ``keys``, held by one sequence more; free them like others."""
-        ...
 
     def record(self, owner: int, keys: Sequence[int], block_ids: Sequence[int]) -> None:
         """Keep the first ``len(keys)`` blocks of a sequence, all full; to be called before it frees them."""
-        ...
 
 
 def takes_time(memory: object) -> TypeGuard[TimedKVManager]:
-    """``isinstance`` of the protocol, which takes Python 3.11 as long as an allocation."""
     return hasattr(memory, "exposed_s")
 
 
@@ -199,8 +182,7 @@ class ModelDemand:
     """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
 
     ``slo_s`` is the TTFT SLO, ``tpot_slo_s`` that of the time per token (None: none is set); ``tokens_per_request`` is the
-    expected prompt and output together. ``weight_bytes`` are the weights and the engine's context, ``activation_bytes`` what
-    a full step needs at most.
+    expected prompt and output together. ``weight_bytes``: weights and context; ``activation_bytes``: of a full step at most.
     """
 
     id: str

@@ -17,7 +17,7 @@ from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_reside
 from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, ResidencyPolicy, Start
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
 from fineserve_sim.systems.spec import PlacementSpec, ResidencySpec, SchedulerSpec

@@ -273,5 +273,4 @@ def controller_of(scenario: Scenario) -> Controller:
             )
         )
     schedulers = build_schedulers(scenario.system.scheduler, sheets)
-    of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
-    return Controller({m.id: [Route(i, 1.0, tokens[m.id], of[i])] for i, m in enumerate(scenario.models)})
+    return Controller({m.id: [Route(i, 1.0, tokens[m.id])] for i, m in enumerate(scenario.models)}, schedulers)

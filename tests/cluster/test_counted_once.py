@@ -8,7 +8,7 @@ import pytest
 
 from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Suggestion
 from fineserve_sim.policy.groups.throttle import ScaleOut
 from fineserve_sim.policy.groups.view import GroupView, Phase

@@ -57,13 +57,15 @@ def stepped(engine: int, state: EngineState = IDLE) -> EngineStepped:
     return EngineStepped(engine, {engine: state})
 
 
-def fcfs_routes(rates: list[float], max_tokens: int = 1000) -> dict[str, list[Route]]:
-    return {"m": [Route(engine, rate, max_tokens, FirstComeFirstServed()) for engine, rate in enumerate(rates)]}
+def fcfs(rates: list[float], max_tokens: int = 1000) -> Controller:
+    """Engines of one model, each with a scheduler of its own."""
+    routes = [Route(engine, rate, max_tokens) for engine, rate in enumerate(rates)]
+    return Controller({"m": routes}, {(route.engine,): FirstComeFirstServed() for route in routes})
 
 
 def sent(rates: list[float], requests: int) -> list[Counter[int]]:
     """How many requests each engine got, after each request."""
-    controller = Controller(fcfs_routes(rates))
+    controller = fcfs(rates)
     counts: Counter[int] = Counter()
     history = []
     for id in range(requests):
@@ -87,7 +89,7 @@ def test_equal_replicas_take_turns(replicas: int, rate: float) -> None:
 
 
 def test_ties_go_to_the_lowest_engine() -> None:
-    controller = Controller(fcfs_routes([1.0, 1.0, 1.0]))
+    controller = fcfs([1.0, 1.0, 1.0])
     for id in range(6):
         controller.handle(0.0, arrived(id))
     assert [controller.engine_of(id) for id in range(6)] == [0, 1, 2, 0, 1, 2]
@@ -114,7 +116,7 @@ def test_a_model_without_instances_is_refused_in_one_line() -> None:
 
 
 def test_a_prompt_without_room_for_a_token_is_refused() -> None:
-    controller = Controller(fcfs_routes([1.0], max_tokens=100))
+    controller = fcfs([1.0], max_tokens=100)
     (reject,) = controller.handle(0.0, arrived(1, prompt_tokens=100))
     assert isinstance(reject, Reject) and "100" in reject.reason and "99" in reject.reason
     assert controller.handle(0.0, arrived(2, prompt_tokens=99)) == []
@@ -122,7 +124,7 @@ def test_a_prompt_without_room_for_a_token_is_refused() -> None:
 
 
 def test_a_refused_request_takes_nobodys_turn() -> None:
-    controller = Controller(fcfs_routes([1.0, 1.0], max_tokens=100))
+    controller = fcfs([1.0, 1.0], max_tokens=100)
     for id, prompt_tokens in enumerate([10, 500, 10, 10]):
         controller.handle(0.0, arrived(id, prompt_tokens=prompt_tokens))
     assert [controller.engine_of(id) for id in range(4)] == [0, None, 1, 0]
@@ -130,8 +132,8 @@ def test_a_refused_request_takes_nobodys_turn() -> None:
 
 def test_a_prompt_goes_to_the_replica_that_can_hold_it() -> None:
     """A request is refused only when no engine could ever serve it (``Reject``)."""
-    routes = {"m": [Route(0, 1.0, 100, FirstComeFirstServed()), Route(1, 1.0, 1000, FirstComeFirstServed())]}
-    controller = Controller(routes)
+    schedulers = {(engine,): FirstComeFirstServed() for engine in range(2)}
+    controller = Controller({"m": [Route(0, 1.0, 100), Route(1, 1.0, 1000)]}, schedulers)
     for id in range(3):
         assert controller.handle(0.0, arrived(id, prompt_tokens=500)) == []
         assert controller.engine_of(id) == 1
@@ -145,7 +147,7 @@ def test_dispatches_come_in_the_schedulers_order_after_its_drops() -> None:
             waiting = super().schedule(now, engines).admitted
             return Admission(admitted=[waiting[2], waiting[0]], dropped=[waiting[3], waiting[1]])
 
-    controller = Controller({"m": [Route(5, 1.0, 1000, Fixed())]})
+    controller = Controller({"m": [Route(5, 1.0, 1000)]}, {(5,): Fixed()})
     for id in range(4):
         controller.handle(0.0, arrived(id))
     commands = controller.handle(1.0, stepped(5))
@@ -160,7 +162,7 @@ def test_dispatches_come_in_the_schedulers_order_after_its_drops() -> None:
 
 
 def test_an_aborted_request_is_not_dispatched() -> None:
-    controller = Controller(fcfs_routes([1.0]))
+    controller = fcfs([1.0])
     controller.handle(0.0, arrived(1))
     controller.handle(0.0, arrived(2))
     assert controller.handle(0.5, RequestAborted(1)) == []
@@ -170,7 +172,7 @@ def test_an_aborted_request_is_not_dispatched() -> None:
 
 @pytest.mark.parametrize("when", ["never came", "dispatched", "aborted"])
 def test_an_abort_of_a_request_that_does_not_wait_is_harmless(when: str) -> None:
-    controller = Controller(fcfs_routes([1.0]))
+    controller = fcfs([1.0])
     if when != "never came":
         controller.handle(0.0, arrived(1))
         controller.handle(0.0, stepped(0) if when == "dispatched" else RequestAborted(1))
@@ -179,8 +181,8 @@ def test_an_abort_of_a_request_that_does_not_wait_is_harmless(when: str) -> None
 
 
 def test_one_scheduler_may_serve_several_engines() -> None:
-    shared = FirstComeFirstServed()
-    controller = Controller({"a": [Route(0, 1.0, 100, shared)], "b": [Route(1, 1.0, 100, shared)]})
+    routes = {"a": [Route(0, 1.0, 100)], "b": [Route(1, 1.0, 100)]}
+    controller = Controller(routes, {(0, 1): FirstComeFirstServed()})
     controller.handle(0.0, arrived(1, "a"))
     controller.handle(0.0, arrived(2, "b"))
     assert controller.waiting(0) == controller.waiting(1) == 2
@@ -190,7 +192,7 @@ def test_one_scheduler_may_serve_several_engines() -> None:
 
 
 def test_nobody_waiting_means_no_moment_to_ask() -> None:
-    controller = Controller(fcfs_routes([1.0]))
+    controller = fcfs([1.0])
     assert controller.unchanged_until(3.0, 0, {0: IDLE}) == float("inf")
     controller.handle(3.0, arrived(1))
     assert controller.unchanged_until(3.0, 0, {0: IDLE}) <= 3.0 + 1e-12
@@ -206,11 +208,10 @@ def adaptive() -> LocalScheduler:
 def new_controller(kind: str) -> Controller:
     if kind == "moore_hodgson":
         facts = EngineFacts(prefill_tokens_per_s=1000.0, slo_s=0.5, kv_capacity_tokens=10_000)
-        shared: LocalScheduler = MooreHodgson({0: facts, 1: facts}, late="drop")
-        schedulers = [shared, shared]
+        schedulers: dict[tuple[int, ...], LocalScheduler] = {(0, 1): MooreHodgson({0: facts, 1: facts}, late="drop")}
     else:
-        schedulers = [adaptive() if kind == "adaptive" else FirstComeFirstServed() for _ in range(2)]
-    return Controller({"m": [Route(e, 1.0 + e, 800, schedulers[e]) for e in range(2)]})
+        schedulers = {(e,): adaptive() if kind == "adaptive" else FirstComeFirstServed() for e in range(2)}
+    return Controller({"m": [Route(e, 1.0 + e, 800) for e in range(2)]}, schedulers)
 
 
 def event_as_json(now: float, event: Event) -> str:

@@ -23,8 +23,8 @@ from fineserve_sim.policy.events import (
     Tick,
 )
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.prism import PrismResidency
+from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
 from fineserve_sim.policy.placement.kvpr import KvprPlacement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -145,7 +145,7 @@ class TestWorkers:
         models = {"big": demand("big", tp=2), "small": demand("small", weight_bytes=20), "other": demand("other")}
         policy = QlmSwapping(models, gpus(4))
         across = engine(0, "big", 2, 3)
-        busy = view(across._replace(requests=1), pending=(group("small"),))
+        busy = view(replace(across, requests=1), pending=(group("small"),))
         assert policy.suggest(0.0, busy) == []
         first, second = (s for s in policy.suggest(1.0, view(across, pending=(group("small"),))))
         assert (

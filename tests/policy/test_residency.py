@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.fleet.prism import PrismResidency
-from fineserve_sim.policy.fleet.rates import MovingRate
+from fineserve_sim.policy.fleet.roster import MovingRate
 from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement

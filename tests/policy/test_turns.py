@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.turns import Turns
+from fineserve_sim.policy.controller import Turns
 
 RATES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.0, 2.0, 3.7]), min_size=1, max_size=6)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fineserve_sim.policy.interfaces import KVManager, TimedKVManager
+from fineserve_sim.policy.interfaces import KVManager, TimedKVManager, takes_time
 from fineserve_sim.policy.memory.kvcached import PAGE_BYTES, KvCachedManager, VirtualKV
 
 MIB = 2**20
@@ -179,7 +179,8 @@ class KvCachedMachine(RuleBasedStateMachine):
         self.manager = KvCachedManager(
             LIMIT, ENGINES, page_bytes=PAGE, min_reserved=least, max_reserved=least + more, virtual_bytes=2 * LIMIT
         )
-        assert isinstance(self.manager, TimedKVManager)
+        timed: TimedKVManager = self.manager
+        assert takes_time(timed)
         self.held: dict[int, set[int]] = {owner: set() for owner in ENGINES}
         self.limit, self.now = LIMIT, 0.0
 

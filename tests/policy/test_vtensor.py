@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fineserve_sim.catalog import model
 from fineserve_sim.experiment.reproduce.papers.vtensor.flexinfer_model import FlexInfer, Readings, VirtualRanges
-from fineserve_sim.policy.interfaces import PrefixKVManager, TimedKVManager
+from fineserve_sim.policy.interfaces import PrefixKVManager, TimedKVManager, keeps_prefixes, takes_time
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 from fineserve_sim.policy.memory.vtensor import CHUNK_BYTES, ChunkCosts, VTensorManager, tokens_per_chunk
 
@@ -273,7 +273,9 @@ class VTensorMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.manager = VTensorManager(LIMIT * CHUNK + 3, TENSORS, chunk_bytes=CHUNK)
-        assert isinstance(self.manager, TimedKVManager) and isinstance(self.manager, PrefixKVManager)
+        timed: TimedKVManager = self.manager
+        keeps: PrefixKVManager = self.manager
+        assert takes_time(timed) and keeps_prefixes(keeps)
         self.sequences: list[tuple[int, list[int], list[int]]] = []  # owner, keys, rows
         self.now = 0.0
 

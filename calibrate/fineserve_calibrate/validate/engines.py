@@ -162,7 +162,7 @@ def _connect(
     limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
     routes: dict[str, list[Route]] = {}
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
-        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit, None))
+        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
     scopes = [Scope((index,)) for index in range(len(instances))]
     cluster = Cluster(clock, Controller(routes), contention)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}

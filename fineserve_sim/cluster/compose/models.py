@@ -43,7 +43,7 @@ from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import LAWS
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.fleet.facts import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, PrivatePoolsSpec, VTensorSpec
 
@@ -61,7 +61,7 @@ def compose(scenario: Scenario, placed: Placed) -> Parts:
         [EngineBinding(seat.engine, seat.model, gpus_of[seat.engine], seat.kv.capacity_tokens()) for seat in able]
     )
     scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
-    controller = Controller(build.routes(able, scheduler_of))
+    controller = Controller(build.routes(able), schedulers)
     cluster = cluster_of(scenario, build.clock, controller, build.contention)
     engines = [build.engine(seat, cluster, alone=scheduler_of.get(seat.engine) is None) for seat in seats]
     scopes = [Scope(scope) for scope in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]
@@ -191,15 +191,12 @@ class Builder:
             return LoneEngine(seat, cluster, wakeups)
         return SpanEngine(seat, cluster, wakeups, shares_gpu=shares_gpu)
 
-    def routes(
-        self, seats: Sequence[Seat], scheduler_of: Mapping[int, LocalScheduler | None]
-    ) -> dict[str, list[Route]]:
+    def routes(self, seats: Sequence[Seat]) -> dict[str, list[Route]]:
         """Where the requests of each model go, among engines of the placement."""
         routes: dict[str, list[Route]] = {model: [] for model in self.served}
         for seat in seats:
             rate_per_s = self.placement.instances[seat.engine].rate_per_s
-            scheduler = scheduler_of.get(seat.engine)
-            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens, scheduler))
+            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens))
         return routes
 
     def schedulers(self, engines: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 GPU_BYTES_PER_S = 22.7e9
 NODE_BYTES_PER_S = 94e9
 PLAIN_BYTES_PER_S = 4.2e9
-SWITCH_S = (
-    0.02  # taking an engine from the pool and aligning its address space; our assumption, the paper has no figure
-)
+SWITCH_S = 0.02  # an engine from the pool, its address space aligned; our assumption, the paper has no figure
 ENGINE_START_S = 30.0  # Prism: "tens of seconds"; our reading, the same as QLM's swap (systems.md 6.4)
 
 
@@ -44,6 +42,4 @@ def activation_cost(
 ) -> ActivationCost:
     """The cost with Prism's two optimisations switched on or off."""
     overhead_s = SWITCH_S + (0.0 if engine_pool else engine_start_s)
-    if parallel_loading:
-        return ActivationCost(overhead_s, GPU_BYTES_PER_S, NODE_BYTES_PER_S)
-    return ActivationCost(overhead_s, PLAIN_BYTES_PER_S, NODE_BYTES_PER_S)
+    return ActivationCost(overhead_s, GPU_BYTES_PER_S if parallel_loading else PLAIN_BYTES_PER_S, NODE_BYTES_PER_S)

@@ -48,7 +48,11 @@ class QlmSwapping:
         if swap_s < 0:
             raise ValueError(f"swap_s is {swap_s}: a swap cannot take less than no time")
         self._models = dict(models)
-        self._throughput_per_s = {id: _best_throughput(model) for id, model in models.items()}
+        self._throughput_per_s: dict[str, float] = {}
+        for id, model in models.items():
+            if not model.profile:
+                raise ValueError(f"model {id} has no profile, which QLM's estimates need")
+            self._throughput_per_s[id] = max(point.throughput_per_s for point in model.profile)
         self._workers = partition_workers(list(models.values()), gpus)
         self._memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         self._queues: list[list[str]] = [[] for _ in self._workers]
@@ -61,7 +65,7 @@ class QlmSwapping:
         """A step for each engine and each worker, and for a worker that has nothing to do one for each queue."""
         groups = {pending.model: pending for pending in view.pending}
         self._sort_in(groups)
-        taken: set[str] = set()
+        taken: set[str] = set()  # models that a worker swaps to
         suggestions: list[Suggestion] = []
         engines_on: defaultdict[int, list[EngineView]] = defaultdict(list)
         for engine in view.engines:  # those of the first placement may lie across workers
@@ -109,7 +113,8 @@ class QlmSwapping:
     def _serve(
         self, now: float, worker: int, here: Sequence[EngineView], taken: set[str], *, closes: bool
     ) -> Iterator[Suggestion]:
-        """What the worker does next; ``closes`` ends the group in service."""
+        """What the worker does next; ``closes`` ends the group in service. When it is idle it takes the head of its queue, else
+        the first group that waits anywhere and fits."""
         if any(engine.status is not Status.RESIDENT for engine in here):
             return
         busy = [engine for engine in here if engine.requests]
@@ -117,24 +122,13 @@ class QlmSwapping:
             if closes and (self._finishes or now - self._swapped_s[worker] >= 2 * self._swap_s):
                 yield from (Stop(engine.engine, drain=self._finishes) for engine in busy)
             return
-        model = self._next_group(worker, taken)
-        if model is None:
-            return
-        taken.add(model)
-        self._swapped_s[worker] = now
-        yield from (Stop(engine.engine) for engine in here)
-        yield Start(model, self._workers[worker])
-
-    def _next_group(self, worker: int, taken: set[str]) -> str | None:
-        """The head of its queue, else the first that waits anywhere and fits."""
         waiting = (model for queue in (self._queues[worker], *self._queues) for model in queue if model not in taken)
-        return next((model for model in waiting if self._fits(model, worker)), None)
-
-
-def _best_throughput(model: ModelDemand) -> float:
-    if not model.profile:
-        raise ValueError(f"model {model.id} has no profile, which QLM's estimates need")
-    return max(point.throughput_per_s for point in model.profile)
+        model = next((model for model in waiting if self._fits(model, worker)), None)
+        if model is not None:
+            taken.add(model)
+            self._swapped_s[worker] = now
+            yield from (Stop(engine.engine) for engine in here)
+            yield Start(model, self._workers[worker])
 
 
 def partition_workers(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> list[tuple[int, ...]]:
@@ -144,9 +138,9 @@ def partition_workers(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) ->
     left. QLM does not say how workers of several sizes share GPUs, so this is our choice. Raises ValueError if a degree
     is left without a group.
     """
-    bytes_of: dict[int, int] = {}
+    bytes_of: defaultdict[int, int] = defaultdict(int)
     for model in models:
-        bytes_of[model.tp] = bytes_of.get(model.tp, 0) + model.weight_bytes * model.tp
+        bytes_of[model.tp] += model.weight_bytes * model.tp
     degrees = sorted(bytes_of, reverse=True)
     free = list(gpus)
     workers: list[tuple[int, ...]] = []

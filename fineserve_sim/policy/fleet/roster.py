@@ -1,61 +1,146 @@
-"""Who is on which GPU: the engines of a fleet, from the moment that they are asked for until they are gone."""
+"""Models of a fleet, and who is on which GPU: engines from the moment that they are asked for until they are gone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from fineserve_sim.policy.fleet.views import Status
+from fineserve_sim.policy.controller import Route
+from fineserve_sim.policy.fleet.views import EngineView, Status
+from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Request
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
+    KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
+
+    demand: ModelDemand
+    max_tokens: int
+
+
+class EngineBinding(NamedTuple):
+    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
+    engines that are on them now."""
+
+    engine: int
+    model: str
+    gpus: tuple[int, ...]
+    kv_tokens: int
+
+
+SchedulerMaker = Callable[[Sequence[EngineBinding]], Mapping[tuple[int, ...], LocalScheduler | None]]
+"""Local schedulers for engines whose first GPUs are the same; each key names the engines that one serves. None: nothing is
+held back (see ``Controller``)."""
+
+
+class MovingRate:
+    """Events per second over the last ``window_s`` seconds.
+
+    The part of the window that lies before time 0 counts at ``expected_per_s``, the rate that an operator told in advance: a
+    young average then starts there instead of jumping with the first events. Times must not decrease. Raises ValueError
+    for a window that is not positive.
+    """
+
+    def __init__(self, window_s: float, expected_per_s: float = 0.0) -> None:
+        if window_s <= 0:
+            raise ValueError(f"window_s is {window_s}: a moving average needs a positive window")
+        self._window_s = window_s
+        self._expected_per_s = expected_per_s
+        self._times: deque[float] = deque()
+
+    def note(self, now: float) -> None:
+        """An event happens at ``now`` (seconds)."""
+        self._times.append(now)
+
+    def per_s(self, now: float) -> float:
+        """The average at ``now``. An event counts for ``window_s`` seconds, its own moment included."""
+        times = self._times
+        while times and times[0] <= now - self._window_s:
+            times.popleft()
+        unseen_s = max(0.0, self._window_s - now)
+        return (len(times) + self._expected_per_s * unseen_s) / self._window_s
+
+
+@dataclass(slots=True, eq=False)
+class EngineEntry(EngineView):
+    """``route`` leads to it while it serves; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen
+    with a request, or got one; ``scope``: the engines that its scheduler serves, none unless it serves."""
+
+    route: Route
+    replaces: int | None = None
+    busy_s: float = 0.0
+    scope: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class RosterEntry:
-    """An engine of a model on its GPUs; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen with a
-    request, or got one."""
+class ModelEntry:
+    """``max_tokens``: its longest sequence, alone on the largest GPU; ``held``: its requests that wait because no engine serves
+    it, from ``held_since_s`` on. Engines in the order of their ids."""
 
-    model: str
-    gpus: tuple[int, ...]
-    status: Status
-    replaces: int | None = None
-    busy_s: float = 0.0
+    demand: ModelDemand
+    max_tokens: int
+    rate: MovingRate
+    engines: dict[int, EngineEntry] = field(default_factory=dict)
+    held: dict[int, Request] = field(default_factory=dict)
+    held_since_s: float = 0.0
+
+    @property
+    def is_coming(self) -> bool:
+        """An engine of it serves, or will."""
+        return any(engine.status is not Status.DRAINING for engine in self.engines.values())
 
 
 class Roster:
-    """Engines by id, by model and by GPU; ids are never given twice. Every change costs a step a GPU of the engine."""
+    """Models by id; engines by id, by model and by GPU, in the order of their ids, which are never given twice. Every change
+    costs a step a GPU of the engine."""
 
-    def __init__(self, gpus: Iterable[int]) -> None:
-        self.engines: dict[int, RosterEntry] = {}
-        self.of_model: dict[str, set[int]] = {}
-        self.on_gpu: dict[int, set[int]] = {gpu: set() for gpu in gpus}
+    def __init__(self, gpus: Iterable[GpuSlot]) -> None:
+        self.gpus = {gpu.id: gpu for gpu in gpus}
+        self.models: dict[str, ModelEntry] = {}
+        self.engines: dict[int, EngineEntry] = {}
+        self.on_gpu: dict[int, dict[int, EngineEntry]] = {gpu: {} for gpu in self.gpus}
+        self._largest_bytes = max(gpu.memory_bytes for gpu in self.gpus.values())
         self._next = 0
 
-    def enter(self, entry: RosterEntry) -> int:
-        """The id of an engine of a known model that comes."""
-        id = self._next
+    def add_model(self, id: str, model: FleetModel, rate_window_s: float) -> None:
+        demand = model.demand
+        alone_tokens = (self._largest_bytes - demand.weight_bytes) // demand.token_bytes
+        rate = MovingRate(rate_window_s, demand.rate_per_s)
+        self.models[id] = ModelEntry(demand, min(model.max_tokens, alone_tokens), rate)
+
+    def enter(self, model: str, gpus: tuple[int, ...], status: Status) -> EngineEntry:
+        """An engine of a known model comes."""
+        facts = self.models[model]
+        route = Route(self._next, facts.demand.rate_per_s, facts.max_tokens)
+        entry = EngineEntry(self._next, model, gpus, status, 0.0, 0, route)
         self._next += 1
-        self.engines[id] = entry
-        self.of_model[entry.model].add(id)
-        for gpu in entry.gpus:
-            self.on_gpu[gpu].add(id)
-        return id
+        for book in self._books_of(entry):
+            book[entry.engine] = entry
+        return entry
 
-    def remove(self, id: int) -> None:
-        gone = self.engines.pop(id)
-        self.of_model[gone.model].remove(id)
-        for gpu in gone.gpus:
-            self.on_gpu[gpu].remove(id)
+    def remove(self, gone: EngineEntry) -> None:
+        for book in self._books_of(gone):
+            del book[gone.engine]
 
-    def serves(self, id: int) -> bool:
-        return self.engines[id].status is Status.RESIDENT
+    def _books_of(self, entry: EngineEntry) -> list[dict[int, EngineEntry]]:
+        return [self.engines, self.models[entry.model].engines, *(self.on_gpu[gpu] for gpu in entry.gpus)]
 
-    def any_of(self, model: str, *statuses: Status) -> bool:
-        """Whether an engine of the model is in one of these states."""
-        return any(self.engines[id].status in statuses for id in self.of_model[model])
+    def queues_of(self, gpus: Iterable[int]) -> list[list[EngineBinding]]:
+        """The queues that requests for engines on ``gpus`` wait in: by GPU, the engines that serve and have it first."""
+        firsts = sorted({engine.gpus[0] for gpu in gpus for engine in self._serving_on(gpu)})
+        return [[self._binding(e) for e in self._serving_on(first) if e.gpus[0] == first] for first in firsts]
 
-    def queues_of(self, gpus: Iterable[int]) -> list[int]:
-        """The GPUs, rising, in whose queues the requests for engines on ``gpus`` wait: the first of each that serves."""
-        return sorted({self.engines[id].gpus[0] for gpu in gpus for id in self.on_gpu[gpu] if self.serves(id)})
+    def _serving_on(self, gpu: int) -> list[EngineEntry]:
+        return [engine for engine in self.on_gpu[gpu].values() if engine.status is Status.RESIDENT]
 
-    def members_of(self, queue: int) -> list[int]:
-        """The engines that serve, rising, whose queue is that of this GPU."""
-        return [id for id in sorted(self.on_gpu[queue]) if self.serves(id) and self.engines[id].gpus[0] == queue]
+    def _binding(self, engine: EngineEntry) -> EngineBinding:
+        kv_bytes = min(self.gpus[gpu].memory_bytes - self._taken_bytes(gpu) for gpu in engine.gpus)
+        kv_tokens = max(1, kv_bytes // self.models[engine.model].demand.token_bytes)
+        return EngineBinding(engine.engine, engine.model, engine.gpus, kv_tokens)
+
+    def _taken_bytes(self, gpu: int) -> int:
+        """What engines take there beside KV."""
+        return sum(self.models[engine.model].demand.weight_bytes for engine in self.on_gpu[gpu].values())

@@ -4,8 +4,7 @@ An *engine* is one stay of a model on GPUs: activated (loading), then ready (res
 ended its requests (draining). Requests of a model without an engine wait; such a model is *pending*. A policy suggests to
 start and stop engines; the controller, which owns the fleet, does what is possible and refuses the rest.
 
-Policies read attributes and items alone: a controller may show records of engines that it keeps up to date, and rates that are
-worked out when they are asked for.
+Policies read attributes and items alone, and keep none: the controller shows the records of engines that it keeps up to date.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ class Status(StrEnum):
     DRAINING = "draining"
 
 
-class EngineView(NamedTuple):
+@dataclass(slots=True, eq=False)
+class EngineView:
     """``idle_s``: seconds since a request ran in it or waited for it; 0 while one does. ``requests``: how many do."""
 
     engine: int
@@ -81,4 +81,3 @@ Suggestion = Start | Stop
 class ResidencyPolicy(Protocol):
     def suggest(self, now: float, view: FleetView) -> Sequence[Suggestion]:
         """What to do now, in this order. A suggestion may count on the memory that those before it free."""
-        ...
