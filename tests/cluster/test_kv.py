@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fineserve_sim.cluster.engine.kv import CountedBlocks, PrefixBlocks, StageBlocks
+from fineserve_sim.cluster.engine.kv import CountedBlocks, PrefixBlocks
 from fineserve_sim.cluster.engine.sequence import Prefix, SequenceState
-from fineserve_sim.policy.memory.paged import BytePool, PagedPool, PoolShare
+from fineserve_sim.policy.memory.paged import BytePool, PagedPool
 
 
 def sequence(prompt_tokens: int, *ids: int, cached: int = 0) -> SequenceState:
@@ -18,8 +18,8 @@ def sequence(prompt_tokens: int, *ids: int, cached: int = 0) -> SequenceState:
 
 
 def test_finished_blocks_serve_the_next_request_and_are_given_up_on_demand() -> None:
-    ranks = [PagedPool(16, 64), PagedPool(10, 45)]
-    kv = PrefixBlocks(CountedBlocks(ranks, 4))
+    ranks = [PagedPool(16, BytePool(64)), PagedPool(10, BytePool(45))]
+    kv = PrefixBlocks(ranks, 4)
     first = sequence(12, 7, 8, 9)
     assert kv.reuse(first) == 0 and kv.grow(first, 12) and kv.free_blocks() == 1
     first.cached_tokens = 12
@@ -39,8 +39,8 @@ def test_finished_blocks_serve_the_next_request_and_are_given_up_on_demand() -> 
 
 def test_records_behind_which_another_sequence_goes_on_are_free_memory() -> None:
     """Two requests of one prefix start side by side, and the first one ends."""
-    pool = PagedPool(16, 64)
-    kv = PrefixBlocks(CountedBlocks([pool], 4))
+    pool = PagedPool(16, BytePool(64))
+    kv = PrefixBlocks([pool], 4)
     first, second, third = sequence(5, 7), sequence(9, 7, 8), sequence(8)
     for each, tokens in ((first, 4), (second, 8)):
         assert kv.grow(each, tokens)
@@ -55,7 +55,7 @@ def test_records_behind_which_another_sequence_goes_on_are_free_memory() -> None
 
 
 def test_tokens_under_way_are_not_kept() -> None:
-    kv = PrefixBlocks(CountedBlocks([PagedPool(16, 64)], 4))
+    kv = PrefixBlocks([PagedPool(16, BytePool(64))], 4)
     lost = sequence(12, 7, 8, 9)
     assert kv.grow(lost, 12)
     lost.cached_tokens = 12
@@ -65,8 +65,8 @@ def test_tokens_under_way_are_not_kept() -> None:
 
 def test_the_tightest_stage_bounds_an_engine_and_another_may_draw_beside_it() -> None:
     here, there = BytePool(100), BytePool(60)
-    pipeline = StageBlocks([PoolShare(here, 10), PoolShare(there, 10)], 4)
-    alone = StageBlocks([PoolShare(here, 20)], 4)
+    pipeline = CountedBlocks([PagedPool(10, here), PagedPool(10, there)], 4)
+    alone = CountedBlocks([PagedPool(20, here)], 4)
     assert (pipeline.free_blocks(), alone.free_blocks()) == (6, 5)
     assert alone.take(3) and pipeline.free_blocks() == 4 and pipeline.capacity_blocks() == 6
     assert pipeline.take(4) and not alone.take(1)
@@ -74,11 +74,11 @@ def test_the_tightest_stage_bounds_an_engine_and_another_may_draw_beside_it() ->
     there.limit_bytes = 40
     pipeline.give(4)
     assert pipeline.capacity_blocks() == 4 and pipeline.memory_bytes(0) == 0 and alone.memory_bytes(0) == 60
-    with pytest.raises(ValueError, match="4 blocks given back; 3 are held"):
+    with pytest.raises(ValueError, match="4 blocks given back; it must be 0 to 3"):
         alone.give(4)
 
 
 def test_what_comes_from_elsewhere_takes_all_its_blocks_or_none() -> None:
-    kv = CountedBlocks([PagedPool(16, 64)], 4)
+    kv = CountedBlocks([PagedPool(16, BytePool(64))], 4)
     assert kv.hold(sequence(12, cached=13)) and kv.free_blocks() == 0
     assert not kv.hold(sequence(12, cached=1))

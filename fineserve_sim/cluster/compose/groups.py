@@ -15,7 +15,7 @@ from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks, StageBlocks
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.lookahead import Lookahead
 from fineserve_sim.cluster.engine.pipeline import PipelineEngine
@@ -38,7 +38,7 @@ from fineserve_sim.policy.groups.drop_plan import even_split
 from fineserve_sim.policy.groups.migration import LlumnixMigration
 from fineserve_sim.policy.groups.throttle import KunServeDrop, ScaleOut
 from fineserve_sim.policy.interfaces import Instance
-from fineserve_sim.policy.memory.paged import PoolShare
+from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.systems import spec as specs
 
 LINKS_PER_INSTANCE = 4
@@ -118,10 +118,10 @@ class _Builder:
         settings, execution = self._settings, self._execution
         sizes = members[0].sizes
         stages = zip(members, layout, strict=True)
-        pools = [PoolShare(member.kv, len(layers) * sizes.block_layer_bytes) for member, layers in stages]
-        counted = StageBlocks(pools, settings.block_tokens)
+        pools = [PagedPool(len(layers) * sizes.block_layer_bytes, member.kv) for member, layers in stages]
+        counted = CountedBlocks(pools, settings.block_tokens)
         caches = isinstance(self._memory, specs.PrivatePoolsSpec) and self._memory.prefix_cache
-        kv: EngineKV = PrefixBlocks(counted) if caches else counted
+        kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches else counted
         max_tokens = min(self._max_tokens, counted.capacity_tokens())
         seat = Seat(id, self._model, self.step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:

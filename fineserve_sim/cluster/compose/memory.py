@@ -17,8 +17,7 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry
-from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
-from fineserve_sim.policy.memory.s_partition import Share, split_bytes
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
@@ -141,12 +140,10 @@ def build_manager(
 def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, caches: bool = False) -> EngineKV:
     """The view of engine ``owner`` on the memories of its GPUs, which are all of one kind. ``caches``: pools of its own keep
     prefixes."""
-    pools = [memory for memory in memories if isinstance(memory, PrivatePools)]
-    if not pools:
-        managers = [memory for memory in memories if not isinstance(memory, PrivatePools)]
-        return NamedBlocks(owner, managers, block_tokens)
-    counted = CountedBlocks([memory.pool(owner) for memory in pools], block_tokens)
-    return PrefixBlocks(counted) if caches else counted
+    pools = [memory.pool(owner) for memory in memories if isinstance(memory, PrivatePools)]
+    if pools:
+        return (PrefixBlocks if caches else CountedBlocks)(pools, block_tokens)
+    return NamedBlocks(owner, [memory for memory in memories if not isinstance(memory, PrivatePools)], block_tokens)
 
 
 def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int]) -> KVSlabManager:

@@ -14,17 +14,17 @@ from itertools import count, islice
 
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.policy.interfaces import KVManager, keeps_prefixes, takes_time
-from fineserve_sim.policy.memory.paged import BlockPool, PoolShare
+from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 
 
 class EngineKV(ABC):
-    """The view of one engine on the memories that it needs.
+    """The view of one engine on the memories that it needs. As it stands: blocks have names, and a sequence a list of them for
+    each memory, or one list where they are the same in all.
 
-    ``private``: no other engine takes blocks of them; ``timed``: blocks can take host time (``exposed_s``).
+    ``timed``: blocks can take host time (``exposed_s``).
     """
 
-    private = True
     timed = False
 
     def __init__(self, block_tokens: int) -> None:
@@ -90,19 +90,37 @@ class EngineKV(ABC):
         sequence.cached_tokens = tokens
         return fits
 
-    @abstractmethod
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         """Give ``sequence``, which does not decode, the blocks that hold ``tokens`` tokens in all. False, and nothing taken,
         when they do not fit."""
+        named = self._name(-(-tokens // self.block_tokens) - (len(sequence.blocks[0]) if sequence.blocks else 0))
+        if named is None:
+            return False
+        if sequence.blocks:
+            for held, more in zip(sequence.blocks, named, strict=True):
+                held.extend(more)
+        else:
+            sequence.blocks = named
+        return True
 
-    @abstractmethod
     def grow_each(self, sequences: Collection[SequenceState]) -> bool:
         """Give each of ``sequences`` one block. False, and nothing taken, when they do not all fit."""
+        named = self._name(len(sequences))
+        if named is None:
+            return False
+        for number, blocks in enumerate(named):
+            for sequence, block in zip(sequences, blocks, strict=True):
+                sequence.blocks[number].append(block)
+        return True
 
     @abstractmethod
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
         """Take back all blocks of a sequence that does not decode (any more). Without ``computed`` its cached tokens were still
         under way, so nothing of them is kept for others."""
+
+    def _name(self, blocks: int) -> list[list[int]] | None:
+        """So many new blocks of every memory; None, and nothing taken, when they do not fit."""
+        raise NotImplementedError
 
     def _keys(self, sequence: SequenceState, tokens: int) -> tuple[int, ...]:
         """The keys of the full blocks among its first ``tokens`` tokens, as far as its prefix is known."""
@@ -112,26 +130,46 @@ class EngineKV(ABC):
         return block_keys(prefix.ids, prefix.id_tokens, self.block_tokens, min(tokens, prefix.known_tokens))
 
 
-class CountedBlocks(EngineKV):
-    """Blocks of pools that no other engine draws from."""
+class PooledBlocks(EngineKV):
+    """Blocks of pools of its own, one a memory."""
 
-    def __init__(self, pools: Sequence[BlockPool], block_tokens: int) -> None:
+    def __init__(self, pools: Sequence[PagedPool], block_tokens: int) -> None:
         super().__init__(block_tokens)
         self._pools = tuple(pools)
-        # Every rank holds as many blocks: the one with the fewest in all has the fewest left.
-        self._tightest = min(self._pools, key=lambda pool: pool.capacity_blocks)
 
     def free_blocks(self) -> int:
-        return self._tightest.free_blocks
+        pools = self._pools
+        return pools[0].free_blocks if len(pools) == 1 else min([pool.free_blocks for pool in pools])
 
     def capacity_blocks(self) -> int:
-        return self._tightest.capacity_blocks
+        return min(pool.capacity_blocks for pool in self._pools)
 
     def used_bytes(self) -> int:
         return sum(pool.used_bytes for pool in self._pools)
 
+    def used_blocks(self) -> int:
+        return self._pools[0].held_blocks
+
     def memory_bytes(self, number: int) -> int:
         return self._pools[number].used_bytes
+
+    def take(self, blocks: int) -> bool:
+        """Take so many blocks of every memory, or none."""
+        for number, pool in enumerate(self._pools):
+            if not pool.take(blocks):
+                for taken in self._pools[:number]:
+                    taken.give(blocks)
+                return False
+        return True
+
+    def give(self, blocks: int) -> None:
+        """Give so many blocks back to every memory."""
+        for pool in self._pools:
+            pool.give(blocks)
+
+
+class CountedBlocks(PooledBlocks):
+    """Blocks without names: nothing is cached for others."""
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         return self.take(-(-tokens // self.block_tokens) + (-sequence.cached_tokens // self.block_tokens))
@@ -142,69 +180,29 @@ class CountedBlocks(EngineKV):
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
         self.give(-(-sequence.cached_tokens // self.block_tokens))
 
-    def take(self, blocks: int) -> bool:
-        """Take so many blocks of every memory, or none."""
-        if blocks > self._tightest.free_blocks:
-            return False
-        for pool in self._pools:
-            pool.take(blocks)
-        return True
 
-    def give(self, blocks: int) -> None:
-        """Give so many blocks back to every memory."""
-        for pool in self._pools:
-            pool.give(blocks)
-
-
-class StageBlocks(CountedBlocks):
-    """Blocks of pools whose size changes, or that others draw from too: those of an engine whose layers come and go."""
-
-    private = False
-
-    def __init__(self, pools: Sequence[PoolShare], block_tokens: int) -> None:
-        super().__init__(pools, block_tokens)
-        self._shares = tuple(pools)
-
-    def used_blocks(self) -> int:
-        return self._shares[0].held_blocks
-
-    def free_blocks(self) -> int:
-        if len(self._shares) == 1:
-            return self._shares[0].free_blocks
-        return min(pool.free_blocks for pool in self._shares)
-
-    def capacity_blocks(self) -> int:
-        return min(pool.capacity_blocks for pool in self._shares)
-
-    def take(self, blocks: int) -> bool:
-        if len(self._shares) == 1:
-            return self._shares[0].take(blocks)
-        return blocks <= self.free_blocks() and all(pool.take(blocks) for pool in self._shares)
-
-
-class PrefixBlocks(EngineKV):
+class PrefixBlocks(PooledBlocks):
     """Named blocks of an engine that keeps what finished sequences leave for others with the same prefix, as vLLM does:
     computed blocks are shared, and stay until somebody needs them."""
 
-    def __init__(self, counted: CountedBlocks) -> None:
-        super().__init__(counted.block_tokens)
-        self.private = counted.private
-        self._counted = counted
+    def __init__(self, pools: Sequence[PagedPool], block_tokens: int) -> None:
+        super().__init__(pools, block_tokens)
         self._blocks = SharedBlocks()
         self._names = count()
         self._keeps = True
 
     def free_blocks(self) -> int:
-        return self._counted.free_blocks() + self._blocks.evictable
-
-    def capacity_blocks(self) -> int:
-        return self._counted.capacity_blocks()
-
-    def used_bytes(self) -> int:
-        return self._counted.used_bytes()
+        return super().free_blocks() + self._blocks.evictable
 
     def used_blocks(self) -> int:
-        return self._counted.used_blocks() - self._blocks.evictable
+        return super().used_blocks() - self._blocks.evictable
+
+    def kept_bytes(self, number: int) -> int:
+        return self._pools[number].block_bytes * self._blocks.evictable
+
+    def forget(self) -> None:
+        self._keeps = False
+        self.give(len(self._blocks.evict(self._blocks.evictable)))
 
     def reuse(self, sequence: SequenceState) -> int:
         keys = self._keys(sequence, sequence.target_tokens - 1)  # one token must be computed to yield the next
@@ -217,68 +215,37 @@ class PrefixBlocks(EngineKV):
         if self._keeps and (keys := self._keys(sequence, sequence.cached_tokens)):
             self._blocks.record(keys, sequence.blocks[0])
 
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
-        held = len(sequence.blocks[0]) if sequence.blocks else 0
-        names = self._name(self.blocks_for(tokens) - held)
-        if names is None:
-            return False
-        sequence.blocks = [[*sequence.blocks[0], *names] if held else names]
-        return True
-
-    def grow_each(self, sequences: Collection[SequenceState]) -> bool:
-        names = self._name(len(sequences))
-        if names is None:
-            return False
-        for sequence, name in zip(sequences, names, strict=True):
-            sequence.blocks[0].append(name)
-        return True
-
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
         if not sequence.blocks:
             return
         if computed:
             self.keep(sequence)
-        self._counted.give(len(self._blocks.drop(sequence.blocks[0])))
+        self.give(len(self._blocks.drop(sequence.blocks[0])))
         sequence.blocks = ()
         if not self._keeps:
             self.forget()
 
-    def memory_bytes(self, number: int) -> int:
-        return self._counted.memory_bytes(number)
-
-    def kept_bytes(self, number: int) -> int:
-        kept = self._blocks.evictable
-        return kept and self.memory_bytes(number) // self._counted.used_blocks() * kept
-
-    def forget(self) -> None:
-        self._keeps = False
-        self._counted.give(len(self._blocks.evict(self._blocks.evictable)))
-
-    def _name(self, blocks: int) -> list[int] | None:
-        """So many new blocks, records given up if need be; None, and nothing taken, when they do not fit."""
-        missing = blocks - self._counted.free_blocks()
+    def _name(self, blocks: int) -> list[list[int]] | None:
+        """Records are given up if need be."""
+        missing = blocks - super().free_blocks()
         if missing > self._blocks.evictable:
             return None
         if missing > 0:
-            self._counted.give(len(self._blocks.evict(missing)))
-        if blocks > 0:
-            self._counted.take(blocks)
-        names = list(islice(self._names, max(0, blocks)))
+            self.give(len(self._blocks.evict(missing)))
+        self.take(blocks)
+        names = list(islice(self._names, blocks))
         self._blocks.add(names)
-        return names
+        return [names]
 
 
 class NamedBlocks(EngineKV):
     """Blocks of shared memories. A sequence holds one list of block ids a rank: co-location may differ from GPU to GPU of a TP
     group, and so may the ids."""
 
-    private = False
-
     def __init__(self, owner: int, managers: Sequence[KVManager], block_tokens: int) -> None:
         super().__init__(block_tokens)
         self._owner = owner
         self._managers = tuple(managers)
-        self._only = self._managers[0] if len(self._managers) == 1 else None
         self._clocks = tuple(manager for manager in managers if takes_time(manager))
         self._caches = tuple(manager for manager in managers if keeps_prefixes(manager))
         self.timed = bool(self._clocks)
@@ -307,50 +274,20 @@ class NamedBlocks(EngineKV):
             sequence.blocks = [ids[:blocks] for ids in found]
         return blocks * self.block_tokens
 
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
-        held = len(sequence.blocks[0]) if sequence.blocks else 0
-        needed = -(-tokens // self.block_tokens) - held
-        if needed <= 0:
-            return True
-        taken = self._take(needed)
-        if taken is None:
-            return False
-        if sequence.blocks:
-            for ids, more in zip(sequence.blocks, taken, strict=True):
-                ids.extend(more)
-        else:
-            sequence.blocks = taken
-        return True
-
-    def grow_each(self, sequences: Collection[SequenceState]) -> bool:
-        if self._only is not None:  # the common case, without detours
-            ids = self._only.alloc(self._owner, len(sequences))
-            if ids is None:
-                return False
-            for sequence, block in zip(sequences, ids, strict=True):
-                sequence.blocks[0].append(block)
-            return True
-        taken = self._take(len(sequences))
-        if taken is None:
-            return False
-        for rank, ids in enumerate(taken):
-            for sequence, block in zip(sequences, ids, strict=True):
-                sequence.blocks[rank].append(block)
-        return True
-
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
-        if sequence.blocks and computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
+        if not sequence.blocks:
+            return
+        if computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
             for cache, held in zip(self._caches, sequence.blocks, strict=True):
                 cache.record(self._owner, keys, held)
-        for manager, held in zip(self._managers, sequence.blocks, strict=bool(sequence.blocks)):
+        for manager, held in zip(self._managers, sequence.blocks, strict=True):
             manager.free(self._owner, held)
         sequence.blocks = ()
 
-    def _take(self, blocks: int) -> list[list[int]] | None:
-        if self._only is not None:
-            ids = self._only.alloc(self._owner, blocks)
-            return None if ids is None else [ids]
-        if blocks > self.free_blocks():  # asked first: what one rank must give back again may have cost it time
-            return None
+    def _name(self, blocks: int) -> list[list[int]] | None:
+        if not blocks:
+            return [[] for _ in self._managers]
+        if len(self._managers) > 1 and blocks > self.free_blocks():
+            return None  # asked first: what one rank must give back again may have cost it time
         taken = [manager.alloc(self._owner, blocks) for manager in self._managers]
-        return [ids for ids in taken if ids is not None]
+        return [ids for ids in taken if ids is not None] or None

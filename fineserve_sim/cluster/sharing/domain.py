@@ -146,7 +146,7 @@ def domains_of(
     domains: list[MemoryDomain] = []
     sharing: dict[int, tuple[int, ...]] = {}  # by the place of an engine, its GPUs
     for place, (engine, own) in enumerate(zip(engines, gpus_of, strict=True)):
-        if engine.kv.private:
+        if isinstance(memories[own[0]], PrivatePools):
             domains.append(PrivateDomain(engine, [memories[gpu] for gpu in own]))
         else:
             sharing[place] = own
