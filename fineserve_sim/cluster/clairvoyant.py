@@ -24,8 +24,8 @@ import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.cluster.compose.instances import place
+from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.compose.profiling import step_model
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.result import WholeTrace
 from fineserve_sim.cluster.samples import Samples

@@ -17,8 +17,8 @@ from fineserve_sim.cluster.components import Component, Placed, components, grou
 from fineserve_sim.cluster.compose.fleet import compose_fleet
 from fineserve_sim.cluster.compose.groups import compose_groups
 from fineserve_sim.cluster.compose.instances import compose, place, seats_of
+from fineserve_sim.cluster.compose.memory import caches_prefixes
 from fineserve_sim.cluster.compose.parts import Parts
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.gpu_use import Looks, looks_at
 from fineserve_sim.cluster.merge import Piece, merged
 from fineserve_sim.cluster.run import MOST_NOTES, Run, plan_faults

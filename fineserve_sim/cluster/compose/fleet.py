@@ -13,8 +13,10 @@ from fineserve_sim.cluster.compose.memory import (
     build_manager,
     fixed_bytes,
     geometry,
+    legacy_kernel,
     tenants_on,
     usable_bytes,
+    virtual_kv,
 )
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import (
@@ -25,7 +27,6 @@ from fineserve_sim.cluster.compose.policies import (
 )
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, contention_of
-from fineserve_sim.cluster.compose.virtual_memory import legacy_kernel, virtual_kv
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader

@@ -8,12 +8,19 @@ from functools import partial
 
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.memory import build_manager, engine_block_tokens, engine_kv, tenants_on, usable_bytes
+from fineserve_sim.cluster.compose.memory import (
+    build_manager,
+    caches_prefixes,
+    engine_block_tokens,
+    engine_kv,
+    legacy_kernel,
+    tenants_on,
+    usable_bytes,
+)
 from fineserve_sim.cluster.compose.parts import Parts, cluster_of
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_placement, build_schedulers
 from fineserve_sim.cluster.compose.profiling import demand_of, step_model
 from fineserve_sim.cluster.compose.sharing import SmShares, check_exclusive, contention_of
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.seat import Seat
