@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import itemgetter
 
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
 from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
@@ -52,29 +52,27 @@ class PrivateDomain(MemoryDomain):
     def __init__(self, engine: SpanEngine, memories: Sequence[KVMemory]) -> None:
         super().__init__((engine,), memories)
         self._engine = engine
-        self._kv = engine.kv
-        self._counted = engine.kv if isinstance(engine.kv, CountedBlocks) else None
         self._margin = engine.relief.boundaries_ahead if engine.relief else 0
 
     def settle(self, now: float, order: int) -> None:
         engine = self._engine
         if isinstance(engine, LoneEngine):
             engine.catch_up(now, order)
-        elif engine.next_boundary_s <= now and not self._grow(now, order):
+        elif engine.next_boundary_s <= now and not self._grow(engine.kv, now, order):
             raise AssertionError(f"engine {engine.index}: no memory inside a span")
 
-    def _grow(self, now: float, order: int) -> bool:
-        if self._counted is not None:
-            return self._counted.take(self._engine.count_boundaries(now, order))
-        return all(self._kv.grow_each(growing) for _, _, growing in self._engine.pass_boundaries(now, order))
+    def _grow(self, kv: EngineKV, now: float, order: int) -> bool:
+        if isinstance(kv, CountedBlocks):
+            return kv.take(self._engine.count_boundaries(now, order))
+        return all(kv.grow_each(growing) for _, _, growing in self._engine.pass_boundaries(now, order))
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        free, before = self._kv.free_blocks(), 1 - self._margin
-        if decodes.blocks_ahead(most - before) <= free:
-            return most
-        return max(
-            1, bisect_left(range(1, most + 1), True, key=lambda steps: decodes.blocks_ahead(steps - before) > free)
-        )
+        free, before = engine.kv.free_blocks(), 1 - self._margin
+
+        def too_long(steps: int) -> bool:
+            return decodes.blocks_ahead(steps - before) > free
+
+        return 1 + bisect_left(range(2, most + 1), True, key=too_long) if too_long(most) else most
 
 
 class SharedDomain(MemoryDomain):
@@ -83,39 +81,41 @@ class SharedDomain(MemoryDomain):
     def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVManager]) -> None:
         super().__init__(engines, memories)
         self._managers = tuple(memories)
-        self._spans = tuple(engines)
-        self._kv = {engine.index: engine.kv for engine in engines}
+        self._spans = {engine.index: engine for engine in engines}
         self._clocks = tuple(memory for memory in memories if takes_time(memory))
 
     def settle(self, now: float, order: int) -> None:
         for clock in self._clocks:
             clock.advance(now)
         growths: list[Growth] = []
-        for engine in self._spans:
+        for engine in self._spans.values():
             if engine.next_boundary_s <= now:
                 growths += engine.pass_boundaries(now, order)
-        if len(growths) > 1:
-            growths = _in_turn(growths)
-        for _, index, sequences in growths:
-            self._grow(index, sequences)
+        if growths:
+            self._grow(growths)
 
-    def _grow(self, index: int, sequences: Collection[SequenceState]) -> None:
-        if not self._kv[index].grow_each(sequences):
-            raise AssertionError(f"engine {index}: no memory inside a span")
+    def _grow(self, growths: list[Growth]) -> None:
+        """By time, then engine; one engine's growths in a row come to one."""
+        turns: list[tuple[int, list[SequenceState]]] = []
+        for _, index, sequences in sorted(growths, key=itemgetter(0, 1)):
+            if turns and turns[-1][0] == index:
+                turns[-1][1].extend(sequences)
+            else:
+                turns.append((index, [*sequences]))
+        for index, growing in turns:
+            if not self._spans[index].kv.grow_each(growing):
+                raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        engine.promised_blocks = decodes.blocks_ahead(most - 1)
-        if self._promises_fit():
-            return most
-
         def too_long(steps: int) -> bool:
             engine.promised_blocks = decodes.blocks_ahead(steps - 1)
             return not self._promises_fit()
 
-        self._recount(engine)
-        steps = max(1, bisect_left(range(1, most + 1), True, key=too_long))
-        engine.promised_blocks = decodes.blocks_ahead(steps - 1)
-        return steps
+        if too_long(most):
+            self._recount(engine)
+            most = 1 + bisect_left(range(2, most + 1), True, key=too_long)
+            engine.promised_blocks = decodes.blocks_ahead(most - 1)
+        return most
 
     def promises_hold(self, taker: Engine) -> bool:
         if self._promises_fit():
@@ -124,7 +124,7 @@ class SharedDomain(MemoryDomain):
         return self._promises_fit()
 
     def _recount(self, engine: Engine) -> None:
-        for other in self._spans:
+        for other in self._spans.values():
             if other is not engine:
                 other.recount_promise()
 
@@ -167,18 +167,3 @@ def connected(parts: Mapping[int, Collection[Hashable]]) -> list[tuple[int, ...]
         for part in (part for other in members for part in parts[other]):
             group_of[part] = members
     return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
-
-
-def _in_turn(growths: list[Growth]) -> list[Growth]:
-    """By time, then engine; one engine's growths in a row come to one."""
-    growths.sort(key=itemgetter(0, 1))
-    turns: list[Growth] = []
-    last = -1
-    together: list[SequenceState] = []
-    for end_s, index, sequences in growths:
-        if index == last:
-            together += sequences
-        else:
-            last, together = index, [*sequences]
-            turns.append((end_s, index, together))
-    return turns
