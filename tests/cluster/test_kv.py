@@ -73,7 +73,7 @@ def test_the_tightest_stage_bounds_an_engine_and_another_may_draw_beside_it() ->
     assert (here.used_bytes, there.used_bytes, pipeline.used_blocks(), alone.used_blocks()) == (100, 40, 4, 3)
     there.limit_bytes = 40
     pipeline.give(4)
-    assert pipeline.capacity_blocks() == 4 and pipeline.memory_bytes(0) == 0 and alone.memory_bytes(0) == 60
+    assert pipeline.capacity_blocks() == 4 and pipeline.pools[0].used_bytes == 0 and alone.pools[0].used_bytes == 60
     with pytest.raises(ValueError, match="4 blocks given back; it must be 0 to 3"):
         alone.give(4)
 

@@ -154,11 +154,7 @@ def build_manager(
     kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
     blocks = {tenant.engine: tenant.block for tenant in tenants}
     if isinstance(spec, KvSlabSpec):
-        slab = _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()})
-        alone = tenants[0].engine in loners and spec.reserved_slabs == 0
-        if alone and slab.plan.slab_bytes == tenants[0].block.block_bytes:
-            return PrivatePools({tenants[0].engine: (slab.plan.slab_bytes, kv_bytes)})  # the same, by counting
-        return slab
+        return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)
     if isinstance(spec, VTensorSpec):
         driver = driver_costs()
         return VTensorManager(
@@ -194,8 +190,11 @@ def virtual_kv(spec: KvCachedSpec, block: KVGeometry) -> VirtualKV:
     return VirtualKV(tensors, block.block_layer_bytes // 2, map_s, unmap_s)
 
 
-def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int]) -> KVSlabManager:
+def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int], loners: Collection[int]) -> GpuMemory:
     plan = plan_slabs(owners.values(), cap_bytes=spec.slab_cap_bytes, multiple=spec.slab_multiple)
+    first, block_bytes = next(iter(owners.items()))
+    if first in loners and spec.reserved_slabs == 0 and plan.slab_bytes == block_bytes:
+        return PrivatePools({first: (block_bytes, kv_bytes)})  # the same, by counting
     reserved = min(spec.reserved_slabs, kv_bytes // plan.slab_bytes)
     return KVSlabManager(kv_bytes, owners, plan=plan, reserved_slabs=reserved)
 
@@ -226,14 +225,13 @@ def _build_pools(spec: PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Se
             for tenant in tenants
         }
     else:
-        wanted = {tenant.engine: _wanted(spec, tenant) for tenant in tenants}
-        parts = split_bytes(kv_bytes, wanted)
+        parts = split_bytes(kv_bytes, {tenant.engine: _claim(spec, tenant) for tenant in tenants})
     return PrivatePools({tenant.engine: (tenant.block.block_bytes, parts[tenant.engine]) for tenant in tenants})
 
 
-def _wanted(spec: PrivatePoolsSpec, tenant: Tenant) -> Share:
-    block = tenant.block
+def _claim(spec: PrivatePoolsSpec, tenant: Tenant) -> Share:
     if spec.split == "equal":
         return Share(1.0, 0)
+    block = tenant.block
     least_bytes = block.blocks_for_tokens(spec.least_tokens) * block.block_bytes
     return Share(tenant.rate_per_s * block.token_bytes, least_bytes)

@@ -22,10 +22,11 @@ class EngineKV(ABC):
     """The view of one engine on the memories that it needs. As it stands: blocks have names, and a sequence a list of them for
     each memory, or one list where they are the same in all.
 
-    ``timed``: blocks can take host time (``exposed_s``).
+    ``timed``: blocks can take host time (``exposed_s``). ``pools`` are its own, one a memory; none where it shares them.
     """
 
     timed = False
+    pools: tuple[PagedPool, ...] = ()
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -46,12 +47,8 @@ class EngineKV(ABC):
         """Blocks that its sequences hold, and those that nobody else could get."""
         return self.capacity_blocks() - self.free_blocks()
 
-    def memory_bytes(self, number: int) -> int:
-        """Bytes held in one of its memories."""
-        raise AssertionError("a shared memory has its own ledger")
-
     def kept_bytes(self, number: int) -> int:
-        """Those of them that are kept for sequences to come."""
+        """Bytes in one of its pools that are kept for sequences to come."""
         return 0
 
     def forget(self) -> None:  # noqa: B027 - most keep nothing
@@ -135,36 +132,33 @@ class PooledBlocks(EngineKV):
 
     def __init__(self, pools: Sequence[PagedPool], block_tokens: int) -> None:
         super().__init__(block_tokens)
-        self._pools = tuple(pools)
+        self.pools = tuple(pools)
 
     def free_blocks(self) -> int:
-        pools = self._pools
+        pools = self.pools
         return pools[0].free_blocks if len(pools) == 1 else min([pool.free_blocks for pool in pools])
 
     def capacity_blocks(self) -> int:
-        return min(pool.capacity_blocks for pool in self._pools)
+        return min(pool.capacity_blocks for pool in self.pools)
 
     def used_bytes(self) -> int:
-        return sum(pool.used_bytes for pool in self._pools)
+        return sum(pool.used_bytes for pool in self.pools)
 
     def used_blocks(self) -> int:
-        return self._pools[0].held_blocks
-
-    def memory_bytes(self, number: int) -> int:
-        return self._pools[number].used_bytes
+        return self.pools[0].held_blocks
 
     def take(self, blocks: int) -> bool:
         """Take so many blocks of every memory, or none."""
-        for number, pool in enumerate(self._pools):
+        for number, pool in enumerate(self.pools):
             if not pool.take(blocks):
-                for taken in self._pools[:number]:
+                for taken in self.pools[:number]:
                     taken.give(blocks)
                 return False
         return True
 
     def give(self, blocks: int) -> None:
         """Give so many blocks back to every memory."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.give(blocks)
 
 
@@ -198,7 +192,7 @@ class PrefixBlocks(PooledBlocks):
         return super().used_blocks() - self._blocks.evictable
 
     def kept_bytes(self, number: int) -> int:
-        return self._pools[number].block_bytes * self._blocks.evictable
+        return self.pools[number].block_bytes * self._blocks.evictable
 
     def forget(self) -> None:
         self._keeps = False

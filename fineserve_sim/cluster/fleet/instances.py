@@ -131,11 +131,8 @@ class Instances(Fleet):
     def check(self) -> None:
         for instance in self.instances:
             instance.check()
-            held = sum(
-                self.cluster.engines[id].kv.memory_bytes(stages.index(instance))
-                for id, stages in self._stages.items()
-                if instance in stages
-            )
+            pools = [pool for id in self._stages for pool in self.cluster.engines[id].kv.pools]
+            held = sum(pool.used_bytes for pool in pools if pool.memory is instance.kv)
             assert instance.kv.used_bytes == held, f"instance {instance.id}: KV bytes that no engine has"
 
     # --- looks at everything ---------------------------------------------------------------------------------------

@@ -16,26 +16,26 @@ needs, for a smaller pool could never serve it. The paper states neither rule; b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import KVLedger, KVManager
 
 
+@dataclass(slots=True)
 class BytePool:
     """KV memory of ``limit_bytes``, which may change, with ``used_bytes`` of it taken."""
 
-    __slots__ = ("limit_bytes", "used_bytes")
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+    limit_bytes: int
+    used_bytes: int = 0
 
     @property
     def free_bytes(self) -> int:
         return self.limit_bytes - self.used_bytes
 
 
+@dataclass(slots=True)
 class PagedPool:
     """Blocks of ``block_bytes`` that one engine holds in a memory, alone or beside others.
 
@@ -43,16 +43,16 @@ class PagedPool:
         ValueError: a block below 1 byte or a negative share.
     """
 
-    __slots__ = ("block_bytes", "held_blocks", "memory")
+    block_bytes: int
+    memory: BytePool
+    held_blocks: int = 0
 
-    def __init__(self, block_bytes: int, memory: BytePool) -> None:
-        if block_bytes < 1 or memory.limit_bytes < 0:
+    def __post_init__(self) -> None:
+        limit_bytes = self.memory.limit_bytes
+        if self.block_bytes < 1 or limit_bytes < 0:
             raise ValueError(
-                f"paged pool: {memory.limit_bytes} bytes in blocks of {block_bytes}; need bytes >= 0 and blocks >= 1"
+                f"paged pool: {limit_bytes} bytes in blocks of {self.block_bytes}; need bytes >= 0 and blocks >= 1"
             )
-        self.block_bytes = block_bytes
-        self.memory = memory
-        self.held_blocks = 0
 
     @property
     def free_blocks(self) -> int:
