@@ -13,78 +13,27 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import itemgetter
 
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
+from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
 from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
-from fineserve_sim.policy.interfaces import KVManager, KVMemory, takes_time
+from fineserve_sim.policy.interfaces import takes_time
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 
 class MemoryDomain:
-    """Engines whose KV memory is one. As it stands: those over the same instances, whose batches are planned one by one.
-    Nothing is promised to them, and the instances check their bytes."""
+    """A connected set of engines over shared memories. Pipelines over the same instances are one, too: they plan batches one by
+    one, so nothing is promised to them, and the instances check their bytes."""
 
-    def __init__(self, engines: Sequence[Engine], memories: Sequence[KVMemory] = ()) -> None:
+    def __init__(self, engines: Sequence[Engine], memories: Sequence[GpuMemory] = ()) -> None:
         self.engines = tuple(engines)
         self._memories = tuple(memories)
+        self._spans = {engine.index: engine for engine in engines if isinstance(engine, SpanEngine)}
+        self._managers = tuple(memory for memory in memories if not isinstance(memory, PrivatePools))
+        self._clocks = tuple(memory for memory in self._managers if takes_time(memory))
 
     def settle(self, now: float, order: int) -> None:
         """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
-
-    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
-        promised them."""
-        return 1
-
-    def promises_hold(self, taker: Engine) -> bool:
-        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
-        return True
-
-    def check(self) -> None:
-        for memory in self._memories:
-            memory.check()
-
-
-class PrivateDomain(MemoryDomain):
-    """One engine over private pools."""
-
-    def __init__(self, engine: SpanEngine, memories: Sequence[KVMemory]) -> None:
-        super().__init__((engine,), memories)
-        self._engine = engine
-        self._margin = engine.relief.boundaries_ahead if engine.relief else 0
-
-    def settle(self, now: float, order: int) -> None:
-        engine = self._engine
-        if isinstance(engine, LoneEngine):
-            engine.catch_up(now, order)
-        elif engine.next_boundary_s <= now and not self._grow(engine.kv, now, order):
-            raise AssertionError(f"engine {engine.index}: no memory inside a span")
-
-    def _grow(self, kv: EngineKV, now: float, order: int) -> bool:
-        if isinstance(kv, CountedBlocks):
-            return kv.take(self._engine.count_boundaries(now, order))
-        return all(kv.grow_each(growing) for _, _, growing in self._engine.pass_boundaries(now, order))
-
-    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        free, before = engine.kv.free_blocks(), 1 - self._margin
-
-        def too_long(steps: int) -> bool:
-            return decodes.blocks_ahead(steps - before) > free
-
-        return 1 + bisect_left(range(2, most + 1), True, key=too_long) if too_long(most) else most
-
-
-class SharedDomain(MemoryDomain):
-    """A connected set of engines over shared memories."""
-
-    def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVManager]) -> None:
-        super().__init__(engines, memories)
-        self._managers = tuple(memories)
-        self._spans = {engine.index: engine for engine in engines}
-        self._clocks = tuple(memory for memory in memories if takes_time(memory))
-
-    def settle(self, now: float, order: int) -> None:
         for clock in self._clocks:
             clock.advance(now)
         growths: list[Growth] = []
@@ -107,6 +56,9 @@ class SharedDomain(MemoryDomain):
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
+        promised them."""
+
         def too_long(steps: int) -> bool:
             engine.promised_blocks = decodes.blocks_ahead(steps - 1)
             return not self._promises_fit()
@@ -118,6 +70,7 @@ class SharedDomain(MemoryDomain):
         return most
 
     def promises_hold(self, taker: Engine) -> bool:
+        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
         if self._promises_fit():
             return True
         self._recount(taker)
@@ -133,6 +86,40 @@ class SharedDomain(MemoryDomain):
         for memory in self._managers:  # noqa: SIM110 - half the time of a generator
             if not memory.fits(demands):
                 return False
+        return True
+
+    def check(self) -> None:
+        for memory in self._memories:
+            memory.check()
+
+
+class PrivateDomain(MemoryDomain):
+    """One engine over private pools, which has nobody to promise anything to."""
+
+    def __init__(self, engine: SpanEngine, memories: Sequence[GpuMemory]) -> None:
+        super().__init__((engine,), memories)
+        self._engine = engine
+        self._margin = engine.relief.boundaries_ahead if engine.relief else 0
+
+    def settle(self, now: float, order: int) -> None:
+        engine = self._engine
+        if isinstance(engine, LoneEngine):
+            engine.catch_up(now, order)
+        elif engine.next_boundary_s <= now:
+            if not isinstance(engine.kv, CountedBlocks):
+                self._grow([*engine.pass_boundaries(now, order)])
+            elif not engine.kv.take(engine.count_boundaries(now, order)):
+                raise AssertionError(f"engine {engine.index}: no memory inside a span")
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        free, before = engine.kv.free_blocks(), 1 - self._margin
+
+        def too_long(steps: int) -> bool:
+            return decodes.blocks_ahead(steps - before) > free
+
+        return 1 + bisect_left(range(2, most + 1), True, key=too_long) if too_long(most) else most
+
+    def promises_hold(self, taker: Engine) -> bool:
         return True
 
 
@@ -152,8 +139,7 @@ def domains_of(
             sharing[place] = own
     for members in connected(sharing):
         gpus = sorted({gpu for place in members for gpu in sharing[place]})
-        managers = [memory for gpu in gpus if not isinstance(memory := memories[gpu], PrivatePools)]
-        domains.append(SharedDomain([engines[place] for place in members], managers))
+        domains.append(MemoryDomain([engines[place] for place in members], [memories[gpu] for gpu in gpus]))
     return domains
 
 
