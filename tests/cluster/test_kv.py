@@ -80,5 +80,22 @@ def test_the_tightest_stage_bounds_an_engine_and_another_may_draw_beside_it() ->
 
 def test_what_comes_from_elsewhere_takes_all_its_blocks_or_none() -> None:
     kv = CountedBlocks([PagedPool(16, BytePool(64))], 4)
-    assert kv.hold(sequence(12, cached=13)) and kv.free_blocks() == 0
-    assert not kv.hold(sequence(12, cached=1))
+    assert kv.hold(sequence(12, cached=13), {}) and kv.free_blocks() == 0
+    assert not kv.hold(sequence(12, cached=1), {})
+
+
+def test_what_comes_from_elsewhere_with_the_same_prefix_shares_its_blocks() -> None:
+    """Of nobody else, though, before it has come: a block under way is no use to a request that begins."""
+    kv, came = PrefixBlocks([PagedPool(16, BytePool(80))], 4), dict[tuple[int, int], int]()
+    first, second, third = sequence(12, 7, 8, cached=9), sequence(12, 7, 9, cached=10), sequence(12, 7, 8, 9, cached=12)
+    assert kv.hold(first, came) and kv.free_blocks() == 2
+    assert kv.hold(second, came) and kv.free_blocks() == 0
+    assert first.blocks[0][0] == second.blocks[0][0] and not set(first.blocks[0][1:]) & set(second.blocks[0])
+    assert not kv.hold(third, came) and not third.blocks and kv.used_bytes() == 80
+    assert kv.reuse(sequence(12, 7, 8, 9)) == 0
+    kv.keep(first)
+    assert kv.reuse(third) == 8 and third.blocks[0] == first.blocks[0][:2]
+    for each in (first, second, third):
+        kv.release(each, computed=False)
+    kv.forget()
+    assert kv.used_bytes() == 0

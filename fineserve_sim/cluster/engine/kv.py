@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from itertools import count, islice
+from itertools import count, islice, takewhile
 
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.policy.interfaces import KVManager, keeps_prefixes, takes_time
 from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
+
+Place = tuple[int, int]
+"""A block's place in its sequence, and its key."""
 
 
 class EngineKV(ABC):
@@ -79,13 +82,11 @@ class EngineKV(ABC):
         """Its prefill is done: let others have its full blocks, where sequences that run share them."""
         return
 
-    def hold(self, sequence: SequenceState) -> bool:
-        """Give a sequence that comes from elsewhere the blocks of all that it has cached, or nothing."""
-        sequence.blocks = ()
-        tokens, sequence.cached_tokens = sequence.cached_tokens, 0
-        fits = self.grow(sequence, tokens)
-        sequence.cached_tokens = tokens
-        return fits
+    def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
+        """Give a sequence that comes from elsewhere and holds nothing the blocks of all that it has cached, or nothing. Where
+        prefixes are cached it shares those of ``came``, which come with others at the same time, and adds its own; as they are
+        under way yet, none is kept."""
+        return self.grow(sequence, sequence.cached_tokens)
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         """Give ``sequence``, which does not decode, the blocks that hold ``tokens`` tokens in all. False, and nothing taken,
@@ -165,6 +166,9 @@ class PooledBlocks(EngineKV):
 class CountedBlocks(PooledBlocks):
     """Blocks without names: nothing is cached for others."""
 
+    def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
+        return self.take(self.blocks_for(sequence.cached_tokens))
+
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
         return self.take(-(-tokens // self.block_tokens) + (-sequence.cached_tokens // self.block_tokens))
 
@@ -208,6 +212,18 @@ class PrefixBlocks(PooledBlocks):
     def keep(self, sequence: SequenceState) -> None:
         if self._keeps and (keys := self._keys(sequence, sequence.cached_tokens)):
             self._blocks.record(keys, sequence.blocks[0])
+
+    def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
+        places = [*enumerate(self._keys(sequence, sequence.cached_tokens))]
+        shared = [came[place] for place in takewhile(came.__contains__, places)]
+        self._blocks.share(shared)
+        sequence.blocks = [shared]
+        fits = self.grow(sequence, sequence.cached_tokens)
+        if fits:
+            came.update(zip(places, sequence.blocks[0], strict=False))
+        else:
+            self.release(sequence, computed=False)
+        return fits
 
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
         if not sequence.blocks:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from fineserve_sim.cluster.engine.kv import Place
 from fineserve_sim.cluster.engine.links import Done, Link, Transfer
 from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, PipelineEngine
 from fineserve_sim.cluster.engine.sequence import SequenceState
@@ -69,8 +70,9 @@ class Exchange:
     def carry_over(self, merged: PipelineEngine, started: Sequence[Moving], held: dict[int, range], now: float) -> None:
         """Started sequences go on in the merged engine, when it has all their KV. ``held``: who had which layers."""
         moving: list[Moving] = []
+        came: dict[Place, int] = {}
         for sequence, holders in sorted(started, key=lambda pair: arrival_order(pair[0])):
-            if not merged.kv.hold(sequence):  # ranges that round to whole layers may leave a stage short
+            if not merged.kv.hold(sequence, came):  # ranges that round to whole layers may leave a stage short
                 sequence.lose_kv()
                 merged.accept(sequence)
                 continue

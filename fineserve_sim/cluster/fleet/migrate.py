@@ -88,7 +88,7 @@ class Migrations:
         source.kv.release(sequence)
         self._home.cluster.touch(source)
         self._release(destination, move.reserved_blocks)
-        held = destination.kv.hold(sequence)
+        held = destination.kv.hold(sequence, {})
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._home.cluster.settle_now(destination, now)
         destination.adopt(sequence, now)

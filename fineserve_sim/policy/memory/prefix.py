@@ -59,6 +59,11 @@ class SharedBlocks:
         """New blocks, each held by one sequence."""
         self._references.update(dict.fromkeys(blocks, 1))
 
+    def share(self, blocks: Iterable[int]) -> None:
+        """One sequence more holds these blocks, which others hold."""
+        for block in blocks:
+            self._references[block] += 1
+
     def drop(self, blocks: Sequence[int]) -> list[int]:
         """A sequence lets go of ``blocks``; returns those that nobody holds any more.
 
