@@ -20,7 +20,7 @@ from fineserve_sim.catalog import (
     graph_bytes,
     weight_bytes,
 )
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry
@@ -29,14 +29,7 @@ from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, sp
 from fineserve_sim.policy.memory.slab import KVSlabManager, plan_slabs
 from fineserve_sim.policy.memory.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
 from fineserve_sim.policy.placement.fineserve import base_footprint
-from fineserve_sim.systems.spec import (
-    ContiguousSpec,
-    KvCachedSpec,
-    KvSlabSpec,
-    MemorySpec,
-    PrivatePoolsSpec,
-    VTensorSpec,
-)
+from fineserve_sim.systems import spec as specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +60,30 @@ def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
     )
 
 
-def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: MemorySpec) -> int:
+def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: specs.MemorySpec) -> int:
     """Tokens of the unit in which ``memory`` gives KV to an engine of this model: its rows of chunks, its whole reservation, or
     the engine's own block. Raises ScenarioError when a chunk holds no token."""
-    if isinstance(memory, VTensorSpec):
+    if isinstance(memory, specs.VTensorSpec):
         try:
             block = geometry(served, settings)
             return tokens_per_chunk(block.block_layer_bytes // block.tokens_per_block // 2, memory.chunk_bytes)
         except ValueError as error:
             raise ScenarioError(f"model {served.id}: {error}") from error
-    if isinstance(memory, ContiguousSpec):
+    if isinstance(memory, specs.ContiguousSpec):
         return min(served.model.max_context_tokens, memory.max_tokens or served.model.max_context_tokens)
     return settings.block_tokens
 
 
-def legacy_kernel(memory: MemorySpec) -> AttentionVariant | None:
+def legacy_kernel(memory: specs.MemorySpec) -> AttentionVariant | None:
     """The attention kernel that a memory policy forces upon its engines; None: today's."""
-    if isinstance(memory, PrivatePoolsSpec) and memory.attention != "current":
+    if isinstance(memory, specs.PrivatePoolsSpec) and memory.attention != "current":
         return attention_variant(memory.attention)
     return None
 
 
-def caches_prefixes(memory: MemorySpec) -> bool:
+def caches_prefixes(memory: specs.MemorySpec) -> bool:
     """Whether blocks of sequences that ended serve others with the same prefix."""
-    return isinstance(memory, PrivatePoolsSpec | VTensorSpec) and memory.prefix_cache
+    return isinstance(memory, specs.PrivatePoolsSpec | specs.VTensorSpec) and memory.prefix_cache
 
 
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
@@ -139,7 +132,7 @@ def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: 
 
 
 def build_manager(
-    spec: MemorySpec,
+    spec: specs.MemorySpec,
     usable: int,
     tenants: Sequence[Tenant],
     loners: Collection[int] = (),
@@ -153,9 +146,9 @@ def build_manager(
     """
     kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
     blocks = {tenant.engine: tenant.block for tenant in tenants}
-    if isinstance(spec, KvSlabSpec):
+    if isinstance(spec, specs.KvSlabSpec):
         return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)
-    if isinstance(spec, VTensorSpec):
+    if isinstance(spec, specs.VTensorSpec):
         driver = driver_costs()
         return VTensorManager(
             kv_bytes,
@@ -164,9 +157,10 @@ def build_manager(
             trim_s=spec.trim_s,
             costs=ChunkCosts(driver.create_s.value, driver.map_s.value, ahead=spec.extend == "ahead"),
         )
-    if isinstance(spec, KvCachedSpec):
+    if isinstance(spec, specs.KvCachedSpec):
         return _build_kvcached(spec, kv_bytes, blocks, virtual)
-    return _build_pools(spec if isinstance(spec, PrivatePoolsSpec) else PrivatePoolsSpec(), usable, kv_bytes, tenants)
+    pools = spec if isinstance(spec, specs.PrivatePoolsSpec) else specs.PrivatePoolsSpec()
+    return _build_pools(pools, usable, kv_bytes, tenants)
 
 
 def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, caches: bool = False) -> EngineKV:
@@ -175,10 +169,10 @@ def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, c
     pools = [memory.pool(owner) for memory in memories if isinstance(memory, PrivatePools)]
     if pools:
         return (PrefixBlocks if caches else CountedBlocks)(pools, block_tokens)
-    return NamedBlocks(owner, [memory for memory in memories if not isinstance(memory, PrivatePools)], block_tokens)
+    return EngineKV(block_tokens, [memory for memory in memories if not isinstance(memory, PrivatePools)], owner)
 
 
-def virtual_kv(spec: KvCachedSpec, block: KVGeometry) -> VirtualKV:
+def virtual_kv(spec: specs.KvCachedSpec, block: KVGeometry) -> VirtualKV:
     """The KV tensors of an engine with this block. A page is created and mapped in every tensor, or by one batched call where
     layers lie side by side."""
     driver, tensors = driver_costs(), 2 * block.layers
@@ -190,7 +184,7 @@ def virtual_kv(spec: KvCachedSpec, block: KVGeometry) -> VirtualKV:
     return VirtualKV(tensors, block.block_layer_bytes // 2, map_s, unmap_s)
 
 
-def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int], loners: Collection[int]) -> GpuMemory:
+def _build_slab(spec: specs.KvSlabSpec, kv_bytes: int, owners: Mapping[int, int], loners: Collection[int]) -> GpuMemory:
     plan = plan_slabs(owners.values(), cap_bytes=spec.slab_cap_bytes, multiple=spec.slab_multiple)
     first, block_bytes = next(iter(owners.items()))
     if first in loners and spec.reserved_slabs == 0 and plan.slab_bytes == block_bytes:
@@ -200,7 +194,7 @@ def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int], lone
 
 
 def _build_kvcached(
-    spec: KvCachedSpec, kv_bytes: int, blocks: Mapping[int, KVGeometry], virtual_bytes: int | None
+    spec: specs.KvCachedSpec, kv_bytes: int, blocks: Mapping[int, KVGeometry], virtual_bytes: int | None
 ) -> KvCachedManager:
     buffered = spec.mode == "buffered"
     try:
@@ -216,7 +210,7 @@ def _build_kvcached(
         raise ScenarioError(str(error)) from error
 
 
-def _build_pools(spec: PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Sequence[Tenant]) -> PrivatePools:
+def _build_pools(spec: specs.PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Sequence[Tenant]) -> PrivatePools:
     """A share that does not even hold the model leaves it no KV memory."""
     if spec.split == "footprint":
         footprints = sum(tenant.footprint_bytes for tenant in tenants)
@@ -229,7 +223,7 @@ def _build_pools(spec: PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Se
     return PrivatePools({tenant.engine: (tenant.block.block_bytes, parts[tenant.engine]) for tenant in tenants})
 
 
-def _claim(spec: PrivatePoolsSpec, tenant: Tenant) -> Share:
+def _claim(spec: specs.PrivatePoolsSpec, tenant: Tenant) -> Share:
     if spec.split == "equal":
         return Share(1.0, 0)
     block = tenant.block

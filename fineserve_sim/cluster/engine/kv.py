@@ -8,7 +8,6 @@ cached, a block of a private pool has a name as well, the same in every memory.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from itertools import count, islice, takewhile
 
@@ -21,30 +20,34 @@ Place = tuple[int, int]
 """A block's place in its sequence, and its key."""
 
 
-class EngineKV(ABC):
-    """The view of one engine on the memories that it needs. As it stands: blocks have names, and a sequence a list of them for
-    each memory, or one list where they are the same in all.
+class EngineKV:
+    """The view of one engine on the memories that it needs. As it stands these are shared, and know it by its ``owner`` id: a
+    sequence holds one list of block ids a rank, for co-location may differ from GPU to GPU of a TP group, and so may the ids.
 
     ``timed``: blocks can take host time (``exposed_s``). ``pools`` are its own, one a memory; none where it shares them.
     """
 
-    timed = False
     pools: tuple[PagedPool, ...] = ()
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, managers: Sequence[KVManager] = (), owner: int = -1) -> None:
         self.block_tokens = block_tokens
+        self._owner = owner
+        self._managers = tuple(managers)
+        self._clocks = tuple(manager for manager in managers if takes_time(manager))
+        self._caches = tuple(manager for manager in managers if keeps_prefixes(manager))
+        self.timed = bool(self._clocks)
 
-    @abstractmethod
     def free_blocks(self) -> int:
         """Blocks that the engine could get now."""
+        return min(manager.free_blocks(self._owner) for manager in self._managers)
 
-    @abstractmethod
     def capacity_blocks(self) -> int:
         """Blocks that fit when every other engine holds nothing."""
+        return min(manager.capacity_blocks(self._owner) for manager in self._managers)
 
-    @abstractmethod
     def used_bytes(self) -> int:
         """Bytes held by this engine, over all memories."""
+        return sum(manager.used_bytes(self._owner) for manager in self._managers)
 
     def used_blocks(self) -> int:
         """Blocks that its sequences hold, and those that nobody else could get."""
@@ -54,7 +57,7 @@ class EngineKV(ABC):
         """Bytes in one of its pools that are kept for sequences to come."""
         return 0
 
-    def forget(self) -> None:  # noqa: B027 - most keep nothing
+    def forget(self) -> None:
         """Give up all that is kept for sequences to come, and keep nothing more: the memory goes to somebody else."""
 
     def free_tokens(self) -> int:
@@ -71,16 +74,24 @@ class EngineKV(ABC):
 
     def exposed_s(self) -> float:
         """Seconds from now until the engine's blocks can be used."""
-        return 0.0
+        return max((clock.exposed_s(self._owner) for clock in self._clocks), default=0.0)
 
     def reuse(self, sequence: SequenceState) -> int:
         """Give ``sequence``, which holds nothing, the cached blocks of its prefix. Returns the tokens in them, fewer than it
         must prefill."""
-        return 0
+        keys = self._keys(sequence, sequence.target_tokens - 1)  # one token must be computed to yield the next
+        if not (keys and self._caches):
+            return 0
+        found = [cache.match(self._owner, keys) for cache in self._caches]
+        blocks = min(map(len, found))
+        for cache, ids in zip(self._caches, found, strict=True):
+            cache.free(self._owner, ids[blocks:])
+        if blocks:
+            sequence.blocks = [ids[:blocks] for ids in found]
+        return blocks * self.block_tokens
 
     def keep(self, sequence: SequenceState) -> None:
         """Its prefill is done: let others have its full blocks, where sequences that run share them."""
-        return
 
     def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
         """Give a sequence that comes from elsewhere and holds nothing the blocks of all that it has cached, or nothing. Where
@@ -111,14 +122,26 @@ class EngineKV(ABC):
                 sequence.blocks[number].append(block)
         return True
 
-    @abstractmethod
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
         """Take back all blocks of a sequence that does not decode (any more). Without ``computed`` its cached tokens were still
         under way, so nothing of them is kept for others."""
+        if not sequence.blocks:
+            return
+        if computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
+            for cache, held in zip(self._caches, sequence.blocks, strict=True):
+                cache.record(self._owner, keys, held)
+        for manager, held in zip(self._managers, sequence.blocks, strict=True):
+            manager.free(self._owner, held)
+        sequence.blocks = ()
 
     def _name(self, blocks: int) -> list[list[int]] | None:
         """So many new blocks of every memory; None, and nothing taken, when they do not fit."""
-        raise NotImplementedError
+        if not blocks:
+            return [[] for _ in self._managers]
+        if len(self._managers) > 1 and blocks > self.free_blocks():
+            return None  # asked first: what one rank must give back again may have cost it time
+        taken = [manager.alloc(self._owner, blocks) for manager in self._managers]
+        return [ids for ids in taken if ids is not None] or None
 
     def _keys(self, sequence: SequenceState, tokens: int) -> tuple[int, ...]:
         """The keys of the full blocks among its first ``tokens`` tokens, as far as its prefix is known."""
@@ -246,58 +269,3 @@ class PrefixBlocks(PooledBlocks):
         names = list(islice(self._names, blocks))
         self._blocks.add(names)
         return [names]
-
-
-class NamedBlocks(EngineKV):
-    """Blocks of shared memories. A sequence holds one list of block ids a rank: co-location may differ from GPU to GPU of a TP
-    group, and so may the ids."""
-
-    def __init__(self, owner: int, managers: Sequence[KVManager], block_tokens: int) -> None:
-        super().__init__(block_tokens)
-        self._owner = owner
-        self._managers = tuple(managers)
-        self._clocks = tuple(manager for manager in managers if takes_time(manager))
-        self._caches = tuple(manager for manager in managers if keeps_prefixes(manager))
-        self.timed = bool(self._clocks)
-
-    def free_blocks(self) -> int:
-        return min(manager.free_blocks(self._owner) for manager in self._managers)
-
-    def capacity_blocks(self) -> int:
-        return min(manager.capacity_blocks(self._owner) for manager in self._managers)
-
-    def used_bytes(self) -> int:
-        return sum(manager.used_bytes(self._owner) for manager in self._managers)
-
-    def exposed_s(self) -> float:
-        return max((clock.exposed_s(self._owner) for clock in self._clocks), default=0.0)
-
-    def reuse(self, sequence: SequenceState) -> int:
-        keys = self._keys(sequence, sequence.target_tokens - 1)  # one token must be computed to yield the next
-        if not (keys and self._caches):
-            return 0
-        found = [cache.match(self._owner, keys) for cache in self._caches]
-        blocks = min(map(len, found))
-        for cache, ids in zip(self._caches, found, strict=True):
-            cache.free(self._owner, ids[blocks:])
-        if blocks:
-            sequence.blocks = [ids[:blocks] for ids in found]
-        return blocks * self.block_tokens
-
-    def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
-        if not sequence.blocks:
-            return
-        if computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
-            for cache, held in zip(self._caches, sequence.blocks, strict=True):
-                cache.record(self._owner, keys, held)
-        for manager, held in zip(self._managers, sequence.blocks, strict=True):
-            manager.free(self._owner, held)
-        sequence.blocks = ()
-
-    def _name(self, blocks: int) -> list[list[int]] | None:
-        if not blocks:
-            return [[] for _ in self._managers]
-        if len(self._managers) > 1 and blocks > self.free_blocks():
-            return None  # asked first: what one rank must give back again may have cost it time
-        taken = [manager.alloc(self._owner, blocks) for manager in self._managers]
-        return [ids for ids in taken if ids is not None] or None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
-from itertools import count
 
 
 def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
@@ -41,10 +40,8 @@ class SharedBlocks:
         self._end_of: dict[int, tuple[int, int]] = {}  # by recorded block, its place and key
         self._used: dict[int, int] = {}  # by recorded block, the tick of its last use
         self._tick = 0
-        # A heap: use and -place of the run's last block, turn, run.
-        self._runs: list[tuple[int, int, int, list[int]]] = []
+        self._runs: list[tuple[int, int, list[int]]] = []  # a heap: use and -place of the run's last block, run
         self._in_runs: set[int] = set()
-        self._turns = count()
         self.evictable = 0
 
     def __len__(self) -> int:
@@ -87,7 +84,7 @@ class SharedBlocks:
         self.evictable += len(idle)
         if run := [block for block in idle if block not in self._in_runs]:
             self._in_runs.update(run)
-            heappush(self._runs, (*self._rank(run[-1]), next(self._turns), run))
+            heappush(self._runs, (*self._rank(run[-1]), run))
         return free
 
     def match(self, keys: Sequence[int]) -> list[int]:
@@ -114,7 +111,7 @@ class SharedBlocks:
         none left that nobody holds."""
         gone: list[int] = []
         while len(gone) < number and self._runs:
-            used, minus_place, turn, run = self._runs[0]
+            used, minus_place, run = self._runs[0]
             while run and len(gone) < number and self._references[run[-1]] == 1:
                 if self._rank(run[-1]) != (used, minus_place):
                     break
@@ -123,7 +120,7 @@ class SharedBlocks:
             if run and self._references[run[-1]] > 1:
                 self._in_runs.remove(run.pop())  # until it is let go again
             if run:
-                heapreplace(self._runs, (*self._rank(run[-1]), turn, run))
+                heapreplace(self._runs, (*self._rank(run[-1]), run))
             else:
                 heappop(self._runs)
         self.evictable -= len(gone)
