@@ -11,15 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fineserve_sim.catalog import (
-    AttentionVariant,
-    activation_bytes,
-    attention_variant,
-    deployment,
-    driver_costs,
-    graph_bytes,
-    weight_bytes,
-)
+from fineserve_sim import catalog
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
@@ -74,10 +66,10 @@ def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: s
     return settings.block_tokens
 
 
-def legacy_kernel(memory: specs.MemorySpec) -> AttentionVariant | None:
+def legacy_kernel(memory: specs.MemorySpec) -> catalog.AttentionVariant | None:
     """The attention kernel that a memory policy forces upon its engines; None: today's."""
     if isinstance(memory, specs.PrivatePoolsSpec) and memory.attention != "current":
-        return attention_variant(memory.attention)
+        return catalog.attention_variant(memory.attention)
     return None
 
 
@@ -88,16 +80,16 @@ def caches_prefixes(memory: specs.MemorySpec) -> bool:
 
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Weights, context and, where its deployment replays them, CUDA graphs of one engine process, on each GPU."""
-    graphs = graph_bytes(served.model, served.tp) if deployment(settings.deployment).replays_graphs else 0
-    return weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes + graphs
+    deployed = catalog.deployment(settings.deployment)
+    graphs = catalog.graph_bytes(served.model, served.tp) if deployed.replays_graphs else 0
+    return catalog.weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes + graphs
 
 
 def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Activations of a full step: the token budget, and a row of logits for every sequence."""
     sampled = min(settings.max_sequences, settings.token_budget)
-    return activation_bytes(
-        served.model, served.tp, settings.token_budget, sampled, deployment(settings.deployment).logit_bytes
-    )
+    logit_bytes = catalog.deployment(settings.deployment).logit_bytes
+    return catalog.activation_bytes(served.model, served.tp, settings.token_budget, sampled, logit_bytes)
 
 
 def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
@@ -149,7 +141,7 @@ def build_manager(
     if isinstance(spec, specs.KvSlabSpec):
         return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)
     if isinstance(spec, specs.VTensorSpec):
-        driver = driver_costs()
+        driver = catalog.driver_costs()
         return VTensorManager(
             kv_bytes,
             {engine: 2 * block.layers for engine, block in blocks.items()},
@@ -175,7 +167,7 @@ def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, c
 def virtual_kv(spec: specs.KvCachedSpec, block: KVGeometry) -> VirtualKV:
     """The KV tensors of an engine with this block. A page is created and mapped in every tensor, or by one batched call where
     layers lie side by side."""
-    driver, tensors = driver_costs(), 2 * block.layers
+    driver, tensors = catalog.driver_costs(), 2 * block.layers
     if spec.mode == "contiguous":
         map_s = unmap_s = driver.batched_map_s.value
     else:

@@ -16,9 +16,6 @@ from fineserve_sim.policy.interfaces import KVManager, keeps_prefixes, takes_tim
 from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 
-Place = tuple[int, int]
-"""A block's place in its sequence, and its key."""
-
 
 class EngineKV:
     """The view of one engine on the memories that it needs. As it stands these are shared, and know it by its ``owner`` id: a
@@ -93,10 +90,10 @@ class EngineKV:
     def keep(self, sequence: SequenceState) -> None:
         """Its prefill is done: let others have its full blocks, where sequences that run share them."""
 
-    def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
+    def hold(self, sequence: SequenceState, came: dict[tuple[int, int], int]) -> bool:
         """Give a sequence that comes from elsewhere and holds nothing the blocks of all that it has cached, or nothing. Where
-        prefixes are cached it shares those of ``came``, which come with others at the same time, and adds its own; as they are
-        under way yet, none is kept."""
+        prefixes are cached it shares those of ``came``, which come with others at the same time, and adds its own, by place and
+        key; as they are under way yet, none is kept."""
         return self.grow(sequence, sequence.cached_tokens)
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
@@ -189,7 +186,7 @@ class PooledBlocks(EngineKV):
 class CountedBlocks(PooledBlocks):
     """Blocks without names: nothing is cached for others."""
 
-    def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
+    def hold(self, sequence: SequenceState, came: dict[tuple[int, int], int]) -> bool:
         return self.take(self.blocks_for(sequence.cached_tokens))
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
@@ -236,7 +233,7 @@ class PrefixBlocks(PooledBlocks):
         if self._keeps and (keys := self._keys(sequence, sequence.cached_tokens)):
             self._blocks.record(keys, sequence.blocks[0])
 
-    def hold(self, sequence: SequenceState, came: dict[Place, int]) -> bool:
+    def hold(self, sequence: SequenceState, came: dict[tuple[int, int], int]) -> bool:
         places = [*enumerate(self._keys(sequence, sequence.cached_tokens))]
         shared = [came[place] for place in takewhile(came.__contains__, places)]
         self._blocks.share(shared)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from fineserve_sim.cluster.engine.kv import Place
 from fineserve_sim.cluster.engine.links import Done, Link, Transfer
 from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, PipelineEngine
 from fineserve_sim.cluster.engine.sequence import SequenceState
@@ -70,7 +69,7 @@ class Exchange:
     def carry_over(self, merged: PipelineEngine, started: Sequence[Moving], held: dict[int, range], now: float) -> None:
         """Started sequences go on in the merged engine, when it has all their KV. ``held``: who had which layers."""
         moving: list[Moving] = []
-        came: dict[Place, int] = {}
+        came: dict[tuple[int, int], int] = {}
         for sequence, holders in sorted(started, key=lambda pair: arrival_order(pair[0])):
             if not merged.kv.hold(sequence, came):  # ranges that round to whole layers may leave a stage short
                 sequence.lose_kv()

@@ -288,7 +288,7 @@ class ModelFleet(Fleet):
             gpu = left.pop()
             if gpu not in seen:
                 seen.add(gpu)
-                here = self._cluster.contention.engines_on(gpu)
+                here = self._cluster.contention.demands[gpu].keys()
                 left += [other for engine in here - found for other in self._residents[engine].gpus]
                 found |= here
         return found

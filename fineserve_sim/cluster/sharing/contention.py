@@ -7,27 +7,23 @@ or when the engine idles. An engine over several GPUs keeps the pace that it has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
 
 class Contention:
-    """Demands of every engine, and the slowdowns that follow. ``laws`` by GPU; ``gpus_of`` the engines that are here."""
+    """``demands`` by GPU and engine, as the GPU's law sees them, and the ``slowdowns`` that follow by engine, of those that are
+    here. ``laws`` by GPU."""
 
     def __init__(self, laws: Mapping[int, SharingLaw]) -> None:
         self._laws = laws
         self._sm_share: dict[int, float] = {}
-        # By GPU and engine, demands as the law sees them.
-        self._demands: dict[int, dict[int, Demand]] = {gpu: {} for gpu in laws}
+        self.demands: dict[int, dict[int, Demand]] = {gpu: {} for gpu in laws}
         self._paces: dict[int, dict[int, float]] = {gpu: {} for gpu in laws}
         self.gpus_of: dict[int, tuple[int, ...]] = {}
         self.slowdowns: dict[int, float] = {}
         self._neighbours: dict[int, tuple[int, ...]] = {}
-
-    def engines_on(self, gpu: int) -> Set[int]:
-        """The engines that are on a GPU."""
-        return self._demands[gpu].keys()
 
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
         """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
@@ -42,7 +38,7 @@ class Contention:
     def leave(self, engine: int) -> None:
         """An idle engine goes."""
         for gpu in self.gpus_of.pop(engine):
-            del self._demands[gpu][engine], self._paces[gpu][engine]
+            del self.demands[gpu][engine], self._paces[gpu][engine]
         del self._sm_share[engine], self.slowdowns[engine]
         for other in self._neighbours.pop(engine):
             self._meet_neighbours(other)
@@ -52,14 +48,14 @@ class Contention:
         return bool(self._neighbours[engine]) or self._sm_share[engine] < 1.0
 
     def _meet_neighbours(self, engine: int) -> None:
-        here = {other for gpu in self.gpus_of[engine] for other in self._demands[gpu]}
+        here = {other for gpu in self.gpus_of[engine] for other in self.demands[gpu]}
         self._neighbours[engine] = tuple(sorted(here - {engine}))
 
     def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
         sm_share, news = self._sm_share[engine], False
         for gpu in self.gpus_of[engine]:
-            law, here = self._laws[gpu], self._demands[gpu]
+            law, here = self._laws[gpu], self.demands[gpu]
             seen = law.seen(need, sm_share)
             if seen != here.get(engine):
                 here[engine], news = seen, True

@@ -40,7 +40,7 @@ class SharedBlocks:
         self._end_of: dict[int, tuple[int, int]] = {}  # by recorded block, its place and key
         self._used: dict[int, int] = {}  # by recorded block, the tick of its last use
         self._tick = 0
-        self._runs: list[tuple[int, int, list[int]]] = []  # a heap: use and -place of the run's last block, run
+        self._runs: list[tuple[tuple[int, int], list[int]]] = []  # a heap: the rank of the run's last block, run
         self._in_runs: set[int] = set()
         self.evictable = 0
 
@@ -84,7 +84,7 @@ class SharedBlocks:
         self.evictable += len(idle)
         if run := [block for block in idle if block not in self._in_runs]:
             self._in_runs.update(run)
-            heappush(self._runs, (*self._rank(run[-1]), run))
+            heappush(self._runs, (self._rank(run[-1]), run))
         return free
 
     def match(self, keys: Sequence[int]) -> list[int]:
@@ -111,16 +111,13 @@ class SharedBlocks:
         none left that nobody holds."""
         gone: list[int] = []
         while len(gone) < number and self._runs:
-            used, minus_place, run = self._runs[0]
-            while run and len(gone) < number and self._references[run[-1]] == 1:
-                if self._rank(run[-1]) != (used, minus_place):
-                    break
-                gone.append(self._forget(run.pop()))
-                minus_place += 1
-            if run and self._references[run[-1]] > 1:
+            rank, run = self._runs[0]
+            if self._references[run[-1]] > 1:
                 self._in_runs.remove(run.pop())  # until it is let go again
+            elif self._rank(run[-1]) == rank:
+                gone.append(self._forget(run.pop()))
             if run:
-                heapreplace(self._runs, (*self._rank(run[-1]), run))
+                heapreplace(self._runs, (self._rank(run[-1]), run))
             else:
                 heappop(self._runs)
         self.evictable -= len(gone)
@@ -155,5 +152,5 @@ class SharedBlocks:
         assert ends.keys() == self._used.keys() <= self._references.keys(), "a recorded block is held by nobody"
         assert all(count > 0 for count in self._references.values()), "a free block is counted"
         alone = {block for block in ends if self._references[block] == 1}
-        assert alone <= self._in_runs == {block for *_, run in self._runs for block in run}, "a lost record"
+        assert alone <= self._in_runs == {block for _, run in self._runs for block in run}, "a lost record"
         assert self.evictable == len(alone), f"{len(alone)} blocks are evictable, {self.evictable} are counted"
