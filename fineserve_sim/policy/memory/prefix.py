@@ -73,16 +73,17 @@ class SharedBlocks:
         if len(set(blocks)) < len(blocks):
             raise ValueError("a block is named twice in one call")
         free: list[int] = []
-        idle: list[int] = []
+        run: list[int] = []
         for block in blocks:
             left = references[block] = references[block] - 1
             if left == 0:
                 del references[block]
                 free.append(block)
             elif left == 1 and block in end_of:
-                idle.append(block)
-        self.evictable += len(idle)
-        if run := [block for block in idle if block not in self._in_runs]:
+                self.evictable += 1
+                if block not in self._in_runs:
+                    run.append(block)
+        if run:
             self._in_runs.update(run)
             heappush(self._runs, (self._rank(run[-1]), run))
         return free
@@ -115,11 +116,15 @@ class SharedBlocks:
             if self._references[run[-1]] > 1:
                 self._in_runs.remove(run.pop())  # until it is let go again
             elif self._rank(run[-1]) == rank:
-                gone.append(self._forget(run.pop()))
+                gone.append(run.pop())
             if run:
                 heapreplace(self._runs, (self._rank(run[-1]), run))
             else:
                 heappop(self._runs)
+        for block in gone:
+            place, key = self._end_of.pop(block)
+            del self._recorded[place][key], self._used[block], self._references[block]
+        self._in_runs.difference_update(gone)
         self.evictable -= len(gone)
         return gone
 
@@ -134,12 +139,6 @@ class SharedBlocks:
         self._tick += 1
         self._used.update(dict.fromkeys(blocks, self._tick))
         return blocks
-
-    def _forget(self, block: int) -> int:
-        place, key = self._end_of.pop(block)
-        del self._recorded[place][key], self._used[block], self._references[block]
-        self._in_runs.remove(block)
-        return block
 
     def _rank(self, block: int) -> tuple[int, int]:
         """Records go by rising ones."""
