@@ -47,12 +47,8 @@ class EngineKV:
         return sum(manager.used_bytes(self._owner) for manager in self._managers)
 
     def used_blocks(self) -> int:
-        """Blocks that its sequences hold, and those that nobody else could get."""
+        """Blocks that its sequences hold, and those that nobody else could get; without what is kept for sequences to come."""
         return self.capacity_blocks() - self.free_blocks()
-
-    def kept_bytes(self, number: int) -> int:
-        """Bytes in one of its pools that are kept for sequences to come."""
-        return 0
 
     def forget(self) -> None:
         """Give up all that is kept for sequences to come, and keep nothing more: the memory goes to somebody else."""
@@ -214,9 +210,6 @@ class PrefixBlocks(PooledBlocks):
 
     def used_blocks(self) -> int:
         return super().used_blocks() - self._blocks.evictable
-
-    def kept_bytes(self, number: int) -> int:
-        return self.pools[number].block_bytes * self._blocks.evictable
 
     def forget(self) -> None:
         self._keeps = False

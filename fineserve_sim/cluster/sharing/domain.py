@@ -99,7 +99,6 @@ class PrivateDomain(MemoryDomain):
     def __init__(self, engine: SpanEngine, memories: Sequence[GpuMemory]) -> None:
         super().__init__((engine,), memories)
         self._engine = engine
-        self._margin = engine.relief.boundaries_ahead if engine.relief else 0
 
     def settle(self, now: float, order: int) -> None:
         engine = self._engine
@@ -112,10 +111,10 @@ class PrivateDomain(MemoryDomain):
                 raise AssertionError(f"engine {engine.index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        free, before = engine.kv.free_blocks(), 1 - self._margin
+        free, margin = engine.kv.free_blocks(), engine.relief.boundaries_ahead if engine.relief else 0
 
         def too_long(steps: int) -> bool:
-            return decodes.blocks_ahead(steps - before) > free
+            return decodes.blocks_ahead(steps - 1 + margin) > free
 
         return 1 + bisect_left(range(2, most + 1), True, key=too_long) if too_long(most) else most
 
