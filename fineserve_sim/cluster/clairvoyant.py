@@ -21,9 +21,9 @@ from collections import Counter
 
 import numpy as np
 
+from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.profiling import step_model
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.samples import Samples
 from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, ServedModel

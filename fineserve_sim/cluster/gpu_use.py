@@ -77,7 +77,7 @@ class GpuUses:
                 setattr(whole, name, getattr(whole, name) + getattr(use, name))
 
     def _gpus_of(self, engine: Engine) -> tuple[int, ...]:
-        known = self._cluster.contention.gpus_of(engine.index)
+        known = self._cluster.contention.gpus_of.get(engine.index)
         return known or tuple(gpu for column in engine.columns for gpu in self._instances[column].gpus)
 
     def _lacks_kv(self, engine: Engine, state: EngineState) -> bool:

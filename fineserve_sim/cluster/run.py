@@ -14,7 +14,7 @@ from simpy.events import Event
 
 from fineserve_sim.cluster.arrivals import Arrivals, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
+from fineserve_sim.cluster.compose.memory import caches_prefixes
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions, looks_at
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster

@@ -32,7 +32,7 @@ from simkit import (
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.kv import EngineKV, NamedBlocks, PrefixBlocks
+from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.systems import SystemSpec, load_systems
@@ -221,9 +221,9 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.pure_python
 def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    exposed_s = NamedBlocks.exposed_s
+    exposed_s = EngineKV.exposed_s
 
-    def watched_exposed_s(self: NamedBlocks) -> float:
+    def watched_exposed_s(self: EngineKV) -> float:
         seconds = exposed_s(self)
         seen["delays"] += seconds > 0
         return seconds
@@ -236,8 +236,8 @@ def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pyte
 
         return watched_reuse
 
-    monkeypatch.setattr(NamedBlocks, "exposed_s", watched_exposed_s)
-    for kind in (NamedBlocks, PrefixBlocks):
+    monkeypatch.setattr(EngineKV, "exposed_s", watched_exposed_s)
+    for kind in (EngineKV, PrefixBlocks):
         monkeypatch.setattr(kind, "reuse", watched(kind.reuse))
     seen.clear()
     check_virtual_memory()

@@ -158,6 +158,21 @@ def test_kept_prefixes_do_not_keep_a_pipeline_together() -> None:
     assert run.groups[-1] == 4
 
 
+def test_a_prefix_that_requests_share_is_one_copy_after_a_merge() -> None:
+    """Before it each instance had one; requests that came with a copy each would take hundreds of blocks more."""
+    caching = system("kunserve").model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)})
+    rows = burst(60, 640, 624)
+    ids = [(*range(39), 100 + row) for row in range(len(rows))]
+    trace = replace(trace_of(rows), prefix_hashes=tuple(ids), prefix_block_tokens=16)
+    scenario = cluster(caching, trace, instances=2)
+    run = lawful(scenario)
+    (merged_s, _), *_ = run.report.drops
+    sampled_s, used_bytes = run.result.timeline.time_s, run.result.timeline.kv_used_bytes.sum(axis=1)
+    before, after = np.searchsorted(sampled_s, merged_s) + np.array([-1, 0])
+    block_bytes = geometry(scenario.models[0], scenario.engine).block_bytes
+    assert used_bytes[after] - used_bytes[before] < 20 * block_bytes
+
+
 def test_a_restore_that_is_cut_off_leaves_its_layers_missing() -> None:
     """Half of the weights are on their way when the instance that sends them fails: the other one loads them from its host."""
     log: list[dict[str, Any]] = []

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fineserve_sim.policy.interfaces import KVMemory
-from fineserve_sim.policy.memory.paged import PagedPool, PrivatePools
+from fineserve_sim.policy.memory.paged import BytePool, PagedPool, PrivatePools
 
 
 def test_worked_example() -> None:
-    pool = PagedPool(block_bytes=10, share_bytes=47)
+    pool = PagedPool(10, BytePool(47))
     assert pool.capacity_blocks == pool.free_blocks == 4
     assert pool.take(3) and pool.used_bytes == 30
     assert not pool.take(2) and pool.free_blocks == 1
@@ -40,7 +40,7 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
     assert pool.free_blocks == 8
     for block_bytes, share_bytes in [(0, 10), (10, -1)]:
         with pytest.raises(ValueError, match="paged pool"):
-            PagedPool(block_bytes, share_bytes)
+            PagedPool(block_bytes, BytePool(share_bytes))
 
 
 def test_a_share_below_one_block_has_no_capacity() -> None:

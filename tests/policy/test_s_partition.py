@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.memory.s_partition import Share, split_bytes
+from fineserve_sim.policy.memory.paged import Share, split_bytes
 
 
 def test_parts_follow_weights() -> None:

@@ -8,15 +8,14 @@ from functools import partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.memory import fixed_bytes, geometry, usable_bytes
+from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, geometry, usable_bytes
 from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import build_dispatch, options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, step_model
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes
 from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine, Seat
-from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks, StageBlocks
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.pipeline import Lookahead, PipelineEngine
 from fineserve_sim.cluster.engine.spans import SpanEngine
@@ -34,7 +33,7 @@ from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.drop_plan import even_split
 from fineserve_sim.policy.groups.migration import LlumnixMigration
 from fineserve_sim.policy.groups.throttle import KunServeDrop, ScaleOut
-from fineserve_sim.policy.memory.paged import PoolShare
+from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.systems import spec as specs
 
 
@@ -193,9 +192,9 @@ class _Builder:
         """See ``EngineMaker``."""
         settings, execution = self._settings, self._execution
         stages = zip(members, layout, strict=True)
-        pools = [PoolShare(member.kv, len(layers) * self.sizes.block_layer_bytes) for member, layers in stages]
-        counted = StageBlocks(pools, settings.block_tokens)
-        kv: EngineKV = PrefixBlocks(counted) if caches_prefixes(self._memory) else counted
+        pools = [PagedPool(len(layers) * self.sizes.block_layer_bytes, member.kv) for member, layers in stages]
+        counted = CountedBlocks(pools, settings.block_tokens)
+        kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches_prefixes(self._memory) else counted
         max_tokens = min(self._max_tokens, counted.capacity_tokens())
         seat = Seat(id, self.served.id, self.step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:

@@ -2,8 +2,8 @@
 
     capacity = weights + activation peak + context of each engine + KV memory        (systems.md 1.2)
 
-A private pool's share is the GPU's usable memory times the model's part of all footprints, less what the model itself needs; a
-slab manager takes all that is left, for everybody.
+A private pool's share is the GPU's usable memory times the model's part of all footprints, less what the model itself needs;
+other managers take all that is left, for everybody. What virtual memory costs comes from the catalog (``driver.yaml``).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fineserve_sim.catalog import activation_bytes, deployment, graph_bytes, weight_bytes
-from fineserve_sim.cluster.compose.virtual_memory import build_kvcached, build_vtensor, tokens_per_block
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, NamedBlocks, PrefixBlocks
+from fineserve_sim import catalog
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry, plan_slabs
-from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
-from fineserve_sim.policy.memory.s_partition import Share, split_bytes
+from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager
+from fineserve_sim.policy.memory.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
 from fineserve_sim.policy.placement.fineserve import base_footprint
-from fineserve_sim.systems.spec import KvCachedSpec, KvSlabSpec, MemorySpec, PrivatePoolsSpec, VTensorSpec
+from fineserve_sim.systems import spec as specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +52,44 @@ def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
     )
 
 
-def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: MemorySpec) -> int:
-    """Tokens of the unit in which ``memory`` gives KV to an engine of this model. Raises ScenarioError when there is none."""
-    try:
-        return tokens_per_block(memory, geometry(served, settings), served.model.max_context_tokens)
-    except ValueError as error:
-        raise ScenarioError(f"model {served.id}: {error}") from error
+def engine_block_tokens(served: ServedModel, settings: EngineSettings, memory: specs.MemorySpec) -> int:
+    """Tokens of the unit in which ``memory`` gives KV to an engine of this model: its rows of chunks, its whole reservation, or
+    the engine's own block. Raises ScenarioError when a chunk holds no token."""
+    if isinstance(memory, specs.VTensorSpec):
+        try:
+            block = geometry(served, settings)
+            return tokens_per_chunk(block.block_layer_bytes // block.tokens_per_block // 2, memory.chunk_bytes)
+        except ValueError as error:
+            raise ScenarioError(f"model {served.id}: {error}") from error
+    if isinstance(memory, specs.ContiguousSpec):
+        return min(served.model.max_context_tokens, memory.max_tokens or served.model.max_context_tokens)
+    return settings.block_tokens
+
+
+def legacy_kernel(memory: specs.MemorySpec) -> catalog.AttentionVariant | None:
+    """The attention kernel that a memory policy forces upon its engines; None: today's."""
+    if isinstance(memory, specs.PrivatePoolsSpec) and memory.attention != "current":
+        return catalog.attention_variant(memory.attention)
+    return None
+
+
+def caches_prefixes(memory: specs.MemorySpec) -> bool:
+    """Whether blocks of sequences that ended serve others with the same prefix."""
+    return isinstance(memory, specs.PrivatePoolsSpec | specs.VTensorSpec) and memory.prefix_cache
 
 
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Weights, context and, where its deployment replays them, CUDA graphs of one engine process, on each GPU."""
-    graphs = graph_bytes(served.model, served.tp) if deployment(settings.deployment).replays_graphs else 0
-    return weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes + graphs
+    deployed = catalog.deployment(settings.deployment)
+    graphs = catalog.graph_bytes(served.model, served.tp) if deployed.replays_graphs else 0
+    return catalog.weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes + graphs
 
 
 def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Activations of a full step: the token budget, and a row of logits for every sequence."""
     sampled = min(settings.max_sequences, settings.token_budget)
-    return activation_bytes(
-        served.model, served.tp, settings.token_budget, sampled, deployment(settings.deployment).logit_bytes
-    )
+    logit_bytes = catalog.deployment(settings.deployment).logit_bytes
+    return catalog.activation_bytes(served.model, served.tp, settings.token_budget, sampled, logit_bytes)
 
 
 def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
@@ -106,7 +124,7 @@ def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: 
 
 
 def build_manager(
-    spec: MemorySpec,
+    spec: specs.MemorySpec,
     usable: int,
     tenants: Sequence[Tenant],
     loners: Collection[int] = (),
@@ -120,67 +138,86 @@ def build_manager(
     """
     kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
     blocks = {tenant.engine: tenant.block for tenant in tenants}
-    if isinstance(spec, KvSlabSpec):
-        slab = _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()})
-        alone = tenants[0].engine in loners and spec.reserved_slabs == 0
-        if alone and slab.plan.slab_bytes == tenants[0].block.block_bytes:
-            return PrivatePools({tenants[0].engine: (slab.plan.slab_bytes, kv_bytes)})  # the same, by counting
-        return slab
-    if isinstance(spec, VTensorSpec):
-        return build_vtensor(spec, kv_bytes, blocks)
-    if isinstance(spec, KvCachedSpec):
-        try:
-            return build_kvcached(spec, kv_bytes, blocks, virtual_bytes=virtual)
-        except ValueError as error:
-            raise ScenarioError(str(error)) from error
-    if isinstance(spec, PrivatePoolsSpec):
-        return PrivatePools(_shares(spec, usable, tenants))
-    return PrivatePools(_shares(PrivatePoolsSpec(), usable, tenants))
+    if isinstance(spec, specs.KvSlabSpec):
+        return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)
+    if isinstance(spec, specs.VTensorSpec):
+        driver = catalog.driver_costs()
+        return VTensorManager(
+            kv_bytes,
+            {engine: 2 * block.layers for engine, block in blocks.items()},
+            chunk_bytes=spec.chunk_bytes,
+            trim_s=spec.trim_s,
+            costs=ChunkCosts(driver.create_s.value, driver.map_s.value, ahead=spec.extend == "ahead"),
+        )
+    if isinstance(spec, specs.KvCachedSpec):
+        return _build_kvcached(spec, kv_bytes, blocks, virtual)
+    pools = spec if isinstance(spec, specs.PrivatePoolsSpec) else specs.PrivatePoolsSpec()
+    return _build_pools(pools, usable, kv_bytes, tenants)
 
 
 def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, caches: bool = False) -> EngineKV:
     """The view of engine ``owner`` on the memories of its GPUs, which are all of one kind. ``caches``: pools of its own keep
     prefixes."""
-    pools = [memory for memory in memories if isinstance(memory, PrivatePools)]
-    if not pools:
-        managers = [memory for memory in memories if not isinstance(memory, PrivatePools)]
-        return NamedBlocks(owner, managers, block_tokens)
-    counted = CountedBlocks([memory.pool(owner) for memory in pools], block_tokens)
-    return PrefixBlocks(counted) if caches else counted
+    pools = [memory.pool(owner) for memory in memories if isinstance(memory, PrivatePools)]
+    if pools:
+        return (PrefixBlocks if caches else CountedBlocks)(pools, block_tokens)
+    return EngineKV(block_tokens, [memory for memory in memories if not isinstance(memory, PrivatePools)], owner)
 
 
-def _build_slab(spec: KvSlabSpec, kv_bytes: int, owners: Mapping[int, int]) -> KVSlabManager:
+def virtual_kv(spec: specs.KvCachedSpec, block: KVGeometry) -> VirtualKV:
+    """The KV tensors of an engine with this block. A page is created and mapped in every tensor, or by one batched call where
+    layers lie side by side."""
+    driver, tensors = catalog.driver_costs(), 2 * block.layers
+    if spec.mode == "contiguous":
+        map_s = unmap_s = driver.batched_map_s.value
+    else:
+        map_s = tensors * (driver.create_s.value + driver.map_s.value)
+        unmap_s = tensors * driver.unmap_s.value
+    return VirtualKV(tensors, block.block_layer_bytes // 2, map_s, unmap_s)
+
+
+def _build_slab(spec: specs.KvSlabSpec, kv_bytes: int, owners: Mapping[int, int], loners: Collection[int]) -> GpuMemory:
     plan = plan_slabs(owners.values(), cap_bytes=spec.slab_cap_bytes, multiple=spec.slab_multiple)
+    first, block_bytes = next(iter(owners.items()))
+    if first in loners and spec.reserved_slabs == 0 and plan.slab_bytes == block_bytes:
+        return PrivatePools({first: (block_bytes, kv_bytes)})  # the same, by counting
     reserved = min(spec.reserved_slabs, kv_bytes // plan.slab_bytes)
     return KVSlabManager(kv_bytes, owners, plan=plan, reserved_slabs=reserved)
 
 
-def _shares(spec: PrivatePoolsSpec, usable: int, tenants: Sequence[Tenant]) -> dict[int, tuple[int, int]]:
-    """(block bytes, KV bytes) of each engine. A share that does not even hold the model leaves it no KV memory."""
-    if not tenants:
-        return {}
+def _build_kvcached(
+    spec: specs.KvCachedSpec, kv_bytes: int, blocks: Mapping[int, KVGeometry], virtual_bytes: int | None
+) -> KvCachedManager:
+    buffered = spec.mode == "buffered"
+    try:
+        return KvCachedManager(
+            kv_bytes,
+            {engine: virtual_kv(spec, block) for engine, block in blocks.items()},
+            page_bytes=spec.page_bytes,
+            min_reserved=spec.min_reserved if buffered else 0,
+            max_reserved=max(spec.min_reserved, spec.max_reserved) if buffered else 0,
+            virtual_bytes=virtual_bytes,
+        )
+    except ValueError as error:  # a page may hold no block
+        raise ScenarioError(str(error)) from error
+
+
+def _build_pools(spec: specs.PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Sequence[Tenant]) -> PrivatePools:
+    """A share that does not even hold the model leaves it no KV memory."""
+    if spec.split == "footprint":
+        footprints = sum(tenant.footprint_bytes for tenant in tenants)
+        parts = {
+            tenant.engine: max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes)
+            for tenant in tenants
+        }
+    else:
+        parts = split_bytes(kv_bytes, {tenant.engine: _claim(spec, tenant) for tenant in tenants})
+    return PrivatePools({tenant.engine: (tenant.block.block_bytes, parts[tenant.engine]) for tenant in tenants})
+
+
+def _claim(spec: specs.PrivatePoolsSpec, tenant: Tenant) -> Share:
     if spec.split == "equal":
-        each = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants)) // len(tenants)
-        return {tenant.engine: (tenant.block.block_bytes, each) for tenant in tenants}
-    if spec.split == "demand":
-        return _demand_shares(spec, max(0, usable - sum(tenant.fixed_bytes for tenant in tenants)), tenants)
-    footprints = sum(tenant.footprint_bytes for tenant in tenants)
-    return {
-        tenant.engine: (
-            tenant.block.block_bytes,
-            max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes),
-        )
-        for tenant in tenants
-    }
-
-
-def _demand_shares(spec: PrivatePoolsSpec, kv_bytes: int, tenants: Sequence[Tenant]) -> dict[int, tuple[int, int]]:
-    wanted = {
-        tenant.engine: Share(
-            tenant.rate_per_s * tenant.block.token_bytes,
-            tenant.block.blocks_for_tokens(spec.least_tokens) * tenant.block.block_bytes,
-        )
-        for tenant in tenants
-    }
-    parts = split_bytes(kv_bytes, wanted)
-    return {tenant.engine: (tenant.block.block_bytes, parts[tenant.engine]) for tenant in tenants}
+        return Share(1.0, 0)
+    block = tenant.block
+    least_bytes = block.blocks_for_tokens(spec.least_tokens) * block.block_bytes
+    return Share(tenant.rate_per_s * block.token_bytes, least_bytes)

@@ -11,12 +11,15 @@ from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
+    caches_prefixes,
     engine_block_tokens,
     engine_kv,
     fixed_bytes,
     geometry,
+    legacy_kernel,
     tenants_on,
     usable_bytes,
+    virtual_kv,
 )
 from fineserve_sim.cluster.compose.policies import (
     EngineFactsheet,
@@ -25,7 +28,6 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import sharing_of, sm_share, step_model
-from fineserve_sim.cluster.compose.virtual_memory import caches_prefixes, legacy_kernel, virtual_kv
 from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine

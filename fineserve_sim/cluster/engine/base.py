@@ -234,6 +234,7 @@ class Engine(ABC):
     def adopt(self, sequence: SequenceState, now: float) -> None:
         """A sequence with its KV in place goes on: to decode, or with its prefill."""
         self.stalled.pop(sequence, None)
+        self.kv.keep(sequence)
         lane = min(self.lanes, key=lambda lane: lane.started)
         if sequence.prefilled:
             lane.joining.append(sequence)

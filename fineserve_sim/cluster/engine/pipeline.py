@@ -73,8 +73,10 @@ class PipelineEngine(Batcher):
         self._pending: tuple[float, float] | None = None  # seconds computed and time when the last batch began
 
     def load(self, *, shortest: bool = False) -> EngineLoad:
-        held_bytes = [stage.kv.used_bytes - self.kv.kept_bytes(number) for number, stage in enumerate(self.stages)]
-        return super().load(shortest=shortest)._replace(fullest_bytes=max(held_bytes))
+        load = super().load(shortest=shortest)
+        kept_bytes = [(pool.held_blocks - load.used_blocks) * pool.block_bytes for pool in self.kv.pools]
+        held_bytes = [stage.kv.used_bytes - kept for stage, kept in zip(self.stages, kept_bytes, strict=True)]
+        return load._replace(fullest_bytes=max(held_bytes))
 
     def start(self, now: float) -> None:
         """Idle lanes with work ask for a turn."""

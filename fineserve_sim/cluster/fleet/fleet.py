@@ -304,7 +304,7 @@ class ModelFleet(Fleet):
     def _connected(self, gpus: Iterable[int]) -> set[int]:
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
         contention, found = self._cluster.contention, set[int]()
-        near = {engine for gpu in gpus for engine in contention.engines_on(gpu)}
+        near = {engine for gpu in gpus for engine in contention.demands[gpu]}
         while near:
             found |= near
             near = {other for engine in near for other in contention.neighbours[engine]} - found

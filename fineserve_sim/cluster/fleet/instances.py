@@ -63,13 +63,11 @@ class Instances(Fleet):
         self.regrouping.create(layouts)
 
     def check(self) -> None:
-        held = dict.fromkeys(self._instances, 0)
-        for engine in self.cluster.engines.values():
-            for stage, number in enumerate(engine.columns):
-                held[self._instances[number]] += engine.kv.memory_bytes(stage)
-        for instance, bytes in held.items():
+        pools = [pool for engine in self.cluster.engines.values() for pool in engine.kv.pools]
+        for instance in self._instances:
             instance.check()
-            assert instance.kv.used_bytes == bytes, f"instance {instance.id}: KV bytes that no engine has"
+            held = sum(pool.used_bytes for pool in pools if pool.memory is instance.kv)
+            assert instance.kv.used_bytes == held, f"instance {instance.id}: KV bytes that no engine has"
 
     def _look(self, now: float) -> None:
         """Tell the controller how everything stands."""

@@ -81,7 +81,7 @@ class Migrations:
         del source.stalled[sequence]
         source.kv.release(sequence)
         self._cluster.touch(source)
-        held = destination.kv.hold(sequence)
+        held = destination.kv.hold(sequence, {})
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._cluster.settle_now(destination, now)
         destination.adopt(sequence, now)

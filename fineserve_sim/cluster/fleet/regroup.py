@@ -231,8 +231,9 @@ class Regrouping:
                 if sequence in merged.stalled and not merged.gone:
                     merged.adopt(sequence, at_s)
 
+        came: dict[tuple[int, int], int] = {}
         for sequence in sorted(started, key=arrival_order):
-            if merged.kv.hold(sequence):
+            if merged.kv.hold(sequence, came):
                 merged.stalled[sequence] = None
                 moving.append(sequence)
             else:  # ranges that round to whole layers may leave a stage short

@@ -7,48 +7,38 @@ or when the engine idles. An engine over several GPUs keeps the pace that it has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
 
 class Contention:
-    """Demands of every engine, and the slowdowns that follow. ``laws`` by GPU."""
+    """``demands`` by GPU and engine, as the GPU's law sees them, and the ``slowdowns`` that follow by engine, of those that are
+    here. ``laws`` by GPU."""
 
     def __init__(self, laws: Mapping[int, SharingLaw]) -> None:
         self._laws = laws
-        self._gpus_of: dict[int, tuple[int, ...]] = {}
         self._sm_share: dict[int, float] = {}
-        self._demands: dict[int, dict[int, Demand]] = {
-            gpu: {} for gpu in laws
-        }  # by GPU and engine, as its law sees them
+        self.demands: dict[int, dict[int, Demand]] = {gpu: {} for gpu in laws}
         self._paces: dict[int, dict[int, float]] = {gpu: {} for gpu in laws}
+        self.gpus_of: dict[int, tuple[int, ...]] = {}
         self.slowdowns: dict[int, float] = {}
         self.neighbours: dict[int, tuple[int, ...]] = {}
-
-    def gpus_of(self, engine: int) -> tuple[int, ...]:
-        """The GPUs of an engine that is here; none of another."""
-        return self._gpus_of.get(engine, ())
-
-    def engines_on(self, gpu: int) -> Set[int]:
-        """The engines that are on a GPU."""
-        return self._demands[gpu].keys()
 
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
         """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
         not all GPUs."""
-        self._gpus_of[engine] = gpus
-        self._sm_share[engine] = sm_share
-        self._demand(engine, IDLE)
-        self.slowdowns[engine] = self._slowdown(engine)
+        self.gpus_of[engine], self._sm_share[engine] = gpus, sm_share
+        self.neighbours[engine] = ()
+        self.set_demand(engine, IDLE)
         self._meet_neighbours(engine)
         for other in self.neighbours[engine]:
             self._meet_neighbours(other)
 
     def leave(self, engine: int) -> None:
         """An idle engine goes."""
-        for gpu in self._gpus_of.pop(engine):
-            del self._demands[gpu][engine], self._paces[gpu][engine]
+        for gpu in self.gpus_of.pop(engine):
+            del self.demands[gpu][engine], self._paces[gpu][engine]
         del self._sm_share[engine], self.slowdowns[engine]
         for other in self.neighbours.pop(engine):
             self._meet_neighbours(other)
@@ -58,12 +48,19 @@ class Contention:
         return bool(self.neighbours[engine]) or self._sm_share[engine] < 1.0
 
     def _meet_neighbours(self, engine: int) -> None:
-        here = {other for gpu in self._gpus_of[engine] for other in self._demands[gpu]}
+        here = {other for gpu in self.gpus_of[engine] for other in self.demands[gpu]}
         self.neighbours[engine] = tuple(sorted(here - {engine}))
 
     def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
-        if not self._demand(engine, need):
+        sm_share, news = self._sm_share[engine], False
+        for gpu in self.gpus_of[engine]:
+            law, here = self._laws[gpu], self.demands[gpu]
+            seen = law.seen(need, sm_share)
+            if seen != here.get(engine):
+                here[engine], news = seen, True
+                self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values())), strict=True))
+        if not news:
             return []
         self.slowdowns[engine] = self._slowdown(engine)
         changed = []
@@ -74,17 +71,6 @@ class Contention:
                 changed.append(other)
         return changed
 
-    def _demand(self, engine: int, need: Demand) -> bool:
-        """Whether any law sees another demand than before."""
-        sm_share, news = self._sm_share[engine], False
-        for gpu in self._gpus_of[engine]:
-            law, here = self._laws[gpu], self._demands[gpu]
-            seen = law.seen(need, sm_share)
-            if seen != here.get(engine):
-                here[engine], news = seen, True
-                self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values())), strict=True))
-        return news
-
     def _slowdown(self, engine: int) -> float:
-        gpus = self._gpus_of[engine]
+        gpus = self.gpus_of[engine]
         return self._paces[gpus[0]][engine] if len(gpus) == 1 else max(self._paces[gpu][engine] for gpu in gpus)

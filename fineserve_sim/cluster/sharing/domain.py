@@ -17,114 +17,67 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
 from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
-from fineserve_sim.policy.interfaces import KVManager, KVMemory, takes_time
+from fineserve_sim.policy.interfaces import takes_time
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 
 class MemoryDomain:
-    """Engines whose KV memory is one. As it stands: those over the same instances, whose batches are planned one by one.
-    Nothing is promised to them, and the instances check their bytes."""
+    """A connected set of engines over shared memories. Pipelines over the same instances are one, too: they plan batches one by
+    one, so nothing is promised to them, and the instances check their bytes."""
 
-    def __init__(self, engines: Sequence[Engine], memories: Sequence[KVMemory] = ()) -> None:
+    def __init__(self, engines: Sequence[Engine], memories: Sequence[GpuMemory] = ()) -> None:
         self.engines = tuple(engines)
         self._memories = tuple(memories)
+        self._spans = {engine.index: engine for engine in engines if isinstance(engine, SpanEngine)}
+        self._managers = tuple(memory for memory in memories if not isinstance(memory, PrivatePools))
+        self._clocks = tuple(memory for memory in self._managers if takes_time(memory))
 
     def settle(self, now: float, order: int) -> None:
         """Pass every boundary before (``now``, ``order``) and take its blocks, in the order of time, then engine."""
+        for clock in self._clocks:
+            clock.advance(now)
+        growths: list[Growth] = []
+        for engine in self._spans.values():
+            if engine.next_boundary_s <= now:
+                growths += engine.pass_boundaries(now, order)
+        if growths:
+            self._grow(growths)
+
+    def _grow(self, growths: list[Growth]) -> None:
+        """By time, then engine; one engine's growths in a row come to one."""
+        turns: list[tuple[int, list[SequenceState]]] = []
+        for _, index, sequences in sorted(growths, key=itemgetter(0, 1)):
+            if turns and turns[-1][0] == index:
+                turns[-1][1].extend(sequences)
+            else:
+                turns.append((index, [*sequences]))
+        for index, growing in turns:
+            if not self._spans[index].kv.grow_each(growing):
+                raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
         """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
         promised them."""
-        return 1
-
-    def promises_hold(self, taker: Engine) -> bool:
-        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
-        return True
-
-    def check(self) -> None:
-        for memory in self._memories:
-            memory.check()
-
-
-class PrivateDomain(MemoryDomain):
-    """One engine over private pools."""
-
-    def __init__(self, engine: SpanEngine, memories: Sequence[KVMemory]) -> None:
-        super().__init__((engine,), memories)
-        self._engine = engine
-        self._kv = engine.kv
-        self._counted = engine.kv if isinstance(engine.kv, CountedBlocks) else None
-        self._margin = engine.boundaries_ahead
-
-    def settle(self, now: float, order: int) -> None:
-        engine = self._engine
-        if isinstance(engine, LoneEngine):
-            engine.catch_up(now, order)
-        elif engine.next_boundary_s <= now and not self._grow(now, order):
-            raise AssertionError(f"engine {engine.index}: no memory inside a span")
-
-    def _grow(self, now: float, order: int) -> bool:
-        if self._counted is not None:
-            return self._counted.take(self._engine.count_boundaries(now, order))
-        return all(self._kv.grow_each(growing) for _, _, growing in self._engine.pass_boundaries(now, order))
-
-    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        free, before = self._kv.free_blocks(), 1 - self._margin
-        if decodes.blocks_ahead(most - before) <= free:
-            return most
-        return max(
-            1, bisect_left(range(1, most + 1), True, key=lambda steps: decodes.blocks_ahead(steps - before) > free)
-        )
-
-
-class SharedDomain(MemoryDomain):
-    """A connected set of engines over shared memories."""
-
-    def __init__(self, engines: Sequence[SpanEngine], memories: Sequence[KVManager]) -> None:
-        super().__init__(engines, memories)
-        self._managers = tuple(memories)
-        self._spans = tuple(engines)
-        self._kv = {engine.index: engine.kv for engine in engines}
-        self._clocks = tuple(memory for memory in memories if takes_time(memory))
-
-    def settle(self, now: float, order: int) -> None:
-        for clock in self._clocks:
-            clock.advance(now)
-        growths: list[Growth] = []
-        for engine in self._spans:
-            if engine.next_boundary_s <= now:
-                growths += engine.pass_boundaries(now, order)
-        if len(growths) > 1:
-            growths = _in_turn(growths)
-        for _, index, sequences in growths:
-            self._grow(index, sequences)
-
-    def _grow(self, index: int, sequences: Collection[SequenceState]) -> None:
-        if not self._kv[index].grow_each(sequences):
-            raise AssertionError(f"engine {index}: no memory inside a span")
-
-    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        engine.promised_blocks = decodes.blocks_ahead(most - 1)
-        if self._promises_fit():
-            return most
 
         def too_long(steps: int) -> bool:
             engine.promised_blocks = decodes.blocks_ahead(steps - 1)
             return not self._promises_fit()
 
-        self._recount(engine)
-        steps = max(1, bisect_left(range(1, most + 1), True, key=too_long))
-        engine.promised_blocks = decodes.blocks_ahead(steps - 1)
-        return steps
+        if too_long(most):
+            self._recount(engine)
+            most = 1 + bisect_left(range(2, most + 1), True, key=too_long)
+            engine.promised_blocks = decodes.blocks_ahead(most - 1)
+        return most
 
     def promises_hold(self, taker: Engine) -> bool:
+        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
         if self._promises_fit():
             return True
         self._recount(taker)
         return self._promises_fit()
 
     def _recount(self, engine: Engine) -> None:
-        for other in self._spans:
+        for other in self._spans.values():
             if other is not engine:
                 other.recount_promise()
 
@@ -133,6 +86,39 @@ class SharedDomain(MemoryDomain):
         for memory in self._managers:  # noqa: SIM110 - half the time of a generator
             if not memory.fits(demands):
                 return False
+        return True
+
+    def check(self) -> None:
+        for memory in self._memories:
+            memory.check()
+
+
+class PrivateDomain(MemoryDomain):
+    """One engine over private pools, which has nobody to promise anything to."""
+
+    def __init__(self, engine: SpanEngine, memories: Sequence[GpuMemory]) -> None:
+        super().__init__((engine,), memories)
+        self._engine = engine
+
+    def settle(self, now: float, order: int) -> None:
+        engine = self._engine
+        if isinstance(engine, LoneEngine):
+            engine.catch_up(now, order)
+        elif engine.next_boundary_s <= now:
+            if not isinstance(engine.kv, CountedBlocks):
+                self._grow([*engine.pass_boundaries(now, order)])
+            elif not engine.kv.take(engine.count_boundaries(now, order)):
+                raise AssertionError(f"engine {engine.index}: no memory inside a span")
+
+    def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
+        free, margin = engine.kv.free_blocks(), self._engine.boundaries_ahead
+
+        def too_long(steps: int) -> bool:
+            return decodes.blocks_ahead(steps - 1 + margin) > free
+
+        return 1 + bisect_left(range(2, most + 1), True, key=too_long) if too_long(most) else most
+
+    def promises_hold(self, taker: Engine) -> bool:
         return True
 
 
@@ -146,14 +132,13 @@ def domains_of(
     domains: list[MemoryDomain] = []
     sharing: dict[int, tuple[int, ...]] = {}  # by the place of an engine, its GPUs
     for place, (engine, own) in enumerate(zip(engines, gpus_of, strict=True)):
-        if engine.kv.private:
+        if isinstance(memories[own[0]], PrivatePools):
             domains.append(PrivateDomain(engine, [memories[gpu] for gpu in own]))
         else:
             sharing[place] = own
     for members in connected(sharing):
         gpus = sorted({gpu for place in members for gpu in sharing[place]})
-        managers = [memory for gpu in gpus if not isinstance(memory := memories[gpu], PrivatePools)]
-        domains.append(SharedDomain([engines[place] for place in members], managers))
+        domains.append(MemoryDomain([engines[place] for place in members], [memories[gpu] for gpu in gpus]))
     return domains
 
 
@@ -167,18 +152,3 @@ def connected(parts: Mapping[int, Collection[Hashable]]) -> list[tuple[int, ...]
         for part in (part for other in members for part in parts[other]):
             group_of[part] = members
     return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
-
-
-def _in_turn(growths: list[Growth]) -> list[Growth]:
-    """By time, then engine; one engine's growths in a row come to one."""
-    growths.sort(key=itemgetter(0, 1))
-    turns: list[Growth] = []
-    last = -1
-    together: list[SequenceState] = []
-    for end_s, index, sequences in growths:
-        if index == last:
-            together += sequences
-        else:
-            last, together = index, [*sequences]
-            turns.append((end_s, index, together))
-    return turns

@@ -4,130 +4,89 @@ This is plain PagedAttention memory management as in vLLM: a share is cut into b
 block serves any sequence. Nothing fragments, and nothing can be lent: an idle engine's free blocks stay its own. So blocks
 are counted, not named: which of them a sequence holds changes no decision.
 
-``PagedPool`` is a fixed share of a GPU. ``PoolShare`` counts the blocks of one engine in a ``BytePool`` whose size changes,
-where dropped layers become KV memory, and from which an engine that drains may still draw beside the next one.
+The memory under a pool is a fixed share of a GPU, or changes: where dropped layers become KV memory, and an engine that drains
+may still draw from it beside the next one.
+
+Static partition (the S-Partition baseline of Prism; also MIG slices and fractional GPUs): models are placed once, by KVPR on
+their mean rates (``kvpr.py``), and each gets a fixed part of what weights and activations leave, in proportion to the KV bytes
+that arrive for it, request rate times bytes per token, or an equal part. Nobody gets less than one request of full length
+needs, for a smaller pool could never serve it. The paper states neither rule; both are readings (systems.md 6.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import KVLedger, KVManager
 
 
-class BlockPool(Protocol):
-    """Blocks of one engine in one memory, counted. ``take`` and ``give`` raise ValueError for what cannot be."""
-
-    @property
-    def free_blocks(self) -> int: ...
-    @property
-    def capacity_blocks(self) -> int: ...
-    @property
-    def used_bytes(self) -> int: ...
-    def take(self, blocks: int) -> bool: ...
-    def give(self, blocks: int) -> None: ...
-
-
-class PagedPool:
-    """``share_bytes`` cut into blocks of ``block_bytes``, ``free_blocks`` of which nobody holds.
-
-    Raises:
-        ValueError: a block below 1 byte or a negative share.
-    """
-
-    __slots__ = ("block_bytes", "capacity_blocks", "free_blocks", "share_bytes")
-
-    def __init__(self, block_bytes: int, share_bytes: int) -> None:
-        if block_bytes < 1 or share_bytes < 0:
-            raise ValueError(
-                f"paged pool: {share_bytes} bytes in blocks of {block_bytes}; need bytes >= 0 and blocks >= 1"
-            )
-        self.block_bytes = block_bytes
-        self.share_bytes = share_bytes
-        self.capacity_blocks = share_bytes // block_bytes
-        self.free_blocks = self.capacity_blocks
-
-    @property
-    def used_bytes(self) -> int:
-        return (self.capacity_blocks - self.free_blocks) * self.block_bytes
-
-    def take(self, blocks: int) -> bool:
-        """Take ``blocks`` blocks. False when there are not as many; then nothing is taken. ValueError if negative."""
-        if blocks < 0:
-            raise ValueError(f"paged pool: {blocks} blocks asked for; it must be 0 or more")
-        if blocks > self.free_blocks:
-            return False
-        self.free_blocks -= blocks
-        return True
-
-    def give(self, blocks: int) -> None:
-        """Give back blocks. ValueError for a negative number or more than are held; then nothing is given back."""
-        held = self.capacity_blocks - self.free_blocks
-        if not 0 <= blocks <= held:
-            raise ValueError(
-                f"paged pool: {blocks} blocks given back; it must be 0 to {held}, the blocks that are held"
-            )
-        self.free_blocks += blocks
-
-
+@dataclass(slots=True)
 class BytePool:
     """KV memory of ``limit_bytes``, which may change, with ``used_bytes`` of it taken."""
 
-    __slots__ = ("limit_bytes", "used_bytes")
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+    limit_bytes: int
+    used_bytes: int = 0
 
     @property
     def free_bytes(self) -> int:
         return self.limit_bytes - self.used_bytes
 
 
-class PoolShare:
-    """Blocks of ``block_bytes`` that one engine holds in a ``BytePool``, perhaps beside others."""
+@dataclass(slots=True)
+class PagedPool:
+    """Blocks of ``block_bytes`` that one engine holds in a memory, alone or beside others.
 
-    __slots__ = ("block_bytes", "held_blocks", "pool")
+    Raises:
+        ValueError: a block below 1 byte or a negative share.
+    """
 
-    def __init__(self, pool: BytePool, block_bytes: int) -> None:
-        self.pool = pool
-        self.block_bytes = block_bytes
-        self.held_blocks = 0
+    block_bytes: int
+    memory: BytePool
+    held_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        limit_bytes = self.memory.limit_bytes
+        if self.block_bytes < 1 or limit_bytes < 0:
+            raise ValueError(
+                f"paged pool: {limit_bytes} bytes in blocks of {self.block_bytes}; need bytes >= 0 and blocks >= 1"
+            )
 
     @property
     def free_blocks(self) -> int:
-        pool = self.pool
-        return (pool.limit_bytes - pool.used_bytes) // self.block_bytes
+        memory = self.memory
+        return (memory.limit_bytes - memory.used_bytes) // self.block_bytes
 
     @property
     def capacity_blocks(self) -> int:
         """Blocks if nobody else held any."""
-        return self.pool.limit_bytes // self.block_bytes
+        return self.memory.limit_bytes // self.block_bytes
 
     @property
     def used_bytes(self) -> int:
         return self.held_blocks * self.block_bytes
 
     def take(self, blocks: int) -> bool:
-        pool, bytes = self.pool, blocks * self.block_bytes
-        if pool.used_bytes + bytes > pool.limit_bytes:
+        """Take ``blocks`` blocks. False when there are not as many; then nothing is taken. ValueError if negative."""
+        if blocks < 0:
+            raise ValueError(f"paged pool: {blocks} blocks asked for; it must be 0 or more")
+        memory, taken_bytes = self.memory, blocks * self.block_bytes
+        if memory.used_bytes + taken_bytes > memory.limit_bytes:
             return False
         self.held_blocks += blocks
-        pool.used_bytes += bytes
+        memory.used_bytes += taken_bytes
         return True
 
     def give(self, blocks: int) -> None:
-        """ValueError for more than are held; then nothing is given back."""
-        if blocks > self.held_blocks:
-            raise ValueError(f"paged pool: {blocks} blocks given back; {self.held_blocks} are held")
+        """Give back blocks. ValueError for a negative number or more than are held; then nothing is given back."""
+        if not 0 <= blocks <= self.held_blocks:
+            raise ValueError(
+                f"paged pool: {blocks} blocks given back; it must be 0 to {self.held_blocks}, the blocks that are held"
+            )
         self.held_blocks -= blocks
-        self.pool.used_bytes -= blocks * self.block_bytes
-
-
-class _Pools(dict[int, PagedPool]):
-    def __missing__(self, owner: int) -> PagedPool:
-        raise ValueError(f"private pools: owner {owner} is not registered; the owners are {sorted(self)}")
+        self.memory.used_bytes -= blocks * self.block_bytes
 
 
 class PrivatePools:
@@ -138,33 +97,37 @@ class PrivatePools:
     """
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
-        self._pools = _Pools({owner: PagedPool(block, share) for owner, (block, share) in shares.items()})
+        self._pools: dict[int, PagedPool] = {}
+        for owner, (block_bytes, share_bytes) in shares.items():
+            self.join(owner, block_bytes, share_bytes)
 
     def join(self, owner: int, block_bytes: int, share_bytes: int) -> None:
         """A new owner with a share of its own. ValueError for one that has a pool."""
         if owner in self._pools:
             raise ValueError(f"private pools: owner {owner} joins twice")
-        self._pools[owner] = PagedPool(block_bytes, share_bytes)
+        self._pools[owner] = PagedPool(block_bytes, BytePool(share_bytes))
 
     def leave(self, owner: int) -> None:
         """The owner goes, and its share with it. ValueError while it holds blocks."""
-        if self._pools[owner].used_bytes:
-            raise ValueError(f"private pools: owner {owner} leaves with {self._pools[owner].used_bytes} bytes in use")
+        if used_bytes := self.pool(owner).used_bytes:
+            raise ValueError(f"private pools: owner {owner} leaves with {used_bytes} bytes in use")
         del self._pools[owner]
 
     def pool(self, owner: int) -> PagedPool:
         """The pool of ``owner``, to take from and give back to; ValueError for an unknown owner."""
+        if owner not in self._pools:
+            raise ValueError(f"private pools: owner {owner} is not registered; the owners are {sorted(self._pools)}")
         return self._pools[owner]
 
     def ledger(self) -> KVLedger:
         """Bytes of all shares. Nothing is stranded, for there are no slabs; a share's last part of a block is lost."""
         pools = self._pools.values()
         return KVLedger(
-            total_bytes=sum(pool.share_bytes for pool in pools),
+            total_bytes=sum(pool.memory.limit_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             stranded_bytes=0,
             free_bytes=sum(pool.free_blocks * pool.block_bytes for pool in pools),
-            lost_bytes=sum(pool.share_bytes % pool.block_bytes for pool in pools),
+            lost_bytes=sum(pool.memory.limit_bytes % pool.block_bytes for pool in pools),
         )
 
     def check(self) -> None:
@@ -177,3 +140,38 @@ class PrivatePools:
 
 GpuMemory = KVManager | PrivatePools
 """The KV memory of one GPU: blocks with names that engines share, or pools of their own."""
+
+
+class Share(NamedTuple):
+    """What speaks for an engine's part: its weight in the division, and the least that it can work with."""
+
+    weight: float
+    least_bytes: int
+
+
+def split_bytes(pool_bytes: int, shares: Mapping[int, Share]) -> dict[int, int]:
+    """The pool divided in proportion to the weights, everybody getting at least ``least_bytes``.
+
+    Who would get less than that gets just that, and the others divide the rest. When the pool does not even hold all
+    minima, it is divided in proportion to them. Weights of 0 throughout count as equal.
+    Parts are rounded down. Raises ValueError for a negative pool, weight or minimum.
+    """
+    if pool_bytes < 0 or any(share.weight < 0 or share.least_bytes < 0 for share in shares.values()):
+        raise ValueError(f"a pool of {pool_bytes} bytes cannot be divided by {dict(shares)}: all must be at least 0")
+    least = sum(share.least_bytes for share in shares.values())
+    if least > pool_bytes:
+        return {owner: pool_bytes * share.least_bytes // least for owner, share in shares.items()}
+    parts: dict[int, int] = {}
+    weights = {owner: Fraction(share.weight) for owner, share in shares.items()}  # exact, so that nothing is sold twice
+    if not any(weights.values()):
+        weights = dict.fromkeys(shares, Fraction(1))
+    while weights:
+        left_bytes, total = pool_bytes - sum(parts.values()), sum(weights.values())
+        part = {owner: int(left_bytes * weight / total) for owner, weight in weights.items()}
+        short = [owner for owner in weights if part[owner] < shares[owner].least_bytes]
+        if not short:
+            return parts | part
+        for owner in short:
+            parts[owner] = shares[owner].least_bytes
+            del weights[owner]
+    return parts

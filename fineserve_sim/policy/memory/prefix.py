@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
-from itertools import count
 
 
 def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
@@ -41,10 +40,8 @@ class SharedBlocks:
         self._end_of: dict[int, tuple[int, int]] = {}  # by recorded block, its place and key
         self._used: dict[int, int] = {}  # by recorded block, the tick of its last use
         self._tick = 0
-        # A heap: use and -place of the run's last block, turn, run.
-        self._runs: list[tuple[int, int, int, list[int]]] = []
+        self._runs: list[tuple[tuple[int, int], list[int]]] = []  # a heap: the rank of the run's last block, run
         self._in_runs: set[int] = set()
-        self._turns = count()
         self.evictable = 0
 
     def __len__(self) -> int:
@@ -59,6 +56,11 @@ class SharedBlocks:
         """New blocks, each held by one sequence."""
         self._references.update(dict.fromkeys(blocks, 1))
 
+    def share(self, blocks: Iterable[int]) -> None:
+        """One sequence more holds these blocks, which others hold."""
+        for block in blocks:
+            self._references[block] += 1
+
     def drop(self, blocks: Sequence[int]) -> list[int]:
         """A sequence lets go of ``blocks``; returns those that nobody holds any more.
 
@@ -71,18 +73,19 @@ class SharedBlocks:
         if len(set(blocks)) < len(blocks):
             raise ValueError("a block is named twice in one call")
         free: list[int] = []
-        idle: list[int] = []
+        run: list[int] = []
         for block in blocks:
             left = references[block] = references[block] - 1
             if left == 0:
                 del references[block]
                 free.append(block)
             elif left == 1 and block in end_of:
-                idle.append(block)
-        self.evictable += len(idle)
-        if run := [block for block in idle if block not in self._in_runs]:
+                self.evictable += 1
+                if block not in self._in_runs:
+                    run.append(block)
+        if run:
             self._in_runs.update(run)
-            heappush(self._runs, (*self._rank(run[-1]), next(self._turns), run))
+            heappush(self._runs, (self._rank(run[-1]), run))
         return free
 
     def match(self, keys: Sequence[int]) -> list[int]:
@@ -109,18 +112,19 @@ class SharedBlocks:
         none left that nobody holds."""
         gone: list[int] = []
         while len(gone) < number and self._runs:
-            used, minus_place, turn, run = self._runs[0]
-            while run and len(gone) < number and self._references[run[-1]] == 1:
-                if self._rank(run[-1]) != (used, minus_place):
-                    break
-                gone.append(self._forget(run.pop()))
-                minus_place += 1
-            if run and self._references[run[-1]] > 1:
+            rank, run = self._runs[0]
+            if self._references[run[-1]] > 1:
                 self._in_runs.remove(run.pop())  # until it is let go again
+            elif self._rank(run[-1]) == rank:
+                gone.append(run.pop())
             if run:
-                heapreplace(self._runs, (*self._rank(run[-1]), turn, run))
+                heapreplace(self._runs, (self._rank(run[-1]), run))
             else:
                 heappop(self._runs)
+        for block in gone:
+            place, key = self._end_of.pop(block)
+            del self._recorded[place][key], self._used[block], self._references[block]
+        self._in_runs.difference_update(gone)
         self.evictable -= len(gone)
         return gone
 
@@ -136,12 +140,6 @@ class SharedBlocks:
         self._used.update(dict.fromkeys(blocks, self._tick))
         return blocks
 
-    def _forget(self, block: int) -> int:
-        place, key = self._end_of.pop(block)
-        del self._recorded[place][key], self._used[block], self._references[block]
-        self._in_runs.remove(block)
-        return block
-
     def _rank(self, block: int) -> tuple[int, int]:
         """Records go by rising ones."""
         return self._used[block], -self._end_of[block][0]
@@ -153,5 +151,5 @@ class SharedBlocks:
         assert ends.keys() == self._used.keys() <= self._references.keys(), "a recorded block is held by nobody"
         assert all(count > 0 for count in self._references.values()), "a free block is counted"
         alone = {block for block in ends if self._references[block] == 1}
-        assert alone <= self._in_runs == {block for *_, run in self._runs for block in run}, "a lost record"
+        assert alone <= self._in_runs == {block for _, run in self._runs for block in run}, "a lost record"
         assert self.evictable == len(alone), f"{len(alone)} blocks are evictable, {self.evictable} are counted"

@@ -19,7 +19,7 @@ from fineserve_sim.experiment.reproduce.judge import Evaluation, holds, numbers
 from fineserve_sim.experiment.reproduce.papers.vtensor.flexinfer_model import FlexInfer
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.latency import StepModel
-from fineserve_sim.policy.memory.paged import PagedPool
+from fineserve_sim.policy.memory.paged import BytePool, PagedPool
 from fineserve_sim.policy.memory.vtensor import CHUNK_BYTES, VTensorManager, tokens_per_chunk
 
 GB = 2**30
@@ -63,11 +63,11 @@ class Server:
 
     def contiguous(self) -> PagedPool:
         """Native memory: one block of the maximum length a request."""
-        return PagedPool(self.max_tokens * self.token_bytes, self.kv_bytes)
+        return PagedPool(self.max_tokens * self.token_bytes, BytePool(self.kv_bytes))
 
     def paged(self) -> PagedPool:
         """vLLM: all that is left, in blocks of 16 tokens."""
-        return PagedPool(PAGED_TOKENS * self.token_bytes, self.kv_bytes)
+        return PagedPool(PAGED_TOKENS * self.token_bytes, BytePool(self.kv_bytes))
 
     def vtensor(self) -> tuple[VTensorManager, FlexInfer]:
         manager = VTensorManager(self.kv_bytes, {0: self.tensors})
@@ -160,7 +160,7 @@ def paged_is_constant() -> Evaluation:
     for batch in BATCHES:
         pool = SEVEN_B.paged()
         assert pool.free_blocks >= batch * request_tokens() // PAGED_TOKENS
-        paged.append(pool.share_bytes)
+        paged.append(pool.memory.limit_bytes)
         vtensor.append(SEVEN_B.mapped_bytes(batch, request_tokens()))
     constant = len(set(paged)) == 1 and all(low < high for low, high in pairwise(vtensor))
     return holds(
