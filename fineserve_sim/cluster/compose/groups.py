@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
@@ -33,22 +33,13 @@ from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
-from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LeastLoaded, LeastQueued, MostFree, RoundRobin
-from fineserve_sim.policy.groups.drop_plan import even_split
-from fineserve_sim.policy.groups.migration import LlumnixMigration
-from fineserve_sim.policy.groups.throttle import KunServeDrop, ScaleOut
+from fineserve_sim.policy.groups.dispatch import LlumnixMigration, dispatcher
+from fineserve_sim.policy.groups.drop_plan import KunServeDrop, ScaleOut, even_split
 from fineserve_sim.policy.interfaces import Instance
 from fineserve_sim.policy.memory.paged import PoolShare
 from fineserve_sim.systems import spec as specs
 
 LINKS_PER_INSTANCE = 4
-
-_DISPATCHERS: dict[type, Callable[..., DispatchPolicy]] = {
-    specs.RoundRobinDispatchSpec: RoundRobin,
-    specs.LeastLoadedDispatchSpec: LeastLoaded,
-    specs.LeastQueuedDispatchSpec: LeastQueued,
-    specs.FreenessDispatchSpec: MostFree,
-}
 
 
 def compose_groups(scenario: Scenario) -> Parts:
@@ -177,19 +168,18 @@ def _controller(scenario: Scenario, instances: Sequence[TpGroup], stages: int, s
         sizes.layers,
         min(served.model.max_context_tokens, holds_tokens(stages)),
         settings.block_tokens,
-        sizes.block_bytes,
-        sizes.base_kv_bytes,
         holds_tokens,
     )
     drop, migration, scaling = system.drop, system.migration, system.scaling
     node_of = {instance.id: instance.node for instance in instances}
     assert system.dispatch is not None
-    dispatch = _DISPATCHERS[type(system.dispatch)](**options(system.dispatch))
     return GroupController(
         model,
         [instance.gpus for instance in instances],
-        dispatch,
-        drop=KunServeDrop(sizes.copy_bytes, sizes.block_bytes, node_of=node_of, **options(drop, "exchange", "remap_s"))
+        dispatcher(**system.dispatch.model_dump()),
+        drop=KunServeDrop(
+            sizes.copy_bytes, sizes.block_bytes, sizes.base_kv_bytes, node_of, **options(drop, "exchange", "remap_s")
+        )
         if drop
         else None,
         migration=LlumnixMigration(**options(migration)) if migration else None,
