@@ -124,7 +124,10 @@ class KunServeDrop:
             return []
         serving = [group for group in groups if group.takes_requests]
         if any(self._is_throttled(group) for group in serving):
-            return self._plan(serving)
+            queued = sum(group.load.queued_blocks for group in serving)
+            free = sum(group.load.free_blocks for group in serving) if self.required == "net" else 0
+            present, required_bytes = [group.instances for group in serving], (queued - free) * self.block_bytes
+            return plan_drop(present, required_bytes, self.copy_bytes, node_of=self.node_of, max_group=self.max_group)
         if not self.restore:
             return []
         scopes = [groups] if self.restore_usage == "cluster" else [[group] for group in groups]
@@ -134,17 +137,6 @@ class KunServeDrop:
         load = group.load
         nearly_full = load.used_blocks >= self.trigger * load.capacity_blocks
         return nearly_full and load.queued_blocks >= max(1, load.free_blocks)
-
-    def _plan(self, serving: Sequence[GroupEngine]) -> DropPlan:
-        queued = sum(group.load.queued_blocks for group in serving)
-        free = sum(group.load.free_blocks for group in serving) if self.required == "net" else 0
-        return plan_drop(
-            [group.instances for group in serving],
-            (queued - free) * self.block_bytes,
-            self.copy_bytes,
-            node_of=self.node_of,
-            max_group=self.max_group,
-        )
 
     def _is_low(self, groups: Sequence[GroupEngine]) -> bool:
         """Whether these hold less KV together than the threshold of what they have without drop. The instances of one that
