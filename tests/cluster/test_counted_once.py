@@ -10,8 +10,8 @@ from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestRet
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Suggestion
-from fineserve_sim.policy.groups.throttle import ScaleOut
-from fineserve_sim.policy.groups.view import GroupView, Phase
+from fineserve_sim.policy.groups.drop_plan import ScaleOut
+from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 from fineserve_sim.policy.interfaces import EngineLoad, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
 
 
@@ -40,10 +40,10 @@ def test_a_request_that_lost_its_engine_is_no_new_demand() -> None:
     assert watch.rates_per_s["a"] == 1 / window_s
 
 
-def views(demand_blocks: int) -> list[GroupView]:
+def views(demand_blocks: int) -> list[GroupEngine]:
     """A pipeline of two, whose layers were dropped, with so much KV in use."""
     load = EngineLoad(used_blocks=demand_blocks, capacity_blocks=100, running=1)
-    return [GroupView(0, (0, 1), Phase.SERVING, load, used_bytes=demand_blocks, base_bytes=100)]
+    return [GroupEngine(0, (0, 1), Phase.SERVING, load)]
 
 
 def asks(samples: int, demands: list[int]) -> list[int]:

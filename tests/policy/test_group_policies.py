@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.commands import Migrate
-from fineserve_sim.policy.groups.dispatch import (
-    DispatchPolicy,
-    LeastLoaded,
-    LeastQueued,
-    MostFree,
-    RoundRobin,
-    freeness,
-)
-from fineserve_sim.policy.groups.migration import LlumnixMigration
-from fineserve_sim.policy.groups.throttle import KunServeDrop, Merge, ScaleOut, Split, throttled
-from fineserve_sim.policy.groups.view import GroupView, Phase
+from fineserve_sim.policy.commands import Activate, DropLayers, Migrate
+from fineserve_sim.policy.events import EngineFailed, EngineReady, Tick
+from fineserve_sim.policy.groups.controller import GroupController, GroupModel
+from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LlumnixMigration, dispatcher, freeness
+from fineserve_sim.policy.groups.drop_plan import DropPlan, KunServeDrop, ScaleOut
+from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 from fineserve_sim.policy.interfaces import EngineLoad
 
 BLOCK = 1000
@@ -34,26 +28,25 @@ def view(
     *,
     instances: tuple[int, ...] | None = None,
     phase: Phase = Phase.SERVING,
-    base_bytes: int = 100 * BLOCK,
     **load: Any,
-) -> GroupView:
+) -> GroupEngine:
     defaults = {"capacity_blocks": 100, "head_blocks": min(queued, 5), "running": max(1, used // 10)}
     here = EngineLoad(used_blocks=used, queued_blocks=queued, **(defaults | load))
-    return GroupView(engine, instances or (engine,), phase, here, used * BLOCK, base_bytes)
+    return GroupEngine(engine, instances or (engine,), phase, here)
 
 
-def chosen(policy: DispatchPolicy, views: Sequence[GroupView]) -> int | None:
+def chosen(policy: DispatchPolicy, views: Sequence[GroupEngine]) -> int | None:
     """The choice among these alone, told one after the other."""
     for one in views:
-        policy.offer(one.engine, len(one.instances), one.load)
+        policy.offer(one)
     engine = policy.choose()
     for one in views:
-        policy.withdraw(one.engine)
+        policy.withdraw(one.id)
     return engine
 
 
 def test_round_robin_goes_around_the_engines_that_there_are() -> None:
-    policy = RoundRobin()
+    policy = dispatcher("round_robin")
     three = [view(0), view(1), view(2)]
     assert [chosen(policy, three) for _ in range(4)] == [0, 1, 2, 0]
     assert [chosen(policy, [view(7), view(0)]) for _ in range(3)] == [7, 0, 7]
@@ -62,26 +55,28 @@ def test_round_robin_goes_around_the_engines_that_there_are() -> None:
 
 def test_least_loaded_compares_demand_with_capacity() -> None:
     large = view(1, used=120, capacity_blocks=400)
-    assert chosen(LeastLoaded(), [view(0, used=40), large]) == 1
-    assert chosen(LeastLoaded(), [view(1, used=40), view(0, used=40)]) == 0
+    assert chosen(dispatcher("least_loaded"), [view(0, used=40), large]) == 1
+    assert chosen(dispatcher("least_loaded"), [view(1, used=40), view(0, used=40)]) == 0
     queues = [view(0, used=50, queued=20), view(1, used=60)]
-    assert chosen(LeastLoaded("all"), queues) == 1
-    assert chosen(LeastLoaded("head"), queues) == 0
+    assert chosen(dispatcher("least_loaded", queued="all"), queues) == 1
+    assert chosen(dispatcher("least_loaded", queued="head"), queues) == 0
 
 
 def test_least_queued_looks_at_the_prefills_that_wait_if_there_is_room() -> None:
     pair = view(1, used=100, queued=30, instances=(1, 2), capacity_blocks=266)
-    assert chosen(LeastQueued(), [view(0, used=10, queued=20), pair]) == 1
-    assert chosen(LeastQueued(), [view(0, used=90, queued=10), pair]) == 1  # the first has no room
-    assert chosen(LeastQueued(), [view(0, used=90, queued=10), view(3, used=99, queued=9)]) == 3
-    assert chosen(LeastQueued(), [view(0, used=20), view(3, used=10)]) == 3
+    assert chosen(dispatcher("least_queued"), [view(0, used=10, queued=20), pair]) == 1
+    assert chosen(dispatcher("least_queued"), [view(0, used=90, queued=10), pair]) == 1  # the first has no room
+    assert chosen(dispatcher("least_queued"), [view(0, used=90, queued=10), view(3, used=99, queued=9)]) == 3
+    assert chosen(dispatcher("least_queued"), [view(0, used=20), view(3, used=10)]) == 3
 
 
 def test_freeness_is_free_blocks_a_running_request() -> None:
     assert freeness(view(0, used=40, running=4).load) == 15
     assert freeness(view(0, used=40, queued=70, running=4).load, "all") == -2.5
     assert freeness(view(0, used=0, running=0).load) == 100
-    assert chosen(MostFree(), [view(0, used=40, running=4), view(1, used=40, running=3)]) == 1
+    assert (
+        chosen(dispatcher("freeness", queued="head"), [view(0, used=40, running=4), view(1, used=40, running=3)]) == 1
+    )
 
 
 loads = st.builds(
@@ -95,24 +90,23 @@ loads = st.builds(
 told = st.lists(st.tuples(st.integers(0, 4), st.none() | loads), max_size=30)
 
 
-@given(told, st.sampled_from([LeastLoaded, LeastQueued, MostFree]))
+@given(told, st.sampled_from(["least_loaded", "least_queued", "freeness"]), st.sampled_from(["all", "head"]))
 def test_a_choice_is_the_lowest_rank_of_all_that_was_told(
-    told: list[tuple[int, EngineLoad | None]], kind: type[LeastLoaded | LeastQueued | MostFree]
+    told: list[tuple[int, EngineLoad | None]], kind: str, queued: Literal["all", "head"]
 ) -> None:
-    """However loads change, come and go: the heap answers as a look at everything would."""
-    policy, known = kind(), dict[int, EngineLoad]()
+    """However loads change, come and go: the heap answers as one that is told what there is now, and nothing before."""
+    policy, known = dispatcher(kind, queued=queued), dict[int, GroupEngine]()
     for engine, load in told:
         if load is None:
             policy.withdraw(engine)
             known.pop(engine, None)
         else:
-            policy.offer(engine, 1, load)
-            known[engine] = load
-        ranked = [(policy.rank(1, load), engine) for engine, load in known.items()]
-        assert policy.choose() == (min(ranked)[1] if ranked else None)
+            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load)
+            policy.offer(known[engine])
+        assert policy.choose() == chosen(dispatcher(kind, queued=queued), list(known.values()))
 
 
-def _movable(group: int, used: int, running: int, blocks: int = 4) -> GroupView:
+def _movable(group: int, used: int, running: int, blocks: int = 4) -> GroupEngine:
     return view(group, used=used, running=running, shortest=10 + group, shortest_blocks=blocks)
 
 
@@ -133,28 +127,35 @@ def test_a_request_that_does_not_fit_stays() -> None:
         LlumnixMigration(out_blocks=5, in_blocks=3)
 
 
+def drop(**options: Any) -> KunServeDrop:
+    return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, base_bytes=100 * BLOCK, node_of={}, **options)
+
+
+def merges(groups: Sequence[GroupEngine], **options: Any) -> tuple[tuple[tuple[int, ...], ...], int, bool]:
+    """What is to merge, the bytes that it frees, and whether they are enough."""
+    plan = drop(**options).tick(groups)
+    assert isinstance(plan, DropPlan)
+    return plan.merged, plan.freed_bytes, plan.sufficient
+
+
 @pytest.mark.parametrize(
     ("used", "queued", "expected"), [(95, 5, True), (94, 50, False), (95, 4, False), (100, 0, False), (100, 1, True)]
 )
 def test_throttled_is_nearly_full_with_a_queue_that_wants_what_is_left(used: int, queued: int, expected: bool) -> None:
-    assert throttled(view(0, used, queued).load) is expected
-
-
-def drop(**options: Any) -> KunServeDrop:
-    return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, **options)
+    assert isinstance(drop().tick([view(0, used, queued)]), DropPlan) is expected
 
 
 def test_the_plan_covers_the_queue() -> None:
     groups = [view(0, 96, 60), view(1, 96, 60), view(2, 96, 0), view(3, 96, 0)]
-    assert drop().tick(groups) == [Merge((0, 1, 2, 3), 150 * BLOCK, True)]  # 120 blocks need three merges of 50
+    assert merges(groups) == (((0, 1, 2, 3),), 150 * BLOCK, True)  # 120 blocks need three merges of 50
     groups[0] = view(0, 96, 20)
-    assert drop().tick(groups) == [Merge(pair, 100 * BLOCK, True) for pair in ((0, 1), (2, 3))]
+    assert merges(groups) == (((0, 1), (2, 3)), 100 * BLOCK, True)
 
 
 def test_free_memory_elsewhere_counts_where_net_is_asked_for() -> None:
     groups = [view(0, 96, 10), view(1, 10), view(2, 10), view(3, 10)]
-    assert drop().tick(groups) == [Merge((0, 1), 50 * BLOCK, True)]
-    assert drop(required="net").tick(groups) == []
+    assert merges(groups) == (((0, 1),), 50 * BLOCK, True)
+    assert merges(groups, required="net") == ((), 0, True)
 
 
 def test_nothing_happens_while_a_group_changes() -> None:
@@ -165,20 +166,19 @@ def test_nothing_happens_while_a_group_changes() -> None:
 def test_pairs_merge_into_fours_and_draining_groups_stay_out() -> None:
     pairs = [view(0, 100, 70, instances=(0, 1)), view(1, 100, 0, instances=(2, 3))]
     old = view(2, 100, 0, instances=(4, 5), phase=Phase.DRAINING)
-    assert drop().tick([*pairs, old]) == [Merge((0, 1, 2, 3), 50 * BLOCK, False)]
+    assert merges([*pairs, old]) == (((0, 1, 2, 3),), 50 * BLOCK, False)
 
 
-def _pair(used: int, queued: int = 0) -> GroupView:
-    return view(4, used, queued, instances=(0, 1), capacity_blocks=300, base_bytes=200 * BLOCK)
+def _pair(used: int, queued: int = 0) -> GroupEngine:
+    return view(4, used, queued, instances=(0, 1), capacity_blocks=300)
 
 
 def test_restore_under_half_of_the_base_memory() -> None:
-    assert drop().tick([_pair(99)]) == [Split(4)]
+    assert drop().tick([_pair(99)]) == [4]
     assert drop().tick([_pair(100)]) == []
     assert drop().tick([_pair(99, queued=1)]) == []
     assert drop(restore=False).tick([_pair(99)]) == []
-    fullest = _pair(60)
-    fullest = fullest._replace(load=fullest.load._replace(fullest_bytes=101 * BLOCK))
+    fullest = view(4, 60, instances=(0, 1), capacity_blocks=300, fullest_bytes=101 * BLOCK)
     assert drop().tick([fullest]) == []  # one instance could not hold all weights beside its KV
     assert drop().tick([view(0, 10)]) == []  # an instance alone has nothing to restore
 
@@ -187,18 +187,18 @@ def test_restore_under_half_of_what_the_cluster_has() -> None:
     """A pipeline is split under pressure of its own while the others are idle, and kept when they are not."""
     idle, busy = view(0, 10), view(0, 95)
     cluster = drop()
-    assert cluster.tick([_pair(120), idle]) == [Split(4)]  # 130 of 300 blocks
+    assert cluster.tick([_pair(120), idle]) == [4]  # 130 of 300 blocks
     assert cluster.tick([_pair(140), idle]) == []  # 150
     assert cluster.tick([_pair(90), busy]) == []
-    assert drop(restore_usage="group").tick([_pair(90), busy]) == [Split(4)]
+    assert drop(restore_usage="group").tick([_pair(90), busy]) == [4]
     assert cluster.tick([_pair(10, queued=1), idle]) == []
 
 
 def test_a_pipeline_that_drains_has_no_memory_beside_its_successors() -> None:
     """Four instances have 400 blocks without drop: those of the pipeline that drains are counted at its successors."""
-    draining = view(5, 60, instances=(2, 3), phase=Phase.DRAINING, base_bytes=200 * BLOCK)
+    draining = view(5, 60, instances=(2, 3), phase=Phase.DRAINING)
     successors = [view(6, 10), view(7, 10)]
-    assert drop().tick([_pair(119), draining, *successors]) == [Split(4)]
+    assert drop().tick([_pair(119), draining, *successors]) == [4]
     assert drop().tick([_pair(120), draining, *successors]) == []
 
 
@@ -224,3 +224,26 @@ def test_scale_out_needs_growth_after_a_drop_and_asks_once_in_a_while() -> None:
     assert not any(_Scale(ScaleOut(3, 30.0)).asks([30, 30, 30, 20]))
     twice = _Scale(ScaleOut(3, 30.0))
     assert any(twice.asks([1, 2, 3])) and any(twice.asks([4, 5, 6], start_s=40.0))
+
+
+def test_a_pipeline_that_is_lost_before_it_serves_takes_the_engines_that_it_was_made_of_with_it() -> None:
+    """Its instances that are left serve alone again, and may merge again."""
+    controller = GroupController(
+        GroupModel("m", 3, 1000, 16, lambda instances: 1000),
+        [(0,), (1,), (2,)],
+        dispatcher("least_loaded"),
+        drop=drop(),
+        migration=None,
+        scale_out=None,
+        stages=1,
+        spares=0,
+    )
+    full = EngineLoad(96, 100, 60)
+    assert controller.handle(0.0, Tick({}, {}, dict.fromkeys(range(3), full))) == [
+        DropLayers(3, (0, 1, 2), 100_000, False)
+    ]
+    alone = [Activate(4, "m", (1,)), Activate(5, "m", (2,))]
+    assert controller.handle(0.1, EngineFailed(3, (0,))) == alone
+    for command in alone:
+        controller.handle(0.2, EngineReady(command.engine))
+    assert controller.handle(0.3, Tick({}, {}, {4: full, 5: full})) == [DropLayers(6, (4, 5), 50_000, False)]

@@ -11,7 +11,7 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, geometry, usable_bytes
 from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import place
-from fineserve_sim.cluster.compose.policies import build_dispatch, options
+from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, step_model
 from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine, Seat
@@ -30,9 +30,8 @@ from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
-from fineserve_sim.policy.groups.drop_plan import even_split
-from fineserve_sim.policy.groups.migration import LlumnixMigration
-from fineserve_sim.policy.groups.throttle import KunServeDrop, ScaleOut
+from fineserve_sim.policy.groups.dispatch import LlumnixMigration, dispatcher
+from fineserve_sim.policy.groups.drop_plan import KunServeDrop, ScaleOut, even_split
 from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.systems import spec as specs
 
@@ -169,14 +168,16 @@ class _Builder:
                 sizes.layers,
                 self._max_tokens,
                 self._settings.block_tokens,
-                sizes.block_bytes,
-                sizes.base_kv_bytes,
                 self._holds_tokens,
             ),
             [instance.gpus for instance in instances],
-            build_dispatch(system.dispatch),
+            dispatcher(**system.dispatch.model_dump()),
             drop=KunServeDrop(
-                sizes.copy_bytes, sizes.block_bytes, node_of=node_of, **options(drop, "exchange", "remap_s")
+                sizes.copy_bytes,
+                sizes.block_bytes,
+                sizes.base_kv_bytes,
+                node_of,
+                **options(drop, "exchange", "remap_s"),
             )
             if drop
             else None,

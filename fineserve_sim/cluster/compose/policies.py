@@ -14,7 +14,6 @@ from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activatio
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
-from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LeastLoaded, LeastQueued, MostFree, RoundRobin
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, PlacementPolicy, PrefillLatency
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
@@ -62,18 +61,6 @@ _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
 
 def build_placement(spec: specs.PlacementSpec) -> PlacementPolicy:
     return _PLACEMENTS[type(spec)](spec)
-
-
-_DISPATCHERS: dict[type, Callable[..., DispatchPolicy]] = {
-    specs.RoundRobinDispatchSpec: RoundRobin,
-    specs.LeastLoadedDispatchSpec: LeastLoaded,
-    specs.LeastQueuedDispatchSpec: LeastQueued,
-    specs.FreenessDispatchSpec: MostFree,
-}
-
-
-def build_dispatch(spec: specs.DispatchSpec) -> DispatchPolicy:
-    return _DISPATCHERS[type(spec)](**options(spec))
 
 
 def _adaptive(spec: specs.AdaptiveSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:

@@ -7,48 +7,32 @@ migrate between engines (Llumnix), engines merge and split (KunServe), spare ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from fineserve_sim.policy import commands, events
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.controller import Controller
-from fineserve_sim.policy.groups.dispatch import DispatchPolicy
-from fineserve_sim.policy.groups.drop_plan import even_split, pipeline_layout
-from fineserve_sim.policy.groups.migration import LlumnixMigration
-from fineserve_sim.policy.groups.throttle import KunServeDrop, Merge, ScaleOut, Split
-from fineserve_sim.policy.groups.view import GroupView, Phase
+from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LlumnixMigration
+from fineserve_sim.policy.groups.drop_plan import DropPlan, Group, KunServeDrop, ScaleOut, even_split, pipeline_layout
+from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 from fineserve_sim.policy.interfaces import EngineLoad, Request
-
-NEVER = float("inf")
 
 TICK_S = 0.1
 """Between looks at everything, in seconds."""
-
-UNKNOWN = EngineLoad(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupModel:
     """What the controller knows of the model. ``max_tokens`` bounds a sequence; ``holds_tokens(n)``: what an engine over n
-    instances can hold; ``block_bytes`` of KV over all layers, ``base_bytes`` of KV memory on an instance with all weights."""
+    instances can hold."""
 
     id: str
     layers: int
     max_tokens: int
     block_tokens: int
-    block_bytes: int
-    base_bytes: int
     holds_tokens: Callable[[int], int]
-
-
-@dataclass(slots=True)
-class _Engine:
-    """``instances`` in the order of stages."""
-
-    instances: tuple[int, ...]
-    phase: Phase
-    load: EngineLoad = UNKNOWN
 
 
 class GroupController(Controller):
@@ -63,11 +47,11 @@ class GroupController(Controller):
         instances: Sequence[tuple[int, ...]],
         dispatch: DispatchPolicy,
         *,
-        drop: KunServeDrop | None = None,
-        migration: LlumnixMigration | None = None,
-        scale_out: ScaleOut | None = None,
-        stages: int = 1,
-        spares: int = 0,
+        drop: KunServeDrop | None,
+        migration: LlumnixMigration | None,
+        scale_out: ScaleOut | None,
+        stages: int,
+        spares: int,
     ) -> None:
         super().__init__({})
         self._model, self._gpus = model, tuple(instances)
@@ -75,14 +59,14 @@ class GroupController(Controller):
         self._dispatcher = dispatch
         self._drop, self._migration, self._scale_out = drop, migration, scale_out
         self.needs_loads = dispatch.needs_loads
-        self.next_tick_s = 0.0 if drop or migration or scale_out else NEVER
+        if drop or migration or scale_out:
+            self.next_tick_s = 0.0
         self._ticks = 0
-        self._engines: dict[int, _Engine] = {}
-        self._merging: dict[int, tuple[int, ...]] = {}  # engines that stop, by the one to be
-        self._splitting: dict[int, tuple[int, ...]] = {}  # its successors, by the engine that gets its layers back
-        self._moving: dict[int, tuple[int, int]] = {}  # source and destination by request
+        self._engines: dict[int, GroupEngine] = {}
+        self._ids = count()
+        self._tied: dict[int, tuple[int, ...]] = {}  # by engine, until all serve: those it is made of, or splits into
+        self._moving: dict[int, commands.Migrate] = {}  # by request
         self._held: list[Request] = []
-        self._next_engine = 0
         serving = len(instances) - spares
         self._spares = list(range(serving, len(instances)))
         for first in range(0, serving, stages):
@@ -100,47 +84,38 @@ class GroupController(Controller):
             events.EngineDrained: lambda event: self._remove(event.engine),
             events.EngineFailed: self._failed,
             events.GpusRepaired: lambda event: self._activate([self._gpus.index(event.gpus)]),
-            events.MigrationEnded: lambda event: self._moved(event.request_id),
+            events.MigrationEnded: self._moved,
         }
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
-        request, longest = event.request, self._model.max_tokens
+        request, longest = event.request, self.max_tokens
         if request.prompt_tokens >= longest:
             reason = f"prompt of {request.prompt_tokens} tokens; the longest that fits has {longest - 1}"
             return [commands.Reject(request.id, reason)]
         return self._dispatch(request)
 
     def _dispatch(self, request: Request) -> list[Command]:
-        engine = self._dispatcher.choose()
-        if engine is not None and not self._holds(self._engines[engine], request):
-            engine = self._able(request)
-        if engine is None:
-            if self._engines and not any(self._holds(other, request) for other in self._engines.values()):
-                return [commands.Drop(request.id, "no instance that is left can hold it")]
-            self._held.append(request)
-            return []
-        self._expect(engine, request)
-        return [commands.Dispatch(request.id, engine)]
+        id = self._dispatcher.choose()
+        if id is not None and not self._holds(self._engines[id], request):  # then the first that does
+            id = next((engine.id for engine in self._able(request) if engine.takes_requests), None)
+        if id is not None:
+            load = self._engines[id].load  # until it is told again, it counts what the engine is given
+            blocks = -(-request.prompt_tokens // self._model.block_tokens) + 1
+            queued_blocks, head_blocks = load.queued_blocks + blocks, load.head_blocks or blocks
+            self._note({id: load._replace(queued_blocks=queued_blocks, head_blocks=head_blocks)})
+            return [commands.Dispatch(request.id, id)]
+        if self._engines and next(self._able(request), None) is None:
+            return [commands.Drop(request.id, "no instance that is left can hold it")]
+        self._held.append(request)
+        return []
 
-    def _holds(self, engine: _Engine, request: Request) -> bool:
+    def _able(self, request: Request) -> Iterator[GroupEngine]:
+        return (engine for engine in self._engines.values() if self._holds(engine, request))
+
+    def _holds(self, engine: GroupEngine, request: Request) -> bool:
         return request.prompt_tokens < self._model.holds_tokens(len(engine.instances))
-
-    def _able(self, request: Request) -> int | None:
-        """The first engine that can hold a request too long for the one whose turn it was."""
-        able = (
-            id for id, engine in self._engines.items() if engine.phase.takes_requests and self._holds(engine, request)
-        )
-        return min(able, default=None)
-
-    def _expect(self, engine: int, request: Request) -> None:
-        """Until its load is told again, the engine counts what it was just given."""
-        here = self._engines[engine]
-        blocks = -(-request.prompt_tokens // self._model.block_tokens) + 1
-        head_blocks = max(here.load.head_blocks, 0 if here.load.queued_blocks else blocks)
-        load = here.load._replace(queued_blocks=here.load.queued_blocks + blocks, head_blocks=head_blocks)
-        self._note({engine: load})
 
     def _release_held(self) -> list[Command]:
         held, self._held = self._held, []
@@ -157,22 +132,20 @@ class GroupController(Controller):
             engine = self._engines.get(id)
             if engine is not None:
                 engine.load = load
-                if engine.phase.takes_requests:
-                    self._dispatcher.offer(id, len(engine.instances), load)
+                self._enter(id, engine.phase)
         return []
 
     def _add(self, instances: tuple[int, ...], phase: Phase) -> int:
-        id = self._next_engine
-        self._next_engine += 1
-        self._engines[id] = _Engine(instances, phase)
+        id = next(self._ids)
+        self._engines[id] = GroupEngine(id, instances, phase, EngineLoad(0, 0))
         self._enter(id, phase)
         return id
 
     def _enter(self, id: int, phase: Phase) -> None:
         engine = self._engines[id]
         engine.phase = phase
-        if engine.phase.takes_requests:
-            self._dispatcher.offer(id, len(engine.instances), engine.load)
+        if engine.takes_requests:
+            self._dispatcher.offer(engine)
         else:
             self._dispatcher.withdraw(id)
 
@@ -185,28 +158,28 @@ class GroupController(Controller):
     def _remove(self, id: int) -> list[Command]:
         if self._engines.pop(id, None) is not None:
             self._dispatcher.withdraw(id)
-            self._end_split(id)
+            self._remove_tied(id)
         return []
 
-    def _end_split(self, id: int) -> None:
-        """Its layers do not come back, if they were to."""
-        for successor in self._splitting.pop(id, ()):
-            self._remove(successor)
+    def _remove_tied(self, id: int) -> None:
+        """The engines that it was made of are gone with it, or it is not to split any more."""
+        for other in self._tied.pop(id, ()):
+            self._remove(other)
 
     def _dropped(self, event: events.LayersDropped) -> list[Command]:
-        for source in self._merging.pop(event.engine, ()):
-            self._remove(source)
+        self._remove_tied(event.engine)
         return self._serve(event.engine)
 
     def _kept(self, event: events.LayersKept) -> list[Command]:
-        for source in self._merging.pop(event.engine, ()):
+        for source in self._tied.pop(event.engine, ()):
             if source in self._engines:
                 self._enter(source, Phase.SERVING)
-        return self._remove(event.engine) or self._release_held()
+        self._remove(event.engine)
+        return self._release_held()
 
     def _restored(self, event: events.LayersRestored) -> list[Command]:
         self._enter(event.engine, Phase.DRAINING)
-        for successor in self._splitting.pop(event.engine):
+        for successor in self._tied.pop(event.engine):
             self._enter(successor, Phase.SERVING)
         return self._release_held()
 
@@ -216,8 +189,8 @@ class GroupController(Controller):
             return []
         self._remove(event.engine)
         used = {instance for engine in self._engines.values() for instance in engine.instances}
-        left = [number for number in failed.instances if not set(self._gpus[number]) & set(event.lost)]
-        return self._activate(sorted(set(left) - used))
+        left = {number for number in failed.instances if not set(self._gpus[number]) & set(event.lost)}
+        return self._activate(sorted(left - used))
 
     def _activate(self, instances: Iterable[int]) -> list[Command]:
         """These instances load what they miss, each to serve alone."""
@@ -235,66 +208,45 @@ class GroupController(Controller):
         self._note(event.loads)
         answer: list[Command] = []
         if self._migration is not None:
-            answer += self._migrate(self._migration)
+            busy = {engine for move in self._moving.values() for engine in (move.source, move.destination)}
+            moves = self._migration.tick([engine for engine in self._loaded() if engine.id not in busy])
+            self._moving |= {move.request_id: move for move in moves}
+            answer += moves
         if self._drop is not None:
-            answer += [
-                self._merge(action) if isinstance(action, Merge) else self._split(action)
-                for action in self._drop.tick(self._views())
-            ]
-        if self._scale_out is not None and self._spares and self._scale_out.tick(self._now, self._views()):
+            found = self._drop.tick(self._loaded())
+            if isinstance(found, DropPlan):
+                answer += [self._merge(group, found) for group in found.merged]
+            else:
+                answer += [self._split(id) for id in found]
+        if self._scale_out is not None and self._spares and self._scale_out.tick(self._now, self._loaded()):
             answer += self._activate([self._spares.pop(0)])
         return answer
 
-    def _views(self) -> list[GroupView]:
-        model = self._model
-        return [
-            GroupView(
-                id,
-                tuple(sorted(engine.instances)),
-                engine.phase,
-                engine.load,
-                engine.load.used_blocks * model.block_bytes,
-                len(engine.instances) * model.base_bytes,
-            )
-            for id, engine in self._engines.items()
-            if engine.phase is not Phase.LOADING
-        ]
+    def _loaded(self) -> list[GroupEngine]:
+        return [engine for engine in self._engines.values() if engine.phase is not Phase.LOADING]
 
-    def _migrate(self, policy: LlumnixMigration) -> list[Command]:
-        busy = {engine for pair in self._moving.values() for engine in pair}
-        moves = policy.tick([view for view in self._views() if view.engine not in busy])
-        self._moving |= {move.request_id: (move.source, move.destination) for move in moves}
-        return list[Command](moves)
-
-    def _moved(self, request_id: int) -> list[Command]:
-        self._moving.pop(request_id, None)
+    def _moved(self, event: events.MigrationEnded) -> list[Command]:
+        self._moving.pop(event.request_id, None)
         return []
 
-    def _merge(self, action: Merge) -> Command:
-        target = set(action.instances)
-        sources = tuple(
-            id
-            for id, engine in self._engines.items()
-            if engine.phase.takes_requests and set(engine.instances) <= target
-        )
-        merged = self._add(self._in_order(sources), Phase.CHANGING)
-        self._merging[merged] = sources
-        for source in sources:
-            self._end_split(source)
-            self._enter(source, Phase.CHANGING)
-        return commands.DropLayers(merged, sources, action.freed_bytes, action.sufficient)
-
-    def _in_order(self, sources: Iterable[int]) -> tuple[int, ...]:
-        """The instances of these engines as the stages of one."""
+    def _merge(self, group: Group, plan: DropPlan) -> Command:
+        sources = [
+            engine for engine in self._engines.values() if engine.takes_requests and set(engine.instances) <= set(group)
+        ]
+        layers = self._model.layers
         held: dict[int, range] = {}
         for source in sources:
-            instances = self._engines[source].instances
-            held |= zip(instances, even_split(self._model.layers, len(instances)), strict=True)
-        return tuple(pipeline_layout(held, self._model.layers))
+            held |= zip(source.instances, even_split(layers, len(source.instances)), strict=True)
+        merged = self._add(tuple(pipeline_layout(held, layers)), Phase.CHANGING)
+        for source in sources:
+            self._remove_tied(source.id)
+            self._enter(source.id, Phase.CHANGING)
+        self._tied[merged] = tuple(source.id for source in sources)
+        return commands.DropLayers(merged, self._tied[merged], plan.freed_bytes, plan.sufficient)
 
-    def _split(self, action: Split) -> Command:
-        instances = self._engines[action.engine].instances
+    def _split(self, id: int) -> Command:
+        instances = self._engines[id].instances
         into = tuple(self._add((instance,), Phase.LOADING) for instance in instances)
-        self._splitting[action.engine] = into
-        self._enter(action.engine, Phase.RESTORING)
-        return commands.RestoreLayers(action.engine, into, tuple(self._gpus[instance] for instance in instances))
+        self._tied[id] = into
+        self._enter(id, Phase.RESTORING)
+        return commands.RestoreLayers(id, into, tuple(self._gpus[instance] for instance in instances))

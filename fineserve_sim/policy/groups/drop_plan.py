@@ -1,19 +1,29 @@
-"""KunServe's drop plan: which groups of instances merge so that copies of the weights become KV memory (Fig. 6, section
-4.1).
+"""KunServe's global memory manager: when layers are dropped, which instances merge, when layers come back, and when it asks for
+more instances (sections 4.1 and 4.4).
 
-A group holds one full copy of the weights, its instances run as a pipeline over contiguous layer ranges. Merging two
-groups makes one of the two copies redundant, whatever their sizes: in a group of a + b instances everyone keeps a
-1/(a+b) part, so the a instances give b/(a+b) of a copy and the b instances a/(a+b). Every stage costs latency, so the
-two groups with the fewest instances merge first; then the largest group is as small as the number of merges allows.
+    NORMAL --throttled--> drop --> PIPELINED --throttled--> drop further
+    PIPELINED --usage of the cluster under half of the base KV memory--> restore --> NORMAL
 
-The listing adds up what is freed over the cluster; it ignores load, and stops short when one group is left.
+A group is throttled when its KV memory is nearly full and its queue asks for at least what is left (an empty queue never
+throttles). The two thresholds, 95 % of what a group has now and 50 % of what all have without drop, are the hysteresis.
+
+The drop plan says which groups of instances merge so that copies of the weights become KV memory (Fig. 6). A group holds one
+full copy of the weights, its instances run as a pipeline over contiguous layer ranges. Merging two groups makes one of the
+two copies redundant, whatever their sizes: in a group of a + b instances everyone keeps a 1/(a+b) part, so the a instances
+give b/(a+b) of a copy and the b instances a/(a+b). Every stage costs latency, so the two groups with the fewest instances
+merge first; then the largest group is as small as the number of merges allows. The listing adds up what is freed over the
+cluster; it ignores load, and stops short when one group is left.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Literal
+
+from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 
 Group = tuple[int, ...]
 """Ids of the instances of one group, ascending."""
@@ -80,3 +90,85 @@ def pipeline_layout(held: Mapping[int, range], layers: int) -> dict[int, range]:
     """
     order = sorted(held, key=lambda instance: (held[instance].start + held[instance].stop, instance))
     return dict(zip(order, even_split(layers, len(order)), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class KunServeDrop:
+    """The global memory manager: looks at all groups now and then (``tick``) and decides what changes.
+
+    ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model; ``base_bytes``: KV
+    memory of an instance that holds all weights; ``required``: whether free KV memory counts against the demand of the queue
+    (net) or not (gross); ``restore_usage``: whose usage must be under ``restore_below`` of its base, that of the whole cluster
+    or of the group itself; ``restore``: whether groups are ever dissolved.
+    """
+
+    copy_bytes: int
+    block_bytes: int
+    base_bytes: int
+    node_of: Mapping[int, int]
+    trigger: float = 0.95
+    restore_below: float = 0.5
+    restore_usage: Literal["cluster", "group"] = "cluster"
+    required: Literal["net", "gross"] = "gross"
+    max_group: int | None = None
+    restore: bool = True
+
+    def __post_init__(self) -> None:
+        if self.restore_below >= self.trigger:
+            raise ValueError(f"restore_below {self.restore_below:g} must be under the trigger {self.trigger:g}")
+
+    def tick(self, groups: Sequence[GroupEngine]) -> DropPlan | list[int]:
+        """What to do now: form groups by a plan, or split these engines. Nothing while a group is being changed, until the last
+        KV has arrived at its new place."""
+        if any(group.phase is Phase.CHANGING or group.load.stalled for group in groups):
+            return []
+        serving = [group for group in groups if group.takes_requests]
+        if any(self._is_throttled(group) for group in serving):
+            queued = sum(group.load.queued_blocks for group in serving)
+            free = sum(group.load.free_blocks for group in serving) if self.required == "net" else 0
+            present, required_bytes = [group.instances for group in serving], (queued - free) * self.block_bytes
+            return plan_drop(present, required_bytes, self.copy_bytes, node_of=self.node_of, max_group=self.max_group)
+        if not self.restore:
+            return []
+        scopes = [groups] if self.restore_usage == "cluster" else [[group] for group in groups]
+        return [group.id for scope in scopes if self._is_low(scope) for group in scope if self._may_restore(group)]
+
+    def _is_throttled(self, group: GroupEngine) -> bool:
+        load = group.load
+        nearly_full = load.used_blocks >= self.trigger * load.capacity_blocks
+        return nearly_full and load.queued_blocks >= max(1, load.free_blocks)
+
+    def _is_low(self, groups: Sequence[GroupEngine]) -> bool:
+        """Whether these hold less KV together than the threshold of what they have without drop. The instances of one that
+        drains count at its successors."""
+        bases = sum(len(group.instances) for group in groups if group.phase is not Phase.DRAINING)
+        used_blocks = sum(group.load.used_blocks for group in groups)
+        return used_blocks * self.block_bytes < self.restore_below * (bases * self.base_bytes)
+
+    def _may_restore(self, group: GroupEngine) -> bool:
+        """A pipeline without a queue, each of whose instances can hold all weights beside its KV."""
+        pipelined = group.phase is Phase.SERVING and len(group.instances) > 1
+        return pipelined and not group.load.queued_blocks and group.load.fullest_bytes <= self.base_bytes
+
+
+class ScaleOut:
+    """Ask for an instance when layers are dropped and KV demand went on growing for ``samples`` looks (two at least): lowest
+    at the first of them, highest now, whatever it did in between. At most once in ``pause_s`` (a new one takes as long to
+    start, and changes the picture)."""
+
+    def __init__(self, samples: int, pause_s: float) -> None:
+        self._demand: deque[int] = deque(maxlen=max(2, samples))
+        self._pause_s = pause_s
+        self._asked_s = float("-inf")
+
+    def tick(self, now: float, groups: Sequence[GroupEngine]) -> bool:
+        """Whether to start an instance: the memory that dropping can free does not stop the queue from growing."""
+        demand = sum(group.load.used_blocks + group.load.queued_blocks for group in groups)
+        self._demand.append(demand)
+        dropped = any(len(group.instances) > 1 and group.takes_requests for group in groups)
+        full = len(self._demand) == self._demand.maxlen
+        grows = min(self._demand) == self._demand[0] < demand == max(self._demand)
+        if not dropped or not full or not grows or now < self._asked_s + self._pause_s:
+            return False
+        self._asked_s = now
+        return True

@@ -16,8 +16,10 @@ the total instead; ``literal`` is the listing; ``direct`` cuts ceil(tokens / min
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from math import ceil, floor, log2
+from functools import partial
+from math import ceil, floor, inf, log2
 from typing import Literal, NamedTuple
 
 LookaheadMode = Literal["balanced", "literal", "direct"]
@@ -50,9 +52,8 @@ class ChunkCost(NamedTuple):
 
     def batch(self, batch: Sequence[Chunk]) -> float:
         """Seconds of one microbatch; 0 when it is empty."""
-        if not batch:
-            return 0.0
-        return sum([self.chunk(chunk.prefix, chunk.tokens) for chunk in batch]) - (len(batch) - 1) * self.shared
+        seconds = sum([self.chunk(chunk.prefix, chunk.tokens) for chunk in batch])
+        return seconds - max(0, len(batch) - 1) * self.shared
 
 
 def token_count(work: Sequence[Chunk], budget_tokens: int) -> list[Microbatch]:
@@ -85,18 +86,14 @@ def lookahead(
     """
     if min_tokens < 1:
         raise ValueError(f"min_tokens is {min_tokens}; a microbatch needs at least 1 token")
-    whole = [chunk for chunk in work if chunk.tokens > 0]
-    tokens = tokens_of(whole)
+    tokens = tokens_of(work)
     if not tokens:
         return []
-    if mode == "literal":
-        return _halve_until_small(whole, min_tokens, cost)
     if mode == "direct":
-        return _equal_cuts(whole, ceil(tokens / min_tokens), cost)
-    parts = [whole]
-    for _ in range(max(0, floor(log2(tokens / min_tokens))) if tokens >= min_tokens else 0):
-        parts = [half for part in parts for half in split(part, cost.batch(part) / 2, cost) if half]
-    return parts
+        return _equal_cuts(work, ceil(tokens / min_tokens), cost)
+    if mode == "literal":
+        return _halved(list(work), inf, min_tokens, cost)
+    return _halved(list(work), floor(log2(tokens / min_tokens)), 0, cost)
 
 
 def tokens_of(batch: Sequence[Chunk]) -> int:
@@ -108,44 +105,29 @@ def split(batch: Sequence[Chunk], target: float, cost: ChunkCost) -> tuple[Micro
     """Cut a microbatch where the cost of its first part reaches ``target``: whole chunks, then as many tokens of the
     next one as still cost no more."""
     spent = 0.0
-    for index, chunk in enumerate(batch):
+    for index, (request, prefix, tokens) in enumerate(batch):
         saved = cost.shared if index else 0.0
-        price = cost.chunk(chunk.prefix, chunk.tokens) - saved
+        price = cost.chunk(prefix, tokens) - saved
         if spent + price > target:
-            head = _tokens_within(chunk, target - spent + saved, cost)
-            first, second = list(batch[:index]), list(batch[index + 1 :])
-            if head:
-                first.append(Chunk(chunk.request, chunk.prefix, head))
-            return first, [Chunk(chunk.request, chunk.prefix + head, chunk.tokens - head), *second]
+            left = target - spent + saved
+            head = bisect_right(range(1, tokens), left, key=partial(cost.chunk, prefix))
+            cut = [Chunk(request, prefix, head)] if head else []
+            return [*batch[:index], *cut], [Chunk(request, prefix + head, tokens - head), *batch[index + 1 :]]
         spent += price
     return list(batch), []
 
 
-def _tokens_within(chunk: Chunk, budget: float, cost: ChunkCost) -> int:
-    """The most tokens of ``chunk``, fewer than all, that cost at most ``budget``: binary search, for cost grows with
-    tokens."""
-    low, high = 0, chunk.tokens - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cost.chunk(chunk.prefix, middle) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _halve_until_small(batch: Microbatch, min_tokens: int, cost: ChunkCost) -> list[Microbatch]:
-    if tokens_of(batch) <= min_tokens:
+def _halved(batch: Microbatch, times: float, min_tokens: int, cost: ChunkCost) -> list[Microbatch]:
+    """Halve by cost, ``times`` or until no more than ``min_tokens`` tokens are left in a part."""
+    halves = _equal_cuts(batch, 2, cost) if times >= 1 and tokens_of(batch) > min_tokens else []
+    if len(halves) < 2:
         return [batch]
-    first, second = split(batch, cost.batch(batch) / 2, cost)
-    if not first or not second:
-        return [batch]
-    return _halve_until_small(first, min_tokens, cost) + _halve_until_small(second, min_tokens, cost)
+    return [part for half in halves for part in _halved(half, times - 1, min_tokens, cost)]
 
 
-def _equal_cuts(work: Microbatch, parts: int, cost: ChunkCost) -> list[Microbatch]:
+def _equal_cuts(work: Sequence[Chunk], parts: int, cost: ChunkCost) -> list[Microbatch]:
     batches: list[Microbatch] = []
-    rest = work
+    rest = list(work)
     for left in range(parts, 1, -1):
         first, rest = split(rest, cost.batch(rest) / left, cost)
         batches.append(first)
