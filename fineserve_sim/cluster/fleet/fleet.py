@@ -186,7 +186,8 @@ class ModelFleet(Fleet):
 
     def _await_loading(self) -> None:
         self._awaited_s = self._loader.next_change_s()
-        self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
+        if self._awaited_s < float("inf"):
+            self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
 
     def _on_loaded(self, now: float) -> None:
         if now != self._awaited_s:
