@@ -304,9 +304,9 @@ class ModelFleet(Fleet):
 
     def _connected(self, gpus: Iterable[int]) -> set[int]:
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
-        contention, found = self._cluster.contention, set[int]()
-        near = {engine for gpu in gpus for engine in contention.engines_on(gpu)}
-        while near:
+        left, found = set(gpus), set[int]()
+        while left:
+            near = {engine for gpu in left for engine in self._cluster.contention.engines_on(gpu)} - found
             found |= near
-            near = {other for engine in near for other in contention.neighbours[engine]} - found
+            left = {gpu for engine in near for gpu in self._residents[engine].gpus}
         return found

@@ -129,7 +129,7 @@ class Migrations:
         self._cluster.touch(engine)
 
     def _copy(self, move: _Move, tokens: int, then: Callable[[_Move, float], None]) -> None:
-        source, destination = self._instances[move.source.column], self._instances[move.destination.column]
+        source, destination = (self._instances[engine.columns[0]] for engine in (move.source, move.destination))
         bytes = round(tokens * source.sizes.layers * source.sizes.token_layer_bytes)
 
         def arrived(now: float) -> None:
