@@ -117,6 +117,24 @@ class Cluster:
         """Of all engines that ever were."""
         return self._iterations_gone + sum(engine.iterations for engine in self.engines.values())
 
+    def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
+        """``happens(now)`` then, as an event of this order that belongs to no engine."""
+
+        def begin(_: object) -> None:
+            self.order = order
+            happens(time_s)
+
+        self.clock.at(time_s, order, begin)
+
+    def tick(self, order: int, look: Callable[[float], None]) -> None:
+        """``look(now)`` whenever the controller wants to be told everything, as an event of this order."""
+
+        def ticked(now: float) -> None:
+            look(now)
+            self.tick(order, look)
+
+        self.at(self.controller.next_tick_s, order, ticked)
+
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, output_tokens: int, now: float, prefix: Prefix | None = None) -> None:
@@ -222,24 +240,6 @@ class Cluster:
         """An event of this engine begins: bring the memory that it sees up to this moment."""
         self.order = order
         self._domain_of[engine.index].settle(now, order)
-
-    def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
-        """``happens(now)`` then, as an event of this order that belongs to no engine."""
-
-        def begin(_: object) -> None:
-            self.order = order
-            happens(time_s)
-
-        self.clock.at(time_s, order, begin)
-
-    def tick(self, order: int, look: Callable[[float], None]) -> None:
-        """``look(now)`` whenever the controller wants to be told everything, as an event of this order."""
-
-        def ticked(now: float) -> None:
-            look(now)
-            self.tick(order, look)
-
-        self.at(self.controller.next_tick_s, order, ticked)
 
     def settle_all(self, now: float, order: int) -> None:
         """Somebody looks at everything: bring all memory up to this moment."""

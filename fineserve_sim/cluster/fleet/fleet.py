@@ -186,7 +186,8 @@ class ModelFleet(Fleet):
 
     def _await_loading(self) -> None:
         self._awaited_s = self._loader.next_change_s()
-        self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
+        if self._awaited_s < float("inf"):
+            self._cluster.at(self._awaited_s, LOADED, self._on_loaded)
 
     def _on_loaded(self, now: float) -> None:
         if now != self._awaited_s:
@@ -303,9 +304,9 @@ class ModelFleet(Fleet):
 
     def _connected(self, gpus: Iterable[int]) -> set[int]:
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
-        contention, found = self._cluster.contention, set[int]()
-        near = {engine for gpu in gpus for engine in contention.demands[gpu]}
-        while near:
+        left, found = set(gpus), set[int]()
+        while left:
+            near = {engine for gpu in left for engine in self._cluster.contention.demands[gpu]} - found
             found |= near
-            near = {other for engine in near for other in contention.neighbours[engine]} - found
+            left = {gpu for engine in near for gpu in self._residents[engine].gpus}
         return found

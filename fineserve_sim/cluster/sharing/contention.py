@@ -23,16 +23,16 @@ class Contention:
         self._paces: dict[int, dict[int, float]] = {gpu: {} for gpu in laws}
         self.gpus_of: dict[int, tuple[int, ...]] = {}
         self.slowdowns: dict[int, float] = {}
-        self.neighbours: dict[int, tuple[int, ...]] = {}
+        self._neighbours: dict[int, tuple[int, ...]] = {}
 
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
         """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
         not all GPUs."""
         self.gpus_of[engine], self._sm_share[engine] = gpus, sm_share
-        self.neighbours[engine] = ()
+        self._neighbours[engine] = ()
         self.set_demand(engine, IDLE)
         self._meet_neighbours(engine)
-        for other in self.neighbours[engine]:
+        for other in self._neighbours[engine]:
             self._meet_neighbours(other)
 
     def leave(self, engine: int) -> None:
@@ -40,16 +40,16 @@ class Contention:
         for gpu in self.gpus_of.pop(engine):
             del self.demands[gpu][engine], self._paces[gpu][engine]
         del self._sm_share[engine], self.slowdowns[engine]
-        for other in self.neighbours.pop(engine):
+        for other in self._neighbours.pop(engine):
             self._meet_neighbours(other)
 
     def contended(self, engine: int) -> bool:
         """Whether its pace may ever differ from that alone on the whole GPU."""
-        return bool(self.neighbours[engine]) or self._sm_share[engine] < 1.0
+        return bool(self._neighbours[engine]) or self._sm_share[engine] < 1.0
 
     def _meet_neighbours(self, engine: int) -> None:
         here = {other for gpu in self.gpus_of[engine] for other in self.demands[gpu]}
-        self.neighbours[engine] = tuple(sorted(here - {engine}))
+        self._neighbours[engine] = tuple(sorted(here - {engine}))
 
     def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
@@ -64,7 +64,7 @@ class Contention:
             return []
         self.slowdowns[engine] = self._slowdown(engine)
         changed = []
-        for other in self.neighbours[engine]:
+        for other in self._neighbours[engine]:
             slowdown = self._slowdown(other)
             if slowdown != self.slowdowns[other]:
                 self.slowdowns[other] = slowdown
