@@ -29,7 +29,7 @@ from itertools import accumulate, chain
 from operator import add
 from typing import NamedTuple
 
-from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
 from fineserve_sim.policy.placement import one_replica_each
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
@@ -59,7 +59,9 @@ class Profile:
         self.model = model
         self.rate_per_s, self.engine_bytes = model.rate_per_s, model.engine_bytes
         self.compute_demand = model.rate_per_s * model.weight_bytes * model.tp
-        self._batches = [_profiled(point) for point in model.profile]
+        self._batches = []
+        for batch, throughput_per_s, ttft_s, _, kv_bytes in model.profile:  # what is not prefill of its time is decode
+            self._batches.append(Batch(batch, ttft_s, max(0.0, batch / throughput_per_s - ttft_s), kv_bytes))
         self.least = self._least()
         self.wanted = self.at(self.least)
 
@@ -85,12 +87,6 @@ class Profile:
     def _alone_per_s(self, size: float) -> float:
         batch = self.at(size)
         return batch.size / (batch.prefill_s + batch.decode_s)
-
-
-def _profiled(point: OperatingPoint) -> Batch:
-    """What is not prefill of the time in which a batch is served once is decode."""
-    served_s = point.batch / point.throughput_per_s
-    return Batch(point.batch, point.ttft_s, max(0.0, served_s - point.ttft_s), point.kv_bytes)
 
 
 def _cut_per_s(profiles: Sequence[Profile], kv_bytes: int) -> float:
