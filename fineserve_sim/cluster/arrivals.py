@@ -91,9 +91,9 @@ class Joined:
             came[here] = chunk[rows]
             chunk["open"][rows] = False
             left = np.flatnonzero(chunk["open"])
-            if 2 * len(left) <= len(chunk):
-                self._chunks[first] = chunk[left]
             if not len(left):
                 del self._chunks[first]
+            elif 2 * len(left) <= len(chunk):
+                self._chunks[first] = chunk[left]
         model, arrival_s, prompt_tokens, asked = (came[name].copy() for name in _WHAT)
         self._told(EndedRequests(ended, model, arrival_s, prompt_tokens, outputs(asked, ended)))
