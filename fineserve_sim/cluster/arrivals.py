@@ -45,26 +45,19 @@ def _coming(requests: Requests, caches: bool) -> Iterator[tuple[Request, int, Pr
     for chunk in requests.chunks():
         for first in range(0, len(chunk), ROWS):
             rows = slice(first, first + ROWS)
-            prefixes = prefixes_of(chunk, rows) if caches else []
+            ids = chunk.prefix_hashes[rows] if caches and chunk.prefix_hashes is not None else repeat(None)
             columns = chunk.model, chunk.arrival_s, chunk.prompt_tokens, chunk.output_tokens
-            numbered = zip(*(column[rows].tolist() for column in columns), prefixes or repeat(None), strict=False)
-            for model, arrival_s, prompt, output, prefix in numbered:
+            numbered = zip(*(column[rows].tolist() for column in columns), ids, strict=False)
+            for model, arrival_s, prompt, output, own in numbered:
+                prefix = None if own is None else _prefix(own, chunk.prefix_block_tokens or 0, prompt, output)
                 yield Request(next(numbers), names[model], arrival_s, prompt), output, prefix
 
 
-def prefixes_of(trace: Trace, rows: slice = slice(None)) -> list[Prefix]:
-    """What the trace knows of the tokens of each of these requests; empty when it knows nothing. A block that its prompt fills
-    in part says nothing of what comes behind the prompt."""
-    ids, id_tokens = trace.prefix_hashes, trace.prefix_block_tokens
-    if ids is None or id_tokens is None:
-        return []
-    lengths = zip(trace.prompt_tokens[rows].tolist(), trace.output_tokens[rows].tolist(), strict=True)
-    prefixes = []
-    for own, (prompt, output) in zip(ids[rows], lengths, strict=True):
-        covered = len(own) * id_tokens
-        partial = prompt < covered < prompt + output
-        prefixes.append(Prefix(own, id_tokens, prompt if partial else covered))
-    return prefixes
+def _prefix(ids: tuple[int, ...], id_tokens: int, prompt: int, output: int) -> Prefix:
+    """What these ids, each of so many tokens, tell of a request. One whose tokens its prompt fills in part says nothing of what
+    comes behind the prompt."""
+    covered = len(ids) * id_tokens
+    return Prefix(ids, id_tokens, prompt if prompt < covered < prompt + output else covered)
 
 
 class Joined:
@@ -98,9 +91,9 @@ class Joined:
             came[here] = chunk[rows]
             chunk["open"][rows] = False
             left = np.flatnonzero(chunk["open"])
-            if 2 * len(left) <= len(chunk):
-                self._chunks[first] = chunk[left]
             if not len(left):
                 del self._chunks[first]
+            elif 2 * len(left) <= len(chunk):
+                self._chunks[first] = chunk[left]
         model, arrival_s, prompt_tokens, asked = (came[name].copy() for name in _WHAT)
         self._told(EndedRequests(ended, model, arrival_s, prompt_tokens, outputs(asked, ended)))

@@ -17,7 +17,7 @@ from fineserve_traces import Totals
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.scenario import GpuUse
-from fineserve_sim.policy.interfaces import EngineState, Placement
+from fineserve_sim.policy.interfaces import Placement
 
 _COUNTED = [each.name for each in fields(GpuUse)[1:]]
 
@@ -60,8 +60,9 @@ class GpuUses:
             waits = engine.waiting or self._cluster.controller.bound_to(engine.index)
             found = {"busy": engine.busy, "waiting": waits}
             if waits:
-                state = engine.state()
-                found |= {"kv_short": self._lacks_kv(engine, state), "slots_short": state.free_slots <= 0}
+                state, prompt_tokens = engine.state(), self._looks.prompt_tokens.get(engine.model, 0.0)
+                left_tokens = state.free_kv_tokens - engine.kv.block_tokens * engine.running
+                found |= {"kv_short": left_tokens < prompt_tokens, "slots_short": state.free_slots <= 0}
             if not any(found.values()):
                 continue
             compute, bandwidth = (share / engine.slowdown for share in _shares(engine)) if engine.busy else (0.0, 0.0)
@@ -79,10 +80,6 @@ class GpuUses:
     def _gpus_of(self, engine: Engine) -> tuple[int, ...]:
         known = self._cluster.contention.gpus_of.get(engine.index)
         return known or tuple(gpu for column in engine.columns for gpu in self._instances[column].gpus)
-
-    def _lacks_kv(self, engine: Engine, state: EngineState) -> bool:
-        left = state.free_kv_tokens - engine.kv.block_tokens * engine.running
-        return left < self._looks.prompt_tokens.get(engine.model, 0.0)
 
 
 def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:

@@ -19,7 +19,6 @@ from fineserve_sim.systems import Sharing, SystemSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Latency = Literal["tables", "roofline"]
 
 
 class ScenarioError(ValueError):
@@ -89,7 +88,7 @@ class EngineSettings:
     context_bytes: int = 512 * 2**20
     deployment: str = "vllm-cudagraph"
     contention: Literal["composition", "step"] = "composition"
-    latency: Latency = "tables"
+    latency: Literal["tables", "roofline"] = "tables"
     step_times: MeasuredSteps | None = None
 
 

@@ -21,7 +21,7 @@ class StepTimes:
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
         self._samples = 0
-        self._parts: list[tuple[int, dict[str, dict[Source, float]]]] = []
+        self._forgotten: dict[str, dict[Source, float]] = {}
         self.most_notes = 0
         self.weighed = 0
         self.notes: list[Note] = []
@@ -36,21 +36,15 @@ class StepTimes:
                     self.steps[engine.index] = engine.step
         self._samples += 1
         if self.most_notes and len(self.notes) >= self.most_notes:
-            self._weigh()
-
-    def _weigh(self) -> None:
-        self._parts.append((len(self.notes), shares_of(self.notes, self.steps)))
-        if len(self._parts) > 1:
-            self._parts = [_pooled(self._parts)]
-        self.weighed += len(self.notes)
-        self.notes.clear()
-        self.steps.clear()
+            self._forgotten = self.shares()
+            self.weighed += len(self.notes)
+            self.notes.clear()
+            self.steps.clear()
 
     def shares(self) -> dict[str, dict[Source, float]]:
         """Fractions of the time of all notes, those that are forgotten included; empty where nothing is noted."""
-        if not self.weighed:
-            return shares_of(self.notes, self.steps)
-        return _pooled([*self._parts, (len(self.notes), shares_of(self.notes, self.steps))])[1]
+        own = shares_of(self.notes, self.steps)
+        return _pooled((self.weighed, self._forgotten), (len(self.notes), own)) if self.weighed else own
 
 
 def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str, dict[Source, float]]:
@@ -67,12 +61,12 @@ def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str
     return {part: dict(shares) for part, shares in total.items()}
 
 
-def _pooled(parts: Sequence[tuple[int, dict[str, dict[Source, float]]]]) -> tuple[int, dict[str, dict[Source, float]]]:
-    """Shares of several lots of notes as those of all, with their number."""
-    notes = sum(number for number, _ in parts)
+def _pooled(*lots: tuple[int, Mapping[str, Mapping[Source, float]]]) -> dict[str, dict[Source, float]]:
+    """Shares of several lots of so many notes as those of all."""
+    notes = sum(number for number, _ in lots)
     total: dict[str, dict[Source, float]] = defaultdict(lambda: defaultdict(float))
-    for number, shares in parts:
+    for number, shares in lots:
         for part, sources in shares.items():
             for source, share in sources.items():
                 total[part][source] += share * number / notes
-    return notes, {part: dict(shares) for part, shares in total.items()}
+    return {part: dict(shares) for part, shares in total.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
-from fineserve_traces import Trace, TraceError, conversations, totals
+from fineserve_traces import Requests, Trace, TraceError, conversations, totals
 from randomkit import scenario_of
 from simkit import trace_of
 from tracekit import Chunked
@@ -17,6 +17,7 @@ from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simu
 from fineserve_sim.cluster import arrivals as slices
 from fineserve_sim.cluster import outcomes as rows
 from fineserve_sim.cluster.components import why_whole
+from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Ended, EndedRequests, Timeline, outputs
 from fineserve_sim.cluster.simulation import simulate_whole
@@ -87,13 +88,20 @@ def test_the_shares_of_step_times_are_put_together(monkeypatch: pytest.MonkeyPat
 
 def test_prefixes_come_with_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of three requests, whose prefixes must not get lost at the end of a slice."""
-    monkeypatch.setattr(slices, "ROWS", 3)
     trace = conversations(trace_of([(float(i), 600, 10) for i in range(8)]), shared_tokens=512)
-    arrivals, found = slices.Arrivals(Chunked(trace, 5), caches=True), []
-    while arrivals.next_s < np.inf:
-        found.append(arrivals.take())
-    assert [request.id for request, _, _ in found] == list(range(8))
-    assert [prefix for _, _, prefix in found] == slices.prefixes_of(trace)
+
+    def prefixes(requests: Requests) -> list[Prefix | None]:
+        arrivals, found = slices.Arrivals(requests, caches=True), []
+        while arrivals.next_s < np.inf:
+            found.append(arrivals.take())
+        assert [request.id for request, _, _ in found] == list(range(8))
+        return [prefix for _, _, prefix in found]
+
+    at_once = prefixes(trace)
+    assert trace.prefix_hashes is not None
+    assert [prefix and tuple(prefix.ids) for prefix in at_once] == [tuple(ids) for ids in trace.prefix_hashes]
+    monkeypatch.setattr(slices, "ROWS", 3)
+    assert prefixes(Chunked(trace, 5)) == at_once
 
 
 def test_what_streams_in_stays_whole() -> None:

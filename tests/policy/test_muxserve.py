@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint
-from fineserve_sim.policy.placement.muxserve import MuxServePlacement, Profile, _cuts, _sums
-from fineserve_sim.policy.placement.muxserve import mesh_throughput as throughput_of
+from fineserve_sim.policy.placement.muxserve import Mesh, MuxServePlacement, Profile, _cuts, _sums
 
 
 def profile(prefill_s: float, decode_s: float, kv_bytes: int, largest: int = 64) -> tuple[OperatingPoint, ...]:
@@ -37,7 +36,10 @@ def cluster(count: int, memory_bytes: int = 100, node_size: int = 8) -> list[Gpu
 
 
 def mesh_throughput(models: list[ModelDemand], memory_bytes: int) -> float:
-    return throughput_of([Profile(model) for model in models], memory_bytes)
+    mesh = Mesh(0, memory_bytes)
+    for model in models:
+        mesh.add(Profile(model))
+    return mesh.throughput_per_s
 
 
 def homes(models: list[ModelDemand], gpus: list[GpuSlot]) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from itertools import accumulate, chain
 from operator import add
 from typing import NamedTuple
 
-from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
 from fineserve_sim.policy.placement import one_replica_each
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
@@ -59,7 +59,9 @@ class Profile:
         self.model = model
         self.rate_per_s, self.engine_bytes = model.rate_per_s, model.engine_bytes
         self.compute_demand = model.rate_per_s * model.weight_bytes * model.tp
-        self._batches = [_profiled(point) for point in model.profile]
+        self._batches = []
+        for batch, throughput_per_s, ttft_s, _, kv_bytes in model.profile:  # what is not prefill of its time is decode
+            self._batches.append(Batch(batch, ttft_s, max(0.0, batch / throughput_per_s - ttft_s), kv_bytes))
         self.least = self._least()
         self.wanted = self.at(self.least)
 
@@ -87,57 +89,46 @@ class Profile:
         return batch.size / (batch.prefill_s + batch.decode_s)
 
 
-def _profiled(point: OperatingPoint) -> Batch:
-    """What is not prefill of the time in which a batch is served once is decode."""
-    served_s = point.batch / point.throughput_per_s
-    return Batch(point.batch, point.ttft_s, max(0.0, served_s - point.ttft_s), point.kv_bytes)
-
-
-def mesh_throughput(profiles: Sequence[Profile], memory_bytes: int) -> float:
-    """Requests per second that the models of a mesh complete together, each at most its rate; ``memory_bytes`` is the usable
-    memory of each GPU. Minus infinity when their engines leave no memory for KV."""
-    kv_bytes = memory_bytes - sum(profile.engine_bytes for profile in profiles)
-    if kv_bytes <= 0:
-        return -math.inf
-    chosen = [profile.wanted for profile in profiles]
-    if sum(batch.kv_bytes for batch in chosen) > kv_bytes:
-        low, high = 0.0, 1.0
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            fits = sum(profile.at(profile.least * middle).kv_bytes for profile in profiles) <= kv_bytes
-            low, high = (middle, high) if fits else (low, middle)
-        chosen = [profile.at(profile.least * low) for profile in profiles]
-    prefill_s = sum(batch.prefill_s for batch in chosen)
+def _cut_per_s(profiles: Sequence[Profile], kv_bytes: int) -> float:
+    """Requests per second that the models of a mesh complete together, their batches cut to its KV memory."""
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        fits = sum(profile.at(profile.least * middle).kv_bytes for profile in profiles) <= kv_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    batches = [profile.at(profile.least * low) for profile in profiles]
+    prefill_s = sum(batch.prefill_s for batch in batches)
     return sum(
         min(profile.rate_per_s, batch.size / (prefill_s + batch.decode_s))
-        for profile, batch in zip(profiles, chosen, strict=True)
+        for profile, batch in zip(profiles, batches, strict=True)
     )
 
 
 @dataclass(slots=True)
-class _Mesh:
-    """The models on one of the meshes of their size, which is counted by ``index``. The sums are of batches that are not
-    cut."""
+class Mesh:
+    """The models on one of the meshes of their size, which is counted by ``index``; ``memory_bytes`` is the usable memory of
+    each GPU. ``throughput_per_s``: requests that they complete together, each at most its rate. The sums are of batches that
+    are not cut."""
 
     index: int
     memory_bytes: int
+    throughput_per_s: float = 0.0
     profiles: list[Profile] = field(default_factory=list)
     served: list[tuple[float, float, float]] = field(default_factory=list)  # rate, batch and decode seconds of each
     engine_bytes: int = 0
     wanted_bytes: float = 0.0
     prefill_s: float = 0.0
-    throughput_per_s: float = 0.0
     compute_demand: float = 0.0
 
-    def gain_per_s(self, profile: Profile, least_per_s: float) -> float:
-        """What the model adds to the throughput. Minus infinity if it does not fit, or plainly adds less than
+    def with_model(self, profile: Profile, least_per_s: float = -math.inf) -> float:
+        """Throughput with the model. Minus infinity if its engine leaves no memory for KV, or if it plainly adds less than
         ``least_per_s``: while no batch is cut, the others can only lose."""
         wanted_size, wanted_prefill_s, wanted_decode_s, wanted_kv_bytes = profile.wanted
         kv_bytes = self.memory_bytes - self.engine_bytes - profile.engine_bytes
         if kv_bytes <= 0:
             return -math.inf
         if self.wanted_bytes + wanted_kv_bytes > kv_bytes:
-            return mesh_throughput([*self.profiles, profile], self.memory_bytes) - self.throughput_per_s
+            return _cut_per_s([*self.profiles, profile], kv_bytes)
         prefill_s = self.prefill_s + wanted_prefill_s
         own_per_s = wanted_size / (prefill_s + wanted_decode_s)
         own_per_s = min(own_per_s, profile.rate_per_s)
@@ -147,15 +138,15 @@ class _Mesh:
         for rate_per_s, size, decode_s in self.served:
             served_per_s = size / (prefill_s + decode_s)
             others_per_s += served_per_s if served_per_s < rate_per_s else rate_per_s
-        return others_per_s + own_per_s - self.throughput_per_s
+        return others_per_s + own_per_s
 
     def add(self, profile: Profile) -> None:
+        self.throughput_per_s = self.with_model(profile)
         self.profiles.append(profile)
         self.served.append((profile.rate_per_s, profile.wanted.size, profile.wanted.decode_s))
         self.engine_bytes += profile.engine_bytes
         self.wanted_bytes += profile.wanted.kv_bytes
         self.prefill_s += profile.wanted.prefill_s
-        self.throughput_per_s = mesh_throughput(self.profiles, self.memory_bytes)
         self.compute_demand += profile.compute_demand
 
 
@@ -176,7 +167,7 @@ class MuxServePlacement:
         homes: dict[str, tuple[int, ...]] = {}
         most_per_s = -math.inf
         for cut in _cuts(gpus, set(profiles)):
-            filled: dict[int, Iterator[_Mesh]] = {}
+            filled: dict[int, Iterator[Mesh]] = {}
             for size in profiles:
                 meshes = fill(size, tuple(min(gpu.memory_bytes for gpu in mesh) for mesh in cut if len(mesh) == size))
                 if meshes is None:
@@ -201,17 +192,17 @@ _TIE_PER_S = 2e-9
 """Gains are compared to nine digits: those that differ by more are never equal."""
 
 
-def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[_Mesh] | None:
+def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[Mesh] | None:
     """Models, in this order, to meshes of their size by the largest gain; None if one fits nowhere."""
-    meshes = [_Mesh(index, memory) for index, memory in enumerate(memory_bytes)]
-    empty: defaultdict[int, list[_Mesh]] = defaultdict(list)  # by memory, the first one last
+    meshes = [Mesh(index, memory) for index, memory in enumerate(memory_bytes)]
+    empty: defaultdict[int, list[Mesh]] = defaultdict(list)  # by memory, the first one last
     for mesh in reversed(meshes):
         empty[mesh.memory_bytes].append(mesh)
-    used: list[_Mesh] = []
+    used: list[Mesh] = []
     for profile in profiles:
         best, best_rank, least_per_s = None, (math.inf, 0.0, 0), -math.inf
         for mesh in chain([alike[-1] for alike in empty.values() if alike], used):
-            gain_per_s = mesh.gain_per_s(profile, least_per_s)
+            gain_per_s = mesh.with_model(profile, least_per_s) - mesh.throughput_per_s
             if gain_per_s == -math.inf:
                 continue
             rank = -round(gain_per_s, 9), mesh.compute_demand, mesh.index
