@@ -18,8 +18,8 @@ cost no memory and belong to the requests: see flexinfer.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from fineserve_sim.policy.interfaces import KVLedger
@@ -53,14 +53,14 @@ class ChunkCosts:
     ahead: bool = True
 
 
+@dataclass
 class _Tenant:
     """One engine: rows of ``tensors`` chunks each, every one with a new name. ``ready_s``: when its last row is mapped."""
 
-    def __init__(self, tensors: int) -> None:
-        self.tensors = tensors
-        self.rows = SharedBlocks()
-        self.names = count()
-        self.ready_s = float("-inf")
+    tensors: int
+    rows: SharedBlocks = field(default_factory=SharedBlocks)
+    names: Iterator[int] = field(default_factory=count)
+    ready_s: float = float("-inf")
 
 
 class VTensorManager:
