@@ -260,10 +260,6 @@ class KvCachedManager:
         engines = self._engines
         return all(owner not in engines or blocks <= engines[owner].room_blocks for owner, blocks in demands.items())
 
-    def held_pages(self, owner: int) -> int:
-        """Pages in which ``owner`` has blocks; each is a physical page in every tensor."""
-        return self._engines[owner].held_pages
-
     def mapped_bytes(self) -> int:
         """Physical memory of the GPU in use: held and buffered pages of all engines."""
         buffered = sum(len(engine.mapped_at_s) * engine.page_bytes for engine in self._engines.values())

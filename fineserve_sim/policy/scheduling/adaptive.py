@@ -170,7 +170,9 @@ class AdaptiveBatching:
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
         """Rows (deadline_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
         longest = last[0]
-        return (row for row in self._by_deadline if row[2] <= longest and (row[2], row[0], row[1]) <= last)
+        for row in self._by_deadline:
+            if row[2] <= longest and (row[2], row[0], row[1]) <= last:
+                yield row
 
     def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
