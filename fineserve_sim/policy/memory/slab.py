@@ -108,10 +108,8 @@ class KVSlabManager:
         self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
-        """``blocks`` block ids, or None when they do not all fit; then nothing is taken.
-
-        Raises ValueError for an unknown owner or a negative number.
-        """
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken. Raises ValueError for an unknown owner
+        or a negative number."""
         holder = self._owners[owner]
         pool, held = holder.pool, holder.held
         per_slab = pool.blocks_per_slab
