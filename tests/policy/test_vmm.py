@@ -27,6 +27,11 @@ def buffered_pages(manager: KvCachedManager, owner: int) -> int:
     return len(manager._engines[owner].mapped_at_s)
 
 
+def held_pages(manager: KvCachedManager, owner: int) -> int:
+    """Pages in which ``owner`` has blocks; each is a physical page in every tensor."""
+    return manager._engines[owner].held_pages
+
+
 # -- worked examples
 
 
@@ -38,9 +43,9 @@ def test_a_page_of_an_8b_model_holds_1024_tokens_and_takes_64_physical_pages() -
     assert manager.mapped_bytes() == 64 * 2 * MIB
     assert manager.ledger() == (1024 * MIB, 2 * MIB, 126 * MIB, 896 * MIB, 0)
     take(manager, 0, 63)
-    assert manager.held_pages(0) == 1
+    assert held_pages(manager, 0) == 1
     take(manager, 0, 1)
-    assert manager.held_pages(0) == 2 and manager.free_blocks(0) == 8 * 64 - 65
+    assert held_pages(manager, 0) == 2 and manager.free_blocks(0) == 8 * 64 - 65
     manager.check()
 
 
@@ -143,7 +148,7 @@ def test_blocks_that_straddle_pages_are_nobodys() -> None:
     """QoQ's block with its parameters is 8,704 bytes a tensor: 240 of them lie wholly in the first page of 2 MiB."""
     manager = KvCachedManager(4 * 64 * 2 * MIB, {0: VirtualKV(64, 8704)})
     ids = take(manager, 0, 241)
-    assert ids[239:] == [239, 241] and manager.held_pages(0) == 2
+    assert ids[239:] == [239, 241] and held_pages(manager, 0) == 2
     assert manager.ledger().lost_bytes == (2 * 2 * MIB - 8704 * (240 + 240)) * 64
     manager.check()
 
@@ -240,7 +245,7 @@ class KvCachedMachine(RuleBasedStateMachine):
         ledger = self.manager.ledger()
         assert ledger.lost_bytes == 0
         for owner, kv in ENGINES.items():
-            assert self.manager.held_pages(owner) == len(self.pages(owner))
+            assert held_pages(self.manager, owner) == len(self.pages(owner))
             assert self.manager.used_bytes(owner) == len(self.held[owner]) * kv.block_bytes * kv.tensors
             assert self.manager.free_blocks(owner) == self.expected_free(owner)
         assert ledger.used_bytes + ledger.stranded_bytes == self.held_bytes()

@@ -125,13 +125,9 @@ class KvCachedManager:
             if self._may_buffer(engine):
                 engine.mapped_at_s.append(MAPPED_LONG_AGO)
 
-    # --- blocks ------------------------------------------------------------------------------------------------------
-
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
-        """``blocks`` block ids, or None when they do not all fit; then nothing is taken and no time passes.
-
-        Raises ValueError for an unknown owner or a negative number.
-        """
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken and no time passes. Raises ValueError
+        for an unknown owner or a negative number."""
         engine = self._engines[owner]
         held, obtainable = engine.held_pages, self._obtainable_pages(engine)
         ids = engine.pages.alloc(owner, blocks)
@@ -205,15 +201,11 @@ class KvCachedManager:
         """Pages that the engine could still come to hold: all buffers can be given up."""
         return min(engine.pages.free_slabs, max(0, self._limit_bytes - self._held_bytes) // engine.page_bytes)
 
-    # --- time --------------------------------------------------------------------------------------------------------
-
     def advance(self, now: float) -> None:
         self._now = now
 
     def exposed_s(self, owner: int) -> float:
         return max(0.0, self._engines[owner].ready_s - self._now)
-
-    # --- engines -----------------------------------------------------------------------------------------------------
 
     def join(self, owner: int, kv: VirtualKV) -> None:
         """Another engine comes to the GPU. ValueError for one that is there, and as the constructor raises."""
@@ -238,8 +230,6 @@ class KvCachedManager:
         self._give_up(limit_bytes)
         self._refill(self._engines.values())
 
-    # --- what others see ---------------------------------------------------------------------------------------------
-
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now: exact when blocks fill pages, else on the safe side."""
         engine = self._engines[owner]
@@ -259,10 +249,6 @@ class KvCachedManager:
         already. Owners that are not registered here are ignored."""
         engines = self._engines
         return all(owner not in engines or blocks <= engines[owner].room_blocks for owner, blocks in demands.items())
-
-    def held_pages(self, owner: int) -> int:
-        """Pages in which ``owner`` has blocks; each is a physical page in every tensor."""
-        return self._engines[owner].held_pages
 
     def mapped_bytes(self) -> int:
         """Physical memory of the GPU in use: held and buffered pages of all engines."""

@@ -14,6 +14,7 @@ alloc and free cost O(log slabs), amortised, for each slab touched, and a few bi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from typing import TypeVar
@@ -46,13 +47,13 @@ class _Pool:
         return self.blocks_per_slab * len(slab_ids) or sum(self.grid_blocks[slab_id] for slab_id in slab_ids)
 
 
+@dataclass
 class _Holder:
     """One owner. ``held`` maps slab ids to bitmaps of the blocks in them that this owner holds (never 0)."""
 
-    def __init__(self, pool: _Pool) -> None:
-        self.pool = pool
-        self.held: dict[int, int] = {}
-        self.used_blocks = 0
+    pool: _Pool
+    held: dict[int, int] = field(default_factory=dict)
+    used_blocks: int = 0
 
 
 Owner = TypeVar("Owner")
@@ -101,17 +102,14 @@ class KVSlabManager:
         self._slabs = range(reserved_slabs, self.slab_count)
         self._untouched = reserved_slabs  # slabs from here on were never formatted
         self._holes: list[int] = []  # free slabs before it, a min-heap
-        self.free_slabs = len(self._slabs)
-        """Slabs that are formatted for nobody."""
+        self.free_slabs = len(self._slabs)  # formatted for nobody
         self._pools = {key: _Pool(key, self.plan, self._slabs) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
-        """``blocks`` block ids, or None when they do not all fit; then nothing is taken.
-
-        Raises ValueError for an unknown owner or a negative number.
-        """
+        """``blocks`` block ids, or None when they do not all fit; then nothing is taken. Raises ValueError for an unknown owner
+        or a negative number."""
         holder = self._owners[owner]
         pool, held = holder.pool, holder.held
         per_slab = pool.blocks_per_slab

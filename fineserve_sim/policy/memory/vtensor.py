@@ -18,8 +18,8 @@ cost no memory and belong to the requests: see flexinfer.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from fineserve_sim.policy.interfaces import KVLedger
@@ -28,7 +28,6 @@ from fineserve_sim.policy.memory.prefix import SharedBlocks
 from fineserve_sim.policy.memory.slab import Owners
 
 CHUNK_BYTES = PAGE_BYTES
-TRIM_S = 1.0
 
 
 def tokens_per_chunk(tensor_token_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -53,14 +52,14 @@ class ChunkCosts:
     ahead: bool = True
 
 
+@dataclass
 class _Tenant:
     """One engine: rows of ``tensors`` chunks each, every one with a new name. ``ready_s``: when its last row is mapped."""
 
-    def __init__(self, tensors: int) -> None:
-        self.tensors = tensors
-        self.rows = SharedBlocks()
-        self.names = count()
-        self.ready_s = float("-inf")
+    tensors: int
+    rows: SharedBlocks = field(default_factory=SharedBlocks)
+    names: Iterator[int] = field(default_factory=count)
+    ready_s: float = float("-inf")
 
 
 class VTensorManager:
@@ -83,7 +82,7 @@ class VTensorManager:
         owners: Mapping[int, int],
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        trim_s: float = TRIM_S,
+        trim_s: float = 1.0,
         costs: ChunkCosts | None = None,
     ) -> None:
         if limit_bytes < 0 or min(owners.values(), default=1) < 1:
@@ -100,13 +99,9 @@ class VTensorManager:
         self._held_chunks = 0
         self._spare: deque[tuple[float, int]] = deque()  # (time of release, chunks), oldest first
 
-    # --- rows --------------------------------------------------------------------------------------------------------
-
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` rows for one sequence, or None when they do not all fit even without any record; then nothing is taken.
-
-        Raises ValueError for an unknown owner or a negative number.
-        """
+        Raises ValueError for an unknown owner or a negative number."""
         tenant = self._tenants[owner]
         if blocks < 0:
             raise ValueError(f"vTensor: owner {owner} asks for {blocks} rows; it must be 0 or more")
@@ -154,8 +149,6 @@ class VTensorManager:
             self.advance(self._now)
         return chunks
 
-    # --- the pSet ----------------------------------------------------------------------------------------------------
-
     def _take_chunks(self, tenant: _Tenant, chunks: int) -> None:
         """pAlloc and Map: spare chunks first, those released last before others; new ones for the rest."""
         self._held_chunks += chunks
@@ -178,8 +171,6 @@ class VTensorManager:
     def exposed_s(self, owner: int) -> float:
         """Seconds from now until the driver has mapped what this engine waits for; 0 when it maps ahead."""
         return max(0.0, self._tenants[owner].ready_s - self._now)
-
-    # --- what others see ---------------------------------------------------------------------------------------------
 
     def _free_chunks(self) -> int:
         """Chunks under the limit once all records are given up."""

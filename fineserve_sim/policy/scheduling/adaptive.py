@@ -170,7 +170,9 @@ class AdaptiveBatching:
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
         """Rows (deadline_s, id, tokens) of the batch that ends with ``last``, in deadline order."""
         longest = last[0]
-        return (row for row in self._by_deadline if row[2] <= longest and (row[2], row[0], row[1]) <= last)
+        for row in self._by_deadline:
+            if row[2] <= longest and (row[2], row[0], row[1]) <= last:
+                yield row
 
     def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
@@ -210,17 +212,6 @@ class _Block:
     def longest(self) -> int:
         return self.rows[-1][0]
 
-    def add(self, row: _Row) -> None:
-        insort(self.rows, row)
-        self.tokens += row[0]
-        self.earliest_s = min(self.earliest_s, row[1])
-
-    def discard(self, row: _Row) -> None:
-        del self.rows[bisect_left(self.rows, row)]
-        self.tokens -= row[0]
-        if row[1] == self.earliest_s:
-            self.earliest_s = min((other[1] for other in self.rows), default=math.inf)
-
 
 class _LengthOrder:
     """All waiting rows, sorted, cut into blocks that are never empty."""
@@ -234,16 +225,22 @@ class _LengthOrder:
             return
         index = min(self._index(row), len(self.blocks) - 1)
         block = self.blocks[index]
-        block.add(row)
+        insort(block.rows, row)
+        block.tokens += row[0]
+        block.earliest_s = min(block.earliest_s, row[1])
         if len(block.rows) > _BLOCK_ROWS:
             half = _BLOCK_ROWS // 2
             self.blocks[index : index + 1] = [_Block(block.rows[:half]), _Block(block.rows[half:])]
 
     def discard(self, row: _Row) -> None:
         index = self._index(row)
-        self.blocks[index].discard(row)
-        if not self.blocks[index].rows:
+        block = self.blocks[index]
+        del block.rows[bisect_left(block.rows, row)]
+        block.tokens -= row[0]
+        if not block.rows:
             del self.blocks[index]
+        elif row[1] == block.earliest_s:
+            block.earliest_s = min(other[1] for other in block.rows)
 
     def longest_prefix(self, on_time: Callable[[int, float], bool], tokens: int) -> _Row | None:
         """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest deadline)`` holds; None

@@ -56,16 +56,13 @@ class _Kept(NamedTuple):
     number: int
     request: Foreseen
     start_s: float
-
-    @property
-    def end_s(self) -> float:
-        return self.start_s + self.request.prefill_s
+    end_s: float
 
 
 def _append(kept: list[_Kept], number: int, request: Foreseen) -> float:
     """Serve the request after those kept. Returns when it ends."""
     start_s = max(request.arrival_s, kept[-1].end_s) if kept else request.arrival_s
-    kept.append(_Kept(number, request, start_s))
+    kept.append(_Kept(number, request, start_s, start_s + request.prefill_s))
     return kept[-1].end_s
 
 

@@ -20,7 +20,6 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappush, heapreplace, merge
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import Admission, EngineState, Request
@@ -136,7 +135,9 @@ class MooreHodgson:
         self._late_beside_blocked = late_start == "beside_blocked"
         self._counts_dispatched = clock == "dispatched"
         self._shared_kv = shared_kv
-        self._reserve_fraction = reserve_fraction if reserve == "fraction" else None
+        fraction = reserve_fraction if reserve == "fraction" else 0.0
+        self._reserve_tokens = {id: math.ceil(fraction * facts.kv_capacity_tokens) for id, facts in engines.items()}
+        self._reserves_pages = reserve == "page"
         self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
         self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
         self._jobs: dict[int, _Job] = {}  # of the queue
@@ -157,7 +158,7 @@ class MooreHodgson:
         if request.id in self._jobs or request.id in self._refused or self._is_late(request):
             raise ValueError(f"request {request.id} is added twice: it waits already")
         self._answered = None
-        if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens(engine, running=0):
+        if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens[engine]:
             self._refused[request.id] = request
             return
         job = self._job(request, engine)
@@ -215,7 +216,7 @@ class MooreHodgson:
         if self._counts_dispatched:
             backlogs_s = [state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items()]
             start_s += sum(backlogs_s)
-        return moore_hodgson(map(_deadline_and_duration, self._queue), start_s)
+        return moore_hodgson(((job.deadline_s, job.duration_s) for job in self._queue), start_s)
 
     def _startable(self, plan: Plan, engines: Mapping[int, EngineState]) -> list[_Job]:
         """The requests that their engines can start now, in the order of the plan."""
@@ -263,14 +264,9 @@ class MooreHodgson:
             promised = sum(
                 -(-other.prefill_tokens * capacity // self._facts[id].kv_capacity_tokens) for id, other in room.items()
             )
-        needed = tokens + self._reserve_tokens(engine, state.running) + promised
+        pages = state.running if self._reserves_pages else 0
+        needed = tokens + self._reserve_tokens[engine] + pages * self._facts[engine].page_tokens + promised
         return state.free_slots > 0 and needed <= state.free_kv_tokens
-
-    def _reserve_tokens(self, engine: int, running: int) -> int:
-        facts = self._facts[engine]
-        if self._reserve_fraction is None:
-            return facts.page_tokens * running
-        return math.ceil(self._reserve_fraction * facts.kv_capacity_tokens)
 
     def _take(self, job: _Job) -> Request:
         """The request of ``job``, which no longer waits."""
@@ -312,6 +308,3 @@ class MooreHodgson:
 
 def _arrival(request: Request) -> tuple[float, int]:
     return request.arrival_s, request.id
-
-
-_deadline_and_duration = attrgetter("deadline_s", "duration_s")
