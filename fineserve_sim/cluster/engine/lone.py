@@ -69,8 +69,7 @@ class LoneEngine(SpanEngine):
             boundaries = min(last - settled, decodes.steps_to_finish())
             settled += boundaries
             blocks = decodes.blocks_ahead(boundaries - 1)
-            decodes.advance(boundaries)
-            finished = decodes.pop_finished()
+            finished = decodes.advance(boundaries)
             if not self._blocks.take(blocks + len(decodes.needing_block())):
                 raise AssertionError(f"engine {self.index}: no memory inside a span")
             self._retire(finished, self._ends[settled - 1])
