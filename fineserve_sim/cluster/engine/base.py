@@ -88,29 +88,22 @@ class Engine(ABC):
     """
 
     def __init__(self, seat: Seat, host: EngineHost, *, lanes: int = 1, shared_queue: bool = True) -> None:
-        settings = seat.settings
-        self.index = seat.engine
-        self.model = seat.model
-        self.step = seat.step
-        self.kv = seat.kv
-        self.max_tokens = seat.max_tokens
-        self.slowdown = 1.0
-        self.composition_changed = False
-        self.stalled: dict[SequenceState, None] = {}
-        self.swapped: dict[SequenceState, int] = {}
-        self.coming = self.reserved_blocks = self.promised_blocks = 0
-        self.stopping = self.closing = self.gone = False
-        self.columns: tuple[int, ...] = (seat.engine,)
-        self.next_boundary_s = NEVER
-        self.order = order_of(Kind.STEP_END, seat.engine)
-        self._settings = settings
+        self._settings = settings = seat.settings
         self._host = host
+        self.index, self.model, self.max_tokens = seat.engine, seat.model, seat.max_tokens
+        self.step, self.kv = seat.step, seat.kv
+        self.order = order_of(Kind.STEP_END, seat.engine)
+        self.columns: tuple[int, ...] = (seat.engine,)
         self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]
         self.lanes = [
             Lane(self.queues[lane % len(self.queues)], Decodes(settings.block_tokens)) for lane in range(lanes)
         ]
-        self._backlog_tokens = 0
-        self._preempted = False
+        self.stalled: dict[SequenceState, None] = {}
+        self.swapped: dict[SequenceState, int] = {}
+        self.slowdown = 1.0
+        self.next_boundary_s = NEVER
+        self.coming = self.reserved_blocks = self.promised_blocks = self._backlog_tokens = 0
+        self.stopping = self.closing = self.gone = self.composition_changed = self._preempted = False
 
     # --- what others see -------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Continuous batching at iteration granularity, as vLLM does it (systems.md 1.3): the only place for it.
 
 An iteration gives every decode of a lane one token, then fills the token budget with prompt chunks, oldest first. Memory is
-paged; when a decode finds no block, somebody gives way: the request that arrived last is recomputed later, or what a
-``Relief`` does instead. ``_form`` makes the next batch, ``_complete`` takes its tokens in; how long the batch is computed in
-between, and on what, is the subclass's part.
+paged; when a decode finds no block, the request that arrived last gives way: it is recomputed later, or swapped (``swap``).
+``_form`` makes the next batch, ``_complete`` takes its tokens in; how long the batch is computed in between, and on what, is
+the subclass's part.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ class Batcher(Engine):
     def _complete(self, lane: Lane, now: float) -> bool:
         """The batch is done at ``now``: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
-        lane.decodes.advance()
-        finished = lane.decodes.pop_finished()
+        finished = lane.decodes.advance()
         if lane.chunks:
             self._host.progressed(self)
             for sequence, done, size in lane.chunks:

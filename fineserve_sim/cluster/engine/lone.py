@@ -62,18 +62,16 @@ class LoneEngine(SpanEngine):
         """Pass the boundaries inside the span that come before (``now``, ``order``), where sequences may end too."""
         if self.next_boundary_s > now:
             return
-        decodes = self._decodes
-        settled = self._settled
-        last = self._advance_to(now, order)
-        while settled < last:
-            boundaries = min(last - settled, decodes.steps_to_finish())
-            settled += boundaries
+        decodes, passed = self._decodes, self._advance_to(now, order)
+        done = 0
+        while done < len(passed):
+            boundaries = min(len(passed) - done, decodes.steps_to_finish())
+            done += boundaries
             blocks = decodes.blocks_ahead(boundaries - 1)
-            decodes.advance(boundaries)
-            finished = decodes.pop_finished()
+            finished = decodes.advance(boundaries)
             if not self._blocks.take(blocks + len(decodes.needing_block())):
                 raise AssertionError(f"engine {self.index}: no memory inside a span")
-            self._retire(finished, self._ends[settled - 1])
+            self._retire(finished, passed[done - 1])
 
     def _span_ends(self, now: float) -> list[float]:
         """Where memory is sure, those of the iterations up to the moment that somebody looks at."""

@@ -107,13 +107,11 @@ class Decodes:
         self.context_tokens += cached
         self.size += 1
 
-    def advance(self, steps: int = 1) -> None:
-        """So many steps are done: every sequence has as many tokens more."""
+    def advance(self, steps: int = 1) -> list[SequenceState]:
+        """So many steps are done: every sequence has as many tokens more. Removes and returns those whose last token has come,
+        in the order in which they joined."""
         self.iteration += steps
         self.context_tokens += steps * self.size
-
-    def pop_finished(self) -> list[SequenceState]:
-        """Remove and return the sequences whose last token has come, in the order in which they joined."""
         finished = []
         while self._due and -self._due[-1][0] <= self.iteration:
             sequence = self._due.pop()[2]

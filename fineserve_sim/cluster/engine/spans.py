@@ -121,25 +121,23 @@ class SpanEngine(Batcher):
     def pass_boundaries(self, now: float, order: int) -> Sequence[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
         Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
-        settled = self._settled
-        return self._decodes.pass_boundaries(self._ends[settled : self._advance_to(now, order)], self.index)
+        return self._decodes.pass_boundaries(self._advance_to(now, order), self.index)
 
     def count_boundaries(self, now: float, order: int) -> int:
         """As ``pass_boundaries``, where blocks are counted: how many are due in all."""
-        settled = self._settled
-        boundaries = self._advance_to(now, order) - settled
+        boundaries = len(self._advance_to(now, order))
         blocks = self._decodes.blocks_ahead(boundaries)
         self._decodes.advance(boundaries)
         return blocks
 
-    def _advance_to(self, now: float, order: int) -> int:
-        """Settle the boundaries that come before (``now``, ``order``). Returns how many iterations of the span are done."""
-        ends = self._ends
+    def _advance_to(self, now: float, order: int) -> list[float]:
+        """Settle the boundaries inside the span that come before (``now``, ``order``). Returns their times."""
+        ends, before = self._ends, self._settled
         last = len(ends) - 1
         find = bisect_right if self.order < order else bisect_left
-        self._settled = settled = find(ends, now, self._settled, last)
+        self._settled = settled = find(ends, now, before, last)
         self.next_boundary_s = ends[settled] if settled < last else NEVER
-        return settled
+        return ends[before:settled]
 
     def recount_promise(self) -> None:
         """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""
@@ -193,13 +191,9 @@ class SpanEngine(Batcher):
         self._form(lane, now)
         if self._preempted:
             self._host.memory_freed(self, now)
-        if self._decodes.size or lane.chunks:
-            self._launch(now)
-        else:
+        if not (self._decodes.size or lane.chunks):
             self._rest(now)
-
-    def _launch(self, now: float) -> None:
-        lane = self._lane
+            return
         new_pace = self._shares_gpu and (self.composition_changed or self._settings.contention == "step")
         self.composition_changed = False
         alone_s = 0.0
