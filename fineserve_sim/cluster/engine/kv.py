@@ -131,10 +131,13 @@ class EngineKV:
         """So many new blocks of every memory; None, and nothing taken, when they do not fit."""
         if not blocks:
             return [[] for _ in self._managers]
-        if len(self._managers) > 1 and blocks > self.free_blocks():
-            return None  # asked first: what one rank must give back again may have cost it time
+        if len(self._managers) == 1:
+            ids = self._managers[0].alloc(self._owner, blocks)
+            return None if ids is None else [ids]
+        if blocks > self.free_blocks():  # asked first: what one rank must give back again may have cost it time
+            return None
         taken = [manager.alloc(self._owner, blocks) for manager in self._managers]
-        return [ids for ids in taken if ids is not None] or None
+        return [ids for ids in taken if ids is not None]
 
     def _keys(self, sequence: SequenceState, tokens: int) -> tuple[int, ...]:
         """The keys of the full blocks among its first ``tokens`` tokens, as far as its prefix is known."""
@@ -166,12 +169,10 @@ class PooledBlocks(EngineKV):
 
     def take(self, blocks: int) -> bool:
         """Take so many blocks of every memory, or none."""
-        for number, pool in enumerate(self.pools):
-            if not pool.take(blocks):
-                for taken in self.pools[:number]:
-                    taken.give(blocks)
-                return False
-        return True
+        pools = self.pools
+        if len(pools) == 1:
+            return pools[0].take(blocks)
+        return blocks <= min([pool.free_blocks for pool in pools]) and all(pool.take(blocks) for pool in pools)
 
     def give(self, blocks: int) -> None:
         """Give so many blocks back to every memory."""

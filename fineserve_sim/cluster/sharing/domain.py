@@ -40,19 +40,11 @@ class MemoryDomain:
         for engine in self._spans.values():
             if engine.next_boundary_s <= now:
                 growths += engine.pass_boundaries(now, order)
-        if growths:
-            self._grow(growths)
+        self._grow(_in_turn(growths) if len(growths) > 1 else growths)
 
-    def _grow(self, growths: list[Growth]) -> None:
-        """By time, then engine; one engine's growths in a row come to one."""
-        turns: list[tuple[int, list[SequenceState]]] = []
-        for _, index, sequences in sorted(growths, key=itemgetter(0, 1)):
-            if turns and turns[-1][0] == index:
-                turns[-1][1].extend(sequences)
-            else:
-                turns.append((index, [*sequences]))
-        for index, growing in turns:
-            if not self._spans[index].kv.grow_each(growing):
+    def _grow(self, growths: Sequence[Growth]) -> None:
+        for _, index, sequences in growths:
+            if not self._spans[index].kv.grow_each(sequences):
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
@@ -106,7 +98,7 @@ class PrivateDomain(MemoryDomain):
             engine.catch_up(now, order)
         elif engine.next_boundary_s <= now:
             if not isinstance(engine.kv, CountedBlocks):
-                self._grow([*engine.pass_boundaries(now, order)])
+                self._grow(engine.pass_boundaries(now, order))
             elif not engine.kv.take(engine.count_boundaries(now, order)):
                 raise AssertionError(f"engine {engine.index}: no memory inside a span")
 
@@ -152,3 +144,14 @@ def connected(parts: Mapping[int, Collection[Hashable]]) -> list[tuple[int, ...]
         for part in (part for other in members for part in parts[other]):
             group_of[part] = members
     return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
+
+
+def _in_turn(growths: Sequence[Growth]) -> Sequence[Growth]:
+    """By time, then engine; one engine's growths in a row come to one."""
+    turns: list[tuple[float, int, list[SequenceState]]] = []
+    for end_s, index, sequences in sorted(growths, key=itemgetter(0, 1)):
+        if turns and turns[-1][1] == index:
+            turns[-1][2].extend(sequences)
+        else:
+            turns.append((end_s, index, [*sequences]))
+    return turns
