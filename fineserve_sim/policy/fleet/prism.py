@@ -124,7 +124,7 @@ class _Books:
     """
 
     def __init__(self, prism: PrismResidency, view: FleetView) -> None:
-        self._gpus = [gpu for gpu in prism.gpus if gpu.id in view.free_bytes]
+        self._gpus = {gpu.id: gpu for gpu in prism.gpus if gpu.id in view.free_bytes}
         self._models, self._headroom_fraction = prism.models, prism.pressure_fraction
         self._free = dict(view.free_bytes)
         self._left = {gpu.id: gpu.memory_bytes for gpu in prism.gpus}  # what engines leave for KV
@@ -201,26 +201,29 @@ class _Books:
     def room_for(self, model: ModelDemand) -> Iterator[tuple[int, Iterable[str], int]]:
         """All GPUs that fit an engine of the model after ``evictions``, each with the models that are at home there then, in
         the order in which they came, and the bytes left for KV beside them."""
+        weight_bytes = model.weight_bytes
         for gpu in self._gpus:
-            others, left_bytes = self._models_on[gpu.id], self._left[gpu.id]
-            if self.has_room(gpu.id, model.weight_bytes):  # the common case
-                yield gpu.id, others, left_bytes
+            others, left_bytes = self._models_on[gpu], self._left[gpu]
+            if self.has_room(gpu, weight_bytes):  # the common case
+                yield gpu, others, left_bytes
                 continue
-            evicted = self.evictions(model, [gpu.id])
+            evicted = self.evictions(model, [gpu])
             if evicted is not None:
                 gone = {engine.model for engine in evicted}
                 freed_bytes = sum(self._models[other].weight_bytes for other in gone)
-                yield gpu.id, [other for other in others if other not in gone], left_bytes + freed_bytes
+                yield gpu, [other for other in others if other not in gone], left_bytes + freed_bytes
 
     def would_hold(self, model: ModelDemand) -> bool:
         """Whether the GPUs that are there, empty, have room for all parts of the model on one node."""
-        nodes = Counter(gpu.node for gpu in self._gpus if gpu.memory_bytes > model.weight_bytes)
+        nodes = Counter(gpu.node for gpu in self._gpus.values() if gpu.memory_bytes > model.weight_bytes)
         return max(nodes.values(), default=0) >= model.tp
 
     def slots_for_homes(self) -> list[GpuSlot]:
         """The GPUs as a placement of the homes sees them: what others take (engines that drain or are moved away) is not
         there."""
         return [
-            replace(gpu, memory_bytes=self._left[gpu.id] + sum(self._models[id].weight_bytes for id in here))
-            for gpu, here in [(gpu, self._models_on[gpu.id]) for gpu in self._gpus]
+            replace(
+                slot, memory_bytes=self._left[gpu] + sum(self._models[id].weight_bytes for id in self._models_on[gpu])
+            )
+            for gpu, slot in self._gpus.items()
         ]
