@@ -31,10 +31,8 @@ CHUNK_BYTES = PAGE_BYTES
 
 
 def tokens_per_chunk(tensor_token_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Tokens that fill a chunk of one tensor; ``tensor_token_bytes`` is K or V of one token in one layer on this GPU.
-
-    Raises ValueError when a chunk holds no token.
-    """
+    """Tokens that fill a chunk of one tensor; ``tensor_token_bytes`` is K or V of one token in one layer on this GPU. Raises
+    ValueError when a chunk holds no token."""
     if not 0 < tensor_token_bytes <= chunk_bytes:
         raise ValueError(f"vTensor: a token of {tensor_token_bytes} bytes does not fit a chunk of {chunk_bytes}")
     return chunk_bytes // tensor_token_bytes
@@ -42,10 +40,8 @@ def tokens_per_chunk(tensor_token_bytes: int, chunk_bytes: int = CHUNK_BYTES) ->
 
 @dataclass(frozen=True, slots=True)
 class ChunkCosts:
-    """Host seconds a chunk on the way to a kernel: to create one (only new chunks) and to map it (every chunk).
-
-    With ``ahead``, a row is mapped while the step before runs and costs a step nothing (vTensor 5.4 and 6).
-    """
+    """Host seconds a chunk on the way to a kernel: to create one (only new chunks) and to map it (every chunk). With
+    ``ahead``, a row is mapped while the step before runs and costs a step nothing (vTensor 5.4 and 6)."""
 
     create_s: float = 0.0
     map_s: float = 0.0

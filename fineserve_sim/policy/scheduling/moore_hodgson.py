@@ -19,7 +19,8 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from heapq import heappush, heapreplace, merge
+from heapq import heappop, heappush, heapreplace, merge
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import Admission, EngineState, Request
@@ -141,6 +142,7 @@ class MooreHodgson:
         self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
         self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
         self._jobs: dict[int, _Job] = {}  # of the queue
+        self._last_starts: list[tuple[float, _Job]] = []  # a heap: when each of these, and some that left, must start
         self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
         self._refused: dict[int, Request] = {}  # prompts that never fit, until the next call says so
         self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
@@ -164,6 +166,7 @@ class MooreHodgson:
         job = self._job(request, engine)
         self._jobs[request.id] = job
         insort(self._queue, job)
+        heappush(self._last_starts, (job.deadline_s - job.duration_s, job))
         insort(self._lengths[engine], request.prompt_tokens)
 
     def remove(self, request_id: int) -> bool:
@@ -209,14 +212,16 @@ class MooreHodgson:
 
     def _plan(self, now: float, engines: Mapping[int, EngineState]) -> Plan:
         """Of those that may still be on time; the rest is set aside."""
-        for job in [job for job in self._queue if job.deadline_s - job.duration_s < now]:
-            self._leave_queue(job)
-            insort(self._late[job.engine], job.request, key=_arrival)
+        while self._last_starts and self._last_starts[0][0] < now:
+            _, job = heappop(self._last_starts)
+            if self._jobs.get(job.id) is job:
+                self._leave_queue(job)
+                insort(self._late[job.engine], job.request, key=_arrival)
         start_s = now
         if self._counts_dispatched:
             backlogs_s = [state.prefill_tokens / self._facts[id].prefill_tokens_per_s for id, state in engines.items()]
             start_s += sum(backlogs_s)
-        return moore_hodgson(((job.deadline_s, job.duration_s) for job in self._queue), start_s)
+        return moore_hodgson(map(attrgetter("deadline_s", "duration_s"), self._queue), start_s)
 
     def _startable(self, plan: Plan, engines: Mapping[int, EngineState]) -> list[_Job]:
         """The requests that their engines can start now, in the order of the plan."""
