@@ -20,12 +20,11 @@ from fineserve_sim.cluster.compose.memory import charged_bytes
 from fineserve_sim.cluster.compose.models import Builder, Placed
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.engine.base import Seat
-from fineserve_sim.cluster.gpu_use import Looks, fractions, looks_at
+from fineserve_sim.cluster.looks import Looks, Note, fractions, looks_at, shares_of
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
 from fineserve_sim.cluster.scenario import Gpu, GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.sharing.domain import connected
-from fineserve_sim.cluster.step_times import Note, shares_of
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.interfaces import Placement

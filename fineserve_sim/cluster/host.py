@@ -14,8 +14,7 @@ from typing import Any
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import NEVER, Engine
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.queue import Lane
-from fineserve_sim.cluster.engine.sequence import Decodes, Prefix, SequenceState, Waiting
+from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, SequenceState, Waiting
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes

@@ -16,11 +16,10 @@ from fineserve_sim.cluster.arrivals import Arrivals, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.memory import caches_prefixes
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.gpu_use import GpuUses, Looks, fractions, looks_at
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
+from fineserve_sim.cluster.looks import GpuUses, Looks, StepTimes, fractions, looks_at
 from fineserve_sim.cluster.samples import Sampler, sample_time_s
 from fineserve_sim.cluster.scenario import Ended, RunResult, Scenario, ScenarioError, wrong_fault
-from fineserve_sim.cluster.step_times import StepTimes
 from fineserve_sim.policy.interfaces import Placement
 
 FAULT = order_of(Kind.TIMER, 1 << 19)

@@ -211,12 +211,12 @@ COUNTERS = (
     "exchange_bytes",
     "bubble_fraction",
 )
-"""What is counted of a single-model cluster beside the requests (``counters.py``)."""
+"""What is counted of a single-model cluster beside the requests (``samples.py``)."""
 
 
 @dataclass(slots=True)
 class GpuUse:
-    """Of one GPU, fractions of all looks at it (``gpu_use.py``); sums of them while it is counted."""
+    """Of one GPU, fractions of all looks at it (``looks.py``); sums of them while it is counted."""
 
     gpu: int
     busy: float = 0.0
@@ -234,7 +234,7 @@ class RunResult:
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
-    ``counters`` are what a driver counts besides, by name (``counters.py``). ``gpu_use`` is how busy each GPU was, and what
+    ``counters`` are what a driver counts besides, by name (``samples.py``). ``gpu_use`` is how busy each GPU was, and what
     kept requests waiting there, until the last arrival; empty without samples.
     ``loop_cpu_s`` is not deterministic and never enters result files.
     """

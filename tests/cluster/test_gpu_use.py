@@ -10,7 +10,7 @@ from fineserve_traces import totals
 from simkit import gpus, pinned, served, solo, system, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario, simulate
-from fineserve_sim.cluster.gpu_use import looks_at
+from fineserve_sim.cluster.looks import looks_at
 
 CROWDED = [(0.02 * i, 300, 200) for i in range(100)]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from groupkit import burst, cluster, lawful
 
-from fineserve_sim.cluster.counters import throttlings
+from fineserve_sim.cluster.samples import throttlings
 from fineserve_sim.cluster.scenario import COUNTERS
 
 

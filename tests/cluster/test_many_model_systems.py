@@ -11,7 +11,7 @@ from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose.memory import build_manager, tenants_on, usable_bytes
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import build_activation_cost, build_placement, build_residency
-from fineserve_sim.policy.fleet.activation_cost import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
+from fineserve_sim.cluster.fleet.loader import GPU_BYTES_PER_S, PLAIN_BYTES_PER_S
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import FleetView, Pending

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement, PlacementPolicy
+from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.policy.placement.fineserve import FineServePlacement, base_footprint
 from fineserve_sim.policy.placement.mme import marginal_efficiency, score_mean
 from fineserve_sim.policy.placement.static import DedicatedPlacement, PinnedPlacement
-from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 GB = 10**9
 GIB = 2**30

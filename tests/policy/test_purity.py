@@ -57,10 +57,3 @@ def test_no_policy_has_a_word_for_output_lengths() -> None:
     named = {name for path in core for name in identifiers(path)}
     assert "prompt_tokens" in named
     assert not [name for name in named if "output" in name]
-
-
-def test_one_exception_knows_the_future_and_only_the_bound_asks_it() -> None:
-    """``policy/scheduling/clairvoyant.py`` takes requests before they come: no controller, scheduler or runtime may."""
-    module = "fineserve_sim.policy.scheduling.clairvoyant"
-    asking = [path.relative_to(ROOT).as_posix() for path in SOURCES if module in identifiers(path)]
-    assert asking == ["fineserve_sim/cluster/clairvoyant.py"]

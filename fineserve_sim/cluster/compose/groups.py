@@ -13,7 +13,6 @@ from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, step_model
-from fineserve_sim.cluster.counters import counters
 from fineserve_sim.cluster.engine.base import Engine, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
@@ -25,7 +24,7 @@ from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.fleet.regroup import TransferRules
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.run import Parts
-from fineserve_sim.cluster.samples import InstanceSampler
+from fineserve_sim.cluster.samples import InstanceSampler, counters
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.wakeups import Wakeups

@@ -28,8 +28,8 @@ from fineserve_sim.cluster.compose.profiling import operating_points, sharing_of
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
+from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.policy.placement.mme import mme_slope
-from fineserve_sim.policy.placement.tp_groups import tp_groups
 from fineserve_sim.systems import load_systems
 from fineserve_sim.systems.spec import PrismResidencySpec
 

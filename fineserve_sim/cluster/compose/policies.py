@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fineserve_sim.policy.fleet.activation_cost import ActivationCost, activation_cost
+from fineserve_sim.cluster.fleet.loader import ActivationCost, activation_cost
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import ResidencyPolicy

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
-from fineserve_sim.cluster.engine.queue import Lane, Queue
-from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
+from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Queue, SequenceState
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.latency import StepModel

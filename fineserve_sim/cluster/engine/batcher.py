@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.queue import Lane, PromptChunk, Queue
-from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.sequence import Lane, PromptChunk, Queue, SequenceState
 from fineserve_sim.policy.memory.preemption import preemption_victim
 
 

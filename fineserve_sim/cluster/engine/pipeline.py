@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from fineserve_sim.cluster.engine.base import BatchSums, EngineHost, Seat
 from fineserve_sim.cluster.engine.batcher import Batcher
-from fineserve_sim.cluster.engine.queue import Lane, PromptChunk, Queue
-from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.sequence import Lane, PromptChunk, Queue, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup, Turn
 from fineserve_sim.policy.groups.microbatch import Chunk, ChunkCost, LookaheadMode, Microbatch, lookahead, tokens_of
 from fineserve_sim.policy.interfaces import EngineLoad

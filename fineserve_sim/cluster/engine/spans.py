@@ -42,9 +42,8 @@ class Waker(Protocol):
 
 
 class SpanEngine(Batcher):
-    """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span;
-    ``promised_blocks`` is at least what the boundaries ahead in it will take, and ``boundaries_ahead`` of the next ones
-    beyond it are to be sure, too."""
+    """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span; ``promised_blocks`` is at least
+    what the boundaries ahead in it will take, and ``boundaries_ahead`` of the next ones beyond it are to be sure, too."""
 
     boundaries_ahead = 0
 

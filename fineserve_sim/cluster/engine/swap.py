@@ -1,9 +1,8 @@
 """KV memory runs out, and sequences are swapped to host memory (InferCept) rather than recomputed.
 
-Swapping overlaps with computing: copies go over PCIe while other sequences run, so in a step of t seconds at most rate
-times t bytes leave, and as many come back. To have blocks in time it looks two steps ahead. Blocks are free once their
-copy is done; a decode that finds none pauses. Swapped sequences come back first come first served, before anything new
-is admitted.
+Swapping overlaps with computing: copies go over PCIe while other sequences run, so in a step of t seconds at most rate times t
+bytes leave, and as many come back. To have blocks in time it looks two steps ahead. Blocks are free once their copy is done; a
+decode that finds none pauses. Swapped sequences come back first come first served, before anything new is admitted.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from functools import partial
 from fineserve_sim.cluster.engine.base import EngineHost, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Link
-from fineserve_sim.cluster.engine.queue import Lane
-from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.pipeline import KV
-from fineserve_sim.cluster.engine.queue import Lane
-from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
 from fineserve_sim.policy.commands import Migrate

@@ -1,9 +1,8 @@
 """What wakes the engines of a GPU: the starts they ask for, and the ends of their spans.
 
 A neighbour's new composition moves the ends of all spans on its GPU, and most ends move again before they come. So the clock's
-queue holds no event for each of them, only one for the first: when an event is over, the first end of all gets an event
-if it comes before the one that is set. An event whose span has come to end later calls nobody; the first end is looked
-for again.
+queue holds no event for each of them, only one for the first: when an event is over, the first end of all gets an event if it
+comes before the one that is set. An event whose span has come to end later calls nobody; the first end is looked for again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from fineserve_sim.cluster import ServedModel
 from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.policy.interfaces import GpuSlot
-from fineserve_sim.policy.placement.tp_groups import tp_groups
+from fineserve_sim.policy.placement import tp_groups
 
 AUTO = "auto"
 DEGREES = (1, 2, 4, 8)

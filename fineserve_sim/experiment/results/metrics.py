@@ -15,7 +15,7 @@ the same. Latencies and attainment are those of the measured requests, however l
 * GPU hours: of all GPUs of the cluster in the window, slices by MIG counted as the GPUs that they are of, a million
   output tokens and a thousand requests within all limits.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
-* counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/counters.py``.
+* counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/samples.py``.
 """
 
 from __future__ import annotations

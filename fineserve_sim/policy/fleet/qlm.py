@@ -23,7 +23,7 @@ from typing import Literal
 
 from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop, Suggestion
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
-from fineserve_sim.policy.placement.tp_groups import tp_groups
+from fineserve_sim.policy.placement import tp_groups
 
 
 class QlmSwapping:

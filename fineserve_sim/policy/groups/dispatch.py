@@ -127,8 +127,7 @@ def dispatcher(policy: str, **options: Queued) -> DispatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LlumnixMigration:
-    """``out_blocks`` and ``in_blocks`` are freeness thresholds in KV blocks a running request; a pair must straddle
-    both."""
+    """``out_blocks`` and ``in_blocks`` are freeness thresholds in KV blocks a running request; a pair must straddle both."""
 
     out_blocks: float = 3.0
     in_blocks: float = 3.0

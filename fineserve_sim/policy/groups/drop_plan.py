@@ -74,8 +74,7 @@ def plan_drop(
 
 
 def even_split(layers: int, stages: int) -> tuple[range, ...]:
-    """Contiguous layer ranges of ``stages`` stages, equal within one layer. Raises ValueError unless 1 <= stages <=
-    layers."""
+    """Contiguous layer ranges of ``stages`` stages, equal within one layer. Raises ValueError unless 1 <= stages <= layers."""
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be split over {stages} stages; a stage needs at least one layer")
     return tuple(range(stage * layers // stages, (stage + 1) * layers // stages) for stage in range(stages))

@@ -8,10 +8,9 @@ attends to all tokens before it. The cost of c tokens after p others is (eq. 1)
 and the cost of a microbatch the sum over its chunks (eq. 3; the later version of the paper takes off a ``shared`` part
 for all chunks but one). Lookahead halves the waiting work by cost, again and again, keeping the order of requests.
 
-The listing halves each part until that part is small enough. Parts of equal cost hold unequal tokens, so some are
-halved once more than others, and costs end up apart by powers of two. ``balanced`` (the default) fixes the depth from
-the total instead; ``literal`` is the listing; ``direct`` cuts ceil(tokens / min_tokens) parts of equal cost in one pass
-(the count of App. A).
+The listing halves each part until that part is small enough. Parts of equal cost hold unequal tokens, so some are halved once
+more than others, and costs end up apart by powers of two. ``balanced`` (the default) fixes the depth from the total instead;
+``literal`` is the listing; ``direct`` cuts ceil(tokens / min_tokens) parts of equal cost in one pass (the count of App. A).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ LookaheadMode = Literal["balanced", "literal", "direct"]
 
 
 class Chunk(NamedTuple):
-    """``tokens`` of a request to compute, after ``prefix`` tokens already done. A decode is one token after its
-    context."""
+    """``tokens`` of a request to compute, after ``prefix`` tokens already done. A decode is one token after its context."""
 
     request: int
     prefix: int

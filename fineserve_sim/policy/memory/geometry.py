@@ -34,18 +34,12 @@ MAX_LCM_BYTES = 64 * 2**20  # our choice, the paper gives none: about a thousand
 class KVGeometry:
     """The shape of one model's KV cache on one GPU of its tensor-parallel group.
 
-    Args:
-        layers: transformer layers held by this GPU (all of them unless pipeline-parallel or partly dropped).
-        kv_heads: KV heads of the whole model.
-        head_dim: elements per head.
-        element_bytes: 2 for FP16, 1 for FP8, 0.5 for INT4.
-        quant_bytes_per_head: bytes of scale and zero point stored in the block for each head of each token, for K and
-            for V alike. 0 where the scale lies outside (FP16; FP8 per tensor); 4 for QoQ's KV4, an FP16 scale and zero.
-        tokens_per_block: token slots in a block; 16 is vLLM's default.
-        tp: tensor-parallel degree.
+    ``layers`` are those held by this GPU (all of them unless pipeline-parallel or partly dropped), ``kv_heads`` those of the
+    whole model, of ``head_dim`` elements of ``element_bytes`` (2 for FP16, 1 for FP8, 0.5 for INT4). ``quant_bytes_per_head``
+    of scale and zero point are stored in the block for each head of each token, for K and for V alike: 0 where the scale lies
+    outside (FP16; FP8 per tensor), 4 for QoQ's KV4, an FP16 scale and zero. ``tp`` is the tensor-parallel degree.
 
-    Raises:
-        ValueError: a count below 1, KV heads that do not divide over the group, or a token that is no whole byte.
+    Raises ValueError for a count below 1, KV heads that do not divide over the group, or a token that is no whole byte.
     """
 
     layers: int
@@ -130,9 +124,7 @@ def plan_slabs(block_bytes: Iterable[int], *, cap_bytes: int = MAX_LCM_BYTES, mu
     exceeds ``cap_bytes``, the key whose removal lowers it most (among equals, the smallest, which loses least) leaves
     the LCM and becomes a grid key; the last key stays in any case. With grid keys, the multiple grows, beyond the cap
     if it must, until a slab is two of their blocks long: then each slab holds one, wherever it starts.
-
-    Raises:
-        ValueError: no block size, or a size, cap or multiple below 1.
+    Raises ValueError for no block size, or a size, cap or multiple below 1.
     """
     keys = tuple(sorted(set(block_bytes)))
     if not keys or keys[0] < 1:

@@ -32,13 +32,8 @@ MAPPED_LONG_AGO = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class VirtualKV:
-    """The KV tensors of one engine on one GPU.
-
-    Args:
-        tensors: how many grow together, K and V of each layer.
-        block_bytes: one KV block in one of them.
-        map_s, unmap_s: host seconds to map or unmap one page in all of them.
-    """
+    """The KV tensors of one engine on one GPU: so many ``tensors`` grow together, K and V of each layer; ``block_bytes`` of a
+    KV block in one of them; host seconds to map or unmap one page in all of them."""
 
     tensors: int
     block_bytes: int
@@ -84,17 +79,13 @@ class _Engine:
 class KvCachedManager:
     """The KV memory of one GPU under virtual memory; a `TimedKVManager` (see interfaces.py).
 
-    Args:
-        limit_bytes: what all engines together may hold and buffer; see ``set_limit``.
-        owners: the KV tensors of each engine.
-        page_bytes: size of a physical page. The driver's is 2 MB.
-        min_reserved, max_reserved: bounds of each engine's buffer, in pages; 0 and 0: no buffer and no thread. The thread
-            fills up to the minimum, emptied pages stay up to the maximum. kvcached itself takes 5 and 10.
-        virtual_bytes: what each engine reserves of address space: the most that the limit can ever be; by default
-            ``limit_bytes``.
+    ``limit_bytes`` is what all engines together may hold and buffer (see ``set_limit``), ``owners`` are the KV tensors of each
+    engine, in pages of ``page_bytes``. ``min_reserved`` and ``max_reserved`` bound each engine's buffer, in pages: the thread
+    fills up to the minimum, emptied pages stay up to the maximum; 0 and 0: no buffer and no thread. kvcached itself takes 5
+    and 10. ``virtual_bytes`` of address space are reserved for each engine: the most that the limit can ever be; by default
+    ``limit_bytes``.
 
-    Raises:
-        ValueError: a negative limit, bounds of the buffer in the wrong order, or a page that may hold no block.
+    Raises ValueError for a negative limit, bounds of the buffer in the wrong order, or a page that may hold no block.
     """
 
     def __init__(

@@ -37,11 +37,8 @@ class BytePool:
 
 @dataclass(slots=True)
 class PagedPool:
-    """Blocks of ``block_bytes`` that one engine holds in a memory, alone or beside others.
-
-    Raises:
-        ValueError: a block below 1 byte or a negative share.
-    """
+    """Blocks of ``block_bytes`` that one engine holds in a memory, alone or beside others. ValueError for a block
+    below 1 byte or a negative share."""
 
     block_bytes: int
     memory: BytePool
@@ -90,11 +87,8 @@ class PagedPool:
 
 
 class PrivatePools:
-    """The KV memory of one GPU as one `PagedPool` per owner; a `KVMemory` (see interfaces.py).
-
-    Args:
-        shares: (block bytes, share bytes) by owner (engine id). The memory managed is the sum of the shares.
-    """
+    """The KV memory of one GPU as one `PagedPool` per owner; a `KVMemory` (see interfaces.py). ``shares``: (block bytes,
+    share bytes) by owner (engine id). The memory managed is their sum."""
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
         self._pools: dict[int, PagedPool] = {}

@@ -73,15 +73,12 @@ class Owners(dict[int, Owner]):
 class KVSlabManager:
     """The KV tensor of one GPU, cut into slabs; a `KVManager` (see interfaces.py).
 
-    Args:
-        total_bytes: size of the KV tensor. What is left after whole slabs is lost; without a slab, capacities are 0.
-        owners: block size in bytes by owner (engine id). Owners with the same block size share a key and its slabs.
-        plan: slab size and keys; by default planned for the block sizes of ``owners``.
-        reserved_slabs: so many slabs, the lowest, are held back from every owner and count as lost. With at least one,
-            block id 0 of every engine stays unowned: the runtime's engines use it as their null block.
+    ``total_bytes`` is the size of the tensor: what is left after whole slabs is lost; without a slab, capacities are 0.
+    ``owners`` are block sizes in bytes by owner (engine id); owners with the same block size share a key and its slabs. The
+    ``plan`` is made for them by default. ``reserved_slabs``, the lowest, are held back from every owner and count as lost. With
+    at least one, block id 0 of every engine stays unowned: the runtime's engines use it as their null block.
 
-    Raises:
-        ValueError: a plan that lacks a block size, a negative ``total_bytes``, or more reserved slabs than slabs.
+    Raises ValueError for a plan that lacks a block size, negative ``total_bytes``, or more reserved slabs than slabs.
     """
 
     def __init__(

@@ -61,15 +61,9 @@ class _Tenant:
 class VTensorManager:
     """The KV memory of one GPU in rows of chunks; a `TimedKVManager` and a `PrefixKVManager` (see interfaces.py).
 
-    Args:
-        limit_bytes: physical memory for chunks.
-        owners: by engine, how many tensors it has (K and V of each layer that the GPU holds).
-        chunk_bytes: size of a chunk; the driver's is 2 MB.
-        trim_s: how long an unused chunk stays; infinity keeps all until the end.
-        costs: driver time.
-
-    Raises:
-        ValueError: a negative limit, or an engine without tensors.
+    ``limit_bytes`` of physical memory are for chunks. ``owners``: by engine, how many tensors it has (K and V of each layer
+    that the GPU holds). An unused chunk stays for ``trim_s``; infinity keeps all until the end. Raises ValueError for a negative
+    limit, or an engine without tensors.
     """
 
     def __init__(

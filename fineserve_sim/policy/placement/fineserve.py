@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
-from fineserve_sim.policy.placement import check_options
+from fineserve_sim.policy.placement import check_options, tp_groups
 from fineserve_sim.policy.placement.mme import marginal_efficiency
-from fineserve_sim.policy.placement.tp_groups import tp_groups
 
 Unmet = Literal["rate", "spread"]
 Place = tuple[ModelDemand, int, tuple[int, ...]]
@@ -30,8 +29,7 @@ Place = tuple[ModelDemand, int, tuple[int, ...]]
 
 
 class Footprint(NamedTuple):
-    """Fixed memory F_M per GPU and replica, the replicas and the operating point behind it, and whether it meets
-    the SLO."""
+    """Fixed memory F_M per GPU and replica, the replicas and the operating point behind it, and whether it meets the SLO."""
 
     footprint_bytes: int
     replicas: int

@@ -28,12 +28,11 @@ class KvprPlacement:
     """Greedy placement by KVPR.
 
     ``evaluate``: the ratio "pre": before the model is added (listing and proof of Prism), or "post": with it.
-    ``weight``: "req_rate" is rate / TTFT SLO; "token_rate" (later version of Prism) is token rate x KV bytes per
-    token / TPOT SLO, or the TTFT SLO of a model for which no TPOT SLO is set.
-    ``tau`` and ``threshold`` matter to models that have a place already: they move only if the best ratio is below
-    tau x the ratio of their place ("relative"), or lower by more than tau ("absolute"). Ties: lower model id, lower
-    GPU id. ``charges``: what a model takes from KV memory, its "weights" or all that its "engine" takes.
-    Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
+    ``weight``: "req_rate" is rate / TTFT SLO; "token_rate" (later version of Prism) is token rate x KV bytes per token / TPOT
+    SLO, or the TTFT SLO of a model for which no TPOT SLO is set. ``tau`` and ``threshold`` matter to models that have a place
+    already: they move only if the best ratio is below tau x the ratio of their place ("relative"), or lower by more than tau
+    ("absolute"). Ties: lower model id, lower GPU id. ``charges``: what a model takes from KV memory, its "weights" or all that
+    its "engine" takes. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
 
     A model costs the GPUs of lower ratio that are too full for it, and the node on which it goes; judged with it, all GPUs.
     """

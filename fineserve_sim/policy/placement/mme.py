@@ -1,14 +1,11 @@
 """Marginal memory efficiency (FineServe, section 6.2): what a model gains from more KV memory.
 
-mu = extra tokens that a model keeps in its KV cache for every extra byte of KV memory. The paper defines it by
-generated tokens and plots cached tokens; this is the cached-token reading. While memory is what limits the batch,
-resident tokens grow linearly with the pool, and mu is the slope; once all requests fit, the curve bends and
-flattens.
+mu = extra tokens that a model keeps in its KV cache for every extra byte of KV memory. The paper defines it by generated tokens
+and plots cached tokens; this is the cached-token reading. While memory is what limits the batch, resident tokens grow linearly
+with the pool, and mu is the slope; once all requests fit, the curve bends and flattens.
 
-The score of a GPU that would host several models, with K_rem bytes left after their fixed footprints:
-* "mean" (eq. 3, what the paper implements): K_rem x mean(mu), the tokens gained if all share K_rem equally.
-* "exact" (eq. 1 and 2): the best split of K_rem. With constant mu that gives everything to the largest mu, so it is
-  another objective, not a refinement of eq. 3; it serves as an ablation.
+The score of a GPU that would host several models, with K_rem bytes left after their fixed footprints, is K_rem x mean(mu)
+(eq. 3): the tokens gained if all share K_rem equally. The best split (eq. 1 and 2) would give everything to the largest mu.
 """
 
 from __future__ import annotations
@@ -49,8 +46,7 @@ def mme_slope(pool_bytes: Sequence[int], resident_tokens: Sequence[float]) -> fl
 
 
 def marginal_efficiency(model: ModelDemand) -> float:
-    """mu of one model in tokens per byte on each GPU of its group: its profiled slope, else one token per token's KV
-    bytes."""
+    """mu of one model in tokens per byte on each GPU of its group: its profiled slope, else one token per token's KV bytes."""
     return 1 / model.token_bytes if model.mme_tokens_per_byte is None else model.mme_tokens_per_byte
 
 

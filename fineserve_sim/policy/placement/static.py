@@ -6,8 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
-from fineserve_sim.policy.placement import one_replica_each
-from fineserve_sim.policy.placement.tp_groups import tp_groups
+from fineserve_sim.policy.placement import one_replica_each, tp_groups
 
 
 class PinnedPlacement:

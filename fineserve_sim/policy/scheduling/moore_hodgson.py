@@ -1,15 +1,13 @@
 """Moore-Hodgson scheduling of one shared queue per GPU (Prism, Algorithm 2).
 
-The GPU is seen as one machine that prefills request after request; each takes prompt tokens / prefill speed of its
-model. Moore and Hodgson (1968) keep the largest number of jobs on time: take jobs by deadline; whenever the one
-just taken would end late, put aside the longest taken so far. One removal is enough, because all jobs before were
-on time and the removed one is no shorter than the new one. Batching is not part of this model (FineServe's
-criticism of it).
+The GPU is seen as one machine that prefills request after request; each takes prompt tokens / prefill speed of its model. Moore
+and Hodgson (1968) keep the largest number of jobs on time: take jobs by deadline; whenever the one just taken would end late,
+put aside the longest taken so far. One removal is enough, because all jobs before were on time and the removed one is no
+shorter than the new one. Batching is not part of this model (FineServe's criticism of it).
 
-Admission control: a request is dispatched only if its engine can start it now, so that queues inside engines stay empty
-and the order can still change. What may start is decided in deadline order. An engine that cannot take its next
-request is blocked for the rest of the call, so that short requests do not keep overtaking a long one; other engines
-go on.
+Admission control: a request is dispatched only if its engine can start it now, so that queues inside engines stay empty and the
+order can still change. What may start is decided in deadline order. An engine that cannot take its next request is blocked for
+the rest of the call, so that short requests do not keep overtaking a long one; other engines go on.
 """
 
 from __future__ import annotations
@@ -93,8 +91,7 @@ class MooreHodgson:
     ``late_start``: "after_all", in calls that find no request waiting that can still be on time; or "beside_blocked", also
     in calls in which none of those can start. Then strict short requests do not starve behind them, but late ones may
     take memory that a blocked one waits for. The paper leaves it open.
-    ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or
-    "now".
+    ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or "now".
     ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for
     each of its running requests. ``shared_kv``: the engines draw from one KV memory, so what one is promised the
     others lose. A prompt that even an idle engine could not take is dropped.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fineserve_sim.catalog import model, precision, weight_bytes
+from fineserve_sim.cluster.fleet.loader import activation_cost
 from fineserve_sim.experiment.reproduce.judge import Evaluation, holds, numbers
 from fineserve_sim.experiment.reproduce.registry import claim
-from fineserve_sim.policy.fleet.activation_cost import activation_cost
 
 SIZES = (("llama-3.1-8b", 1), ("qwen2.5-14b", 1), ("llama-3.1-70b", 8))
 """Models of Fig. 9 with their TP degrees: the ends and the middle."""

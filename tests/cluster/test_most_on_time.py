@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.scheduling.clairvoyant import Foreseen, most_on_time
+from fineserve_sim.cluster.clairvoyant import Foreseen, most_on_time
 from fineserve_sim.policy.scheduling.moore_hodgson import moore_hodgson
 
 

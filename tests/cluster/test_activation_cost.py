@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.cluster.fleet.loader import Loader, Loading, transfer_rates
-from fineserve_sim.policy.fleet.activation_cost import SWITCH_S, ActivationCost, activation_cost
+from fineserve_sim.cluster.fleet.loader import (
+    SWITCH_S,
+    ActivationCost,
+    Loader,
+    Loading,
+    activation_cost,
+    transfer_rates,
+)
 
 GB = 10**9
 PLAIN = ActivationCost(overhead_s=1.0, gpu_bytes_per_s=10.0, node_bytes_per_s=40.0)
