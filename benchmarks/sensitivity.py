@@ -93,7 +93,10 @@ def _shares(factor: float) -> Sequence[tuple[str, str]]:
     plain = StepModel.demand
 
     def scaled(step: StepModel, *batch: Any) -> Demand:
-        return Demand(*(factor * need for need in plain(step, *batch)[:3]))
+        need = plain(step, *batch)
+        return need._replace(
+            compute=factor * need.compute, bandwidth=factor * need.bandwidth, resident=factor * need.resident
+        )
 
     mock.patch.object(StepModel, "demand", scaled).start()  # ends with the process
     return ()
