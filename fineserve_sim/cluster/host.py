@@ -134,8 +134,6 @@ class Cluster:
 
         self.at(self.controller.next_tick_s, order, ticked)
 
-    # --- requests --------------------------------------------------------------------------------------------------
-
     def arrive(self, request: Request, output_tokens: int, now: float, prefix: Prefix | None = None) -> None:
         """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
         is known of its tokens, where KV memory keeps prefixes."""
@@ -180,8 +178,6 @@ class Cluster:
     def progressed(self, engine: Engine) -> None:
         """Prompt tokens were computed: a scheduler that counts them may answer differently."""
         self._scope_of[engine.index].stale = True
-
-    # --- scheduling ------------------------------------------------------------------------------------------------
 
     def consult(self, engine: Engine, now: float) -> None:
         """The engine stands between two iterations: let its scheduler start requests if the answer could be news."""
@@ -232,8 +228,6 @@ class Cluster:
             if index != but and self.engines[index].busy:
                 self._domain_of[index].settle(now, self.order)
                 self.engines[index].cut()
-
-    # --- what engines share ----------------------------------------------------------------------------------------
 
     def settle(self, engine: Engine, now: float, order: int) -> None:
         """An event of this engine begins: bring the memory that it sees up to this moment."""
@@ -327,8 +321,6 @@ class Cluster:
         """Its load changed, and what those that share its memory see as theirs."""
         if self.loads is not None:
             self.loads.touch(self._domain_of[engine.index].engines)
-
-    # --- the controller --------------------------------------------------------------------------------------------
 
     def hear(self, now: float, event: Event) -> None:
         """Something happened: do what the controller says to it, which is told before, if it wants to know, the loads that

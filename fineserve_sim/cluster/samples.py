@@ -23,7 +23,7 @@ from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.scenario import Ints, Timeline
-from fineserve_sim.policy.interfaces import KVMemory
+from fineserve_sim.policy.memory.paged import GpuMemory
 
 PER_COLUMN = ("waiting", "running", "kv_used_bytes")
 PER_GPU = ("gpu_stranded_bytes", "gpu_free_bytes")
@@ -85,7 +85,7 @@ class Column(NamedTuple):
 class EngineSampler:
     """A column an engine, or a model; ``rows`` of a ``Timeline``."""
 
-    def __init__(self, columns: Sequence[Column], managers: Sequence[KVMemory]) -> None:
+    def __init__(self, columns: Sequence[Column], managers: Sequence[GpuMemory]) -> None:
         self._columns = tuple(columns)
         self._managers = managers
         self.rows = Samples([column.model for column in columns], len(managers))

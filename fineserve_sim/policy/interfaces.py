@@ -108,17 +108,13 @@ class KVLedger(NamedTuple):
     lost_bytes: int
 
 
-class KVMemory(Protocol):
-    """The KV memory of one GPU as anybody may look at it. ``check`` raises AssertionError if the state contradicts itself."""
+class KVManager(Protocol):
+    """KV memory of one GPU whose blocks have names: which block an engine gets decides what its neighbours can still get.
+    ``owner`` is an engine that is registered with it. ``check`` raises AssertionError if the state contradicts itself."""
 
     def ledger(self) -> KVLedger: ...
 
     def check(self) -> None: ...
-
-
-class KVManager(KVMemory, Protocol):
-    """KV memory whose blocks have names: which block an engine gets decides what its neighbours can still get. ``owner`` is an
-    engine that is registered with it."""
 
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now."""

@@ -10,8 +10,8 @@ from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestRet
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Suggestion
+from fineserve_sim.policy.groups.dispatch import GroupEngine, Phase
 from fineserve_sim.policy.groups.drop_plan import ScaleOut
-from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 from fineserve_sim.policy.interfaces import EngineLoad, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
 
 

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from fineserve_sim.policy.commands import Activate, DropLayers, Migrate
 from fineserve_sim.policy.events import EngineFailed, EngineReady, Tick
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
-from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LlumnixMigration, dispatcher, freeness
+from fineserve_sim.policy.groups.dispatch import (
+    DispatchPolicy,
+    GroupEngine,
+    LlumnixMigration,
+    Phase,
+    dispatcher,
+    freeness,
+)
 from fineserve_sim.policy.groups.drop_plan import DropPlan, KunServeDrop, ScaleOut
-from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 from fineserve_sim.policy.interfaces import EngineLoad
 
 BLOCK = 1000

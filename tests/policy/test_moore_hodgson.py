@@ -12,7 +12,7 @@ from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodg
 
 SPEED = 1024.0  # tokens/s, a power of two: durations are exact
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)
-FACTS = EngineFacts(prefill_tokens_per_s=SPEED, slo_s=4.0, kv_capacity_tokens=10_000, page_tokens=16)
+FACTS = EngineFacts(prefill_tokens_per_s=SPEED, slo_s=4.0, kv_capacity_tokens=10_000, block_tokens=16)
 
 starts = st.integers(0, 8).map(lambda n: n / 4)
 deadlines = st.integers(0, 48).map(lambda n: n / 4)

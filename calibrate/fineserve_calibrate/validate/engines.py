@@ -18,13 +18,12 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
 from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
 from fineserve_sim.cluster.host import ARRIVAL, Cluster, Scope
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.scenario import EngineSettings
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
-from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import LAWS, SharingLaw
 from fineserve_sim.policy.controller import Controller, Route

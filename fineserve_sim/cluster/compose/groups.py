@@ -17,7 +17,7 @@ from fineserve_sim.cluster.engine.base import Engine, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.pipeline import Lookahead, PipelineEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
 from fineserve_sim.cluster.engine.swap import SwapEngine
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
 from fineserve_sim.cluster.fleet.instances import Instances
@@ -27,7 +27,6 @@ from fineserve_sim.cluster.run import Parts
 from fineserve_sim.cluster.samples import InstanceSampler, counters
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
-from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.dispatch import LlumnixMigration, dispatcher
 from fineserve_sim.policy.groups.drop_plan import KunServeDrop, ScaleOut, even_split

@@ -31,7 +31,7 @@ from fineserve_sim.cluster.compose.profiling import sharing_of, sm_share, step_m
 from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.host import Cluster, Scope
@@ -40,7 +40,6 @@ from fineserve_sim.cluster.samples import Column, EngineSampler
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
-from fineserve_sim.cluster.sharing.wakeups import Wakeups
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import LAWS
 from fineserve_sim.policy.controller import Controller, Route

@@ -29,17 +29,14 @@ from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodg
 from fineserve_sim.systems import spec as specs
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFactsheet:
-    """What a local scheduler is told about an engine once: its first GPU, its model's SLO and prefill latency, its memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFactsheet(EngineFacts):
+    """What a local scheduler is told about an engine once; besides its facts its first GPU, the prefill latency of its model,
+    and whether others draw on its memory."""
 
     engine: int
     gpu: int
-    slo_s: float
     prefill: PrefillLatency
-    prefill_tokens_per_s: float
-    kv_capacity_tokens: int
-    block_tokens: int
     shares_memory: bool
 
 
@@ -69,10 +66,7 @@ def _adaptive(spec: specs.AdaptiveSpec, engines: Sequence[EngineFactsheet]) -> L
 
 
 def _moore_hodgson(spec: specs.MooreHodgsonSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:
-    facts = {
-        e.engine: EngineFacts(e.prefill_tokens_per_s, e.slo_s, e.kv_capacity_tokens, e.block_tokens) for e in engines
-    }
-    return MooreHodgson(facts, **options(spec), shared_kv=engines[0].shares_memory)
+    return MooreHodgson({sheet.engine: sheet for sheet in engines}, **options(spec), shared_kv=engines[0].shares_memory)
 
 
 def _clairvoyant(spec: specs.ClairvoyantSpec, engines: Sequence[EngineFactsheet]) -> LocalScheduler:

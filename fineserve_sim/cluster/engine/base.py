@@ -104,8 +104,6 @@ class Engine(ABC):
         self.coming = self.reserved_blocks = self.promised_blocks = self._backlog_tokens = 0
         self.stopping = self.closing = self.gone = self.composition_changed = self._preempted = False
 
-    # --- what others see -------------------------------------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
         """An iteration is in flight."""
@@ -195,8 +193,6 @@ class Engine(ABC):
     def partial_prefills(self) -> list[SequenceState]:
         """Prefills that hold memory."""
         return [sequence for queue in self.queues for sequence in queue.prefilling]
-
-    # --- what others do --------------------------------------------------------------------------------------------
 
     def accept(self, sequence: SequenceState) -> None:
         """A dispatched request joins the queue, that of the lane with the fewest; it starts at the next iteration. It ends at

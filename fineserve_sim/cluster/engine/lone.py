@@ -13,13 +13,13 @@ from collections import deque
 from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
+from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
 
 
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
-    def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker) -> None:
+    def __init__(self, seat: Seat, host: EngineHost, wakeups: Wakeups) -> None:
         super().__init__(seat, host, wakeups, shares_gpu=False)
         assert isinstance(seat.kv, CountedBlocks)
         self.events = 0

@@ -86,8 +86,6 @@ class PipelineEngine(Batcher):
                 lane.asked = True
                 self.stages[0].request(partial(self._launch, lane))
 
-    # --- one batch -------------------------------------------------------------------------------------------------
-
     def _launch(self, lane: Lane, now: float) -> Turn | None:
         """The lane's turn in the first stage: its next batch is formed, unless nothing can run."""
         lane.asked = False

@@ -5,6 +5,11 @@ span with one event at its end. ``_ends`` are the end times of its iterations, s
 The boundaries inside a span are *settled* when somebody looks (``settle``): tokens counted, KV blocks taken, in the order
 of their times. Whatever could change the next iteration (an arrival, a neighbour's new composition, memory that becomes scarce
 or free) *cuts* the span after the iteration in flight, and planning starts again there.
+
+**Wakeups.** A neighbour's new composition moves the ends of all spans on its GPU, and most ends move again before they come.
+So the clock's queue holds no event for each of them, only one for the first: when an event is over, the first end of all gets
+an event if it comes before the one that is set. An event whose span has come to end later calls nobody; the first end is
+looked for again.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Protocol
 
-from fineserve_sim.cluster.clock import Kind, order_of
+from simpy.events import Event
+
+from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
 from fineserve_sim.cluster.engine.batcher import Batcher
 from fineserve_sim.cluster.engine.sequence import SequenceState
@@ -30,15 +36,6 @@ LONGEST_SHARED_SPAN = 256
 
 Growth = tuple[float, int, Collection[SequenceState]]
 """At this time, sequences of the engine with this id take a block each."""
-
-
-class Waker(Protocol):
-    """What calls ``on_start`` and ``on_step_end`` when their time has come; ``moved``: a span has got another end."""
-
-    def join(self, engine: SpanEngine) -> None: ...
-    def leave(self, engine: SpanEngine) -> None: ...
-    def start(self, engine: SpanEngine, now: float) -> None: ...
-    def moved(self) -> None: ...
 
 
 class SpanEngine(Batcher):
@@ -61,7 +58,7 @@ class SpanEngine(Batcher):
         "wakeups",
     )
 
-    def __init__(self, seat: Seat, host: EngineHost, wakeups: Waker, *, shares_gpu: bool) -> None:
+    def __init__(self, seat: Seat, host: EngineHost, wakeups: Wakeups, *, shares_gpu: bool) -> None:
         super().__init__(seat, host)
         self.end_s = NEVER
         self.start_order = order_of(Kind.START, seat.engine)
@@ -79,8 +76,6 @@ class SpanEngine(Batcher):
     @property
     def busy(self) -> bool:
         return self._lane.launched
-
-    # --- what others do --------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         lane = self._lane
@@ -153,8 +148,6 @@ class SpanEngine(Batcher):
         self._lane.asked = self._lane.launched = False
         self.end_s = self.next_boundary_s = NEVER
 
-    # --- events ----------------------------------------------------------------------------------------------------
-
     def on_start(self, now: float) -> None:
         """The start that was asked for comes, unless the engine was taken away."""
         if self._lane.asked:
@@ -176,8 +169,6 @@ class SpanEngine(Batcher):
         if self._complete(self._lane, now):
             self._host.memory_freed(self, now)
         self._plan(now)
-
-    # --- one iteration ---------------------------------------------------------------------------------------------
 
     def _plan(self, now: float) -> None:
         """Form the next batch and put it in flight, or fall idle."""
@@ -249,3 +240,60 @@ class SpanEngine(Batcher):
             self._host.stalled(self, now)
         else:
             self._host.rested(self, now)
+
+
+class Wakeups:
+    """The events of some engines. Which engines share one object changes no result, but those should that
+    move one another's ends."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._engines: list[SpanEngine] = []  # by id
+        self._set: list[tuple[float, SpanEngine]] = []  # the step ends in the clock's queue, the next one last
+        self._calling = False
+
+    def join(self, engine: SpanEngine) -> None:
+        """An engine with a higher id than those before."""
+        self._engines.append(engine)
+
+    def leave(self, engine: SpanEngine) -> None:
+        """An idle engine goes."""
+        self._engines.remove(engine)
+
+    def start(self, engine: SpanEngine, now: float) -> None:
+        """Call ``engine.on_start`` at this moment, after everything else that happens in it."""
+        self._clock.at(now, engine.start_order, lambda _: self._start(engine, now))
+
+    def moved(self) -> None:
+        """A span has got another end."""
+        if not self._calling:  # else more of them may move
+            self._set_next()
+
+    def _start(self, engine: SpanEngine, now: float) -> None:
+        self._calling = True
+        engine.on_start(now)
+        self._calling = False
+        self._set_next()
+
+    def _on_step_end(self, _: Event) -> None:
+        end_s, engine = self._set.pop()
+        if engine.end_s == end_s:
+            self._calling = True
+            engine.on_step_end(end_s)
+            self._calling = False
+        self._set_next()
+
+    def _set_next(self) -> None:
+        """See to it that an event comes at the first end of a span."""
+        first, first_s = None, NEVER
+        for engine in self._engines:
+            if engine.end_s < first_s:
+                first, first_s = engine, engine.end_s
+        if first is None:
+            return
+        if self._set:
+            set_s, waits = self._set[-1]
+            if set_s < first_s or (set_s == first_s and waits.order <= first.order):
+                return
+        self._set.append((first_s, first))
+        self._clock.at(first_s, first.order, self._on_step_end)

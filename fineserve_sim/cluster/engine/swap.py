@@ -14,7 +14,7 @@ from fineserve_sim.cluster.engine.base import EngineHost, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
-from fineserve_sim.cluster.engine.spans import SpanEngine, Waker
+from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 
 PIECE_BLOCKS = 64
@@ -28,7 +28,7 @@ class SwapEngine(SpanEngine):
     boundaries_ahead = 2
 
     def __init__(
-        self, seat: Seat, host: EngineHost, wakeups: Waker, to_host: Link, from_host: Link, block_bytes: int
+        self, seat: Seat, host: EngineHost, wakeups: Wakeups, to_host: Link, from_host: Link, block_bytes: int
     ) -> None:
         super().__init__(seat, host, wakeups, shares_gpu=False)
         assert isinstance(seat.kv, CountedBlocks)

@@ -145,8 +145,6 @@ class ModelFleet(Fleet):
         self.reform(0.0)
         self._cluster.tick(TICK, self._look)
 
-    # --- what others see -------------------------------------------------------------------------------------------
-
     def engines_of(self, model: str) -> list[SpanEngine]:
         """Those of this model that are loaded."""
         return list(self._serving[model].values())
@@ -160,8 +158,6 @@ class ModelFleet(Fleet):
         for id, engine in self._cluster.engines.items():
             held_bytes = self._memory.held_bytes(id, self._residents[id].gpus[0])
             assert id in self._cluster.active or not (engine.requests or held_bytes), f"engine {id} serves unseen"
-
-    # --- events ----------------------------------------------------------------------------------------------------
 
     def rested(self, engine: Engine, now: float) -> None:
         """An engine that was to go when it is empty goes."""
@@ -197,13 +193,10 @@ class ModelFleet(Fleet):
             self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
             self._build_on(engine)
             self.reform(now)
-            self._cluster.unformed.update(
-                resident.gpus
-            )  # its queue may get those who waited for it, and no command says so
+            # Its queue may get those who waited for it, and no command says so.
+            self._cluster.unformed.update(resident.gpus)
             self._cluster.hear(now, EngineReady(engine))
         self._await_loading()
-
-    # --- commands --------------------------------------------------------------------------------------------------
 
     def _activate(self, command: Activate, now: float) -> None:
         cluster, bytes = self._cluster, self._bytes_of[command.model]
@@ -230,8 +223,6 @@ class ModelFleet(Fleet):
             if command.drain:
                 cluster.hear(now, EngineDrained(command.engine))
 
-    # --- GPUs that are lost and come back ---------------------------------------------------------------------------
-
     def fail(self, number: int, now: float) -> None:
         cluster = self._cluster
         self._lost.add(number)
@@ -248,8 +239,6 @@ class ModelFleet(Fleet):
     def repair(self, number: int, now: float) -> None:
         self._lost.remove(number)
         self._cluster.hear(now, GpusRepaired((number,)))
-
-    # --- the fleet -------------------------------------------------------------------------------------------------
 
     def _build_on(self, id: int) -> None:
         """An engine whose memory knows it."""

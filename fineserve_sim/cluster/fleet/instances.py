@@ -77,8 +77,6 @@ class Instances(Fleet):
         loads = {id: engine.load(shortest=self._migrates) for id, engine in cluster.engines.items()}
         cluster.carry_out(cluster.tell(now, Tick({}, {}, loads)), now)
 
-    # --- instances that come, are lost and come back -----------------------------------------------------------------
-
     def _activate(self, command: Activate, now: float) -> None:
         """A spare starts; any other loads the layers that it misses from its host's copy. Then it serves alone."""
         instance = next(instance for instance in self._instances if instance.gpus == command.gpus)

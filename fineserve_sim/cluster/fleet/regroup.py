@@ -116,8 +116,6 @@ class Regrouping:
         cluster.stopped = self._stopped
         cluster.actions |= {DropLayers: self._drop, RestoreLayers: self._restore}
 
-    # --- engines ---------------------------------------------------------------------------------------------------
-
     def create(self, layouts: Mapping[int, Layout]) -> list[Engine]:
         """New engines, by id, on instances where others may still be ending their requests."""
         made = []
@@ -154,8 +152,6 @@ class Regrouping:
     def _layout_of(self, engine: Engine) -> Layout:
         layers = engine.layout if isinstance(engine, PipelineEngine) else (range(self._layers),)
         return dict(zip(engine.columns, layers, strict=True))
-
-    # --- drop ------------------------------------------------------------------------------------------------------
 
     def _drop(self, command: DropLayers, now: float) -> None:
         """Merge these engines, once they have stopped."""
@@ -251,8 +247,6 @@ class Regrouping:
             if sequence not in due:
                 merged.adopt(sequence, now)
 
-    # --- restore ---------------------------------------------------------------------------------------------------
-
     def _restore(self, command: RestoreLayers, now: float) -> None:
         """Bring back what the instances of an engine miss; it splits when all has arrived."""
         engine = self._cluster.engines[command.engine]
@@ -296,8 +290,6 @@ class Regrouping:
                 transfer.cancel()
             self._settle_resident(engine)
 
-    # --- failure ---------------------------------------------------------------------------------------------------
-
     def forget(self, hit: Sequence[Engine], now: float) -> list[LayersKept]:
         """These engines are lost: merges that they were part of do not happen, and the other sources go on. Returns what
         there is to tell of that once they are gone."""
@@ -310,8 +302,6 @@ class Regrouping:
                 if engine not in hit:
                     engine.go_on(now)
         return [LayersKept(merge.id) for merge in lost]
-
-    # --- layers ----------------------------------------------------------------------------------------------------
 
     def _settle_resident(self, engine: Engine) -> None:
         """Its instances keep the layers that their engines run, all of them while they come back; others are dropped."""

@@ -67,8 +67,6 @@ class FleetController(Controller):
         }
         self._remake_schedulers(self._roster.gpus)
 
-    # --- models that come and go -----------------------------------------------------------------------------------
-
     def add_model(self, id: str, model: FleetModel, residency: ResidencyPolicy) -> None:
         """From now on there is one more model, without an engine; ``residency`` is a policy that knows it."""
         self._residency = residency
@@ -84,8 +82,6 @@ class FleetController(Controller):
         for engine in [*model.engines.values()]:
             self._remove(engine)
         del self._models[id], self._routes[id]
-
-    # --- what others see -------------------------------------------------------------------------------------------
 
     def held(self, model: str) -> int:
         """How many requests of the model wait because no engine serves it."""
@@ -104,8 +100,6 @@ class FleetController(Controller):
         """None for an engine that is not there (any more)."""
         found = self._engines.get(engine)
         return found.status if found else None
-
-    # --- requests --------------------------------------------------------------------------------------------------
 
     def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
         request = event.request
@@ -142,8 +136,6 @@ class FleetController(Controller):
                 if self.bound_to(engine) and state.free_slots and not state.prefill_tokens:
                     self._pressed.update(self._engines[engine].gpus)
         return commands
-
-    # --- the life of engines and their schedulers ------------------------------------------------------------------
 
     def _ready(self, event: events.EngineReady) -> list[Command]:
         ready = self._engines.get(event.engine)
@@ -224,8 +216,6 @@ class FleetController(Controller):
 
     def _routes_beside(self, engine: EngineEntry) -> list[Route]:
         return [route for route in self._routes[engine.model].instances if route is not engine.route]
-
-    # --- residency -------------------------------------------------------------------------------------------------
 
     def _tick(self, event: events.Tick) -> list[Command]:
         if self._now >= self.next_tick_s:

@@ -14,9 +14,8 @@ from itertools import count
 from fineserve_sim.policy import commands, events
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.controller import Controller
-from fineserve_sim.policy.groups.dispatch import DispatchPolicy, LlumnixMigration
+from fineserve_sim.policy.groups.dispatch import DispatchPolicy, GroupEngine, LlumnixMigration, Phase
 from fineserve_sim.policy.groups.drop_plan import DropPlan, Group, KunServeDrop, ScaleOut, even_split, pipeline_layout
-from fineserve_sim.policy.groups.engine import GroupEngine, Phase
 from fineserve_sim.policy.interfaces import EngineLoad, Request
 
 TICK_S = 0.1
@@ -87,8 +86,6 @@ class GroupController(Controller):
             events.MigrationEnded: self._moved,
         }
 
-    # --- requests --------------------------------------------------------------------------------------------------
-
     def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
         request, longest = event.request, self.max_tokens
         if request.prompt_tokens >= longest:
@@ -124,8 +121,6 @@ class GroupController(Controller):
     def _abort(self, event: events.RequestAborted) -> list[Command]:
         self._held = [request for request in self._held if request.id != event.request_id]
         return []
-
-    # --- engines ---------------------------------------------------------------------------------------------------
 
     def _note(self, loads: Mapping[int, EngineLoad]) -> list[Command]:
         for id, load in loads.items():
@@ -198,8 +193,6 @@ class GroupController(Controller):
         return [
             commands.Activate(self._add((number,), Phase.LOADING), model, self._gpus[number]) for number in instances
         ]
-
-    # --- looks at everything ---------------------------------------------------------------------------------------
 
     def _tick(self, event: events.Tick) -> list[Command]:
         if self._now >= self.next_tick_s:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-from fineserve_sim.policy.groups.engine import GroupEngine, Phase
+from fineserve_sim.policy.groups.dispatch import GroupEngine, Phase
 
 Group = tuple[int, ...]
 """Ids of the instances of one group, ascending."""

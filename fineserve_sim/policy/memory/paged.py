@@ -87,7 +87,7 @@ class PagedPool:
 
 
 class PrivatePools:
-    """The KV memory of one GPU as one `PagedPool` per owner; a `KVMemory` (see interfaces.py). ``shares``: (block bytes,
+    """The KV memory of one GPU as one `PagedPool` per owner. ``shares``: (block bytes,
     share bytes) by owner (engine id). The memory managed is their sum."""
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:

@@ -15,11 +15,8 @@ from typing import Protocol, TypeVar
 class Preemptible(Protocol):
     """A request that holds KV memory; ``index`` tells those of one moment apart."""
 
-    @property
-    def arrival_s(self) -> float: ...
-
-    @property
-    def index(self) -> int: ...
+    arrival_s: float
+    index: int
 
 
 Victim = TypeVar("Victim", bound=Preemptible)

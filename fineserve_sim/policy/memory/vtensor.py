@@ -62,8 +62,8 @@ class VTensorManager:
     """The KV memory of one GPU in rows of chunks; a `TimedKVManager` and a `PrefixKVManager` (see interfaces.py).
 
     ``limit_bytes`` of physical memory are for chunks. ``owners``: by engine, how many tensors it has (K and V of each layer
-    that the GPU holds). An unused chunk stays for ``trim_s``; infinity keeps all until the end. Raises ValueError for a negative
-    limit, or an engine without tensors.
+    that the GPU holds). An unused chunk stays for ``trim_s``; infinity keeps all until the end. Raises ValueError for a
+    negative limit, or an engine without tensors.
     """
 
     def __init__(

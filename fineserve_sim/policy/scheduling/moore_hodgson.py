@@ -64,12 +64,12 @@ def moore_hodgson(jobs: Iterable[tuple[float, float]], start_s: float) -> Plan:
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What does not change of an engine: its model's prefill speed measured alone, its model's TTFT SLO, the KV
-    tokens it could hold if nobody else held any, and the tokens of one KV page (for ``reserve="page"``)."""
+    tokens it could hold if nobody else held any, and the tokens of a KV block."""
 
     prefill_tokens_per_s: float
     slo_s: float
     kv_capacity_tokens: int
-    page_tokens: int = 16
+    block_tokens: int = 16
 
 
 class _Job(NamedTuple):
@@ -267,7 +267,7 @@ class MooreHodgson:
                 -(-other.prefill_tokens * capacity // self._facts[id].kv_capacity_tokens) for id, other in room.items()
             )
         pages = state.running if self._reserves_pages else 0
-        needed = tokens + self._reserve_tokens[engine] + pages * self._facts[engine].page_tokens + promised
+        needed = tokens + self._reserve_tokens[engine] + pages * self._facts[engine].block_tokens + promised
         return state.free_slots > 0 and needed <= state.free_kv_tokens
 
     def _take(self, job: _Job) -> Request:
