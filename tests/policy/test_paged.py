@@ -4,7 +4,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fineserve_sim.policy.interfaces import KVMemory
 from fineserve_sim.policy.memory.paged import BytePool, PagedPool, PrivatePools
 
 
@@ -81,8 +80,7 @@ class PrivatePoolsMachine(RuleBasedStateMachine):
 
     @invariant()
     def model_agrees(self) -> None:
-        memory: KVMemory = self.pools
-        memory.check()
+        self.pools.check()
         for owner, held in self.held.items():
             pool = self.pools.pool(owner)
             assert (pool.capacity_blocks, pool.free_blocks) == (self.capacity(owner), self.capacity(owner) - held)

@@ -1,1 +1,1 @@
-"""What engines share: the memory of a GPU (``domain``), its pace (``contention``), and the event of its next step end."""
+"""What engines share: the memory of a GPU (``domain``) and its pace (``contention``)."""
