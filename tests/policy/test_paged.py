@@ -85,7 +85,7 @@ class PrivatePoolsMachine(RuleBasedStateMachine):
             pool = self.pools.pool(owner)
             assert (pool.capacity_blocks, pool.free_blocks) == (self.capacity(owner), self.capacity(owner) - held)
             assert pool.used_bytes == held * self.shares[owner][0]
-        ledger = memory.ledger()
+        ledger = self.pools.ledger()
         assert ledger.used_bytes == sum(held * self.shares[owner][0] for owner, held in self.held.items())
         assert ledger.lost_bytes == sum(share % block for block, share in self.shares.values())
         assert ledger.total_bytes == sum(ledger[1:]) == sum(share for _, share in self.shares.values())
