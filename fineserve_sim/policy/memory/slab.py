@@ -117,7 +117,8 @@ class KVSlabManager:
         ids: list[int] = []
         left = blocks
         while left:
-            if not (pool.partial and self._refresh_fullest(pool)):
+            rank, slab_id, free = self._fullest_partial(pool)
+            if not free:
                 whole = left // per_slab if per_slab else 0
                 slab_ids = self._format(pool, whole or 1)
                 if whole:
@@ -125,10 +126,9 @@ class KVSlabManager:
                     ids += slab_ids if per_slab == 1 else _all_blocks(slab_ids, per_slab)
                     left -= whole * per_slab
                     continue
-                pool.free_bits[slab_ids[0]] = (1 << pool.blocks_in(slab_ids)) - 1
-                pool.partial.append((0, slab_ids[0]))
-            rank, slab_id = pool.partial[0]
-            free = pool.free_bits[slab_id]
+                (slab_id,) = slab_ids
+                pool.free_bits[slab_id] = free = (1 << pool.blocks_in(slab_ids)) - 1
+                pool.partial.append((0, slab_id))
             first = slab_id * per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
             mask, taken = free & -free, 1
             if left == 1 or mask == free:  # the common cases: one block is wanted, or left
@@ -210,20 +210,20 @@ class KVSlabManager:
         return drained
 
     @staticmethod
-    def _refresh_fullest(pool: _Pool) -> bool:
-        """Bring the most used PARTIAL slab of the pool, lowest id first, to the top of its heap; False when it has none."""
-        heap = pool.partial
+    def _fullest_partial(pool: _Pool) -> tuple[int, int, int]:
+        """Bring the most used PARTIAL slab of the pool, lowest id first, to the top of its heap. Returns its rank, its id and its
+        free bits, 0 when there is none."""
+        heap, free_bits, per_slab = pool.partial, pool.free_bits, pool.blocks_per_slab
         while heap:
             noted, slab_id = heap[0]
-            free = pool.free_bits.get(slab_id, 0)
-            rank = free.bit_count() - (pool.blocks_per_slab or pool.grid_blocks[slab_id])
-            if free and rank == noted:
-                return True
-            if free:
+            if free := free_bits.get(slab_id, 0):
+                rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
+                if rank == noted:
+                    return rank, slab_id, free
                 heapreplace(heap, (rank, slab_id))
             else:
                 heappop(heap)
-        return False
+        return 0, 0, 0
 
     def _format(self, pool: _Pool, count: int) -> list[int]:
         """Format the ``count`` lowest free slabs to the key of the pool. There must be as many. Only called when the heap of
