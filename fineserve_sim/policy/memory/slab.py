@@ -211,8 +211,8 @@ class KVSlabManager:
 
     @staticmethod
     def _fullest_partial(pool: _Pool) -> tuple[int, int, int]:
-        """Bring the most used PARTIAL slab of the pool, lowest id first, to the top of its heap. Returns its rank, its id and its
-        free bits, 0 when there is none."""
+        """Bring the most used PARTIAL slab of the pool, lowest id first, to the top of its heap. Returns its rank, its id and
+        its free bits, 0 when there is none."""
         heap, free_bits, per_slab = pool.partial, pool.free_bits, pool.blocks_per_slab
         while heap:
             noted, slab_id = heap[0]
