@@ -107,6 +107,11 @@ class EngineKV:
 
     def grow_each(self, sequences: Collection[SequenceState]) -> bool:
         """Give each of ``sequences`` one block. False, and nothing taken, when they do not all fit."""
+        if len(self._managers) == 1:  # the common case, without detours
+            ids = self._managers[0].alloc(self._owner, len(sequences))
+            for sequence, block in zip(sequences, ids or (), strict=ids is not None):
+                sequence.blocks[0].append(block)
+            return ids is not None
         named = self._name(len(sequences))
         if named is None:
             return False

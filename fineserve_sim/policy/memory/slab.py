@@ -117,7 +117,7 @@ class KVSlabManager:
         ids: list[int] = []
         left = blocks
         while left:
-            rank, slab_id, free = self._fullest_partial(pool)
+            rank, slab_id, free = self._fullest_partial(pool) if pool.partial else (0, 0, 0)
             if not free:
                 whole = left // per_slab if per_slab else 0
                 slab_ids = self._format(pool, whole or 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, chain, islice
 from typing import Literal
 
@@ -27,6 +27,10 @@ _Row = tuple[int, float, int]
 
 _BLOCK_ROWS = 128
 """Rows of a full block: around the square root of the longest queue that we care about (10^4)."""
+
+
+_KEPT = 4096
+"""Prefill latencies that are kept."""
 
 
 class AdaptiveBatching:
@@ -59,13 +63,12 @@ class AdaptiveBatching:
         if when_prefilling not in ("skip", "union"):
             raise ValueError(f"when_prefilling is {when_prefilling!r}: use 'skip' or 'union'")
         self._slo_s = slo_s
-        self._prefill = prefill
+        self._prefill = lru_cache(_KEPT)(prefill)  # one call and ``unchanged_until`` after it ask for the same few
         self._skips_prefill = when_prefilling == "skip"
         self._block_tokens = block_tokens
         self._waiting: dict[int, Request] = {}
         self._by_length = _LengthOrder()
         self._by_deadline: list[tuple[float, int, int]] = []  # (deadline_s, id, prompt tokens)
-        self._known: tuple[tuple[int, float], Callable[[int], float]] | None = None  # a pace, and TTFT at it
         self._answered: tuple[float, EngineState] | None = None  # what the last call saw; None once the queue changes
 
     def __len__(self) -> int:
@@ -129,11 +132,9 @@ class AdaptiveBatching:
         return state
 
     def _ttft(self, state: EngineState) -> Callable[[int], float]:
-        """TTFT by number of tokens. A call and ``unchanged_until`` after it ask for the same few numbers: they are kept."""
-        decoding, slowdown = pace = state.decoding, state.slowdown
-        if self._known is None or self._known[0] != pace:
-            self._known = pace, cache(lambda tokens: self._prefill(tokens, decoding) * slowdown)
-        return self._known[1]
+        """TTFT by number of tokens."""
+        prefill, decoding, slowdown = self._prefill, state.decoding, state.slowdown
+        return lambda tokens: prefill(tokens, decoding) * slowdown
 
     def _max_tokens(self, state: EngineState) -> int:
         return state.free_kv_tokens - self._block_tokens * state.running
