@@ -18,9 +18,9 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 
-from fineserve_sim.policy.interfaces import Admission, EngineState, Request
+from fineserve_sim.policy.interfaces import Admission, EngineFacts, EngineState, Request
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
-from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
+from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson
 
 QUEUE = 10_000
 ARRIVALS = 10

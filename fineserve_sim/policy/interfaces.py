@@ -65,6 +65,17 @@ PrefillLatency = Callable[[int, int], float]
 Non-decreasing in the tokens; infinite when the decodes leave none of a step to a prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change of an engine: its model's prefill speed measured alone, its model's TTFT SLO, the KV
+    tokens it could hold if nobody else held any, and the tokens of a KV block."""
+
+    prefill_tokens_per_s: float
+    slo_s: float
+    kv_capacity_tokens: int
+    block_tokens: int = 16
+
+
 @dataclass(slots=True)
 class Admission:
     """A local scheduler's answer: start ``admitted`` in this order, refuse ``dropped`` for good."""

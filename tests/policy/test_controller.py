@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fineserve_sim.policy.commands import Command, Dispatch, Drop, Reject
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.events import EngineStepped, Event, RequestAborted, RequestArrived
-from fineserve_sim.policy.interfaces import Admission, EngineState, LocalScheduler, Request
+from fineserve_sim.policy.interfaces import Admission, EngineFacts, EngineState, LocalScheduler, Request
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
-from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
+from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson
 
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)
 

@@ -26,9 +26,17 @@ from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Start, Status, Stop, Suggestion
-from fineserve_sim.policy.interfaces import EngineState, GpuSlot, Instance, LocalScheduler, ModelDemand, Request
+from fineserve_sim.policy.interfaces import (
+    EngineFacts,
+    EngineState,
+    GpuSlot,
+    Instance,
+    LocalScheduler,
+    ModelDemand,
+    Request,
+)
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
-from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
+from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson
 
 GPUS = [GpuSlot(0, 0, 100), GpuSlot(1, 0, 100)]
 MODELS = {

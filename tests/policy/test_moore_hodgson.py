@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
-from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson, moore_hodgson
+from fineserve_sim.policy.interfaces import EngineFacts, EngineState, LocalScheduler, Request
+from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson, moore_hodgson
 
 SPEED = 1024.0  # tokens/s, a power of two: durations are exact
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)

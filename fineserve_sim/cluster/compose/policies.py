@@ -14,7 +14,14 @@ from fineserve_sim.cluster.fleet.loader import ActivationCost, activation_cost
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
-from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, PlacementPolicy, PrefillLatency
+from fineserve_sim.policy.interfaces import (
+    EngineFacts,
+    GpuSlot,
+    LocalScheduler,
+    ModelDemand,
+    PlacementPolicy,
+    PrefillLatency,
+)
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
@@ -25,7 +32,7 @@ from fineserve_sim.policy.placement.static import (
     RoundRobinPlacement,
 )
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
-from fineserve_sim.policy.scheduling.moore_hodgson import EngineFacts, MooreHodgson
+from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson
 from fineserve_sim.systems import spec as specs
 
 

@@ -16,12 +16,11 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace, merge
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from fineserve_sim.policy.interfaces import Admission, EngineState, Request
+from fineserve_sim.policy.interfaces import Admission, EngineFacts, EngineState, Request
 
 
 class Plan(NamedTuple):
@@ -59,17 +58,6 @@ def moore_hodgson(jobs: Iterable[tuple[float, float]], start_s: float) -> Plan:
     late.sort()
     aside = set(late)
     return Plan([i for i in range(index + 1) if i not in aside], late, slack_s)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What does not change of an engine: its model's prefill speed measured alone, its model's TTFT SLO, the KV
-    tokens it could hold if nobody else held any, and the tokens of a KV block."""
-
-    prefill_tokens_per_s: float
-    slo_s: float
-    kv_capacity_tokens: int
-    block_tokens: int = 16
 
 
 class _Job(NamedTuple):
