@@ -29,10 +29,6 @@ _BLOCK_ROWS = 128
 """Rows of a full block: around the square root of the longest queue that we care about (10^4)."""
 
 
-_KEPT = 4096
-"""Prefill latencies that are kept."""
-
-
 class AdaptiveBatching:
     """Algorithm 2 for one engine.
 
@@ -63,7 +59,7 @@ class AdaptiveBatching:
         if when_prefilling not in ("skip", "union"):
             raise ValueError(f"when_prefilling is {when_prefilling!r}: use 'skip' or 'union'")
         self._slo_s = slo_s
-        self._prefill = lru_cache(_KEPT)(prefill)  # one call and ``unchanged_until`` after it ask for the same few
+        self._prefill = lru_cache(4096)(prefill)  # one call and ``unchanged_until`` after it ask for the same few
         self._skips_prefill = when_prefilling == "skip"
         self._block_tokens = block_tokens
         self._waiting: dict[int, Request] = {}
