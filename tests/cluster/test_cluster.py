@@ -81,6 +81,7 @@ def test_a_private_pool_has_every_byte_in_use_or_free() -> None:
     assert 0 <= run.kv_capacity_bytes[0] - held[0] < 2 * geometry(A, EngineSettings()).block_bytes
 
 
+@pytest.mark.pure_python
 @pytest.mark.parametrize(("manager", "memory"), [(KVSlabManager, MEMORIES[0]), (PrivatePools, MEMORIES[1])])
 def test_the_debug_flag_verifies_the_memory_at_every_step(
     manager: type, memory: object, monkeypatch: pytest.MonkeyPatch
