@@ -86,7 +86,7 @@ class Cluster:
         self.log = None if log is None else DecisionLog(log)
         self.logs = log is not None
         self.loads = LoadWatch() if controller.needs_loads else None
-        self._attentive = controller.needs_loads or check or self.logs  # to what is launched
+        self.attentive = controller.needs_loads or check or self.logs
         self.actions: dict[type, Action] = {Dispatch: self._dispatch, Drop: self._refuse, Reject: self._refuse}
         self._scope_of: dict[int, Scope] = {}
         self._domain_of: dict[int, MemoryDomain] = {}
@@ -271,7 +271,7 @@ class Cluster:
             for other in domain.engines:
                 if other is not engine:
                     other.cut()
-        if not self._attentive:
+        if not self.attentive:
             return
         self.touch(engine)
         if self._check:

@@ -46,24 +46,22 @@ class Outcomes:
 
     def end(self, index: int, now: float, fate: Fate, output_tokens: int = 0) -> None:
         """``output_tokens``: of a request that finished."""
-        if index not in self.engine:
+        engine = self.engine.pop(index, None)
+        if engine is None:
             raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
-        self.open -= 1
+        first_token_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
+        finish_s = now if fate is Fate.FINISHED else NEVER
+        self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, engine, output_tokens))
         self.last_end_s = max(self.last_end_s, now)
-        self._put(index, now if fate is Fate.FINISHED else NEVER, fate, output_tokens)
+        self.open -= 1
+        if len(self._ended) >= BATCH:
+            self._hand_on()
 
     def close(self) -> None:
         """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
         for index in sorted(self.engine):
-            self._put(index, NEVER, Fate.UNFINISHED)
+            self.end(index, self.last_end_s, Fate.UNFINISHED)
         self._hand_on()
-
-    def _put(self, index: int, finish_s: float, fate: Fate, output_tokens: int = 0) -> None:
-        first_token_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
-        engine = self.engine.pop(index)
-        self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, engine, output_tokens))
-        if len(self._ended) >= BATCH:
-            self._hand_on()
 
     def _hand_on(self) -> None:
         if self._ended:

@@ -180,20 +180,19 @@ class StepModel:
         until_s: float = math.inf,
     ) -> tuple[list[float], list[float]]:
         """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
-        self._reserve(decodes, decodes)
-        batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
-        host_s = self.overhead_s + decodes * self.sequence_s
-        curve, first_context = self._decode_curve(decodes), decode_context + decodes
-        piece_start, value, slope, next_piece = curve.piece(first_context)
-        if until_s < math.inf:
-            device_s = batch_s + (value + (first_context - piece_start) * slope)
-            least_s = (host_s + (device_s if device_s > floor_s else floor_s)) * slowdown  # later steps take no less
+        if steps > SCALAR_STEPS and until_s < math.inf:
+            least_s = self.step_s(decodes, decode_context, 0, 0, 0, decodes) * slowdown  # later steps take no less
             steps = min(steps, int((until_s - start_s) / least_s) + 2)
         if steps > SCALAR_STEPS:
             each_s = self.decode_steps_s(decodes, decode_context, steps)
             return _ends_of(start_s, each_s, slowdown), each_s.tolist()
+        if decodes >= len(self._tokens_s) or decodes >= len(self._sampled_s):
+            self._reserve(decodes, decodes)
+        batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
+        host_s = self.overhead_s + decodes * self.sequence_s
+        curve, next_piece = self._decode_curves.get(decodes) or self._decode_curve(decodes), 0.0
         now, ends, alone_s = start_s, [], []
-        for context in range(first_context, decode_context + steps * decodes + 1, decodes):
+        for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
             if context >= next_piece:
                 piece_start, value, slope, next_piece = curve.piece(context)
             device_s = batch_s + (value + (context - piece_start) * slope)
@@ -201,6 +200,8 @@ class StepModel:
             now += step_s * slowdown
             alone_s.append(step_s)
             ends.append(now)
+            if now > until_s:
+                break
         return ends, alone_s
 
     def decode_ends_s(

@@ -29,12 +29,13 @@ BatchSums = tuple[int, int, int, int, int, int]
 
 class EngineHost(Protocol):
     """The cluster around an engine: what it hears, and what it is asked. ``engines`` by id; ``order`` of the event under way;
-    ``logs``: whether what is computed is written down."""
+    ``logs``: whether what is computed is written down; ``attentive``: whether somebody looks at what is launched."""
 
     engines: dict[int, Engine]
     order: int
     merging: bool
     logs: bool
+    attentive: bool
     outcomes: Outcomes
 
     def consult(self, engine: Engine, now: float) -> None: ...

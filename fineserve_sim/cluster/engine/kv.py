@@ -8,7 +8,7 @@ cached, a block of a private pool has a name as well, the same in every memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count, islice, takewhile
 
 from fineserve_sim.cluster.engine.sequence import SequenceState
@@ -153,15 +153,17 @@ class EngineKV:
 
 
 class PooledBlocks(EngineKV):
-    """Blocks of pools of its own, one a memory."""
+    """Blocks of pools of its own, one a memory. ``take`` takes so many of every memory, or none."""
+
+    take: Callable[[int], bool]
 
     def __init__(self, pools: Sequence[PagedPool], block_tokens: int) -> None:
         super().__init__(block_tokens)
         self.pools = tuple(pools)
+        self.take = self.pools[0].take if len(self.pools) == 1 else self._take_each
 
     def free_blocks(self) -> int:
-        pools = self.pools
-        return pools[0].free_blocks if len(pools) == 1 else min([pool.free_blocks for pool in pools])
+        return min([pool.free_blocks for pool in self.pools])
 
     def capacity_blocks(self) -> int:
         return min(pool.capacity_blocks for pool in self.pools)
@@ -172,12 +174,8 @@ class PooledBlocks(EngineKV):
     def used_blocks(self) -> int:
         return self.pools[0].held_blocks
 
-    def take(self, blocks: int) -> bool:
-        """Take so many blocks of every memory, or none."""
-        pools = self.pools
-        if len(pools) == 1:
-            return pools[0].take(blocks)
-        return blocks <= min([pool.free_blocks for pool in pools]) and all(pool.take(blocks) for pool in pools)
+    def _take_each(self, blocks: int) -> bool:
+        return blocks <= self.free_blocks() and all(pool.take(blocks) for pool in self.pools)
 
     def give(self, blocks: int) -> None:
         """Give so many blocks back to every memory."""

@@ -19,6 +19,8 @@ from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
 class LoneEngine(SpanEngine):
     """``events`` counts the starts and span ends that did not go through the clock."""
 
+    company = False
+
     def __init__(self, seat: Seat, host: EngineHost, wakeups: Wakeups) -> None:
         super().__init__(seat, host, wakeups, shares_gpu=False)
         assert isinstance(seat.kv, CountedBlocks)

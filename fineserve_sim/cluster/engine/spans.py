@@ -43,6 +43,8 @@ class SpanEngine(Batcher):
     what the boundaries ahead in it will take, and ``boundaries_ahead`` of the next ones beyond it are to be sure, too."""
 
     boundaries_ahead = 0
+    company = True
+    """Schedulers are asked for it, or others share its GPU or memory."""
 
     __slots__ = (  # CPython's way to attributes is short for up to 30 in the instance's dict, which has those of ``Engine``
         "_alone_s",
@@ -177,7 +179,8 @@ class SpanEngine(Batcher):
         if self.stopping:
             self._host.stopped(self, now)
             return
-        self._host.consult(self, now)
+        if self.company:
+            self._host.consult(self, now)
         self._form(lane, now)
         if self._preempted:
             self._host.memory_freed(self, now)
@@ -203,7 +206,8 @@ class SpanEngine(Batcher):
         self._ends = [now + alone_s * self.slowdown] if lane.chunks else self._span_ends(now)
         lane.launched = True
         self._schedule_end()
-        self._host.launched(self, lane, now, sure=len(self._ends) > 1)
+        if self.company or self._host.attentive:
+            self._host.launched(self, lane, now, sure=len(self._ends) > 1)
 
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""

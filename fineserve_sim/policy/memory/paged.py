@@ -69,11 +69,12 @@ class PagedPool:
         """Take ``blocks`` blocks. False when there are not as many; then nothing is taken. ValueError if negative."""
         if blocks < 0:
             raise ValueError(f"paged pool: {blocks} blocks asked for; it must be 0 or more")
-        memory, taken_bytes = self.memory, blocks * self.block_bytes
-        if memory.used_bytes + taken_bytes > memory.limit_bytes:
+        memory = self.memory
+        used_bytes = memory.used_bytes + blocks * self.block_bytes
+        if used_bytes > memory.limit_bytes:
             return False
+        memory.used_bytes = used_bytes
         self.held_blocks += blocks
-        memory.used_bytes += taken_bytes
         return True
 
     def give(self, blocks: int) -> None:
