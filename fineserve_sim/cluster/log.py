@@ -8,7 +8,6 @@ from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.sequence import Lane
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.events import Event
-from fineserve_sim.policy.interfaces import Request
 
 Log = Callable[[dict[str, object]], None]
 
@@ -69,8 +68,6 @@ class DecisionLog:
 
 def plain(value: object) -> object:
     """A field of an event or command as JSON-able values."""
-    if isinstance(value, Request):
-        return {name: getattr(value, name) for name in Request.__slots__}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

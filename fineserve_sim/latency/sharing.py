@@ -38,7 +38,7 @@ CLOSE = 1e-12
 
 class Demand(NamedTuple):
     """What an engine's batch needs, as fractions of its step alone on the whole GPU: the time in which compute units and
-    memory bandwidth are busy (``StepModel.shares``), and in which any kernel is resident (``StepModel.resident``).
+    memory bandwidth are busy, and in which any kernel is resident (``StepModel.demand``).
     ``sm_share``: the part of the SMs that it may take; ``step_s``: how long the step lasts alone, and ``turn_s`` how much
     longer after another engine's. An engine without work needs nothing."""
 
@@ -198,11 +198,17 @@ def _digits(seconds: float) -> float:
 
 
 def _kernels_alone(need: Demand, sm_share: float) -> Demand:
-    hundredths = int(100.0 * need.compute + 0.5), int(100.0 * need.bandwidth + 0.5)
-    return Demand(hundredths[0] / 100.0, hundredths[1] / 100.0, 1.0, sm_share)
+    return _in_hundredths(int(100.0 * need.compute + 0.5), int(100.0 * need.bandwidth + 0.5), sm_share)
 
 
 _KEPT = 2**16
+
+
+@lru_cache(_KEPT)
+def _in_hundredths(compute: int, bandwidth: int, sm_share: float) -> Demand:
+    return Demand(compute / 100.0, bandwidth / 100.0, 1.0, sm_share)
+
+
 LAWS: dict[str, SharingLaw] = {
     "fluid": SharingLaw(fluid, _all),
     "time_slice": SharingLaw(lru_cache(_KEPT)(time_slice), _resident_alone),

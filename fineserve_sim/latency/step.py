@@ -233,7 +233,8 @@ class StepModel:
         what ``step_s()`` says.
         """
         tokens = decodes + prefill_tokens
-        self._reserve(tokens, sampled)
+        if tokens >= len(self._tokens_s) or sampled >= len(self._sampled_s):
+            self._reserve(tokens, sampled)
         decode_s, prefill_s = self.attention_s(decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context)
         attention_s, host_s = decode_s, self.overhead_s + sampled * self.sequence_s
         if prefill_tokens:
@@ -247,7 +248,7 @@ class StepModel:
         memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[sampled]
         memory_s += min((decode_context + decodes) * self._kv_s, decode_s)
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
-        return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s), step_s=step_s)
+        return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s), 1.0, step_s)
 
     def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
         """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.

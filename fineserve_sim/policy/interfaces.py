@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeGuard
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What a scheduler may know of a request. The output length is not part of it."""
 
     id: int

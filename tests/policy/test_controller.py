@@ -216,8 +216,7 @@ def new_controller(kind: str) -> Controller:
 
 def event_as_json(now: float, event: Event) -> str:
     if isinstance(event, RequestArrived):
-        request = event.request
-        fields: dict[str, Any] = {"request": {name: getattr(request, name) for name in Request.__slots__}}
+        fields: dict[str, Any] = {"request": event.request._asdict()}
     elif isinstance(event, EngineStepped):
         fields = {"engine": event.engine, "engines": {e: state._asdict() for e, state in event.engines.items()}}
     else:

@@ -109,9 +109,11 @@ class EngineKV:
         """Give each of ``sequences`` one block. False, and nothing taken, when they do not all fit."""
         if len(self._managers) == 1:  # the common case, without detours
             ids = self._managers[0].alloc(self._owner, len(sequences))
-            for sequence, block in zip(sequences, ids or (), strict=ids is not None):
+            if ids is None:
+                return False
+            for sequence, block in zip(sequences, ids, strict=True):
                 sequence.blocks[0].append(block)
-            return ids is not None
+            return True
         named = self._name(len(sequences))
         if named is None:
             return False

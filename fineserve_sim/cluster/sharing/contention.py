@@ -59,7 +59,7 @@ class Contention:
             seen = law.seen(need, sm_share)
             if seen != here.get(engine):
                 here[engine], news = seen, True
-                self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values())), strict=True))
+                self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values()))))  # noqa: B905 - half the time
         if not news:
             return []
         self.slowdowns[engine] = self._slowdown(engine)

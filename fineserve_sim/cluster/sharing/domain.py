@@ -40,7 +40,8 @@ class MemoryDomain:
         for engine in self._spans.values():
             if engine.next_boundary_s <= now:
                 growths += engine.pass_boundaries(now, order)
-        self._grow(_in_turn(growths) if len(growths) > 1 else growths)
+        if growths:
+            self._grow(_in_turn(growths) if len(growths) > 1 else growths)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         for _, index, sequences in growths:
@@ -75,10 +76,7 @@ class MemoryDomain:
 
     def _promises_fit(self) -> bool:
         demands = {engine.index: engine.promised_blocks for engine in self.engines}
-        for memory in self._managers:  # noqa: SIM110 - half the time of a generator
-            if not memory.fits(demands):
-                return False
-        return True
+        return all([memory.fits(demands) for memory in self._managers])  # noqa: C419 - half the time of a generator
 
     def check(self) -> None:
         for memory in self._memories:
