@@ -62,6 +62,14 @@ class TestEstimate:
         assert Profile(m).at(0.5) == pytest.approx((0.5, 0.005, 1.0, 0.5))
         assert Profile(m).at(1000.0).size == 64
 
+    def test_a_profile_of_one_point(self) -> None:
+        """An engine of one sequence at a time: 1 / (0.01 + 0.99) requests a second at most, and half a batch for half a second."""
+        points = profile(0.01, 0.99, 5, largest=1)
+        assert [each.batch for each in points] == [1]
+        slow, fast = (replace(model("m", rate), profile=points) for rate in (0.5, 3.0))
+        assert Profile(slow).least == pytest.approx(0.5 * 0.99 / (1 - 0.5 * 0.01))
+        assert Profile(fast).wanted == (1, 0.01, 0.99, 5)
+
     def test_alone_a_model_meets_its_rate(self) -> None:
         assert mesh_throughput([model("m", 8.0)], 100) == pytest.approx(8.0)
 

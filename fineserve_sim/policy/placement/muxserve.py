@@ -66,13 +66,14 @@ class Profile:
         self.wanted = self.at(self.least)
 
     def at(self, size: float) -> Batch:
-        upper = bisect_left(self._batches, min(size, self._batches[-1].size), key=lambda batch: batch.size)
+        size = min(size, self._batches[-1].size)
+        upper = bisect_left(self._batches, size, key=lambda batch: batch.size)
         high = self._batches[upper]
         if upper == 0:
             part = size / high.size
             return Batch(size, high.prefill_s * part, high.decode_s, high.kv_bytes * part)
         low = self._batches[upper - 1]
-        part = min(1.0, (size - low.size) / (high.size - low.size))
+        part = (size - low.size) / (high.size - low.size)
         return Batch(*(start + part * (end - start) for start, end in zip(low, high, strict=True)))
 
     def _least(self) -> float:
