@@ -23,7 +23,7 @@ from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.looks import Looks, Note, fractions, looks_at, shares_of
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
-from fineserve_sim.cluster.scenario import Gpu, GpuUse, Ints, RunResult, Scenario, Timeline
+from fineserve_sim.cluster.scenario import GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller
@@ -203,13 +203,13 @@ def _component(
         replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
         for id, instance in instances.items()
     ]
-    prompts = looks.prompt_tokens
+    own, prompts = [gpus[id] for id in own_gpus], looks.prompt_tokens
     return Component(
         scenario=replace(
             scenario,
             system=scenario.system.model_copy(update={"sharing": scenario.system.sharing.renamed(model_of)}),
             models=(*(replace(served[model], id=id) for id, model in model_of.items()), nowhere),
-            gpus=tuple(_renamed(gpus[id], model_of) for id in own_gpus),
+            gpus=tuple(replace(gpu, sharing=gpu.sharing and gpu.sharing.renamed(model_of)) for gpu in own),
             trace=replace(
                 scenario.whole_trace.take(requests),
                 model=np.where(engine_of < 0, len(engines), np.searchsorted(engines, engine_of)).astype(np.int32),
@@ -224,7 +224,3 @@ def _component(
         requests=requests,
         looks=looks._replace(prompt_tokens={id: prompts[model] for id, model in model_of.items() if model in prompts}),
     )
-
-
-def _renamed(gpu: Gpu, model_of: Mapping[str, str]) -> Gpu:
-    return replace(gpu, sharing=gpu.sharing and gpu.sharing.renamed(model_of))

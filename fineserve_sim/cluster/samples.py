@@ -131,7 +131,9 @@ class InstanceSampler:
             kv_used_bytes=[instance.kv.used_bytes for instance in instances],
             gpu_stranded_bytes=[0 for instance in instances for _ in instance.gpus],
             gpu_free_bytes=[
-                instance.kv.free_bytes // len(instance.gpus) for instance in instances for _ in instance.gpus
+                (instance.kv.limit_bytes - instance.kv.used_bytes) // len(instance.gpus)
+                for instance in instances
+                for _ in instance.gpus
             ],
         )
         capacity_bytes = sum(instance.kv.limit_bytes for instance in instances if instance.alive)

@@ -191,9 +191,9 @@ class PipelineSpec(Spec):
     """How groups of several instances run: how many stages from the start, and how microbatches are formed.
 
     ``token_count``: chunked prefill within the token budget; ``lookahead``: all that waits is cut into parts of equal cost and
-    about ``min_tokens`` tokens (by default the token budget), or up to twice as many: as in the paper's listing (section 4.3), the
-    budget does not bound them. ``queues``: each microbatch in flight has its own (vLLM's virtual engines), or all take from one;
-    lookahead always has one.
+    about ``min_tokens`` tokens (by default the token budget), or up to twice as many: the budget does not bound them, nor
+    does it in the paper's listing (section 4.3). ``queues``: each microbatch in flight has its own (vLLM's virtual engines), or
+    all take from one; lookahead always has one.
     """
 
     policy: Literal["pipeline"] = "pipeline"

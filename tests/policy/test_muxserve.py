@@ -63,7 +63,7 @@ class TestEstimate:
         assert Profile(m).at(1000.0).size == 64
 
     def test_a_profile_of_one_point(self) -> None:
-        """An engine of one sequence at a time: 1 / (0.01 + 0.99) requests a second at most, and half a batch for half a second."""
+        """An engine of one sequence at a time: 1 / (0.01 + 0.99) requests a second at most; fewer take a part of a batch."""
         points = profile(0.01, 0.99, 5, largest=1)
         assert [each.batch for each in points] == [1]
         slow, fast = (replace(model("m", rate), profile=points) for rate in (0.5, 3.0))

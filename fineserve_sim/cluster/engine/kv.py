@@ -165,7 +165,7 @@ class PooledBlocks(EngineKV):
         self.take = self.pools[0].take if len(self.pools) == 1 else self._take_each
 
     def free_blocks(self) -> int:
-        return min([pool.free_blocks for pool in self.pools])
+        return self.pools[0].free_blocks if len(self.pools) == 1 else min([pool.free_blocks for pool in self.pools])
 
     def capacity_blocks(self) -> int:
         return min(pool.capacity_blocks for pool in self.pools)

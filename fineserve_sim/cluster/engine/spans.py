@@ -79,6 +79,12 @@ class SpanEngine(Batcher):
     def busy(self) -> bool:
         return self._lane.launched
 
+    @property
+    def running(self) -> int:
+        lane = self._lane
+        begun = lane.decodes.size + len(lane.joining) + len(lane.queue.prefilling)
+        return begun + len(self.stalled) + len(self.swapped)
+
     def start(self, now: float) -> None:
         lane = self._lane
         if not (lane.launched or lane.asked or self.stopping or self.gone):

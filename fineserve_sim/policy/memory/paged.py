@@ -30,10 +30,6 @@ class BytePool:
     limit_bytes: int
     used_bytes: int = 0
 
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.used_bytes
-
 
 @dataclass(slots=True)
 class PagedPool:
