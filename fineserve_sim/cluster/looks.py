@@ -142,13 +142,7 @@ def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str
     batches_of: dict[StepModel, list[Batch]] = defaultdict(list)
     for _, engine, batch in notes:
         batches_of[steps[engine]].append(batch)
-    total: dict[str, dict[Source, float]] = defaultdict(lambda: defaultdict(float))
-    for step, batches in batches_of.items():
-        weight = len(batches) / len(notes)
-        for part, shares in time_shares(step, batches).items():
-            for source, share in shares.items():
-                total[part][source] += weight * share
-    return {part: dict(shares) for part, shares in total.items()}
+    return _pooled(*((len(batches), time_shares(step, batches)) for step, batches in batches_of.items()))
 
 
 def _pooled(*lots: tuple[int, Mapping[str, Mapping[Source, float]]]) -> dict[str, dict[Source, float]]:
@@ -158,5 +152,5 @@ def _pooled(*lots: tuple[int, Mapping[str, Mapping[Source, float]]]) -> dict[str
     for number, shares in lots:
         for part, sources in shares.items():
             for source, share in sources.items():
-                total[part][source] += share * number / notes
+                total[part][source] += number / notes * share
     return {part: dict(shares) for part, shares in total.items()}

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SWITCH_SHARE = 0.2
 """Time-slicing: what switching adds where one always has to wait. Fitted with the engine's host time on the runs with two
@@ -170,22 +170,15 @@ def mig(slices: Sequence[Slice]) -> Law:
 
 
 class SharingLaw(NamedTuple):
-    """``paces`` of the engines of one GPU, in any order but the same; ``seen``: of a demand and its part of the SMs.
+    """``seen``: what the law sees of a demand and its part of the SMs. ``paces`` of the engines of one GPU by what is seen of
+    them, in any order but the same.
 
     Where a fixed point must be sought, a demand is seen in hundredths: slowdowns are right within a hundredth a neighbour, and
     most have been asked before. A neighbour whose demand hardly changed then changes nobody's pace.
     """
 
-    paces: Callable[[tuple[Demand, ...]], Sequence[float]]
-    seen: Callable[[Demand, float], Demand]
-
-
-def _all(need: Demand, sm_share: float) -> Demand:
-    return need
-
-
-def _resident_alone(need: Demand, sm_share: float) -> Demand:
-    return Demand(0.0, 0.0, int(100.0 * need.resident + 0.5) / 100.0)
+    paces: Callable[[tuple[Any, ...]], Sequence[float]]
+    seen: Callable[[Demand, float], Any]
 
 
 def _step_alone(need: Demand, sm_share: float) -> Demand:
@@ -197,22 +190,22 @@ def _digits(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def _kernels_alone(need: Demand, sm_share: float) -> Demand:
-    return _in_hundredths(int(100.0 * need.compute + 0.5), int(100.0 * need.bandwidth + 0.5), sm_share)
+@lru_cache(2**16)
+def _time_slice(seen: tuple[int, ...]) -> list[float]:
+    return time_slice([Demand(0.0, 0.0, resident / 100.0) for resident in seen])
 
 
-_KEPT = 2**16
-
-
-@lru_cache(_KEPT)
-def _in_hundredths(compute: int, bandwidth: int, sm_share: float) -> Demand:
-    return Demand(compute / 100.0, bandwidth / 100.0, 1.0, sm_share)
+@lru_cache(2**16)
+def _mps(seen: tuple[tuple[int, int, float], ...]) -> list[float]:
+    return mps([Demand(compute / 100.0, bandwidth / 100.0, 1.0, sm_share) for compute, bandwidth, sm_share in seen])
 
 
 LAWS: dict[str, SharingLaw] = {
-    "fluid": SharingLaw(fluid, _all),
-    "time_slice": SharingLaw(lru_cache(_KEPT)(time_slice), _resident_alone),
-    "mps": SharingLaw(lru_cache(_KEPT)(mps), _kernels_alone),
+    "fluid": SharingLaw(fluid, lambda need, sm_share: need),
+    "time_slice": SharingLaw(_time_slice, lambda need, sm_share: int(100.0 * need.resident + 0.5)),
+    "mps": SharingLaw(
+        _mps, lambda need, sm_share: (int(100.0 * need.compute + 0.5), int(100.0 * need.bandwidth + 0.5), sm_share)
+    ),
     "in_turn": SharingLaw(in_turn, _step_alone),
 }
 """By mode, of those that the demands alone decide."""

@@ -170,39 +170,36 @@ class StepModel:
         seconds: Floats = (self.overhead_s + decodes * self.sequence_s) + np.maximum(device_s, self.floor_s)
         return seconds
 
+    def _decode_costs(self, decodes: int) -> tuple[float, float, PiecewiseLinear]:
+        """Of a step in which all decode: device seconds apart from attention, host seconds, attention."""
+        if decodes >= len(self._tokens_s) or decodes >= len(self._sampled_s):
+            self._reserve(decodes, decodes)
+        batch_s, host_s = (
+            self._tokens_s[decodes] + self._sampled_s[decodes],
+            self.overhead_s + decodes * self.sequence_s,
+        )
+        return batch_s, host_s, self._decode_curves.get(decodes) or self._decode_curve(decodes)
+
     def decode_span_s(
-        self,
-        start_s: float,
-        decodes: int,
-        decode_context: int,
-        steps: int,
-        slowdown: float,
-        until_s: float = math.inf,
+        self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
     ) -> tuple[list[float], list[float]]:
         """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
-        if steps > SCALAR_STEPS and until_s < math.inf:
-            least_s = self.step_s(decodes, decode_context, 0, 0, 0, decodes) * slowdown  # later steps take no less
-            steps = min(steps, int((until_s - start_s) / least_s) + 2)
         if steps > SCALAR_STEPS:
             each_s = self.decode_steps_s(decodes, decode_context, steps)
             return _ends_of(start_s, each_s, slowdown), each_s.tolist()
-        if decodes >= len(self._tokens_s) or decodes >= len(self._sampled_s):
-            self._reserve(decodes, decodes)
-        batch_s, floor_s = self._tokens_s[decodes] + self._sampled_s[decodes], self.floor_s
-        host_s = self.overhead_s + decodes * self.sequence_s
-        curve, next_piece = self._decode_curves.get(decodes) or self._decode_curve(decodes), 0.0
-        now, ends, alone_s = start_s, [], []
-        for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
-            if context >= next_piece:
-                piece_start, value, slope, next_piece = curve.piece(context)
-            device_s = batch_s + (value + (context - piece_start) * slope)
-            step_s = host_s + (device_s if device_s > floor_s else floor_s)
-            now += step_s * slowdown
-            alone_s.append(step_s)
-            ends.append(now)
-            if now > until_s:
-                break
-        return ends, alone_s
+        batch_s, host_s, curve = self._decode_costs(decodes)
+        context, end = decode_context + decodes, decode_context + steps * decodes + 1
+        alone_s: list[float] = []
+        while context < end:
+            piece_start, value, slope, next_piece = curve.piece(context)
+            contexts = range(context, end if end <= next_piece else math.ceil(next_piece), decodes)
+            alone_s += [host_s + (batch_s + (value + (context - piece_start) * slope)) for context in contexts]
+            context = contexts[-1] + decodes
+        if self.floor_s:
+            least_s = host_s + self.floor_s
+            alone_s = [step_s if step_s > least_s else least_s for step_s in alone_s]
+        now = start_s
+        return [now := now + step_s * slowdown for step_s in alone_s], alone_s
 
     def decode_ends_s(
         self,
@@ -215,7 +212,22 @@ class StepModel:
     ) -> list[float]:
         """End times of consecutive decode-only steps from ``start_s``, each ``slowdown`` times as long as alone: the same
         bits as adding ``step_s(...) * slowdown`` one by one. Those after the first beyond ``until_s`` may be left out."""
-        return self.decode_span_s(start_s, decodes, decode_context, steps, slowdown, until_s)[0]
+        if steps > SCALAR_STEPS and until_s < math.inf:
+            least_s = self.step_s(decodes, decode_context, 0, 0, 0, decodes) * slowdown  # later steps take no less
+            steps = min(steps, int((until_s - start_s) / least_s) + 2)
+        if steps > SCALAR_STEPS:
+            return _ends_of(start_s, self.decode_steps_s(decodes, decode_context, steps), slowdown)
+        (batch_s, host_s, curve), floor_s, next_piece = self._decode_costs(decodes), self.floor_s, 0.0
+        now, ends = start_s, []
+        for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
+            if context >= next_piece:
+                piece_start, value, slope, next_piece = curve.piece(context)
+            device_s = batch_s + (value + (context - piece_start) * slope)
+            now += (host_s + (device_s if device_s > floor_s else floor_s)) * slowdown
+            ends.append(now)
+            if now > until_s:
+                break
+        return ends
 
     def demand(
         self,

@@ -61,7 +61,6 @@ def test_kept_answers_are_those_of_demands_in_hundredths(needs: list[Demand]) ->
     """A hundredth of a step a neighbour is what rounding may cost; the fluid is not rounded."""
     for name, law in LAWS.items():
         seen = tuple(law.seen(need, 1.0) for need in needs)
-        assert seen == tuple(law.seen(need, 1.0) for need in seen)
         kept, exact = law.paces(seen), FUNCTIONS[name](needs)
         bound = 0.0 if name == "fluid" else 0.03 * len(needs)
         assert all(abs(mine - theirs) <= bound * theirs for mine, theirs in zip(kept, exact, strict=True))

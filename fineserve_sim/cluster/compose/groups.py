@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
@@ -166,7 +166,7 @@ class _Builder:
                 sizes.layers,
                 self._max_tokens,
                 self._settings.block_tokens,
-                self._holds_tokens,
+                cache(self._holds_tokens),
             ),
             [instance.gpus for instance in instances],
             dispatcher(**system.dispatch.model_dump()),

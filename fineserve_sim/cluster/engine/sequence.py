@@ -141,8 +141,7 @@ class Decodes:
     def held_blocks(self, without: Collection[SequenceState], ahead: int) -> list[tuple[int, int]]:
         """Of each member but these, the blocks that hold its KV after so many more iterations, and its index."""
         block_tokens, then = self._block_tokens, self.iteration + ahead
-        members = [member for _, _, member in self._due if member not in without]
-        return [(-((member.origin - then) // block_tokens), member.index) for member in members]
+        return [(-((one.origin - then) // block_tokens), one.index) for _, _, one in self._due if one not in without]
 
     def steps_to_finish(self) -> int:
         """Iterations until the next sequence ends; at least 1. The set must not be empty."""

@@ -295,7 +295,7 @@ class ModelFleet(Fleet):
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
         left, found = set(gpus), set[int]()
         while left:
-            near = {engine for gpu in left for engine in self._cluster.contention.demands[gpu]} - found
+            near = {engine for gpu in left for engine in self._cluster.contention.on(gpu)} - found
             found |= near
             left = {gpu for engine in near for gpu in self._residents[engine].gpus}
         return found

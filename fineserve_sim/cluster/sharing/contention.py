@@ -7,70 +7,91 @@ or when the engine idles. An engine over several GPUs keeps the pace that it has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
 
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A GPU with its law: what that sees of the engines here, and the ``paces`` that follow, by engine."""
+
+    law: SharingLaw
+    seen: dict[int, Any] = field(default_factory=dict)
+    paces: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where an engine is, the part of the SMs that it may take there, and who else is on one of its GPUs, by id."""
+
+    gpus: tuple[Shared, ...]
+    sm_share: float
+    neighbours: tuple[int, ...] = ()
+
+    def slowdown(self, engine: int) -> float:
+        gpus = self.gpus
+        return gpus[0].paces[engine] if len(gpus) == 1 else max(gpu.paces[engine] for gpu in gpus)
+
+
 class Contention:
-    """``demands`` by GPU and engine, as the GPU's law sees them, and the ``slowdowns`` that follow by engine, of those that are
-    here. ``laws`` by GPU."""
+    """``slowdowns`` by engine, of those that are here, and ``gpus_of`` them; the engines ``on`` each GPU. ``laws`` by GPU."""
 
     def __init__(self, laws: Mapping[int, SharingLaw]) -> None:
-        self._laws = laws
-        self._sm_share: dict[int, float] = {}
-        self.demands: dict[int, dict[int, Demand]] = {gpu: {} for gpu in laws}
-        self._paces: dict[int, dict[int, float]] = {gpu: {} for gpu in laws}
+        self._gpus = {gpu: Shared(law) for gpu, law in laws.items()}
+        self._places: dict[int, _Place] = {}
         self.gpus_of: dict[int, tuple[int, ...]] = {}
         self.slowdowns: dict[int, float] = {}
-        self._neighbours: dict[int, tuple[int, ...]] = {}
+
+    def on(self, gpu: int) -> Collection[int]:
+        return self._gpus[gpu].seen.keys()
 
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
         """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
         not all GPUs."""
-        self.gpus_of[engine], self._sm_share[engine] = gpus, sm_share
-        self._neighbours[engine] = ()
+        self.gpus_of[engine] = gpus
+        place = self._places[engine] = _Place(tuple(self._gpus[gpu] for gpu in gpus), sm_share)
         self.set_demand(engine, IDLE)
         self._meet_neighbours(engine)
-        for other in self._neighbours[engine]:
+        for other in place.neighbours:
             self._meet_neighbours(other)
 
     def leave(self, engine: int) -> None:
         """An idle engine goes."""
-        for gpu in self.gpus_of.pop(engine):
-            del self.demands[gpu][engine], self._paces[gpu][engine]
-        del self._sm_share[engine], self.slowdowns[engine]
-        for other in self._neighbours.pop(engine):
+        place = self._places.pop(engine)
+        for gpu in place.gpus:
+            del gpu.seen[engine], gpu.paces[engine]
+        del self.gpus_of[engine], self.slowdowns[engine]
+        for other in place.neighbours:
             self._meet_neighbours(other)
 
     def contended(self, engine: int) -> bool:
         """Whether its pace may ever differ from that alone on the whole GPU."""
-        return bool(self._neighbours[engine]) or self._sm_share[engine] < 1.0
+        place = self._places[engine]
+        return bool(place.neighbours) or place.sm_share < 1.0
 
     def _meet_neighbours(self, engine: int) -> None:
-        here = {other for gpu in self.gpus_of[engine] for other in self.demands[gpu]}
-        self._neighbours[engine] = tuple(sorted(here - {engine}))
+        place = self._places[engine]
+        here = {other for gpu in place.gpus for other in gpu.seen}
+        place.neighbours = tuple(sorted(here - {engine}))
 
     def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
-        sm_share, news = self._sm_share[engine], False
-        for gpu in self.gpus_of[engine]:
-            law, here = self._laws[gpu], self.demands[gpu]
-            seen = law.seen(need, sm_share)
-            if seen != here.get(engine):
-                here[engine], news = seen, True
-                self._paces[gpu] = dict(zip(here, law.paces(tuple(here.values()))))  # noqa: B905 - half the time
+        place, news = self._places[engine], False
+        for gpu in place.gpus:
+            seen = gpu.law.seen(need, place.sm_share)
+            if seen != gpu.seen.get(engine):
+                gpu.seen[engine], news = seen, True
+                gpu.paces = dict(zip(gpu.seen, gpu.law.paces(tuple(gpu.seen.values()))))  # noqa: B905 - half the time
         if not news:
             return []
-        self.slowdowns[engine] = self._slowdown(engine)
-        changed = []
-        for other in self._neighbours[engine]:
-            slowdown = self._slowdown(other)
-            if slowdown != self.slowdowns[other]:
-                self.slowdowns[other] = slowdown
+        slowdowns, changed = self.slowdowns, []
+        slowdowns[engine] = place.slowdown(engine)
+        for other in place.neighbours:
+            slowdown = self._places[other].slowdown(other)
+            if slowdown != slowdowns[other]:
+                slowdowns[other] = slowdown
                 changed.append(other)
         return changed
-
-    def _slowdown(self, engine: int) -> float:
-        gpus = self.gpus_of[engine]
-        return self._paces[gpus[0]][engine] if len(gpus) == 1 else max(self._paces[gpu][engine] for gpu in gpus)

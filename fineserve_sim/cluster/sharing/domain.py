@@ -88,12 +88,12 @@ class PrivateDomain(MemoryDomain):
 
     def __init__(self, engine: SpanEngine, memories: Sequence[GpuMemory]) -> None:
         super().__init__((engine,), memories)
-        self._engine = engine
+        self._engine, self._lone = engine, engine if isinstance(engine, LoneEngine) else None
 
     def settle(self, now: float, order: int) -> None:
         engine = self._engine
-        if isinstance(engine, LoneEngine):
-            engine.catch_up(now, order)
+        if self._lone is not None:
+            self._lone.catch_up(now, order)
         elif engine.next_boundary_s <= now:
             if not isinstance(engine.kv, CountedBlocks):
                 self._grow(engine.pass_boundaries(now, order))

@@ -127,7 +127,8 @@ class GroupController(Controller):
             engine = self._engines.get(id)
             if engine is not None:
                 engine.load = load
-                self._enter(id, engine.phase)
+                if engine.takes_requests:
+                    self._dispatcher.offer(engine)
         return []
 
     def _add(self, instances: tuple[int, ...], phase: Phase) -> int:

@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import KVLedger, KVManager
+from fineserve_sim.policy.memory.slab import Owners
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class PrivatePools:
     share bytes) by owner (engine id). The memory managed is their sum."""
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
-        self._pools: dict[int, PagedPool] = {}
+        self._pools = Owners[PagedPool]("private pools", {})
         for owner, (block_bytes, share_bytes) in shares.items():
             self.join(owner, block_bytes, share_bytes)
 
@@ -106,8 +107,6 @@ class PrivatePools:
 
     def pool(self, owner: int) -> PagedPool:
         """The pool of ``owner``, to take from and give back to; ValueError for an unknown owner."""
-        if owner not in self._pools:
-            raise ValueError(f"private pools: owner {owner} is not registered; the owners are {sorted(self._pools)}")
         return self._pools[owner]
 
     def ledger(self) -> KVLedger:

@@ -13,10 +13,9 @@ alloc and free cost O(log slabs), amortised, for each slab touched, and a few bi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from itertools import chain
 from typing import TypeVar
 
 from fineserve_sim.policy.interfaces import KVLedger
@@ -115,35 +114,33 @@ class KVSlabManager:
         if blocks > pool.spare_blocks and blocks > self._available_blocks(pool):
             return None
         ids: list[int] = []
-        left = blocks
-        while left:
-            rank, slab_id, free = self._fullest_partial(pool) if pool.partial else (0, 0, 0)
+        left, heap, free_bits = blocks, pool.partial, pool.free_bits
+        while left and heap:  # the most used PARTIAL slab, lowest id first, is at the top when its rank is up to date
+            noted, slab_id = heap[0]
+            free = free_bits.get(slab_id, 0)
+            rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
             if not free:
-                whole = left // per_slab if per_slab else 0
-                slab_ids = self._format(pool, whole or 1)
-                if whole:
-                    held.update(dict.fromkeys(slab_ids, (1 << per_slab) - 1))
-                    ids += slab_ids if per_slab == 1 else _all_blocks(slab_ids, per_slab)
-                    left -= whole * per_slab
-                    continue
-                (slab_id,) = slab_ids
-                pool.free_bits[slab_id] = free = (1 << pool.blocks_in(slab_ids)) - 1
-                pool.partial.append((0, slab_id))
+                heappop(heap)
+                continue
+            if rank != noted:
+                heapreplace(heap, (rank, slab_id))
+                continue
             first = slab_id * per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
-            mask, taken = free & -free, 1
-            if left == 1 or mask == free:  # the common cases: one block is wanted, or left
-                ids.append(first + mask.bit_length() - 1)
+            rest = free
+            while rest and left:
+                lowest = rest & -rest
+                ids.append(first + lowest.bit_length() - 1)
+                rest ^= lowest
+                left -= 1
+            held[slab_id] = held.get(slab_id, 0) | free ^ rest
+            if rest:
+                free_bits[slab_id] = rest
+                heap[0] = (rank - (free ^ rest).bit_count(), slab_id)  # lower than before, so it stays the top
             else:
-                mask = _take_lowest(free, left, first, ids)
-                taken = mask.bit_count()
-            left -= taken
-            held[slab_id] = held.get(slab_id, 0) | mask
-            if free := free ^ mask:
-                pool.free_bits[slab_id] = free
-                pool.partial[0] = (rank - taken, slab_id)  # lower than before, so it stays the top
-            else:
-                del pool.free_bits[slab_id]
-                heappop(pool.partial)
+                del free_bits[slab_id]
+                heappop(heap)
+        if left:
+            self._take_fresh(pool, held, left, ids)
         pool.spare_blocks -= blocks
         pool.used_blocks += blocks
         holder.used_blocks += blocks
@@ -168,7 +165,7 @@ class KVSlabManager:
 
     def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
         """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
-        key, masks = holder.pool.block_bytes, dict[int, int]()
+        key, held, masks = holder.pool.block_bytes, holder.held, dict[int, int]()
         if per_slab := holder.pool.blocks_per_slab:
             for block in block_ids:
                 slab_id = block // per_slab
@@ -181,7 +178,7 @@ class KVSlabManager:
                     first, end = self.plan.span(key, slab_id)  # a straddling block is at ``end``: nobody's bit
                 masks[slab_id] = masks.get(slab_id, 0) | 1 << (block - first)
         for slab_id, mask in masks.items():
-            if stray := mask & ~holder.held.get(slab_id, 0):
+            if stray := mask & ~held.get(slab_id, 0):
                 block = self.plan.span(key, slab_id)[0] + (stray & -stray).bit_length() - 1
                 raise ValueError(f"KV slab manager: owner {owner} does not hold block {block} and cannot free it")
         if sum(map(int.bit_count, masks.values())) != len(block_ids):
@@ -209,21 +206,28 @@ class KVSlabManager:
                 heappush(pool.partial, (free.bit_count() - (per_slab or pool.grid_blocks[slab_id]), slab_id))
         return drained
 
-    @staticmethod
-    def _fullest_partial(pool: _Pool) -> tuple[int, int, int]:
-        """Bring the most used PARTIAL slab of the pool, lowest id first, to the top of its heap. Returns its rank, its id and
-        its free bits, 0 when there is none."""
-        heap, free_bits, per_slab = pool.partial, pool.free_bits, pool.blocks_per_slab
-        while heap:
-            noted, slab_id = heap[0]
-            if free := free_bits.get(slab_id, 0):
-                rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
-                if rank == noted:
-                    return rank, slab_id, free
-                heapreplace(heap, (rank, slab_id))
+    def _take_fresh(self, pool: _Pool, held: dict[int, int], left: int, ids: list[int]) -> None:
+        """Give so many blocks of free slabs, whole ones first. There must be as many, and no PARTIAL slab."""
+        per_slab = pool.blocks_per_slab
+        if per_slab and left >= per_slab:
+            slab_ids = self._format(pool, left // per_slab)
+            held.update(dict.fromkeys(slab_ids, (1 << per_slab) - 1))
+            if per_slab == 1:
+                ids += slab_ids
             else:
-                heappop(heap)
-        return 0, 0, 0
+                for id in slab_ids:
+                    ids += range(id * per_slab, (id + 1) * per_slab)
+            left %= per_slab
+        while left:  # a part of one, or of grid keys one after the other
+            (slab_id,) = slab_ids = self._format(pool, 1)
+            first, blocks = self.plan.span(pool.block_bytes, slab_id)[0], pool.blocks_in(slab_ids)
+            taken = min(left, blocks)
+            ids += range(first, first + taken)
+            held[slab_id] = (1 << taken) - 1
+            if taken < blocks:
+                pool.free_bits[slab_id] = (1 << blocks) - (1 << taken)
+                pool.partial.append((-taken, slab_id))
+            left -= taken
 
     def _format(self, pool: _Pool, count: int) -> list[int]:
         """Format the ``count`` lowest free slabs to the key of the pool. There must be as many. Only called when the heap of
@@ -243,8 +247,9 @@ class KVSlabManager:
 
     def _give_back(self, pool: _Pool, slab_ids: Sequence[int]) -> None:
         """These slabs of the pool are empty: they are free again."""
+        holes = self._holes
         for slab_id in slab_ids:
-            heappush(self._holes, slab_id)
+            heappush(holes, slab_id)
         self.free_slabs += len(slab_ids)
         pool.spare_blocks -= pool.blocks_in(slab_ids)
         for grid_pool in self._grid_pools:
@@ -342,22 +347,3 @@ class KVSlabManager:
         counters = [sum(map(int.bit_count, bits.values())) for bits in (held, pool.free_bits)]
         assert [pool.used_blocks, pool.spare_blocks] == counters, f"counters of key {key}"
         return held
-
-
-def _all_blocks(slab_ids: Iterable[int], per_slab: int) -> Iterator[int]:
-    return chain.from_iterable(range(slab_id * per_slab, (slab_id + 1) * per_slab) for slab_id in slab_ids)
-
-
-def _take_lowest(bits: int, limit: int, first: int, ids: list[int]) -> int:
-    """Append ``first + i`` for the lowest set bits i of ``bits``, ``limit`` at most; returns these bits."""
-    taken = 0
-    while limit and bits:
-        start = (bits & -bits).bit_length() - 1
-        rest = bits >> start
-        run = min((rest & ~(rest + 1)).bit_count(), limit)  # consecutive ones from the lowest on
-        ids.extend(range(first + start, first + start + run))
-        mask = ((1 << run) - 1) << start
-        taken |= mask
-        bits ^= mask
-        limit -= run
-    return taken
