@@ -65,3 +65,9 @@ def test_caches_that_lose_blocks_find_the_same_in_a_fleet_as_in_a_static_cluster
 def test_the_whole_trace_has_the_share_that_the_page_names(caches: ModuleType, recorded: Trace) -> None:
     assert caches.unlimited(recorded) / recorded.prompt_tokens.sum() == pytest.approx(0.3734, abs=5e-5)
     assert caches.unlimited(recorded.take(np.arange(2000))) == 8_066_048
+
+
+def test_the_page_names_what_engines_find_of_the_trace_as_recorded(caches: ModuleType, recorded: Trace) -> None:
+    static = caches.found("static", recorded, "dedicated", caches.pinned(recorded, 4), gpus=4)
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"{100 * static.tokens / static.total:.2f} %, {static.tokens:,} tokens, each" in page
