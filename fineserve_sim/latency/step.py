@@ -174,10 +174,8 @@ class StepModel:
         """Of a step in which all decode: device seconds apart from attention, host seconds, attention."""
         if decodes >= len(self._tokens_s) or decodes >= len(self._sampled_s):
             self._reserve(decodes, decodes)
-        batch_s, host_s = (
-            self._tokens_s[decodes] + self._sampled_s[decodes],
-            self.overhead_s + decodes * self.sequence_s,
-        )
+        batch_s = self._tokens_s[decodes] + self._sampled_s[decodes]
+        host_s = self.overhead_s + decodes * self.sequence_s
         return batch_s, host_s, self._decode_curves.get(decodes) or self._decode_curve(decodes)
 
     def decode_span_s(
@@ -217,8 +215,8 @@ class StepModel:
             steps = min(steps, int((until_s - start_s) / least_s) + 2)
         if steps > SCALAR_STEPS:
             return _ends_of(start_s, self.decode_steps_s(decodes, decode_context, steps), slowdown)
-        (batch_s, host_s, curve), floor_s, next_piece = self._decode_costs(decodes), self.floor_s, 0.0
-        now, ends = start_s, []
+        batch_s, host_s, curve = self._decode_costs(decodes)
+        now, ends, floor_s, next_piece = start_s, [], self.floor_s, 0.0
         for context in range(decode_context + decodes, decode_context + steps * decodes + 1, decodes):
             if context >= next_piece:
                 piece_start, value, slope, next_piece = curve.piece(context)

@@ -15,7 +15,7 @@ from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
 
 @dataclass(slots=True, eq=False)
-class Shared:
+class _SharedGpu:
     """A GPU with its law: what that sees of the engines here, and the ``paces`` that follow, by engine."""
 
     law: SharingLaw
@@ -27,7 +27,7 @@ class Shared:
 class _Place:
     """Where an engine is, the part of the SMs that it may take there, and who else is on one of its GPUs, by id."""
 
-    gpus: tuple[Shared, ...]
+    gpus: tuple[_SharedGpu, ...]
     sm_share: float
     neighbours: tuple[int, ...] = ()
 
@@ -40,7 +40,7 @@ class Contention:
     """``slowdowns`` by engine, of those that are here, and ``gpus_of`` them; the engines ``on`` each GPU. ``laws`` by GPU."""
 
     def __init__(self, laws: Mapping[int, SharingLaw]) -> None:
-        self._gpus = {gpu: Shared(law) for gpu, law in laws.items()}
+        self._gpus = {gpu: _SharedGpu(law) for gpu, law in laws.items()}
         self._places: dict[int, _Place] = {}
         self.gpus_of: dict[int, tuple[int, ...]] = {}
         self.slowdowns: dict[int, float] = {}
