@@ -53,8 +53,7 @@ MEMORY_GIB = 2  # each engine counts half a GiB of CUDA graphs, which are not th
 TOKEN_BUDGET, SEQUENCES = 256, 16
 SLO_S = 0.5
 SYSTEMS = ("fineserve", "static*")
-EVERY = 4
-"""Samples are a second apart; of the KV bytes over time, every fourth is shown."""
+EVERY = 4  # samples are a second apart; of the KV bytes over time, every fourth is shown
 
 UNMEASURED = [("engine.step_times", None, "real engines take their own time")]
 
@@ -93,9 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pairs", type=int, default=1)
-    parser.add_argument(
-        "--rate", type=float, default=14.0, help="requests a second of both models together, in the mean"
-    )
+    parser.add_argument("--rate", type=float, default=14.0, help="mean requests a second of both models together")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -122,10 +119,8 @@ def play_and_simulate(folder: Path, rate_per_s: float) -> dict[str, Any]:
     load = os.getloadavg()[0]
     played = play_real(file, folder)
     command("fineserve-sim", "run", file, "--out", folder / "simulated", "--jobs", "1")
-    model = json.loads((folder / "model.json").read_text())
-    steps = load_step_model(
-        folder / "steps.parquet", model_from_hf_config(folder / model), precision("W16A16"), gpu("h100-sxm")
-    )
+    shape = model_from_hf_config(folder / json.loads((folder / "model.json").read_text()))
+    steps = load_step_model(folder / "steps.parquet", shape, precision("W16A16"), gpu("h100-sxm"))
     paces = {name: pace_of(found, steps) for name, found in played.items()}
     for name, pace in paces.items():
         simulate_at_pace(file, folder, name, pace["pace"])
@@ -372,18 +367,8 @@ def table(system: str, pairs: list[dict[str, Any]]) -> str:
 
 
 def _paces(system: str, pairs: list[dict[str, Any]]) -> list[str]:
-    head = (
-        "pair",
-        "load before, after",
-        "steps",
-        "pace",
-        "processor",
-        "median step",
-        "alone",
-        "in turn",
-        "steps in turn",
-    )
-    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    head = "| pair | load before, after | steps | pace | processor | median step | alone | in turn | steps in turn |"
+    rows = [head, "|---" * (head.count("|") - 1) + "|"]
     for number, pair in enumerate(pairs):
         pace = pair["pace"][system]
         cells = [str(number), ", ".join(f"{load:.1f}" for load in pair["load"]), f"{pace['steps']:.0f}"]

@@ -52,18 +52,19 @@ def experiment_for_trace(
         "slo": _slo(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale),
         "seeds": seeds,
     }
-
-    def built(*sweeps: Mapping[str, Any]) -> Experiment:
-        named = list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"]))
-        data = options | {"systems": named, "sweeps": [dict(sweep) for sweep in sweeps]}
-        return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
-
     sweep = {"name": "run", "at": {"rate_scale": rate_scale}, "systems": list(dict.fromkeys(systems))}
-    found = built(sweep)
+    found = _built(trace, options, sweep)
     if not anchors:
         return found
     needed = sum(least_degree(found.setup, model) for model in found.setup.models)
-    return built(*_with_anchors(sweep, count, needed))
+    return _built(trace, options, *_with_anchors(sweep, count, needed))
+
+
+def _built(trace: Path, options: Mapping[str, Any], *sweeps: Mapping[str, Any]) -> Experiment:
+    """The experiment of these sweeps, named after the trace."""
+    named = list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"]))
+    data = {**options, "systems": named, "sweeps": [dict(sweep) for sweep in sweeps]}
+    return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
 
 
 def model_entry(text: str) -> dict[str, Any]:
