@@ -119,9 +119,9 @@ class Cluster:
     def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
         """``happens(now)`` then, as an event of this order that belongs to no engine."""
 
-        def begin(_: object) -> None:
+        def begin(now: float) -> None:
             self.order = order
-            happens(time_s)
+            happens(now)
 
         self.clock.at(time_s, order, begin)
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 from fineserve_traces import totals
-from simpy.events import Event
 
 from fineserve_sim.cluster.arrivals import Arrivals, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
@@ -115,18 +114,16 @@ class Run:
         if self._arrivals.next_s < math.inf:
             self.parts.cluster.clock.at(self._arrivals.next_s, ARRIVAL, self._on_arrival)
 
-    def _on_arrival(self, _: Event) -> None:
+    def _on_arrival(self, now: float) -> None:
         """All requests of this very moment come in."""
         arrivals, cluster = self._arrivals, self.parts.cluster
-        now = arrivals.next_s
         while arrivals.next_s == now:
             request, output, prefix = arrivals.take()
             cluster.arrive(request, output, now, prefix)
         self._expect()
 
-    def _on_sample(self, _: Event) -> None:
+    def _on_sample(self, now: float) -> None:
         clock, outcomes, tell = self.parts.cluster.clock, self.parts.cluster.outcomes, self._scenario.tell
-        now: float = clock.now
         self.parts.cluster.settle_all(now, TIMER)
         if not outcomes.open:
             return

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simkit import solo, step_model
+from simpy.events import Event
 
+import fineserve_sim
 from fineserve_sim.cluster import simulate
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.samples import sample_time_s
@@ -54,6 +59,32 @@ def test_equal_ranks_keep_the_order_of_scheduling() -> None:
             clock.at(1.0, order_of(Kind.START, 7), lambda _, name=name, seen=seen: seen.append(name))
         clock.run()
         assert seen == list(order)
+
+
+def test_processes_of_simpy_run_beside_moments() -> None:
+    clock, seen = Clock(), []
+
+    def process() -> Iterator[Event]:
+        for _ in range(2):
+            yield clock.timeout(0.1)
+            seen.append(("process", clock.now))
+        raise KeyError("lost")
+
+    clock.at(0.15, order_of(Kind.TIMER, 0), lambda now: seen.append(("moment", now)))
+    running = clock.process(process())
+    with pytest.raises(KeyError, match="lost"):
+        clock.run(until=running)
+    assert seen == [("process", 0.1), ("moment", 0.15), ("process", 0.2)]
+    clock.at(3.0, order_of(Kind.ARRIVAL, 0), lambda now: seen.append(("moment", now)))
+    clock.run(until=2.0)
+    assert (clock.now, clock.peek(), len(seen)) == (2.0, 3.0, 3)
+
+
+def test_no_module_reaches_into_simpy() -> None:
+    private = re.compile(r"\._(queue|now|eid|ok|value|defused|active_proc)\b")
+    root = Path(fineserve_sim.__file__).parent
+    users = [path for path in root.rglob("*.py") if "simpy" in (text := path.read_text()) and private.search(text)]
+    assert users == []
 
 
 def test_an_engine_that_ends_a_step_sees_the_request_that_arrives_at_that_moment() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from simpy.events import Event
 
 from fineserve_calibrate.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
@@ -123,9 +122,8 @@ class EngineRun:
                 sent += 1
         return self._times()
 
-    def _arrival(self, index: int) -> Callable[[Event], None]:
-        def arrive(_: Event) -> None:
-            now: float = self._clock.now
+    def _arrival(self, index: int) -> Callable[[float], None]:
+        def arrive(now: float) -> None:
             self._arrival_s[index] = now
             prompt, model = int(self._requests.prompt_tokens[index]), str(self._requests.model[index])
             output = int(self._requests.output_tokens[index])

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from simpy.events import Event
-
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 
 Done = Callable[[float], None]
@@ -75,7 +73,7 @@ class Link:
                 chunk_bytes = min(turn[2].chunk_bytes, turn[2].left_bytes)
                 self._clock.at(self._clock.now + chunk_bytes / self.bytes_per_s, self._order, self._on_chunk)
 
-    def _on_chunk(self, _: Event) -> None:
+    def _on_chunk(self, now: float) -> None:
         assert self._carrying is not None
         turn, self._carrying = self._carrying, None
         transfer = turn[2]
@@ -84,4 +82,4 @@ class Link:
             heappush(self._waiting, turn)
         self._carry_next()
         if not transfer.left_bytes and transfer.on_done is not None:
-            transfer.on_done(self._clock.now)
+            transfer.on_done(now)

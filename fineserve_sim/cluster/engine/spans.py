@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import accumulate
-
-from simpy.events import Event
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
@@ -272,7 +271,7 @@ class Wakeups:
 
     def start(self, engine: SpanEngine, now: float) -> None:
         """Call ``engine.on_start`` at this moment, after everything else that happens in it."""
-        self._clock.at(now, engine.start_order, lambda _: self._start(engine, now))
+        self._clock.at(now, engine.start_order, partial(self._start, engine))
 
     def moved(self) -> None:
         """A span has got another end."""
@@ -285,7 +284,7 @@ class Wakeups:
         self._calling = False
         self._set_next()
 
-    def _on_step_end(self, _: Event) -> None:
+    def _on_step_end(self, _: float) -> None:
         end_s, engine = self._set.pop()
         if engine.end_s == end_s:
             self._calling = True

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from simpy.events import Event
-
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.policy.memory.paged import BytePool
@@ -84,7 +82,7 @@ class TpGroup:
         self.busy_s = 0.0
         self._clock = clock
         self._jobs: deque[Job] = deque()
-        self._event: Event | None = None
+        self._awaited: object = None  # what the clock was told last; it may have been given up since
         self._end_order = order_of(Kind.STEP_END, id)
         self._start_order = order_of(Kind.START, id)
         self.load(frozenset(range(sizes.layers)))
@@ -102,14 +100,14 @@ class TpGroup:
     def request(self, job: Job) -> None:
         """Queue a job. If idle it begins at this very moment, after everything else that happens in it."""
         self._jobs.append(job)
-        if self._event is None:
-            self._event = self._clock.at(self._clock.now, self._start_order, partial(self._go_on, None))
+        if self._awaited is None:
+            self._await(self._clock.now, self._start_order, None)
 
     def fail(self) -> None:
         """Lost, with what it computes, all that is queued, and all that is in its memory."""
         self.alive = False
         self._jobs.clear()
-        self._event = None
+        self._awaited = None
         self.load(frozenset())
 
     def check(self) -> None:
@@ -117,17 +115,21 @@ class TpGroup:
         used_bytes, limit_bytes = self.kv.used_bytes, self.kv.limit_bytes
         assert 0 <= used_bytes <= limit_bytes, f"instance {self.id} holds {used_bytes} KV bytes of {limit_bytes}"
 
-    def _go_on(self, end: Callable[[float], None] | None, event: Event) -> None:
+    def _await(self, time_s: float, order: int, end: Callable[[float], None] | None) -> None:
+        """The job in hand ends then, or its end is None and the first begins."""
+        self._awaited = object()
+        self._clock.at(time_s, order, partial(self._go_on, self._awaited, end))
+
+    def _go_on(self, awaited: object, end: Callable[[float], None] | None, now: float) -> None:
         """The job that ends hears of it, and the next one begins, unless all was lost meanwhile."""
-        if event is not self._event:
+        if awaited is not self._awaited:
             return
-        now: float = self._clock.now
         if end is not None:
             end(now)
-        self._event = None
-        while self._jobs and self._event is None:
+        self._awaited = None
+        while self._jobs and self._awaited is None:
             turn = self._jobs.popleft()(now)
             if turn is not None:
                 seconds, at_end = turn
                 self.busy_s += seconds
-                self._event = self._clock.at(now + seconds, self._end_order, partial(self._go_on, at_end))
+                self._await(now + seconds, self._end_order, at_end)
