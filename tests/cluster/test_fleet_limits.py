@@ -13,7 +13,7 @@ from lawkit import bounded, differences
 from simkit import H100, Row
 
 from fineserve_sim.catalog import gpu
-from fineserve_sim.cluster import Fate, Gpu, Scenario
+from fineserve_sim.cluster import EngineSettings, Fate, Gpu, Scenario
 
 
 def assert_static(rows: list[Row], **options: Any) -> None:
@@ -36,6 +36,29 @@ def test_a_prompt_that_its_engine_cannot_hold_is_rejected() -> None:
     run = bounded(fleet(rows, STAYS, models=2, drain_s=20.0))
     assert run.result.fate.tolist() == [Fate.REJECTED, Fate.FINISHED]
     assert_static(rows, models=2, drain_s=20.0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "buffered", "contiguous"])
+@pytest.mark.parametrize("where", ["in the queue", "in its prefill"])
+def test_a_prompt_too_long_since_another_model_came_blocks_nobody(mode: str, where: str) -> None:
+    """It is turned away when the engine's memory shrinks; who waits behind it is served."""
+    first = (0.0, 64, 2000, 0) if where == "in the queue" else (0.0, 64, 8, 0)
+    rows: list[Row] = [first, (0.1, 80_000, 8, 0), (0.3, 64, 8, 1), (0.4, 64, 8, 0), (9.0, 64, 8, 0)]
+    run = bounded(
+        fleet(
+            rows,
+            STAYS,
+            models=2,
+            hosted=2,
+            kv_tokens=40_000,
+            memory={"policy": "kvcached", "mode": mode},
+            placement={"policy": "pinned", "groups": {"m0": [[0]]}},
+            settings=EngineSettings(token_budget=256, max_sequences=1 if where == "in the queue" else 16),
+            drain_s=60.0,
+        )
+    )
+    assert run.result.fate.tolist() == [Fate.FINISHED, Fate.REJECTED, *[Fate.FINISHED] * 3]
+    assert run.result.preemptions.sum() == (where == "in its prefill")
 
 
 @pytest.mark.parametrize("order", ["fast first", "slow first"])
@@ -88,6 +111,17 @@ def test_engines_on_one_gpu_share_what_their_weights_leave(residency: dict[str, 
     assert (run.fate == Fate.FINISHED).all()
     held = run.timeline.kv_used_bytes.sum(axis=1) + run.timeline.gpu_free_bytes.sum(axis=1)
     assert (held <= sum(static.kv_capacity_bytes)).all()
+
+
+def test_engines_that_load_at_once_share_what_their_weights_leave() -> None:
+    """Two models come to a GPU in the place of two others: who is ready first leaves the other its part."""
+    rows: list[Row] = [(0.0, 64, 8, 0), (0.0, 64, 8, 1), (10.0, 640, 30, 2), (10.0, 640, 30, 3), (12.0, 640, 30, 3)]
+    run = bounded(
+        fleet(rows, PRISM, models=4, hosted=2, placement=TOGETHER, memory={"policy": "private"}, drain_s=20.0)
+    )
+    assert run.result.fate.tolist() == [Fate.FINISHED] * 5
+    longest = {id: tokens for line in run.log for id, tokens in line.get("max_tokens", {}).items()}
+    assert longest["2"] == longest["3"] > 0
 
 
 @pytest.mark.parametrize(

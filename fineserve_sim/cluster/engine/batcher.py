@@ -151,10 +151,29 @@ class Batcher(Engine):
         self.composition_changed = True
         self._preempted = True
         self._host.preempted(self, sequence, now)
-        if sequence.generated_tokens and sequence.target_tokens >= self.kv.capacity_tokens():
+        if sequence.generated_tokens and self.too_long(sequence):
             self._host.finished(self, sequence, now)  # it has outgrown the memory: cut, as at vLLM's max_model_len
         elif self.closing:
             self._host.returned(self, [sequence], now)
         else:
             lane.queue.put_back(sequence)
             self._backlog_tokens += sequence.target_tokens
+
+    def too_long(self, sequence: SequenceState) -> bool:
+        """The memory could not hold what the sequence is to prefill, and a token more, even if it were empty."""
+        return sequence.target_tokens >= self.kv.capacity_tokens()
+
+    def shed(self, now: float) -> list[SequenceState]:
+        """The memory has shrunk: between two iterations, remove and return the prompts that are too long for it by now."""
+        for lane in self.lanes:
+            for sequence in filter(self.too_long, [*lane.queue.prefilling]):
+                self.preempt(sequence, lane, now)
+        lost = []
+        for sequence in self.take_waiting():
+            if not self.too_long(sequence):
+                self.accept(sequence)
+            elif sequence.generated_tokens:
+                self._host.finished(self, sequence, now)
+            else:
+                lost.append(sequence)
+        return lost

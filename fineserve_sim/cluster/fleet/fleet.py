@@ -7,6 +7,7 @@ iteration: no part of an engine needs to know of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,10 +43,11 @@ class EngineBytes:
 class FleetMemory:
     """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
     that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. An engine of private pools that
-    comes later gets what is free then: neither weights nor pools of others."""
+    comes later gets what is free then, neither weights nor pools of others: an equal part, if more are on their way."""
 
     def __init__(self, left_bytes: Mapping[int, int], managers: Mapping[int, GpuMemory]) -> None:
         self.managers = dict(managers)
+        self.coming = Counter[int]()  # engines that load, by GPU
         self._left_bytes = dict(left_bytes)
 
     def take(self, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
@@ -67,7 +69,8 @@ class FleetMemory:
                 manager.join(engine, block)
             else:
                 assert isinstance(manager, PrivatePools) and isinstance(block, int)
-                manager.join(engine, block, max(0, self._left_bytes[gpu] - manager.ledger().total_bytes))
+                free_bytes = max(0, self._left_bytes[gpu] - manager.ledger().total_bytes)
+                manager.join(engine, block, free_bytes // (1 + self.coming[gpu]))
 
     def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
         """An engine that holds no KV any more goes."""
@@ -134,6 +137,7 @@ class ModelFleet(Fleet):
         self._awaited_s = float("inf")  # when what loads changes next
         self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
+        cluster.stopped = self._shed
         cluster.actions[Survey] = lambda _, now: self._look(now)
         cluster.actions |= {Activate: self._activate, Evict: self._evict}
 
@@ -190,6 +194,7 @@ class ModelFleet(Fleet):
             return  # what loads has changed since
         for engine in self._loader.advance(now):
             resident = self._residents[engine]
+            self._memory.coming.subtract(resident.gpus)
             self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
             self._build_on(engine)
             self.reform(now)
@@ -204,6 +209,7 @@ class ModelFleet(Fleet):
         for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
             cluster.settle_now(cluster.engines[engine], now)
         self._memory.take(command.gpus, bytes.fixed_bytes, now)
+        self._memory.coming.update(command.gpus)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
         self._cluster.unformed.update(command.gpus)
@@ -255,6 +261,7 @@ class ModelFleet(Fleet):
         lost: list[SequenceState] = []
         if engine is None:
             self._loader.cancel(now, id)
+            self._memory.coming.subtract(resident.gpus)
         else:
             cluster.settle_now(engine, now)
             lost = engine.abandon()
@@ -286,10 +293,22 @@ class ModelFleet(Fleet):
         if limits:
             cluster.hear(now, EnginesResized(limits))
         for engine in engines:
-            if engine.busy:
+            if engine.index in limits and any(
+                map(engine.too_long, [*engine.partial_prefills(), *engine.queues[0].waiting])
+            ):
+                engine.stop(now)
+            elif engine.busy:
                 engine.cut()
             elif engine.has_work or self._controller.waiting(engine.index):
                 engine.start(now)
+
+    def _shed(self, engine: Engine, now: float) -> None:
+        """An engine whose memory has shrunk stands between two iterations: prompts that it cannot hold go elsewhere."""
+        assert isinstance(engine, SpanEngine)
+        lost = engine.shed(now)
+        engine.go_on(now)
+        self._cluster.memory_freed(engine, now)
+        self._cluster.returned(engine, lost, now)
 
     def _connected(self, gpus: Iterable[int]) -> set[int]:
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""
