@@ -98,12 +98,10 @@ class Controller:
 
     ``routes`` maps each model to its instances; a model without instances has an empty sequence. They stay as they are;
     ``FleetController`` is the one whose engines come and go. ``schedulers`` by the engines that one serves; an engine without
-    one holds nothing back: requests go to its own first-come-first-served queue at once.
+    one holds nothing back: requests go to its own first-come-first-served queue at once. ``stays``: why other events cannot be.
     """
 
     stays = "the engines of this controller are always resident"
-    """Why other events cannot be."""
-
     needs_loads: bool = False
     """Whether it wants to be told what changed (``Loads``) before each request."""
 
@@ -159,14 +157,21 @@ class Controller:
         return scheduler.unchanged_until(now, engines) if len(scheduler) else float("inf")
 
     def _arrive(self, event: RequestArrived | RequestReturned) -> list[Command]:
-        request = event.request
+        request = self._expected(event)
         route = self.route(request.model, request.prompt_tokens)
         if route is not None:
             return self._deliver(request, route.engine)
         limits = [route.max_tokens for route in self._routes[request.model].instances]
         if not limits:
             return [Reject(request.id, f"no instance of {request.model} is placed")]
-        return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {max(limits) - 1}")]
+        return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {max(0, max(limits) - 1)}")]
+
+    def _expected(self, event: RequestArrived | RequestReturned) -> Request:
+        """Its request, of a known model, that does not wait yet."""
+        request = event.request
+        if request.model not in self._routes or request.id in self._bound:
+            raise ValueError(f"request {request.id} waits already, or its model {request.model} is not there")
+        return request
 
     def route(self, model: str, prompt_tokens: int) -> Route | None:
         """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
@@ -199,6 +204,8 @@ class Controller:
         return []
 
     def _schedule(self, event: EngineStepped) -> list[Command]:
+        if event.engine not in self._queues:
+            raise ValueError(f"engine {event.engine} stepped, but no scheduler serves it")
         admission = self._queues[event.engine].scheduler.schedule(self._now, event.engines)
         commands: list[Command] = []
         for request in admission.dropped:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evict, Reject, Survey
-from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.events import (
     EngineDrained,
     EngineFailed,
@@ -25,7 +25,7 @@ from fineserve_sim.policy.events import (
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
-from fineserve_sim.policy.fleet.views import FleetView, Start, Status, Stop, Suggestion
+from fineserve_sim.policy.fleet.views import FleetView, Start, Status, Stop, Suggestion, next_multiple
 from fineserve_sim.policy.interfaces import (
     EngineFacts,
     EngineState,
@@ -377,9 +377,11 @@ class TestView:
         assert script.seen is not None and script.seen.rates_per_s["a"] == pytest.approx(1 / 60)
 
 
-def test_engines_of_a_static_controller_do_not_come_and_go() -> None:
-    with pytest.raises(ValueError, match="EngineReady"):
-        Controller({"a": []}).handle(0.0, EngineReady(0))
+@given(st.sampled_from([0.1, 0.3, 1.0, 2.0, 7.3]), st.integers(0, 1000), st.sampled_from([0.0, 0.03, 1e-9]))
+def test_the_next_multiple_of_a_period_comes_later_and_none_before_it(period_s: float, count: int, rest: float) -> None:
+    now = count * period_s + rest
+    then = next_multiple(period_s, now)
+    assert then > now >= (round(then / period_s) - 1) * period_s
 
 
 class Fleet(RuleBasedStateMachine):

@@ -18,7 +18,7 @@ from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Activate, Command, Evict, Reject, Survey
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.roster import EngineEntry, FleetModel, Roster, SchedulerMaker
-from fineserve_sim.policy.fleet.views import FleetView, Pending, ResidencyPolicy, Start, Status, Stop
+from fineserve_sim.policy.fleet.views import FleetView, Pending, ResidencyPolicy, Start, Status, Stop, next_multiple
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, Request
 
 _IN_TURN = attrgetter("arrival_s", "id")
@@ -30,6 +30,8 @@ class FleetController(Controller):
     ``instances`` are resident from the start, as engines 0, 1, ... in their order; GPUs are ``gpus``. Ticks come every
     ``tick_s``; rates are averages over ``rate_window_s``, which start at the expected rates of ``models``.
     """
+
+    stays = "engines that come and go neither merge nor migrate"
 
     def __init__(
         self,
@@ -46,7 +48,6 @@ class FleetController(Controller):
         if tick_s <= 0:
             raise ValueError(f"tick_s is {tick_s}: ticks must be apart")
         self.next_tick_s = 0.0
-        self._ticks = 0  # counted: multiples of a fraction do not add up
         self._tick_s = tick_s
         self._rate_window_s = rate_window_s
         self._make_schedulers = make_schedulers
@@ -61,9 +62,9 @@ class FleetController(Controller):
             events.Tick: self._tick,
             events.EngineReady: self._ready,
             events.EnginesResized: self._resize,
-            events.EngineDrained: lambda event: self._gone(event.engine),
-            events.EngineFailed: lambda event: self._gone(event.engine, event.lost),
-            events.GpusRepaired: lambda event: self._look_for_waiting(),
+            events.EngineDrained: lambda event: self._gone(self._roster.told_of(event.engine, Status.DRAINING)),
+            events.EngineFailed: lambda event: self._gone(self._roster.told_of(event.engine), event.lost),
+            events.GpusRepaired: self._repaired,
         }
         self._remake_schedulers(self._roster.gpus)
 
@@ -102,7 +103,7 @@ class FleetController(Controller):
         return found.status if found else None
 
     def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
-        request = event.request
+        request = self._expected(event)
         model = self._models[request.model]
         if isinstance(event, events.RequestArrived):  # one that comes back is no new demand
             model.rate.note(self._now)
@@ -138,8 +139,8 @@ class FleetController(Controller):
         return commands
 
     def _ready(self, event: events.EngineReady) -> list[Command]:
-        ready = self._engines.get(event.engine)
-        if ready is None or ready.status is not Status.LOADING:
+        ready = self._roster.told_of(event.engine, Status.LOADING)
+        if ready is None:
             return []  # evicted or lost while it was loading
         ready.status = Status.RESIDENT
         ready.busy_s = self._now
@@ -151,11 +152,18 @@ class FleetController(Controller):
             commands += self._evict(self._engines[ready.replaces], drain=True)
         return commands
 
-    def _gone(self, engine: int, lost: Iterable[int] = ()) -> list[Command]:
+    def _gone(self, engine: EngineEntry | None, lost: Iterable[int] = ()) -> list[Command]:
         """It is not there any more, nor is any on lost GPUs: who waits for them or for their memory may get others."""
-        ids = {engine}.union(*(self._roster.on_gpu[gpu] for gpu in lost)) & self._engines.keys()
-        waiting = [request for id in sorted(ids) for request in self._remove(self._engines[id])]
-        return [*self._distribute(waiting), *self._look_for_waiting()] if ids else []
+        gone = {} if engine is None else {engine.engine: engine}
+        for gpu in lost:
+            gone |= self._roster.on_gpu[gpu]
+        waiting = [request for id in sorted(gone) for request in self._remove(gone[id])]
+        return [*self._distribute(waiting), *self._look_for_waiting()] if gone else []
+
+    def _repaired(self, event: events.GpusRepaired) -> list[Command]:
+        if not self._roster.gpus.keys() >= set(event.gpus):
+            raise ValueError(f"GPUs {event.gpus} are repaired, but there are {sorted(self._roster.gpus)}")
+        return self._look_for_waiting()
 
     def _look_for_waiting(self) -> list[Command]:
         """Ask for the state of everything, if requests wait for an engine that nobody has asked for."""
@@ -183,10 +191,11 @@ class FleetController(Controller):
 
     def _resize(self, event: events.EnginesResized) -> list[Command]:
         """Routes know what their engines can hold."""
-        for engine in [self._engines[id] for id in event.max_tokens if id in self._engines]:
-            engine.route.max_tokens = event.max_tokens[engine.engine]
-            routes, turns, _ = self._routes[engine.model]
-            self._lead(engine.model, routes, turns)
+        for id, max_tokens in event.max_tokens.items():
+            if engine := self._roster.told_of(id):
+                engine.route.max_tokens = max_tokens
+                routes, turns, _ = self._routes[engine.model]
+                self._lead(engine.model, routes, turns)
         return []
 
     def _distribute(self, requests: Iterable[Request]) -> list[Command]:
@@ -219,9 +228,7 @@ class FleetController(Controller):
 
     def _tick(self, event: events.Tick) -> list[Command]:
         if self._now >= self.next_tick_s:
-            self._ticks = max(self._ticks + 1, int(self._now / self._tick_s))
-            self._ticks += self._ticks * self._tick_s <= self._now
-            self.next_tick_s = self._ticks * self._tick_s
+            self.next_tick_s = next_multiple(self._tick_s, self._now)
         view = self._view(event)
         self._pressed.clear()
         free_bytes = dict(event.free_bytes)

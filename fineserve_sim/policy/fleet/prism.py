@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fineserve_sim.policy.fleet.views import EngineView, FleetView, Start, Status, Stop, Suggestion
+from fineserve_sim.policy.fleet.views import EngineView, FleetView, Start, Status, Stop, Suggestion, next_multiple
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.placement.kvpr import KvprPlacement, best_group
 
@@ -59,7 +59,7 @@ class PrismResidency:
         activated = self._activate(now, view, books)
         suggestions = [*activated, *self._relieve(view, books)]
         if self.move and (activated or now >= self._next_replacement_s):
-            self._next_replacement_s = (now // self.replace_s + 1) * self.replace_s
+            self._next_replacement_s = next_multiple(self.replace_s, now)
             suggestions += self._rebalance(now, view, books)
         return suggestions
 

@@ -102,8 +102,8 @@ class Roster:
         self.models: dict[str, ModelEntry] = {}
         self.engines: dict[int, EngineEntry] = {}
         self.on_gpu: dict[int, dict[int, EngineEntry]] = {gpu: {} for gpu in self.gpus}
+        self.given = 0  # ids so far
         self._largest_bytes = max(gpu.memory_bytes for gpu in self.gpus.values())
-        self._next = 0
 
     def add_model(self, id: str, model: FleetModel, rate_window_s: float) -> None:
         demand = model.demand
@@ -114,12 +114,19 @@ class Roster:
     def enter(self, model: str, gpus: tuple[int, ...], status: Status) -> EngineEntry:
         """An engine of a known model comes."""
         facts = self.models[model]
-        route = Route(self._next, facts.demand.rate_per_s, facts.max_tokens)
-        entry = EngineEntry(self._next, model, gpus, status, 0.0, 0, route)
-        self._next += 1
+        route = Route(self.given, facts.demand.rate_per_s, facts.max_tokens)
+        entry = EngineEntry(self.given, model, gpus, status, 0.0, 0, route)
+        self.given += 1
         for book in self._books_of(entry):
             book[entry.engine] = entry
         return entry
+
+    def told_of(self, id: int, *statuses: Status) -> EngineEntry | None:
+        """The engine that an event names; None if it is gone. ValueError if it never was, or is in no such state."""
+        engine = self.engines.get(id)
+        if (engine is None and not 0 <= id < self.given) or (engine and statuses and engine.status not in statuses):
+            raise ValueError(f"engine {id} is {engine.status.name.lower() if engine else 'unknown'}: that cannot be")
+        return engine
 
     def remove(self, gone: EngineEntry) -> None:
         for book in self._books_of(gone):

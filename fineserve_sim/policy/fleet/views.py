@@ -81,3 +81,11 @@ Suggestion = Start | Stop
 class ResidencyPolicy(Protocol):
     def suggest(self, now: float, view: FleetView) -> Sequence[Suggestion]:
         """What to do now, in this order. A suggestion may count on the memory that those before it free."""
+
+
+def next_multiple(period_s: float, now: float) -> float:
+    """The first after ``now``; counted, for a fraction's multiples are not what adding it up comes to."""
+    number = int(now / period_s)
+    while number * period_s <= now:
+        number += 1
+    return number * period_s

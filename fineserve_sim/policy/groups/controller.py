@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from fineserve_sim.policy import commands, events
 from fineserve_sim.policy.commands import Command
@@ -52,7 +51,7 @@ class GroupController(Controller):
         stages: int,
         spares: int,
     ) -> None:
-        super().__init__({})
+        super().__init__({model.id: ()})
         self._model, self._gpus = model, tuple(instances)
         self.max_tokens = model.max_tokens
         self._dispatcher = dispatch
@@ -62,7 +61,7 @@ class GroupController(Controller):
             self.next_tick_s = 0.0
         self._ticks = 0
         self._engines: dict[int, GroupEngine] = {}
-        self._ids = count()
+        self._given = 0  # ids of engines so far
         self._tied: dict[int, tuple[int, ...]] = {}  # by engine, until all serve: those it is made of, or splits into
         self._moving: dict[int, commands.Migrate] = {}  # by request
         self._held: list[Request] = []
@@ -72,22 +71,22 @@ class GroupController(Controller):
             self._add(tuple(range(first, first + stages)), Phase.SERVING)
         self._handlers = {
             events.RequestArrived: self._arrive,
-            events.RequestReturned: lambda event: self._dispatch(event.request),
+            events.RequestReturned: lambda event: self._dispatch(self._expected(event)),
             events.RequestAborted: self._abort,
             events.Loads: lambda event: self._note(event.loads),
             events.Tick: self._tick,
-            events.EngineReady: lambda event: self._serve(event.engine),
+            events.EngineReady: lambda event: self._serve(self._told_of(event.engine, Phase.LOADING)),
             events.LayersDropped: self._dropped,
             events.LayersKept: self._kept,
             events.LayersRestored: self._restored,
-            events.EngineDrained: lambda event: self._remove(event.engine),
+            events.EngineDrained: self._drained,
             events.EngineFailed: self._failed,
-            events.GpusRepaired: lambda event: self._activate([self._gpus.index(event.gpus)]),
+            events.GpusRepaired: self._repaired,
             events.MigrationEnded: self._moved,
         }
 
     def _arrive(self, event: events.RequestArrived | events.RequestReturned) -> list[Command]:
-        request, longest = event.request, self.max_tokens
+        request, longest = self._expected(event), self.max_tokens
         if request.prompt_tokens >= longest:
             reason = f"prompt of {request.prompt_tokens} tokens; the longest that fits has {longest - 1}"
             return [commands.Reject(request.id, reason)]
@@ -124,15 +123,22 @@ class GroupController(Controller):
 
     def _note(self, loads: Mapping[int, EngineLoad]) -> list[Command]:
         for id, load in loads.items():
-            engine = self._engines.get(id)
+            engine = self._engines.get(id) or self._told_of(id)
             if engine is not None:
                 engine.load = load
                 if engine.takes_requests:
                     self._dispatcher.offer(engine)
         return []
 
+    def _told_of(self, id: int, *phases: Phase) -> GroupEngine | None:
+        """The engine that an event names; None if it is gone. ValueError if it never was, or is in no such phase."""
+        engine = self._engines.get(id)
+        if (engine is None and not 0 <= id < self._given) or (engine and phases and engine.phase not in phases):
+            raise ValueError(f"engine {id} is {engine.phase.name.lower() if engine else 'unknown'}: that cannot be")
+        return engine
+
     def _add(self, instances: tuple[int, ...], phase: Phase) -> int:
-        id = next(self._ids)
+        id, self._given = self._given, self._given + 1
         self._engines[id] = GroupEngine(id, instances, phase, EngineLoad(0, 0))
         self._enter(id, phase)
         return id
@@ -145,28 +151,41 @@ class GroupController(Controller):
         else:
             self._dispatcher.withdraw(id)
 
-    def _serve(self, id: int) -> list[Command]:
-        if id not in self._engines:
+    def _serve(self, engine: GroupEngine | None) -> list[Command]:
+        if engine is None:
             return []
-        self._enter(id, Phase.SERVING)
+        self._enter(engine.id, Phase.SERVING)
         return self._release_held()
 
-    def _remove(self, id: int) -> list[Command]:
+    def _remove(self, id: int) -> None:
         if self._engines.pop(id, None) is not None:
             self._dispatcher.withdraw(id)
             self._remove_tied(id)
-        return []
 
     def _remove_tied(self, id: int) -> None:
         """The engines that it was made of are gone with it, or it is not to split any more."""
         for other in self._tied.pop(id, ()):
             self._remove(other)
 
+    def _drained(self, event: events.EngineDrained) -> list[Command]:
+        if self._told_of(event.engine, Phase.DRAINING):
+            self._remove(event.engine)
+        return []
+
+    def _merged(self, id: int) -> GroupEngine | None:
+        """The pipeline to come that an event names, None if it is gone."""
+        merged = self._told_of(id, Phase.CHANGING)
+        if merged and id not in self._tied:
+            raise ValueError(f"engine {id} is to be merged: it is not what others merge into")
+        return merged
+
     def _dropped(self, event: events.LayersDropped) -> list[Command]:
+        merged = self._merged(event.engine)
         self._remove_tied(event.engine)
-        return self._serve(event.engine)
+        return self._serve(merged)
 
     def _kept(self, event: events.LayersKept) -> list[Command]:
+        self._merged(event.engine)
         for source in self._tied.pop(event.engine, ()):
             if source in self._engines:
                 self._enter(source, Phase.SERVING)
@@ -174,13 +193,22 @@ class GroupController(Controller):
         return self._release_held()
 
     def _restored(self, event: events.LayersRestored) -> list[Command]:
-        self._enter(event.engine, Phase.DRAINING)
-        for successor in self._tied.pop(event.engine):
-            self._enter(successor, Phase.SERVING)
+        if self._told_of(event.engine, Phase.RESTORING):
+            self._enter(event.engine, Phase.DRAINING)
+            for successor in self._tied.pop(event.engine):
+                self._enter(successor, Phase.SERVING)
         return self._release_held()
 
+    def _repaired(self, event: events.GpusRepaired) -> list[Command]:
+        engines = self._engines.values()
+        used = {*self._spares, *(instance for engine in engines for instance in engine.instances)}
+        repaired = [number for number, gpus in enumerate(self._gpus) if gpus == event.gpus and number not in used]
+        if not repaired:
+            raise ValueError(f"GPUs {event.gpus} are repaired, but no instance on them had failed")
+        return self._activate(repaired)
+
     def _failed(self, event: events.EngineFailed) -> list[Command]:
-        failed = self._engines.get(event.engine)
+        failed = self._told_of(event.engine)
         if failed is None:
             return []
         self._remove(event.engine)
@@ -220,7 +248,8 @@ class GroupController(Controller):
         return [engine for engine in self._engines.values() if engine.phase is not Phase.LOADING]
 
     def _moved(self, event: events.MigrationEnded) -> list[Command]:
-        self._moving.pop(event.request_id, None)
+        if self._moving.pop(event.request_id, None) is None:
+            raise ValueError(f"request {event.request_id} was not to migrate")
         return []
 
     def _merge(self, group: Group, plan: DropPlan) -> Command:
