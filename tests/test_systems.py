@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from pydantic import ValidationError
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.policy.groups.dispatch import LlumnixMigration
+from fineserve_sim.policy.groups.drop_plan import KunServeDrop
+from fineserve_sim.policy.placement.fineserve import FineServePlacement
+from fineserve_sim.policy.placement.kvpr import KvprPlacement
+from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
+from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson
 from fineserve_sim.systems import SystemSpec, load_systems
+from fineserve_sim.systems import spec as specs
 
 FILES = sorted((f for f in files("fineserve_sim.systems").iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
 
@@ -45,6 +54,39 @@ def test_systems_combine_the_policies_of_the_matrix() -> None:
     assert axes["flexinfer"] == ("dedicated", "fcfs", "vtensor")
     assert axes["native"] == ("dedicated", "fcfs", "contiguous")
     assert axes["vllm-v0.4.2"] == ("dedicated", "fcfs", "private")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "readings"),
+    [
+        (specs.MooreHodgsonSpec(), {"late_start": "beside_blocked"}),
+        (specs.KunServeDropSpec(), {"required": "gross", "restore_usage": "cluster"}),
+        (specs.PipelineSpec(), {"queues": "shared"}),
+    ],
+)
+def test_readings_of_what_papers_leave_open_are_defaults(chosen: specs.Spec, readings: dict[str, str]) -> None:
+    assert chosen.model_dump(include=set(readings)) == readings
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        (specs.FineServePlacementSpec, FineServePlacement),
+        (specs.KvprPlacementSpec, KvprPlacement),
+        (specs.AdaptiveSpec, AdaptiveBatching),
+        (specs.MooreHodgsonSpec, MooreHodgson),
+        (specs.KunServeDropSpec, KunServeDrop),
+        (specs.LlumnixMigrationSpec, LlumnixMigration),
+    ],
+)
+def test_who_builds_a_policy_gets_the_defaults_of_its_spec(options: type[specs.Spec], policy: type) -> None:
+    by_class = {name: each.default for name, each in signature(policy).parameters.items()}
+    by_spec = {name: each.default for name, each in options.model_fields.items() if name in by_class}
+    assert by_spec and by_spec == {name: by_class[name] for name in by_spec}
+
+
+def test_the_microbatches_of_an_engine_share_their_queue_by_default() -> None:
+    assert signature(Engine).parameters["shared_queue"].default is (specs.PipelineSpec().queues == "shared")
 
 
 @pytest.mark.parametrize(

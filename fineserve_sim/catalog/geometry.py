@@ -123,7 +123,8 @@ def activation_bytes(model: ModelSpec, tp: int, tokens: int, sampled: int, logit
     (vllm-project/vllm pull request 10511; 1.20 here).
 
     The step peaks either inside a layer or in the sampler, with ``logit_bytes`` (by default as vLLM, which sorts) for each
-    of the vocabulary on every rank.
+    of the vocabulary on every rank. That dummy step has as many requests, each with a row of logits, as ``max_num_seqs`` and
+    its tokens allow (``_dummy_run`` of vLLM 0.32): 1,024 is the default of ``max_num_seqs`` on large GPUs, not a bound.
     """
     sampler = tokens * 2 * model.hidden_size * BYTES_16BIT + sampled * model.vocab_size * (
         logit_bytes or SORTED_LOGIT_BYTES

@@ -5,7 +5,7 @@
 * ``all end``: nobody is open at the horizon (where nobody may wait for ever).
 * ``nothing leaks``: ``CALM_S`` after the last request in flight has gone, nobody holds KV memory (but for kept prefixes).
 * ``merged = plain``: one event an iteration gives the same bits and commands. ``twice``: so does the same run again.
-* ``replayed``: a fresh controller that is told the events of the log says the same commands.
+* ``replayed``: a fresh controller that is told the events of the log, as a file gives them back, says the same commands.
 * ``twin``: so does the static cluster that it equals, but for the words of its commands.
 """
 

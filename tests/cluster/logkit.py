@@ -6,6 +6,7 @@ them; spans, in which something takes time, are nobody's decision.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -58,11 +59,18 @@ def command_line(now: float, command: Any, plain: Callable[[Any], Any] = lambda 
     return {"now_s": now, "command": type(command).__name__, **fields}
 
 
+def from_file(line: Line) -> Line:
+    """The line as a log file gives it back: keys are strings there, and tuples lists."""
+    read: Line = json.loads(json.dumps(line))
+    return read
+
+
 def replay(log: Iterable[Line], handle: Callable[[float, Any], Iterable[Any]]) -> str | None:
-    """Tell ``handle(now_s, event)`` of a fresh controller every event of the log. The first answer that is not the logged
-    one, in words; None when all commands are the same."""
-    for number, (line, logged) in enumerate(exchanges_of(log)):
-        again = [command_line(line["now_s"], command) for command in handle(line["now_s"], event_of(line))]
+    """Tell ``handle(now_s, event)`` of a fresh controller every event of the log, as a file would hold it. The first answer
+    that is not the logged one, in words; None when all commands are the same."""
+    for number, (line, logged) in enumerate(exchanges_of(map(from_file, log))):
+        commands = handle(line["now_s"], event_of(line))
+        again = [from_file(command_line(line["now_s"], command)) for command in commands]
         for old, new in zip_longest(logged, again):
             if old != new:
                 return f"event {number}, {line['event']} at {line['now_s']} s: the log has {old}, the controller says {new}"
@@ -76,5 +84,7 @@ DECODE: Mapping[str, Callable[[Any], Any]] = {
     "free_bytes": lambda free: {int(gpu): size for gpu, size in free.items()},
     "loads": lambda loads: {int(engine): EngineLoad(**load) for engine, load in loads.items()},
     "max_tokens": lambda limits: {int(engine): tokens for engine, tokens in limits.items()},
+    "gpus": tuple,
+    "lost": tuple,
 }
-"""By the name of an event's field. JSON has strings for keys, so ids are numbers again here."""
+"""By the name of an event's field. JSON has strings for keys and lists for tuples: ids are numbers again here."""

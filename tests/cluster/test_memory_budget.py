@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fineserve_calibrate.validate import predict
 from fineserve_calibrate.validate.cases import Serving
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fineserve_sim.catalog import activation_bytes, deployment, gpu, model, precision
@@ -50,13 +50,14 @@ def test_kv_against_vllm() -> None:
     fmt=st.sampled_from(["fp16", "fp8", "awq"]),
     tp=st.sampled_from([1, 2, 4]),
     share=st.floats(0.88, 0.98),
-    sequences=st.integers(1, 512),
+    sequences=st.integers(1, 4096),
     tokens=st.integers(256, 16384),
     engine=st.sampled_from(["vllm-cudagraph", "vllm-eager"]),
 )
+@example(name="llama-3.1-8b", fmt="fp16", tp=1, share=0.9, sequences=2048, tokens=8192, engine="vllm-cudagraph")
 def test_one_budget(name: str, fmt: str, tp: int, share: float, sequences: int, tokens: int, engine: str) -> None:
-    """The calibrator predicts with the KV memory that the cluster gives; more GPUs or memory leave more, larger steps and
-    captured graphs less."""
+    """The calibrator predicts with the KV memory that the cluster gives, beyond vLLM's default number of sequences, too;
+    more GPUs or memory leave more, larger steps and captured graphs less."""
     settings = EngineSettings(token_budget=tokens, max_sequences=sequences, memory_utilization=share, deployment=engine)
     of = served(name, fmt, tp)
     left = kv_bytes(of, settings)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args, get_type_hints
 
 import pytest
 from lawkit import as_text
-from logkit import commands_of, event_of, events_of, exchanges_of, replay
+from logkit import DECODE, commands_of, event_of, events_of, exchanges_of, replay
 from randomkit import judged, scenario_of
 
 from fineserve_sim.cluster import simulate
+from fineserve_sim.policy.events import EngineFailed, Event, GpusRepaired
 
 CASES = {
     "static": (12, {"preemptions": 20, "rejected": 30, "dropped": 3}),
@@ -84,6 +86,14 @@ def test_events_come_back_from_their_lines() -> None:
     assert tick.running == {2: 3} and tick.free_bytes == {0: 5}
     fields = {"id": 4, "model": "m", "arrival_s": 0.5, "prompt_tokens": 10}
     assert event_of({"now_s": 0.5, "event": "RequestArrived", "request": fields}).request.prompt_tokens == 10
+    assert event_of({"now_s": 0.5, "event": "GpusRepaired", "gpus": [2, 3]}) == GpusRepaired((2, 3))
+    assert event_of({"now_s": 0.5, "event": "EngineFailed", "engine": 1, "lost": [2]}) == EngineFailed(1, (2,))
+
+
+@pytest.mark.parametrize("kind", get_args(Event))
+def test_every_field_that_json_has_no_form_for_is_decoded(kind: type) -> None:
+    """Other than numbers and words: an event with a new one would come back from a file as something else."""
+    assert {name for name, hint in get_type_hints(kind).items() if hint not in (int, float, str)} <= DECODE.keys()
 
 
 def test_a_replay_names_the_first_other_answer() -> None:

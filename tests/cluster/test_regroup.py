@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from groupkit import GroupRun, burst, cluster, lawful, simulate_groups, system, ttft_s
+from logkit import exchanges_of, replay
 from simkit import Row, trace_of
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario
 from fineserve_sim.cluster.compose.memory import geometry
 from fineserve_sim.cluster.scenario import Fault
+from fineserve_sim.cluster.simulation import prepare
 from fineserve_sim.systems.spec import PrivatePoolsSpec, SpareInstancesSpec
 
 DROPS = ("kunserve-drop", "kunserve-exchange", "kunserve")
@@ -201,15 +203,30 @@ def test_a_request_that_no_surviving_instance_can_hold_is_given_up() -> None:
     assert run.result.fate.tolist() == [Fate.DROPPED, Fate.FINISHED]
 
 
-def test_growth_after_a_drop_starts_a_spare_instance() -> None:
+def with_a_spare(rows: list[Row]) -> Scenario:
+    """Three instances serve; a fourth starts when demand went on growing after a drop."""
     scaling = SpareInstancesSpec(instances=1, start_s=0.3, growing_samples=3)
-    rows = burst(600, 180, 600, gap_s=2e-3)
-    base = cluster("kunserve", rows, instances=4, blocks=60)
-    scaled = replace(base, system=system("kunserve").model_copy(update={"scaling": scaling}))
-    run = lawful(scaled)
+    return cluster(system("kunserve", scaling=scaling), rows, instances=4, blocks=60)
+
+
+def test_growth_after_a_drop_starts_a_spare_instance() -> None:
+    run = lawful(with_a_spare(burst(600, 180, 600, gap_s=2e-3)))
     first = run.report.drops[0][0]
     timeline = run.result.timeline
     holds_kv = timeline.kv_used_bytes[:, 3] > 0
     assert holds_kv.any() and timeline.time_s[holds_kv].min() > first + 0.3
-    unused = cluster(scaled.system, [(0.0, 100, 10)] * 4)
+    unused = with_a_spare([(0.0, 100, 10)] * 4)
     assert (lawful(unused).result.engine < 3).all()
+
+
+def test_a_replay_starts_the_same_spare_instance() -> None:
+    """A log without the answer to the tick at which it starts is not that of the same controller."""
+    log: list[dict[str, Any]] = []
+    scenario = with_a_spare(burst(600, 180, 600, gap_s=2e-3))
+    simulate_groups(replace(scenario, log=log.append))
+    ticks = [exchange for exchange in exchanges_of(log) if exchange.event["event"] == "Tick"]
+    started = [line for tick in ticks for line in tick.commands if line["command"] == "Activate"]
+    assert [line["gpus"] for line in started] == [(3,)]
+    assert replay(log, prepare(scenario).parts.cluster.controller.handle) is None
+    log.remove(started[0])
+    assert "the log has None" in (replay(log, prepare(scenario).parts.cluster.controller.handle) or "")

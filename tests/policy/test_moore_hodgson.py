@@ -2,6 +2,7 @@
 
 import math
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -102,13 +103,19 @@ def test_the_late_wait_until_nobody_can_be_on_time_and_then_start() -> None:
     assert admitted(late, 3.5, IDLE) == [0, 1]
 
 
-@pytest.mark.parametrize(("late_start", "started"), [("after_all", []), ("beside_blocked", [1, 2])])
-def test_strict_short_requests_need_not_starve_beside_a_blocked_one(late_start: str, started: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("options", "started"),
+    [({"late_start": "after_all"}, []), ({"late_start": "beside_blocked"}, [1, 2]), ({}, [1, 2])],
+    ids=["after_all", "beside_blocked", "default"],
+)
+def test_strict_short_requests_need_not_starve_beside_a_blocked_one(
+    options: dict[str, Any], started: list[int]
+) -> None:
     """Engine 1 has a slot from 2 s on, too late for its requests 1 and 2. Request 0 is on time for 100 s, but engine 0 is
-    full; so by default nobody starts until it is late as well."""
+    full: by default the late ones start, with ``after_all`` nobody does until request 0 is late as well."""
     facts = {0: EngineFacts(SPEED, 100.0, 10_000), 1: EngineFacts(SPEED, 1.0, 10_000)}
     full = IDLE._replace(free_slots=0)
-    scheduler = MooreHodgson(facts, late_start=late_start)  # type: ignore[arg-type]
+    scheduler = MooreHodgson(facts, **options)
     scheduler.add(Request(0, "long", 0.0, 4096), engine=0)
     for id in (1, 2):
         scheduler.add(Request(id, "short", 0.5, 64), engine=1)

@@ -19,18 +19,10 @@ from fineserve_calibrate.validate.cases import (
     StaticBatch,
 )
 from fineserve_calibrate.validate.engines import EngineRun, Instance, Requests
-from fineserve_sim.catalog import (
-    Deployment,
-    GpuSpec,
-    ModelSpec,
-    PrecisionSpec,
-    activation_bytes,
-    graph_bytes,
-    kv_token_bytes,
-    weight_bytes,
-)
+from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, kv_token_bytes
+from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ServedModel
 from fineserve_sim.latency import StepModel
 
 StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
@@ -38,8 +30,6 @@ StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deplo
 
 SEED = 20240711
 BLOCK_TOKENS = 16
-MOST_SAMPLED = 1024
-"""Rows of logits of the start-up step, where a set gives its engine no number of sequences."""
 SEND_GAP_S = 1e-5
 """Between the requests of a static batch: shorter than any step, so that only their order matters."""
 MOST_BLOCKS = 2**20
@@ -212,14 +202,9 @@ def _prefixes(load: OpenLoop) -> list[Prefix]:
 
 
 def kv_bytes(serving: Serving) -> int:
-    """What vLLM leaves to KV on each GPU of this engine; less than nothing where the model does not fit."""
-    model, tp, settings = serving.model, serving.tp, _settings(serving, min(serving.max_sequences, MOST_SAMPLED))
-    sampled = min(settings.max_sequences, settings.token_budget)
-    engine = serving.deployment
-    activations = activation_bytes(model, tp, settings.token_budget, sampled, engine.logit_bytes)
-    graphs = graph_bytes(model, tp) if engine.replays_graphs else 0
-    fixed = weight_bytes(model, serving.precision, tp) + activations + graphs + settings.context_bytes
-    return int(serving.gpu.memory_bytes * serving.memory_utilization) - fixed
+    """What the cluster, as vLLM, leaves to KV on each GPU of this engine; less than nothing where the model does not fit."""
+    settings = _settings(serving, serving.max_sequences)
+    return usable_bytes(Gpu(0, 0, serving.gpu), settings) - fixed_bytes(_served(serving), settings)
 
 
 def block_bytes(serving: Serving) -> int:
@@ -227,9 +212,20 @@ def block_bytes(serving: Serving) -> int:
     return BLOCK_TOKENS * kv_token_bytes(serving.model, serving.precision, serving.tp)
 
 
+def _served(serving: Serving) -> ServedModel:
+    """The model as the cluster's budget takes it, which asks for no load and no SLO."""
+    return ServedModel(serving.model.name, serving.model, serving.precision, serving.tp, 1.0, 1.0, 1.0, 1.0)
+
+
 def _instance(model: int, gpu: int, step: StepModel, serving: Serving) -> Instance:
     return Instance(model, gpu, step, kv_bytes(serving), block_bytes(serving))
 
 
 def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
-    return EngineSettings(token_budget=serving.token_budget, max_sequences=max_sequences, block_tokens=BLOCK_TOKENS)
+    return EngineSettings(
+        token_budget=serving.token_budget,
+        max_sequences=max_sequences,
+        block_tokens=BLOCK_TOKENS,
+        memory_utilization=serving.memory_utilization,
+        deployment=serving.deployment.name,
+    )

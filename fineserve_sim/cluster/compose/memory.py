@@ -86,7 +86,7 @@ def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
 
 
 def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
-    """Activations of a full step: the token budget, and a row of logits for every sequence."""
+    """Activations of a full step: the token budget, and a row of logits for every sequence that fits into it, as in vLLM."""
     sampled = min(settings.max_sequences, settings.token_budget)
     logit_bytes = catalog.deployment(settings.deployment).logit_bytes
     return catalog.activation_bytes(served.model, served.tp, settings.token_budget, sampled, logit_bytes)

@@ -76,9 +76,9 @@ class MooreHodgson:
 
     ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, when ``late_start``
     says. "drop": as that, but who would be late even if started alone now is refused.
-    ``late_start``: "after_all", in calls that find no request waiting that can still be on time; or "beside_blocked", also
-    in calls in which none of those can start. Then strict short requests do not starve behind them, but late ones may
-    take memory that a blocked one waits for. The paper leaves it open.
+    ``late_start``: "after_all", in calls that find no request waiting that can still be on time; or "beside_blocked", the
+    default, also in calls in which none of those can start. Then strict short requests do not starve behind them, but late
+    ones may take memory that a blocked one waits for. The paper leaves it open.
     ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or "now".
     ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for
     each of its running requests. ``shared_kv``: the engines draw from one KV memory, so what one is promised the
