@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from fineserve_sim.build import build
 from fineserve_sim.experiment import load_experiment, run_loaded
+from fineserve_sim.policy import events
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ("fig10", "prism_fig08", "kunserve_fig12", "vtensor_fig11")
@@ -36,3 +38,8 @@ def test_both_builds_write_the_same_files(name: str, tmp_path: Path) -> None:
     assert len(written) > 5
     for path in sorted(written):
         assert (tmp_path / "pure" / path).read_bytes() == (tmp_path / "compiled" / path).read_bytes(), path
+
+
+def test_events_keep_the_type_hints_that_logs_are_read_by() -> None:
+    assert get_type_hints(events.GpusRepaired) == {"gpus": tuple[int, ...]}
+    assert get_type_hints(events.EngineReady) == {"engine": int}

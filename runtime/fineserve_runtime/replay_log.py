@@ -37,9 +37,10 @@ def replay(entries: Iterable[Entry]) -> Replay:
     for number, (event, logged) in enumerate(_by_event(steps), 1):
         now = event["now_s"]
         result.events[event["event"]] += 1
+        told = decode_event(event, EVENTS)
         try:
-            again = [_as_json(command_entry(now, each)) for each in core.handle(now, decode_event(event, EVENTS))]
-        except (KeyError, AssertionError) as problem:  # an event that its history forbids
+            again = [_as_json(command_entry(now, each)) for each in core.handle(now, told)]
+        except (KeyError, ValueError, AssertionError) as problem:  # an event that its history forbids
             result.difference = f"event {number}, {event['event']} at {now} s: the core fails with {problem!r}"
             break
         result.commands.update(each["command"] for each in again)
