@@ -6,8 +6,7 @@ alone (``queued``).
     load     = (used + queued) / capacity                       the smallest wins
     freeness = (capacity - used - queued) / max(1, running)     the largest wins (Llumnix)
 
-A dispatcher is offered engines, again when their load is another, and they are withdrawn when they take no more requests. It
-ranks them as that happens, so that a choice costs what changed, not the size of the cluster.
+A dispatcher is offered engines, again when their load is another, and they are withdrawn when they take no more requests.
 
 Llumnix's live migration moves the shortest running request of the fullest instance to the freest one. At each look the
 instances with the lowest and the highest freeness are paired, then the next two, as long as the one is under ``out_blocks``
@@ -78,7 +77,7 @@ class RoundRobin:
         if not self._engines:
             return None
         after = bisect_right(self._engines, self._last)
-        self._last = self._engines[after if after < len(self._engines) else 0]
+        self._last = self._engines[after % len(self._engines)]
         return self._last
 
 

@@ -5,9 +5,8 @@ FineServe, section 3.2 (C1), gives the two equations for one layer:
     TokenSize    = (heads / TP) x head dim x 2 (K and V) x bytes per element
     KV blocksize = tokens per block x TokenSize + quantisation parameters
 
-"Heads" are KV heads: with grouped-query attention only those are cached. When there are fewer of them than GPUs in the
-tensor-parallel group, each GPU keeps a replica of one. An engine stores all layers of a block together, so memory is
-accounted over the layers that the GPU holds; the per-layer sizes are for kernels.
+"Heads" are KV heads: with grouped-query attention only those are cached. An engine stores all layers of a block together,
+so memory is accounted over the layers that the GPU holds; the per-layer sizes are for kernels.
 
 Models with different block sizes share a KV tensor in slabs of one size (section 5.2). Every engine sees the tensor as
 an array of its own blocks (the *grid* of its block size, or *key*): block ``id`` always starts at byte ``id * block``.

@@ -5,9 +5,8 @@ layer. Physical memory comes in pages of 2 MB and is mapped when blocks need it.
 every tensor, for a block of tokens lies in all layers: growing by one costs ``2 * layers`` physical pages and as many
 driver calls (or one batched call when the layers lie side by side, the contiguous layout).
 
-Pages are never shared between engines, so that inside a mapped page an engine allocates as in a slab of its own: fullest
-partial page first, lowest page index first. An empty page goes to the engine's buffer of mapped pages or is unmapped; what
-is unmapped belongs to whoever maps next. A limit on the GPU bounds what may be held.
+Pages are never shared between engines, so that inside a mapped page an engine allocates as in a slab of its own (slab.py).
+An empty page goes to its buffer of mapped pages or is unmapped; what is unmapped belongs to whoever maps next.
 
 Time. Mapping and unmapping take host seconds. Without a buffer they delay the engine (``exposed_s``). With one, a
 thread keeps ``min_reserved`` pages mapped ahead: the buffer is a queue of the moments at which its pages are mapped, and
@@ -51,9 +50,7 @@ class _Engine:
     def __init__(self, owner: int, kv: VirtualKV, page_bytes: int, virtual_bytes: int) -> None:
         plan = SlabPlan(page_bytes, (kv.block_bytes,))
         self.kv = kv
-        self.owner = owner
         self.page_bytes = kv.tensors * page_bytes
-        self.block_bytes = kv.tensors * kv.block_bytes
         self.sure_blocks = plan.least_blocks(kv.block_bytes)
         if self.sure_blocks < 1:
             raise ValueError(f"kvcached: a page of {page_bytes} bytes may hold no block of {kv.block_bytes}")
@@ -65,11 +62,6 @@ class _Engine:
     def held_pages(self) -> int:
         """Pages with blocks in them."""
         return self.pages.slab_count - self.pages.free_slabs
-
-    @property
-    def room_blocks(self) -> int:
-        """Free blocks in the pages it holds."""
-        return self.pages.spare_blocks(self.owner)
 
     def wait(self, now: float, seconds: float) -> None:
         """The engine itself spends ``seconds`` on the driver before it can go on."""
@@ -117,12 +109,10 @@ class KvCachedManager:
                 engine.mapped_at_s.append(MAPPED_LONG_AGO)
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
-        """``blocks`` block ids, or None when they do not all fit; then nothing is taken and no time passes. Raises ValueError
-        for an unknown owner or a negative number."""
+        """As ``KVSlabManager.alloc``; where it takes nothing, no time passes either."""
         engine = self._engines[owner]
         held, obtainable = engine.held_pages, self._obtainable_pages(engine)
-        ids = engine.pages.alloc(owner, blocks)
-        if ids is None:
+        if (ids := engine.pages.alloc(owner, blocks)) is None:
             return None
         grown = engine.held_pages - held
         if grown > obtainable:
@@ -133,8 +123,7 @@ class KvCachedManager:
         return ids
 
     def free(self, owner: int, block_ids: Sequence[int]) -> None:
-        """Give back blocks. Raises ValueError for an unknown owner, or an id that it does not hold or that is given
-        twice; then nothing is given back."""
+        """As ``KVSlabManager.free``."""
         engine = self._engines[owner]
         held = engine.held_pages
         engine.pages.free(owner, block_ids)
@@ -224,7 +213,7 @@ class KvCachedManager:
     def free_blocks(self, owner: int) -> int:
         """How many blocks ``owner`` could get now: exact when blocks fill pages, else on the safe side."""
         engine = self._engines[owner]
-        return engine.room_blocks + self._obtainable_pages(engine) * engine.sure_blocks
+        return engine.pages.spare_blocks(owner) + self._obtainable_pages(engine) * engine.sure_blocks
 
     def capacity_blocks(self, owner: int) -> int:
         engine = self._engines[owner]
@@ -239,7 +228,10 @@ class KvCachedManager:
         """Whether all these blocks would be granted in whatever order and at no time: those that lie in pages held
         already. Owners that are not registered here are ignored."""
         engines = self._engines
-        return all(owner not in engines or blocks <= engines[owner].room_blocks for owner, blocks in demands.items())
+        return all(
+            owner not in engines or blocks <= engines[owner].pages.spare_blocks(owner)
+            for owner, blocks in demands.items()
+        )
 
     def mapped_bytes(self) -> int:
         """Physical memory of the GPU in use: held and buffered pages of all engines."""
@@ -249,7 +241,7 @@ class KvCachedManager:
     def block_bytes_held(self, owner: int) -> int:
         """Bytes of the blocks in the pages that ``owner`` holds, used or not, over its tensors."""
         engine = self._engines[owner]
-        return self.used_bytes(owner) + engine.room_blocks * engine.block_bytes
+        return self.used_bytes(owner) + engine.pages.spare_blocks(owner) * engine.kv.tensors * engine.kv.block_bytes
 
     def ledger(self) -> KVLedger:
         """The bytes under the limit; what is held beyond a lowered limit counts too. Buffered pages are free, for they are

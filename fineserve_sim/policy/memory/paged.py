@@ -7,10 +7,10 @@ are counted, not named: which of them a sequence holds changes no decision.
 The memory under a pool is a fixed share of a GPU, or changes: where dropped layers become KV memory, and an engine that drains
 may still draw from it beside the next one.
 
-Static partition (the S-Partition baseline of Prism; also MIG slices and fractional GPUs): models are placed once, by KVPR on
-their mean rates (``kvpr.py``), and each gets a fixed part of what weights and activations leave, in proportion to the KV bytes
-that arrive for it, request rate times bytes per token, or an equal part. Nobody gets less than one request of full length
-needs, for a smaller pool could never serve it. The paper states neither rule; both are readings (systems.md 6.2).
+Static partition (the S-Partition baseline of Prism; also MIG slices and fractional GPUs): models are placed once (KVPR), and
+each gets a fixed part of what weights and activations leave, in proportion to the KV bytes that arrive for it, request rate
+times bytes per token, or an equal part; but no less than one request of full length needs, for a smaller pool could never
+serve it. The paper states neither rule; both are readings (systems.md 6.2).
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class PagedPool:
 
 
 class PrivatePools:
-    """The KV memory of one GPU as one `PagedPool` per owner. ``shares``: (block bytes,
-    share bytes) by owner (engine id). The memory managed is their sum."""
+    """The KV memory of one GPU as one `PagedPool` per owner. ``shares``: (block bytes, share bytes) by owner (engine id)."""
 
     def __init__(self, shares: Mapping[int, tuple[int, int]]) -> None:
         self._pools = Owners[PagedPool]("private pools", {})
@@ -140,11 +139,10 @@ class Share(NamedTuple):
 
 
 def split_bytes(pool_bytes: int, shares: Mapping[int, Share]) -> dict[int, int]:
-    """The pool divided in proportion to the weights, everybody getting at least ``least_bytes``.
+    """The pool divided in proportion to the weights, or equally if all are 0; parts are rounded down.
 
-    Who would get less than that gets just that, and the others divide the rest. When the pool does not even hold all
-    minima, it is divided in proportion to them. Weights of 0 throughout count as equal.
-    Parts are rounded down. Raises ValueError for a negative pool, weight or minimum.
+    Who would get less than ``least_bytes`` gets just that, and the others divide the rest. When the pool does not even hold all
+    minima, it is divided in proportion to them. Raises ValueError for a negative pool, weight or minimum.
     """
     if pool_bytes < 0 or any(share.weight < 0 or share.least_bytes < 0 for share in shares.values()):
         raise ValueError(f"a pool of {pool_bytes} bytes cannot be divided by {dict(shares)}: all must be at least 0")
@@ -152,16 +150,15 @@ def split_bytes(pool_bytes: int, shares: Mapping[int, Share]) -> dict[int, int]:
     if least > pool_bytes:
         return {owner: pool_bytes * share.least_bytes // least for owner, share in shares.items()}
     parts: dict[int, int] = {}
-    weights = {owner: Fraction(share.weight) for owner, share in shares.items()}  # exact, so that nothing is sold twice
-    if not any(weights.values()):
-        weights = dict.fromkeys(shares, Fraction(1))
+    weighted = any(share.weight for share in shares.values())
+    # Exact, so that nothing is sold twice.
+    weights = {owner: Fraction(share.weight if weighted else 1) for owner, share in shares.items()}
     while weights:
         left_bytes, total = pool_bytes - sum(parts.values()), sum(weights.values())
         part = {owner: int(left_bytes * weight / total) for owner, weight in weights.items()}
         short = [owner for owner in weights if part[owner] < shares[owner].least_bytes]
         if not short:
             return parts | part
-        for owner in short:
-            parts[owner] = shares[owner].least_bytes
-            del weights[owner]
+        parts |= {owner: shares[owner].least_bytes for owner in short}
+        weights = {owner: weight for owner, weight in weights.items() if owner not in parts}
     return parts

@@ -132,8 +132,7 @@ class SharedBlocks:
         """The blocks of the longest recorded prefix, used now."""
         blocks = []
         for recorded, key in zip(self._recorded, keys, strict=False):
-            block = recorded.get(key)
-            if block is None:
+            if (block := recorded.get(key)) is None:
                 break
             blocks.append(block)
         self._tick += 1

@@ -1,9 +1,8 @@
 """KV slab manager: one pre-allocated KV tensor of a GPU, shared by engines with different KV block sizes.
 
 The tensor is cut into slabs of equal size (FineServe, section 5.2). A free slab can be formatted to any block size
-(its *key*), stores only blocks of that size, and returns to the free slabs when its last block is freed. An engine sees
-the whole tensor as an array of its own blocks: block ``id`` lies at byte ``id * block_bytes``, so no id is translated
-and no driver is called at run time. Which ids a slab owns is arithmetic: see geometry.py.
+(its *key*), stores only blocks of that size, and returns to the free slabs when its last block is freed. Which ids a slab
+owns is arithmetic (see geometry.py), so no id is translated and no driver is called at run time.
 
 Choice of a slab: the most used PARTIAL one, then the lowest id, so that little used slabs can drain; then the free slab
 with the lowest id. Each key keeps its PARTIAL slabs in a heap whose ranks are refreshed lazily: freeing a block leaves
@@ -282,8 +281,7 @@ class KVSlabManager:
                 needed[key] = needed.get(key, 0) + blocks
         slabs = 0
         for key, blocks in needed.items():
-            beyond = blocks - self._pools[key].spare_blocks
-            if beyond > 0:
+            if (beyond := blocks - self._pools[key].spare_blocks) > 0:
                 slabs += -(-beyond // self.plan.least_blocks(key))
         return slabs <= self.free_slabs
 

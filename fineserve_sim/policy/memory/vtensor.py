@@ -12,7 +12,7 @@ layer fill 2 MB.
   counts; no chunk is taken, nothing is copied. Records are given up, least recently used first, when rows run out.
 
 Chunks are alike, so the pSet is a count with times; rows have identities, for they are shared. The virtual ranges (vSet)
-cost no memory and belong to the requests: see flexinfer.py.
+cost no memory and belong to the requests.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ CHUNK_BYTES = PAGE_BYTES
 
 
 def tokens_per_chunk(tensor_token_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Tokens that fill a chunk of one tensor; ``tensor_token_bytes`` is K or V of one token in one layer on this GPU. Raises
-    ValueError when a chunk holds no token."""
+    """Tokens in a chunk; ``tensor_token_bytes`` is K or V of one, in one layer on this GPU. ValueError if it holds none."""
     if not 0 < tensor_token_bytes <= chunk_bytes:
         raise ValueError(f"vTensor: a token of {tensor_token_bytes} bytes does not fit a chunk of {chunk_bytes}")
     return chunk_bytes // tensor_token_bytes
@@ -98,7 +97,10 @@ class VTensorManager:
         chunks = blocks * tenant.tensors
         if chunks > self._free_chunks():
             return None
-        self._evict(self._held_chunks + chunks - self._limit_chunks, tenant)
+        missing = self._held_chunks + chunks - self._limit_chunks
+        for giver in (tenant, *(other for other in self._tenants.values() if other is not tenant)):  # its own first
+            if missing > 0:
+                missing -= self._release(giver, giver.rows.evict(-(-missing // giver.tensors)))
         self._take_chunks(tenant, chunks)
         ids = list(islice(tenant.names, blocks))
         tenant.rows.add(ids)
@@ -123,12 +125,6 @@ class VTensorManager:
     def references(self, owner: int, block: int) -> int:
         """How many virtual tensors and records map the row."""
         return self._tenants[owner].rows.references(block)
-
-    def _evict(self, chunks: int, asking: _Tenant) -> None:
-        """Free so many chunks of recorded rows: of the asking engine first, then of the others."""
-        for tenant in (asking, *(other for other in self._tenants.values() if other is not asking)):
-            if chunks > 0:
-                chunks -= self._release(tenant, tenant.rows.evict(-(-chunks // tenant.tensors)))
 
     def _release(self, tenant: _Tenant, rows: Sequence[int]) -> int:
         """Unmap rows that nobody holds: their chunks, so many, are spare from now on."""

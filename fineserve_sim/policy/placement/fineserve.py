@@ -1,10 +1,9 @@
 """Model-to-GPU placement of FineServe (paper section 6.2, Algorithm 1), run once, from scratch.
 
-Two phases. First the base footprint F_M of each model: weights, mean activations and mean KV at the smallest profiled
-batch that carries the expected rate; if that batch breaks the TTFT SLO, or none carries the rate, the rate is split
-over one more replica. Replicas are there to meet the rate: where no number of them meets the SLO, the rate alone says how
-many there are. Then the replicas, those of the model with the largest footprint first, each go to the candidate (a GPU, or a
-TP group) with the best score (module ``mme``) after taking them in.
+Two phases. First the base footprint F_M of each model: weights, mean activations and mean KV at the smallest profiled batch
+that carries the expected rate; if that batch breaks the TTFT SLO, or none carries the rate, the rate is split over one more
+replica. Then the replicas, those of the model with the largest footprint first, each go to the candidate (a GPU, or a TP
+group) with the best score (module ``mme``) after taking them in.
 
 The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
 the score would prefer models that use memory badly, and whole engines must fit: an engine reserves more activations than a
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -48,29 +47,23 @@ def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -
         raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
     if candidates < 1:
         raise ValueError(f"model {model.id} has no candidate GPU group of size {model.tp}")
-
-    def footprint(point: OperatingPoint, replicas: int, *, feasible: bool) -> Footprint:
-        fixed_bytes = model.weight_bytes + point.activation_bytes + point.kv_bytes
-        return Footprint(fixed_bytes, replicas, point, feasible)
-
     by_batch = sorted(model.profile, key=lambda point: point.batch)
-    steps = _replica_steps(model, candidates)
+    counts = range(1, candidates + 1)
+    least = (  # by batch, the index of the first count from which on it carries the rate
+        bisect_left(counts, True, key=lambda count: point.throughput_per_s >= model.rate_per_s / count)
+        for point in by_batch
+    )
+    steps = sorted({counts[index] for index in least if index < candidates})
     for replicas in steps:
         point = next(point for point in by_batch if point.throughput_per_s >= model.rate_per_s / replicas)
-        if point.ttft_s <= model.slo_s:
-            return footprint(point, replicas, feasible=True)
-    spread = candidates if by_batch[0].ttft_s <= model.slo_s else 1
-    return footprint(by_batch[0], spread if unmet == "spread" else min(steps, default=candidates), feasible=False)
-
-
-def _replica_steps(model: ModelDemand, candidates: int) -> list[int]:
-    """The numbers of replicas, rising, from which on another profiled batch carries the rate."""
-    counts = range(1, candidates + 1)
-    least = (
-        bisect_left(counts, True, key=lambda count: point.throughput_per_s >= model.rate_per_s / count)
-        for point in model.profile
-    )
-    return sorted({counts[index] for index in least if index < candidates})
+        if feasible := point.ttft_s <= model.slo_s:
+            break
+    else:
+        point, feasible = by_batch[0], False
+        spread = candidates if point.ttft_s <= model.slo_s else 1
+        replicas = spread if unmet == "spread" else min(steps, default=candidates)
+    fixed_bytes = model.weight_bytes + point.activation_bytes + point.kv_bytes
+    return Footprint(fixed_bytes, replicas, point, feasible)
 
 
 def tp_degree(demands: Sequence[ModelDemand], groups: Mapping[int, int]) -> int:
@@ -100,8 +93,7 @@ def placed_degrees(
     degrees = {model: demand.tp for model, demand in wanted.items()}
     while not placed(degrees):
         below = {model: max((tp for tp in smaller[model] if tp < degrees[model]), default=0) for model in degrees}
-        higher = [model for model, tp in below.items() if tp]
-        if not higher:
+        if not (higher := [model for model, tp in below.items() if tp]):
             break
         first = min(higher, key=lambda model: (-degrees[model], wanted[model].rate_per_s, model))
         degrees[first] = below[first]
@@ -143,8 +135,10 @@ class FineServePlacement:
         }
         placeable.sort(key=lambda model: self._rank(model, footprints[model.id]))
         replicas = {id: footprint.replicas for id, footprint in footprints.items()}
+        firsts = [(model, 0) for model in placeable] if self.replicas == "first_places" else []
         while True:
-            places = self._assign(self._in_turn(placeable, replicas), footprints, groups, gpus)
+            others = [(model, number) for model in placeable for number in range(bool(firsts), replicas[model.id])]
+            places = self._assign([*firsts, *others], footprints, groups, gpus)
             placed = {model.id for model, _, _ in places}
             if self.replicas != "yield" or len(placed) == len(placeable) or max(replicas.values()) == 1:
                 return _summary(models, footprints, places)
@@ -173,8 +167,7 @@ class FineServePlacement:
             if model.id in full:
                 continue
             footprint_bytes = footprints[model.id].footprint_bytes
-            best = self._best(model, footprint_bytes, candidates[model.tp], hosts[model.id])
-            if best is None:
+            if (best := self._best(model, footprint_bytes, candidates[model.tp], hosts[model.id])) is None:
                 full.add(model.id)
                 continue
             for gpu in best.members:
@@ -186,14 +179,6 @@ class FineServePlacement:
             hosts[model.id].update(best.gpus)
             places.append((model, replica, best.gpus))
         return places
-
-    def _in_turn(self, models: Sequence[ModelDemand], replicas: Mapping[str, int]) -> Iterator[tuple[ModelDemand, int]]:
-        """Models with the numbers of their replicas, in the order in which those get their places."""
-        firsts = self.replicas == "first_places"
-        if firsts:
-            yield from ((model, 0) for model in models)
-        for model in models:
-            yield from ((model, replica) for replica in range(firsts, replicas[model.id]))
 
     def _best(
         self, model: ModelDemand, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
@@ -208,11 +193,8 @@ class FineServePlacement:
             fitting = apart if apart or self.colocation == "forbid" else fitting
 
         def rank(candidate: _Candidate) -> tuple[float, int, tuple[int, ...]]:
-            mu = (
-                (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
-                if by_mean
-                else max(candidate.efficiency_max, efficiency)
-            )
+            mean = (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
+            mu = mean if by_mean else max(candidate.efficiency_max, efficiency)
             return -(candidate.left_bytes - footprint_bytes) * mu, candidate.residents, candidate.gpus
 
         return min(fitting, key=rank, default=None)
@@ -251,16 +233,12 @@ class _Candidate:
 def _summary(models: Sequence[ModelDemand], footprints: Mapping[str, Footprint], places: Sequence[Place]) -> Placement:
     """The placement, with each model's rate split evenly over the replicas that found room."""
     placed = Counter(model.id for model, _, _ in places)
+    met = {id for id, footprint in footprints.items() if footprint.feasible and placed[id] >= footprint.replicas}
     return Placement(
         instances=tuple(
             Instance(model.id, replica, gpus, model.rate_per_s / placed[model.id], footprints[model.id].footprint_bytes)
             for model, replica, gpus in places
         ),
         unplaced=tuple(model.id for model in models if not placed[model.id]),
-        infeasible=tuple(
-            model.id
-            for model in models
-            if placed[model.id]
-            and not (footprints[model.id].feasible and placed[model.id] >= footprints[model.id].replicas)
-        ),
+        infeasible=tuple(model.id for model in models if placed[model.id] and model.id not in met),
     )

@@ -5,9 +5,8 @@ falling weight, go where the ratio is lowest, so that the largest ratio stays sm
 after taking a model, activations included, else it is skipped: an engine without KV memory does not start. The ratio of
 Prism* charges memory with weights only; who measures what is left for KV, as Prism's engines do, charges activations, too.
 
-A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. Parts go to distinct GPUs of
-one node: if the lowest ratio is on a GPU that hosts a sibling, the next lowest one takes the part. For equal parts this
-amounts to the n lowest ratios of the node with the lowest one.
+A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. A part passes over GPUs that host
+a sibling and stays in its node, so the parts go where the n lowest ratios of the node with the lowest one are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from heapq import nsmallest
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
-from fineserve_sim.policy.placement import check_options, one_replica_each
+from fineserve_sim.policy.placement import check_options, placed_on
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,15 @@ class KvprPlacement:
             if not known.issuperset(home):
                 raise ValueError(f"model {id} is said to run on GPUs {home}, but the cluster has {sorted(known)}")
         parts = {m.id: _Part(m.tp, self.part_weight(m, m.rate_per_s), self._charge(m), m.engine_bytes) for m in models}
-        ranking = _Ranking(
-            gpus, self.evaluate == "post", min((part.charge_bytes for part in parts.values()), default=0)
-        )
-        homes: dict[str, tuple[int, ...]] = {}
+        least_bytes = min((part.charge_bytes for part in parts.values()), default=0)
+        ranking = _Ranking(gpus, self.evaluate == "post", least_bytes)
+        homes: dict[str, list[tuple[int, ...]]] = {}
         for id, part in sorted(parts.items(), key=lambda row: (-row[1].weight, row[0])):
-            group = self._target(part, ranking, current.get(id))
-            if group is not None:
-                homes[id] = group
+            if (group := self._target(part, ranking, current.get(id))) is not None:
+                homes[id] = [group]
                 for gpu in group:
                     ranking.add(gpu, part)
-        return one_replica_each(models, homes)
+        return placed_on(models, homes)
 
     def part_weight(self, model: ModelDemand, rate_per_s: float) -> float:
         """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight is that of a part as it
@@ -167,8 +164,7 @@ class _Ranking:
         for _, gpu in self._ranked:
             node = self._node_of[gpu]
             if node not in passed and self.loads[gpu].has_room(part):
-                group = best_group(part.tp, self.ratios(self._members[node], part), self._node_of)
-                if group is not None:
+                if group := best_group(part.tp, self.ratios(self._members[node], part), self._node_of):
                     return group
                 passed.add(node)
         return None

@@ -25,12 +25,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from operator import add
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
-from fineserve_sim.policy.placement import one_replica_each
+from fineserve_sim.policy.placement import placed_on
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 BISECTIONS = 30
@@ -131,8 +131,7 @@ class Mesh:
         if self.wanted_bytes + wanted_kv_bytes > kv_bytes:
             return _cut_per_s([*self.profiles, profile], kv_bytes)
         prefill_s = self.prefill_s + wanted_prefill_s
-        own_per_s = wanted_size / (prefill_s + wanted_decode_s)
-        own_per_s = min(own_per_s, profile.rate_per_s)
+        own_per_s = min(wanted_size / (prefill_s + wanted_decode_s), profile.rate_per_s)
         if own_per_s < least_per_s:
             return -math.inf
         others_per_s = 0.0
@@ -186,7 +185,7 @@ class MuxServePlacement:
                     }
         if not homes:
             return KvprPlacement(charges="engine").place(models, gpus)
-        return one_replica_each(models, {profile.model.id: homes[profile.model.id] for profile in in_order})
+        return placed_on(models, {profile.model.id: [homes[profile.model.id]] for profile in in_order})
 
 
 _TIE_PER_S = 2e-9
@@ -225,11 +224,9 @@ def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[Piece, ...
     """Ways to cut all nodes into meshes of these sizes, contiguous, larger ones first. GPUs that no size fits stay unused.
     Of cuts into the same numbers of meshes one is enough where all GPUs are equal; else, of cuts that differ by a
     permutation of nodes of one shape."""
-    nodes: defaultdict[int, list[GpuSlot]] = defaultdict(list)
-    for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.id)):
-        nodes[gpu.node].append(gpu)
     alike: defaultdict[tuple[int, ...], list[list[GpuSlot]]] = defaultdict(list)
-    for members in nodes.values():
+    in_order = sorted(gpus, key=lambda gpu: (gpu.node, gpu.id))
+    for members in (list(node) for _, node in groupby(in_order, key=lambda gpu: gpu.node)):
         alike[tuple(gpu.memory_bytes for gpu in members)].append(members)
     equal = len({gpu.memory_bytes for gpu in gpus}) == 1
     found: dict[tuple[int, ...], tuple[list[Piece], ...]]  # by what tells cuts apart, the pieces of each node

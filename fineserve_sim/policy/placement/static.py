@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
-from fineserve_sim.policy.placement import one_replica_each, tp_groups
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
+from fineserve_sim.policy.placement import placed_on, tp_groups
 
 
 class PinnedPlacement:
     """Each model on the GPU groups that the user names, one replica per group.
 
     For example ``{"8b": [(0,), (1,)], "70b": [(2, 3)]}``: two replicas of 8b, one of 70b with TP 2.
-    The rate is split evenly over the replicas. Models that are not named stay unplaced.
+    Models that are not named stay unplaced.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -22,15 +23,14 @@ class PinnedPlacement:
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError if a pinned model is not there, if a group does not match the TP degree of its model, names
         an unknown GPU or one GPU twice, or if weights exceed the memory of a GPU."""
-        unknown = self._groups.keys() - {model.id for model in models}
-        if unknown:
-            raise ValueError(
-                f"the placement pins {sorted(unknown)}, but there are only {[model.id for model in models]}"
-            )
+        ids = [model.id for model in models]
+        if unknown := self._groups.keys() - set(ids):
+            raise ValueError(f"the placement pins {sorted(unknown)}, but there are only {ids}")
+        homes = {id: self._groups.get(id, []) for id in ids}
         known = {gpu.id for gpu in gpus}
         needed_bytes: Counter[int] = Counter()
         for model in models:
-            for group in self._groups.get(model.id, []):
+            for group in homes[model.id]:
                 if len(group) != model.tp or len(set(group)) != len(group):
                     raise ValueError(f"model {model.id} needs {model.tp} distinct GPUs, but is pinned to {group}")
                 if not known.issuperset(group):
@@ -42,7 +42,7 @@ class PinnedPlacement:
                     f"the weights pinned to GPU {gpu.id} need {needed_bytes[gpu.id] / 2**30:.1f} GiB, "
                     f"but it has {gpu.memory_bytes / 2**30:.1f} GiB"
                 )
-        return _replicas(models, self._groups)
+        return placed_on(models, homes)
 
 
 class ReplicasPlacement:
@@ -52,7 +52,7 @@ class ReplicasPlacement:
         """Raises ValueError unless there is exactly one model."""
         if len(models) != 1:
             raise ValueError(f"replicas of one model fill the cluster, but there are {[model.id for model in models]}")
-        return _replicas(models, {models[0].id: _holding(models[0], gpus, {gpu.id: gpu.memory_bytes for gpu in gpus})})
+        return placed_on(models, {models[0].id: _holding(models[0], gpus, {gpu.id: gpu.memory_bytes for gpu in gpus})})
 
 
 class DedicatedPlacement:
@@ -61,14 +61,12 @@ class DedicatedPlacement:
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         free_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
-        homes: dict[str, tuple[int, ...]] = {}
+        homes: dict[str, list[tuple[int, ...]]] = {}
         for model in sorted(models, key=lambda model: (-model.tp, -model.weight_bytes, model.id)):
-            holding = _holding(model, gpus, free_bytes)
-            if holding:
-                homes[model.id] = holding[0]
-                for gpu in holding[0]:
-                    del free_bytes[gpu]
-        return one_replica_each(models, homes)
+            homes[model.id] = _holding(model, gpus, free_bytes)[:1]
+            for gpu in chain.from_iterable(homes[model.id]):
+                del free_bytes[gpu]
+        return placed_on(models, homes)
 
 
 class RoundRobinPlacement:
@@ -81,30 +79,20 @@ class RoundRobinPlacement:
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         left_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         in_turn = {model.tp: deque(tp_groups(gpus, model.tp)) for model in models}
-        homes: dict[str, tuple[int, ...]] = {}
+        homes: dict[str, list[tuple[int, ...]]] = {}
         for model in sorted(models, key=lambda model: (-model.weight_bytes * model.tp, model.id)):
             groups = in_turn[model.tp]
             for group in tuple(groups):
                 groups.rotate(-1)
                 if all(left_bytes[gpu] > model.engine_bytes for gpu in group):
-                    homes[model.id] = group
+                    homes[model.id] = [group]
                     for gpu in group:
                         left_bytes[gpu] -= model.engine_bytes
                     break
-        return one_replica_each(models, homes)
+        return placed_on(models, homes)
 
 
 def _holding(model: ModelDemand, gpus: Sequence[GpuSlot], free_bytes: Mapping[int, int]) -> list[tuple[int, ...]]:
     """The groups whose GPUs are all free and hold the weights."""
     groups = tp_groups(gpus, model.tp)
     return [group for group in groups if all(free_bytes.get(gpu, -1) >= model.weight_bytes for gpu in group)]
-
-
-def _replicas(models: Sequence[ModelDemand], groups: Mapping[str, Sequence[tuple[int, ...]]]) -> Placement:
-    """A replica of each model on each of its groups."""
-    instances = [
-        Instance(model.id, replica, group, model.rate_per_s / len(groups[model.id]), model.weight_bytes)
-        for model in models
-        for replica, group in enumerate(groups.get(model.id, ()))
-    ]
-    return Placement(tuple(instances), unplaced=tuple(model.id for model in models if not groups.get(model.id)))

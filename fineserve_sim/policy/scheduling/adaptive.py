@@ -39,9 +39,8 @@ class AdaptiveBatching:
     ``slo_s``: TTFT SLO of the model. ``prefill``: its chunked-prefill latency; TTFT of a set is the latency of its
     total prompt tokens beside the running decodes, times the present slowdown.
     ``when_prefilling``: while admitted prompts are not yet computed, "skip" admits and drops nothing; "union" counts
-    their tokens into the batch (not into the test of a request alone).
-    ``block_tokens``: KV tokens that every running request is left for its next block.
-    Raises ValueError for an SLO or block size that is not positive, and for an unknown option.
+    their tokens into the batch (not into the test of a request alone). ``block_tokens``: KV tokens that every running
+    request is left for its next block. Raises ValueError for an SLO or block size that is not positive, or an unknown option.
     """
 
     def __init__(
@@ -81,11 +80,10 @@ class AdaptiveBatching:
         insort(self._by_deadline, (deadline_s, request.id, request.prompt_tokens))
 
     def remove(self, request_id: int) -> bool:
-        if request_id not in self._waiting:
-            return False
-        self._answered = None
-        self._take(request_id)
-        return True
+        if waits := request_id in self._waiting:
+            self._answered = None
+            self._take(request_id)
+        return waits
 
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
         """Raises ValueError unless ``engines`` is the one engine of this scheduler."""

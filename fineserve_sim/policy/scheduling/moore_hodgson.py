@@ -80,9 +80,9 @@ class MooreHodgson:
     default, also in calls in which none of those can start. Then strict short requests do not starve behind them, but late
     ones may take memory that a blocked one waits for. The paper leaves it open.
     ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or "now".
-    ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for
-    each of its running requests. ``shared_kv``: the engines draw from one KV memory, so what one is promised the
-    others lose. A prompt that even an idle engine could not take is dropped.
+    ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for each of its
+    running requests. ``shared_kv``: the engines draw from one KV memory, so what one is promised the others lose. A prompt
+    that even an idle engine could not take is dropped.
 
     Engines missing from ``schedule``'s mapping are not ready and start nothing. When no engine can start even the
     shortest of its requests, ``schedule`` answers nothing at once (drops wait too). Raises ValueError for unknown
@@ -137,8 +137,7 @@ class MooreHodgson:
 
     def add(self, request: Request, engine: int) -> None:
         """Raises ValueError for an engine outside the scope and for a request that waits already."""
-        facts = self._facts.get(engine)
-        if facts is None:
+        if (facts := self._facts.get(engine)) is None:
             raise ValueError(
                 f"request {request.id} is bound to engine {engine}; this queue serves {sorted(self._facts)}"
             )
