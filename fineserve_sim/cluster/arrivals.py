@@ -46,18 +46,13 @@ def _coming(requests: Requests, caches: bool) -> Iterator[tuple[Request, int, Pr
         for first in range(0, len(chunk), ROWS):
             rows = slice(first, first + ROWS)
             ids = chunk.prefix_hashes[rows] if caches and chunk.prefix_hashes is not None else repeat(None)
-            columns = chunk.model, chunk.arrival_s, chunk.prompt_tokens, chunk.output_tokens
-            numbered = zip(*(column[rows].tolist() for column in columns), ids, strict=False)
-            for model, arrival_s, prompt, output, own in numbered:
-                prefix = None if own is None else _prefix(own, chunk.prefix_block_tokens or 0, prompt, output)
+            columns, id_tokens = (getattr(chunk, name)[rows].tolist() for name in _WHAT), chunk.prefix_block_tokens or 0
+            for model, arrival_s, prompt, output, own in zip(*columns, ids, strict=False):
+                prefix = None
+                if own is not None:  # an id whose tokens the prompt fills in part tells nothing of what comes behind it
+                    covered = len(own) * id_tokens
+                    prefix = Prefix(own, id_tokens, prompt if prompt < covered < prompt + output else covered)
                 yield Request(next(numbers), names[model], arrival_s, prompt), output, prefix
-
-
-def _prefix(ids: tuple[int, ...], id_tokens: int, prompt: int, output: int) -> Prefix:
-    """What these ids, each of so many tokens, tell of a request. One whose tokens its prompt fills in part says nothing of what
-    comes behind the prompt."""
-    covered = len(ids) * id_tokens
-    return Prefix(ids, id_tokens, prompt if prompt < covered < prompt + output else covered)
 
 
 class Joined:
@@ -66,9 +61,8 @@ class Joined:
     def __init__(self, requests: Requests, told: Callable[[EndedRequests], None]) -> None:
         self._requests, self._told = requests, told
         self.models, self.source = requests.models, requests.source
-        self._chunks: dict[
-            int, NDArray[np.void]
-        ] = {}  # by their first numbers, requests that are open and fewer others
+        # By their first numbers, requests that are open and fewer others.
+        self._chunks: dict[int, NDArray[np.void]] = {}
 
     def chunks(self) -> Iterator[Trace]:
         first = 0

@@ -76,8 +76,7 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
 
 
 def _serve(scenario: Scenario, served: ServedModel, engines: int, whole: WholeTrace) -> None:
-    """What becomes of the requests of one model. True lengths say how long those on time decode, each as if it had an engine to
-    itself."""
+    """What becomes of the requests of one model; those on time decode as long as their true lengths take."""
     trace, budget, longest = scenario.whole_trace, scenario.engine.token_budget, served.model.max_context_tokens
     step = step_model(served, scenario.gpus[0].spec, scenario.engine, legacy_kernel(scenario.system.memory))
     requests = np.flatnonzero(np.array([model == served.id for model in trace.models])[trace.model])

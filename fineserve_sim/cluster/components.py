@@ -198,12 +198,12 @@ def _component(
     instances = {f"{placement.instances[engine].model}#{engine}": placement.instances[engine] for engine in engines}
     model_of = {id: instance.model for id, instance in instances.items()}
     nowhere = replace(scenario.models[0], id="#")
-    own_gpus = sorted({gpu for instance in instances.values() for gpu in instance.gpus})
     own_instances = [
         replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
         for id, instance in instances.items()
     ]
-    own, prompts = [gpus[id] for id in own_gpus], looks.prompt_tokens
+    own = [gpus[id] for id in sorted({gpu for instance in instances.values() for gpu in instance.gpus})]
+    prompts = looks.prompt_tokens
     return Component(
         scenario=replace(
             scenario,

@@ -27,43 +27,41 @@ class DecisionLog:
     def launched(self, engine: Engine, lane: Lane, now: float) -> None:
         """A batch begins: what keeps the requests that wait in the engine's queue, and who starts."""
         state = engine.state()
-        self._log(
-            {
-                "now_s": now,
-                "span": "EngineLaunched",
-                "engine": engine.index,
-                "waiting": engine.waiting,
-                "free_slots": max(0, state.free_slots + engine.waiting),
-                "free_kv_tokens": state.free_kv_tokens,
-                "prefill_tokens": sum(size for _, _, size in lane.chunks),
-                "starts": [sequence.index for sequence, done, _ in lane.chunks if not done],
-            }
+        self._span(
+            now,
+            "EngineLaunched",
+            engine=engine.index,
+            waiting=engine.waiting,
+            free_slots=max(0, state.free_slots + engine.waiting),
+            free_kv_tokens=state.free_kv_tokens,
+            prefill_tokens=sum(size for _, _, size in lane.chunks),
+            starts=[sequence.index for sequence, done, _ in lane.chunks if not done],
         )
 
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, column: int) -> None:
         """A batch was computed, or a span of alike ones; ``engine`` is the column of the timeline, ``slowdown`` what neighbours
         on the GPU made of its pace, at the end."""
-        self._log(
-            {
-                "now_s": since_s,
-                "span": "EngineComputed",
-                "engine": column,
-                "seconds": now - since_s,
-                "iterations": iterations,
-                "slowdown": engine.slowdown,
-                "decodes": lane.decodes.size,
-                "prefill_tokens": sum(size for _, _, size in lane.chunks),
-            }
+        self._span(
+            since_s,
+            "EngineComputed",
+            engine=column,
+            seconds=now - since_s,
+            iterations=iterations,
+            slowdown=engine.slowdown,
+            decodes=lane.decodes.size,
+            prefill_tokens=sum(size for _, _, size in lane.chunks),
         )
 
     def preempted(self, engine: Engine, request: int, now: float) -> None:
         """A request lost its KV memory and waits in the engine's queue again."""
-        self._log({"now_s": now, "span": "Preempted", "engine": engine.columns[0], "request": request})
+        self._span(now, "Preempted", engine=engine.columns[0], request=request)
 
     def transferred(self, what: str, engine: int, columns: list[int], began_s: float, now: float) -> None:
         """KV or weights of an engine over several instances have arrived."""
-        entry = {"span": "Transferred", "what": what, "engine": engine, "engines": columns}
-        self._log({"now_s": now, **entry, "seconds": now - began_s})
+        self._span(now, "Transferred", what=what, engine=engine, engines=columns, seconds=now - began_s)
+
+    def _span(self, now_s: float, span: str, **fields: object) -> None:
+        self._log({"now_s": now_s, "span": span, **fields})
 
 
 def plain(value: object) -> object:

@@ -37,12 +37,8 @@ class Looks(NamedTuple):
 
 def looks_at(found: Totals, models: Sequence[str]) -> Looks:
     """Those at a run of requests to these models, of which ``found`` was found."""
-    means = {
-        name: float(found.prompt_tokens[at] / found.requests[at])
-        for at, name in enumerate(models)
-        if found.requests[at]
-    }
-    return Looks(found.last_s, means)
+    counted = zip(models, found.prompt_tokens, found.requests, strict=True)
+    return Looks(found.last_s, {name: float(tokens / requests) for name, tokens, requests in counted if requests})
 
 
 class GpuUses:
@@ -72,7 +68,8 @@ class GpuUses:
             if not any(found.values()):
                 continue
             compute, bandwidth = (share / engine.slowdown for share in _shares(engine)) if engine.busy else (0.0, 0.0)
-            for gpu in self._gpus_of(engine):
+            known = self._cluster.contention.gpus_of.get(engine.index)
+            for gpu in known or [gpu for column in engine.columns for gpu in self._instances[column].gpus]:
                 use = seen.setdefault(gpu, GpuUse(gpu))
                 use.compute += compute
                 use.bandwidth += bandwidth
@@ -82,10 +79,6 @@ class GpuUses:
             whole = self.sums.setdefault(gpu, GpuUse(gpu))
             for name in _COUNTED:
                 setattr(whole, name, getattr(whole, name) + getattr(use, name))
-
-    def _gpus_of(self, engine: Engine) -> tuple[int, ...]:
-        known = self._cluster.contention.gpus_of.get(engine.index)
-        return known or tuple(gpu for column in engine.columns for gpu in self._instances[column].gpus)
 
 
 def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:

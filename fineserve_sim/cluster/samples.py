@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.pipeline import PipelineEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.host import Cluster
@@ -113,7 +112,8 @@ class InstanceSampler:
 
     def __init__(self, model: str, instances: Sequence[TpGroup], cluster: Cluster) -> None:
         self._instances, self._cluster = instances, cluster
-        self.rows = Samples([model] * len(instances), sum(len(instance.gpus) for instance in instances))
+        self._of_gpus = [instance for instance in instances for _ in instance.gpus]  # the instance of each GPU
+        self.rows = Samples([model] * len(instances), len(self._of_gpus))
         self.looks: list[tuple[float, int, int, int]] = []
 
     def sample(self, now: float) -> None:
@@ -129,12 +129,8 @@ class InstanceSampler:
             waiting=waiting,
             running=running,
             kv_used_bytes=[instance.kv.used_bytes for instance in instances],
-            gpu_stranded_bytes=[0 for instance in instances for _ in instance.gpus],
-            gpu_free_bytes=[
-                (instance.kv.limit_bytes - instance.kv.used_bytes) // len(instance.gpus)
-                for instance in instances
-                for _ in instance.gpus
-            ],
+            gpu_stranded_bytes=[0] * len(self._of_gpus),
+            gpu_free_bytes=[(at.kv.limit_bytes - at.kv.used_bytes) // len(at.gpus) for at in self._of_gpus],
         )
         capacity_bytes = sum(instance.kv.limit_bytes for instance in instances if instance.alive)
         self.looks.append((now, demand_blocks * instances[0].sizes.block_bytes, capacity_bytes, len(engines)))
@@ -147,8 +143,7 @@ def counters(fleet: Instances, sampler: InstanceSampler, last_arrival_s: float) 
     """The counters of a finished run; those that have no value in it (no exchange, no sample) are left out."""
     report = fleet.regrouping.report
     for engine in fleet.cluster.engines.values():
-        if isinstance(engine, PipelineEngine):
-            report.count(engine)
+        report.count(engine)
     time_s, demand_bytes, capacity_bytes, _ = np.array(sampler.looks).reshape(-1, 4).T
     found: dict[str, float] = {
         "drops": len(report.drops),

@@ -66,8 +66,7 @@ def boards(gpus: Sequence[Gpu]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """A table of measured engine steps, ``step.parquet`` of ``fineserve-calibrate``. ``digest`` (SHA-256) tells its contents
-    apart."""
+    """A table of measured engine steps, ``step.parquet`` of ``fineserve-calibrate``. ``digest``: SHA-256 of its contents."""
 
     path: str
     digest: str

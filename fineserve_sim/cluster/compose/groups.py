@@ -82,22 +82,19 @@ def _check_system(scenario: Scenario) -> None:
     swaps = isinstance(memory, specs.SwapPoolsSpec)
     plain = memory.attention == "current" if isinstance(memory, specs.PrivatePoolsSpec) else swaps
     pipelines = _execution(scenario).stages > 1 or system.drop is not None
+    problem = None
     if len(scenario.models) != 1:
         raise ScenarioError(f"system {system.name} serves one model; the cluster has {len(scenario.models)}")
     if not isinstance(system.scheduler, specs.FcfsSpec):
-        raise ScenarioError(
-            f"system {system.name}: a system with dispatch schedules by fcfs, not {system.scheduler.policy}"
-        )
-    if not plain or system.residency is not None:
-        raise ScenarioError(
-            f"system {system.name}: a system with dispatch has resident models, and private or swap memory without "
-            "legacy kernels"
-        )
-    if caches_prefixes(memory) and system.migration is not None:
-        raise ScenarioError(f"system {system.name}: migration moves no prefix cache; leave one of them out")
-    if pipelines and (swaps or system.migration is not None):
-        alone = "swap memory" if swaps else "migration"
-        raise ScenarioError(f"system {system.name}: {alone} is for instances alone, not for pipelines")
+        problem = f"a system with dispatch schedules by fcfs, not {system.scheduler.policy}"
+    elif not plain or system.residency is not None:
+        problem = "a system with dispatch has resident models, and private or swap memory without legacy kernels"
+    elif caches_prefixes(memory) and system.migration is not None:
+        problem = "migration moves no prefix cache; leave one of them out"
+    elif pipelines and (swaps or system.migration is not None):
+        problem = f"{'swap memory' if swaps else 'migration'} is for instances alone, not for pipelines"
+    if problem:
+        raise ScenarioError(f"system {system.name}: {problem}")
 
 
 class _Builder:
@@ -159,26 +156,15 @@ class _Builder:
         system, sizes = self._scenario.system, self.sizes
         drop, migration, scaling = system.drop, system.migration, system.scaling
         node_of = {instance.id: instance.node for instance in instances}
+        of_model = sizes.copy_bytes, sizes.block_bytes, sizes.base_kv_bytes
         assert system.dispatch is not None
         return GroupController(
             GroupModel(
-                self.served.id,
-                sizes.layers,
-                self._max_tokens,
-                self._settings.block_tokens,
-                cache(self._holds_tokens),
+                self.served.id, sizes.layers, self._max_tokens, self._settings.block_tokens, cache(self._holds_tokens)
             ),
             [instance.gpus for instance in instances],
             dispatcher(**system.dispatch.model_dump()),
-            drop=KunServeDrop(
-                sizes.copy_bytes,
-                sizes.block_bytes,
-                sizes.base_kv_bytes,
-                node_of,
-                **options(drop, "exchange", "remap_s"),
-            )
-            if drop
-            else None,
+            drop=KunServeDrop(*of_model, node_of, **options(drop, "exchange", "remap_s")) if drop else None,
             migration=LlumnixMigration(**options(migration)) if migration else None,
             scale_out=ScaleOut(scaling.growing_samples, scaling.start_s) if scaling else None,
             stages=self._execution.stages,

@@ -156,8 +156,7 @@ def build_manager(
 
 
 def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, caches: bool = False) -> EngineKV:
-    """The view of engine ``owner`` on the memories of its GPUs, which are all of one kind. ``caches``: pools of its own keep
-    prefixes."""
+    """The view of engine ``owner`` on the memories of its GPUs, all of one kind. ``caches``: private pools keep prefixes."""
     pools = [memory.pool(owner) for memory in memories if isinstance(memory, PrivatePools)]
     if pools:
         return (PrefixBlocks if caches else CountedBlocks)(pools, block_tokens)
@@ -204,20 +203,15 @@ def _build_kvcached(
 
 def _build_pools(spec: specs.PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Sequence[Tenant]) -> PrivatePools:
     """A share that does not even hold the model leaves it no KV memory."""
-    if spec.split == "footprint":
-        footprints = sum(tenant.footprint_bytes for tenant in tenants)
-        parts = {
-            tenant.engine: max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes)
-            for tenant in tenants
-        }
-    else:
-        parts = split_bytes(kv_bytes, {tenant.engine: _claim(spec, tenant) for tenant in tenants})
+    footprints, parts, shares = sum(tenant.footprint_bytes for tenant in tenants), {}, {}
+    for tenant in tenants:
+        block = tenant.block
+        if spec.split == "footprint":
+            parts[tenant.engine] = max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes)
+        elif spec.split == "equal":
+            shares[tenant.engine] = Share(1.0, 0)
+        else:
+            least_bytes = block.blocks_for_tokens(spec.least_tokens) * block.block_bytes
+            shares[tenant.engine] = Share(tenant.rate_per_s * block.token_bytes, least_bytes)
+    parts = parts or split_bytes(kv_bytes, shares)
     return PrivatePools({tenant.engine: (tenant.block.block_bytes, parts[tenant.engine]) for tenant in tenants})
-
-
-def _claim(spec: specs.PrivatePoolsSpec, tenant: Tenant) -> Share:
-    if spec.split == "equal":
-        return Share(1.0, 0)
-    block = tenant.block
-    least_bytes = block.blocks_for_tokens(spec.least_tokens) * block.block_bytes
-    return Share(tenant.rate_per_s * block.token_bytes, least_bytes)

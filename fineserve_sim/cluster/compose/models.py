@@ -1,5 +1,4 @@
-"""From a scenario of many models to a cluster that stands ready, whose engines stay or come and go: divide memory, build
-engines and schedulers."""
+"""From a scenario of many models to a cluster that stands ready, whose engines stay or come and go."""
 
 from __future__ import annotations
 
@@ -153,18 +152,12 @@ class Builder:
         self.tenants = tenants_on(scenario, self.placement.instances, demands)
         shared = {tenant.engine for members in self.tenants.values() if len(members) > 1 for tenant in members}
         loners = set(range(len(self.placement.instances))) - shared
-        comes_and_goes = scenario.system.residency is not None
-        self.managers = {
-            slot.id: build_manager(
-                scenario.system.memory,
-                slot.memory_bytes,
-                self.tenants.get(slot.id, ()),
-                loners,
-                virtual=slot.memory_bytes if comes_and_goes else None,
-            )
-            for slot in slots_of(scenario)
-            if comes_and_goes or slot.id in self.tenants
-        }
+        memory, comes_and_goes = scenario.system.memory, scenario.system.residency is not None
+        self.managers = {}
+        for slot in slots_of(scenario):
+            if comes_and_goes or slot.id in self.tenants:
+                here, virtual = self.tenants.get(slot.id, ()), slot.memory_bytes if comes_and_goes else None
+                self.managers[slot.id] = build_manager(memory, slot.memory_bytes, here, loners, virtual=virtual)
 
     def seats(self) -> list[Seat]:
         """All of the placement."""
@@ -176,9 +169,8 @@ class Builder:
         share = sm_share(self._scenario, self.served[model], [self._gpus[gpu] for gpu in gpus])
         self.contention.join(engine, gpus, share)
         settings = replace(self._scenario.engine, block_tokens=self._block_tokens(model))
-        kv = engine_kv(
-            engine, [self.managers[gpu] for gpu in gpus], settings.block_tokens, caches=caches_prefixes(memory)
-        )
+        managers = [self.managers[gpu] for gpu in gpus]
+        kv = engine_kv(engine, managers, settings.block_tokens, caches=caches_prefixes(memory))
         contiguous = isinstance(memory, ContiguousSpec)
         longest = settings.block_tokens if contiguous else self.served[model].model.max_context_tokens
         return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)

@@ -1,8 +1,7 @@
-"""Where a scenario's models go, and what placement knows of them, taken offline as FineServe does: profile tables and marginal
-memory efficiency.
+"""Where a scenario's models go, and what placement knows of them, taken offline as FineServe does: by profile tables.
 
-The efficiency is measured, not derived: one engine alone, saturated with requests of mean length, is simulated with KV pools
-of several sizes, and the mean number of resident tokens is fitted against the pool (FineServe Fig. 3), once a process.
+Marginal memory efficiency is measured, not derived: one engine alone, saturated with requests of mean length, is simulated with
+KV pools of several sizes, and the mean number of resident tokens is fitted against the pool (FineServe Fig. 3), once a process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel, measured_on, profile
-from fineserve_sim.latency.sharing import Demand, under_cap
+from fineserve_sim.latency.sharing import under_cap
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.groups.microbatch import ChunkCost
 from fineserve_sim.policy.interfaces import OperatingPoint
@@ -97,14 +97,14 @@ def sharing_of(gpu: Gpu, scenario: Scenario) -> Sharing:
 
 def sm_share(scenario: Scenario, served: ServedModel, gpus: Iterable[Gpu]) -> float:
     """The part of the SMs, in (0, 1], that an engine of the model may take of each of its GPUs: the least of theirs."""
-    return min(_share_on(gpu, scenario, served) for gpu in gpus)
-
-
-def _share_on(gpu: Gpu, scenario: Scenario, served: ServedModel) -> float:
-    percent = sharing_of(gpu, scenario).percent
-    if percent == "by_rate":
-        return _least_share(served, gpu.spec, scenario.engine)
-    return 1.0 if percent is None else percent.get(served.id, 100) / 100
+    shares = []
+    for gpu in gpus:
+        percent = sharing_of(gpu, scenario).percent or {}
+        if percent == "by_rate":
+            shares.append(_least_share(served, gpu.spec, scenario.engine))
+        else:
+            shares.append(percent.get(served.id, 100) / 100)
+    return min(shares)
 
 
 @lru_cache(maxsize=256)
@@ -116,17 +116,10 @@ def _least_share(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) ->
     prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
     points = operating_points(typical(served), gpu, settings)
     decodes = [step.demand(p.batch, p.batch * (prompt + output // 2), 0, 0, 0, p.batch) for p in points]
-
-    def meets(share: float) -> bool:
-        return any(
-            _served_per_s(point, prefill._replace(sm_share=share), decode._replace(sm_share=share)) >= served.rate_per_s
-            for point, decode in zip(points, decodes, strict=True)
-        )
-
-    return next((percent / 100 for percent in PERCENTS if meets(percent / 100)), 1.0)
-
-
-def _served_per_s(point: OperatingPoint, prefill: Demand, decode: Demand) -> float:
-    """Requests per second of a batch that is prefilled together and then decoded, under a cap."""
-    decode_s = max(0.0, point.batch / point.throughput_per_s - point.ttft_s)
-    return point.batch / (point.ttft_s * under_cap(prefill) + decode_s * under_cap(decode))
+    for share in (percent / 100 for percent in PERCENTS):
+        for point, decode in zip(points, decodes, strict=True):  # a batch is prefilled together, and then decoded
+            decode_s = max(0.0, point.batch / point.throughput_per_s - point.ttft_s)
+            prefill_s = point.ttft_s * under_cap(prefill._replace(sm_share=share))
+            if point.batch / (prefill_s + decode_s * under_cap(decode._replace(sm_share=share))) >= served.rate_per_s:
+                return share
+    return 1.0

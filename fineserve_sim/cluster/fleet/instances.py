@@ -44,7 +44,7 @@ class Instances(Fleet):
         self._instances = instances
         self._spares = set(instances[len(instances) - spares :])
         self._start_s, self._migrates = start_s, migrates
-        self._loading: dict[int, tuple[TpGroup, Transfer | None]] = {}  # by engine to be
+        self._loading: dict[int, tuple[TpGroup, list[Transfer]]] = {}  # by engine to be
         cluster.fleet = self
         cluster.actions[Activate] = self._activate
 
@@ -80,15 +80,15 @@ class Instances(Fleet):
     def _activate(self, command: Activate, now: float) -> None:
         """A spare starts; any other loads the layers that it misses from its host's copy. Then it serves alone."""
         instance = next(instance for instance in self._instances if instance.gpus == command.gpus)
-        ready, transfer = partial(self._ready, command.engine), None
+        ready, transfers = partial(self._ready, command.engine), list[Transfer]()
         if instance in self._spares:
             self._spares.remove(instance)
             self.cluster.at(now + self._start_s, order_of(Kind.TIMER, (1 << 18) + 2 + instance.id), ready)
         else:
             missing_bytes = (instance.sizes.layers - len(instance.resident)) * instance.sizes.layer_bytes
             self.regrouping.report.weight_bytes += missing_bytes
-            transfer = instance.links.from_host.send(missing_bytes, WEIGHTS, None, ready)
-        self._loading[command.engine] = (instance, transfer)
+            transfers.append(instance.links.from_host.send(missing_bytes, WEIGHTS, None, ready))
+        self._loading[command.engine] = (instance, transfers)
 
     def _ready(self, id: int, now: float) -> None:
         if id in self._loading:
@@ -109,8 +109,7 @@ class Instances(Fleet):
             self.regrouping.remove(engine)
         loading = [id for id, (other, _) in self._loading.items() if other is instance]
         for id in loading:  # it was on its way back
-            transfer = self._loading.pop(id)[1]
-            if transfer is not None:
+            for transfer in self._loading.pop(id)[1]:
                 transfer.cancel()
         instance.fail()
         for id in [*(engine.index for engine in hit), *loading]:

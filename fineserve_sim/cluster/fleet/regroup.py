@@ -88,9 +88,9 @@ class Report:
     pipelined_busy_s: float = 0.0
     pipelined_s: float = 0.0
 
-    def count(self, engine: PipelineEngine) -> None:
-        """Take up the time of a pipeline that ends."""
-        if len(engine.stages) > 1:
+    def count(self, engine: Engine) -> None:
+        """Take up the time of an engine that ends, if it is a pipeline."""
+        if isinstance(engine, PipelineEngine) and len(engine.stages) > 1:
             self.pipelined_busy_s += engine.busy_s
             self.pipelined_s += engine.working_s * len(engine.stages)
 
@@ -128,8 +128,7 @@ class Regrouping:
 
     def remove(self, engine: Engine) -> None:
         """An engine that has ended."""
-        if isinstance(engine, PipelineEngine):
-            self.report.count(engine)
+        self.report.count(engine)
         self._connect(self._cluster.disconnect(engine))
 
     def _connect(self, changed: Set[int]) -> None:
@@ -175,9 +174,7 @@ class Regrouping:
             return  # an instance failed meanwhile
         self._merges.remove(merge)
         cluster.settle_all(now, TIMER)
-        held: dict[int, range] = {}
-        for engine in merge.sources:
-            held |= self._layout_of(engine)
+        held = {number: own for engine in merge.sources for number, own in self._layout_of(engine).items()}
         layout = pipeline_layout(held, self._layers)
         self.report.drops.append((now, tuple(sorted(layout))))
         started = {sequence: engine.columns for engine in merge.sources for sequence in engine.dissolve()}

@@ -7,7 +7,7 @@ or when the engine idles. An engine over several GPUs keeps the pace that it has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +54,8 @@ class Contention:
         self.gpus_of[engine] = gpus
         place = self._places[engine] = _Place(tuple(self._gpus[gpu] for gpu in gpus), sm_share)
         self.set_demand(engine, IDLE)
-        self._meet_neighbours(engine)
-        for other in place.neighbours:
-            self._meet_neighbours(other)
+        self._meet_neighbours([engine])
+        self._meet_neighbours(place.neighbours)
 
     def leave(self, engine: int) -> None:
         """An idle engine goes."""
@@ -64,18 +63,17 @@ class Contention:
         for gpu in place.gpus:
             del gpu.seen[engine], gpu.paces[engine]
         del self.gpus_of[engine], self.slowdowns[engine]
-        for other in place.neighbours:
-            self._meet_neighbours(other)
+        self._meet_neighbours(place.neighbours)
 
     def contended(self, engine: int) -> bool:
         """Whether its pace may ever differ from that alone on the whole GPU."""
         place = self._places[engine]
         return bool(place.neighbours) or place.sm_share < 1.0
 
-    def _meet_neighbours(self, engine: int) -> None:
-        place = self._places[engine]
-        here = {other for gpu in place.gpus for other in gpu.seen}
-        place.neighbours = tuple(sorted(here - {engine}))
+    def _meet_neighbours(self, engines: Iterable[int]) -> None:
+        for engine in engines:
+            place = self._places[engine]
+            place.neighbours = tuple(sorted({other for gpu in place.gpus for other in gpu.seen} - {engine}))
 
     def set_demand(self, engine: int, need: Demand) -> list[int]:
         """An engine's batch composition changed. Returns the other engines whose slowdown changed with it, by id."""
