@@ -46,7 +46,8 @@ def _coming(requests: Requests, caches: bool) -> Iterator[tuple[Request, int, Pr
         for first in range(0, len(chunk), ROWS):
             rows = slice(first, first + ROWS)
             ids = chunk.prefix_hashes[rows] if caches and chunk.prefix_hashes is not None else repeat(None)
-            columns, id_tokens = (getattr(chunk, name)[rows].tolist() for name in _WHAT), chunk.prefix_block_tokens or 0
+            columns = (getattr(chunk, name)[rows].tolist() for name in _WHAT)
+            id_tokens = chunk.prefix_block_tokens or 0
             for model, arrival_s, prompt, output, own in zip(*columns, ids, strict=False):
                 prefix = None
                 if own is not None:  # an id whose tokens the prompt fills in part tells nothing of what comes behind it

@@ -156,7 +156,8 @@ class Builder:
         self.managers = {}
         for slot in slots_of(scenario):
             if comes_and_goes or slot.id in self.tenants:
-                here, virtual = self.tenants.get(slot.id, ()), slot.memory_bytes if comes_and_goes else None
+                here = self.tenants.get(slot.id, ())
+                virtual = slot.memory_bytes if comes_and_goes else None
                 self.managers[slot.id] = build_manager(memory, slot.memory_bytes, here, loners, virtual=virtual)
 
     def seats(self) -> list[Seat]:
