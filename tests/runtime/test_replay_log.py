@@ -99,13 +99,13 @@ def test_an_altered_event_changes_the_commands(log: list[Entry], event: str) -> 
     changes: dict[str, Callable[[Entry], object]] = {
         "RequestArrived": lambda entry: entry["request"].update(prompt_tokens=10_000),
         "EngineStepped": lambda entry: [state.__setitem__("free_slots", 0) for state in entry["engines"].values()],
-        "Tick": lambda entry: entry.update(free_bytes={"0": 0}),
+        "Tick": lambda entry: entry.update(free_bytes={"0": 0}, running=dict.fromkeys(map(str, range(100)), 1)),
         "EngineReady": lambda entry: entry.update(engine=10**6),
         "StepMeasured": lambda entry: entry.update(duration_s=1000.0),
     }
     for index, entry in enumerate(altered):
         follower = altered[index + 1] if index + 1 < len(altered) else {}
-        decisive = event in ("EngineReady", "StepMeasured") or "command" in follower
+        decisive = event in ("EngineReady", "StepMeasured") or follower.get("command", "Drop") != "Drop"
         if entry.get("event") == event and decisive:
             changes[event](entry)
             break
