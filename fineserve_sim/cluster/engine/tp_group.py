@@ -101,7 +101,7 @@ class TpGroup:
         """Queue a job. If idle it begins at this very moment, after everything else that happens in it."""
         self._jobs.append(job)
         if self._awaited is None:
-            self._await(self._clock.now, self._start_order, None)
+            self._awaited = self._go_on_at(self._clock.now, self._start_order, None)
 
     def fail(self) -> None:
         """Lost, with what it computes, all that is queued, and all that is in its memory."""
@@ -115,10 +115,11 @@ class TpGroup:
         used_bytes, limit_bytes = self.kv.used_bytes, self.kv.limit_bytes
         assert 0 <= used_bytes <= limit_bytes, f"instance {self.id} holds {used_bytes} KV bytes of {limit_bytes}"
 
-    def _await(self, time_s: float, order: int, end: Callable[[float], None] | None) -> None:
-        """The job in hand ends then, or its end is None and the first begins."""
-        self._awaited = object()
-        self._clock.at(time_s, order, partial(self._go_on, self._awaited, end))
+    def _go_on_at(self, time_s: float, order: int, end: Callable[[float], None] | None) -> object:
+        """Go on at that time; the job in hand, if there is one, has this ``end``. Returns what is awaited."""
+        awaited = object()
+        self._clock.at(time_s, order, partial(self._go_on, awaited, end))
+        return awaited
 
     def _go_on(self, awaited: object, end: Callable[[float], None] | None, now: float) -> None:
         """The job that ends hears of it, and the next one begins, unless all was lost meanwhile."""
@@ -132,4 +133,4 @@ class TpGroup:
             if turn is not None:
                 seconds, at_end = turn
                 self.busy_s += seconds
-                self._await(now + seconds, self._end_order, at_end)
+                self._awaited = self._go_on_at(now + seconds, self._end_order, at_end)
