@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
@@ -91,6 +92,13 @@ class _Queue:
 
     scheduler: LocalScheduler
     length: int = 0
+
+
+def check_state(engine: int, state: Enum | None, possible: Sequence[Enum], given: int) -> None:
+    """Raise ValueError for an event of an engine that never was (ids below ``given`` were), or that is in none of the
+    ``possible`` states, if any are named. One without a ``state`` is gone."""
+    if (state is None and not 0 <= engine < given) or (state and possible and state not in possible):
+        raise ValueError(f"engine {engine} is {state.name.lower() if state else 'unknown'}: that cannot be")
 
 
 class Controller:

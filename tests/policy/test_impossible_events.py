@@ -123,7 +123,8 @@ MAKE = {"static": static, "fleet": fleet, "groups": groups}
 
 @pytest.mark.parametrize(("kind", "event"), [(kind, event) for kind, found in IMPOSSIBLE.items() for event in found])
 def test_an_event_that_cannot_be_raises(kind: str, event: Event) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
+    said = "that cannot be|no scheduler|not there|repaired|to be merged|to migrate|engines (of|that come)"
+    with pytest.raises(ValueError, match=said):
         MAKE[kind]().handle(3.0, event)
 
 

@@ -59,8 +59,9 @@ class FleetMemory:
                 manager.advance(now)
                 manager.set_limit(max(0, self._left_bytes[gpu]))
 
-    def join(self, engine: int, gpus: Iterable[int], block: VirtualKV | int, now: float) -> None:
+    def join(self, engine: int, gpus: Sequence[int], block: VirtualKV | int, now: float) -> None:
         """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
+        self.coming.subtract(gpus)
         for gpu in gpus:
             manager = self.managers[gpu]
             if isinstance(manager, KvCachedManager):
@@ -194,7 +195,6 @@ class ModelFleet(Fleet):
             return  # what loads has changed since
         for engine in self._loader.advance(now):
             resident = self._residents[engine]
-            self._memory.coming.subtract(resident.gpus)
             self._memory.join(engine, resident.gpus, self._bytes_of[resident.model].block, now)
             self._build_on(engine)
             self.reform(now)

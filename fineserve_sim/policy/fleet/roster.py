@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fineserve_sim.policy.controller import Route
+from fineserve_sim.policy.controller import Route, check_state
 from fineserve_sim.policy.fleet.views import EngineView, Status
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Request
 
@@ -124,8 +124,7 @@ class Roster:
     def told_of(self, id: int, *statuses: Status) -> EngineEntry | None:
         """The engine that an event names; None if it is gone. ValueError if it never was, or is in no such state."""
         engine = self.engines.get(id)
-        if (engine is None and not 0 <= id < self.given) or (engine and statuses and engine.status not in statuses):
-            raise ValueError(f"engine {id} is {engine.status.name.lower() if engine else 'unknown'}: that cannot be")
+        check_state(id, engine.status if engine else None, statuses, self.given)
         return engine
 
     def remove(self, gone: EngineEntry) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fineserve_sim.policy import commands, events
 from fineserve_sim.policy.commands import Command
-from fineserve_sim.policy.controller import Controller
+from fineserve_sim.policy.controller import Controller, check_state
 from fineserve_sim.policy.groups.dispatch import DispatchPolicy, GroupEngine, LlumnixMigration, Phase
 from fineserve_sim.policy.groups.drop_plan import DropPlan, Group, KunServeDrop, ScaleOut, even_split, pipeline_layout
 from fineserve_sim.policy.interfaces import EngineLoad, Request
@@ -133,8 +133,7 @@ class GroupController(Controller):
     def _told_of(self, id: int, *phases: Phase) -> GroupEngine | None:
         """The engine that an event names; None if it is gone. ValueError if it never was, or is in no such phase."""
         engine = self._engines.get(id)
-        if (engine is None and not 0 <= id < self._given) or (engine and phases and engine.phase not in phases):
-            raise ValueError(f"engine {id} is {engine.phase.name.lower() if engine else 'unknown'}: that cannot be")
+        check_state(id, engine.phase if engine else None, phases, self._given)
         return engine
 
     def _add(self, instances: tuple[int, ...], phase: Phase) -> int:
