@@ -11,7 +11,7 @@ from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.scenario import Ended, EndedRequests, outputs
+from fineserve_sim.cluster.scenario import Ended, EndedRequests
 from fineserve_sim.policy.interfaces import Request
 
 ROWS = 8192
@@ -90,5 +90,4 @@ class Joined:
                 del self._chunks[first]
             elif 2 * len(left) <= len(chunk):
                 self._chunks[first] = chunk[left]
-        model, arrival_s, prompt_tokens, asked = (came[name].copy() for name in _WHAT)
-        self._told(EndedRequests(ended, model, arrival_s, prompt_tokens, outputs(asked, ended)))
+        self._told(EndedRequests(ended, *(came[name].copy() for name in _WHAT)))

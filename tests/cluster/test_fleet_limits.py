@@ -13,7 +13,7 @@ from lawkit import bounded, differences
 from simkit import H100, Row
 
 from fineserve_sim.catalog import gpu
-from fineserve_sim.cluster import EngineSettings, Fate, Gpu, Scenario
+from fineserve_sim.cluster import EngineSettings, Fate, Fault, Gpu, Scenario
 
 
 def assert_static(rows: list[Row], **options: Any) -> None:
@@ -25,9 +25,24 @@ def assert_static(rows: list[Row], **options: Any) -> None:
 def test_an_output_beyond_the_memory_is_cut_and_blocks_nobody() -> None:
     rows: list[Row] = [(0.0, 64, 100_000), (0.5, 64, 8), (20.0, 64, 8)]
     run = bounded(fleet(rows, STAYS, drain_s=50.0))
-    assert run.result.fate.tolist() == [Fate.FINISHED] * 3
+    assert run.result.fate.tolist() == [Fate.CUT, Fate.FINISHED, Fate.FINISHED]
     assert run.result.preemptions.sum() == 0
     assert_static(rows, drain_s=50.0)
+
+
+def test_a_request_whose_gpu_fails_ends_where_its_next_engine_ends_it() -> None:
+    """Two engines share 4,096 tokens of KV; alone on the other GPU one has the memory of its neighbour's weights, too."""
+    rows: list[Row] = [(0.0, 64, 5000, 0), (1.0, 64, 8, 1)]
+    options: Mapping[str, Any] = {
+        "models": 2,
+        "cards": (Gpu(0, 0, H100), Gpu(1, 0, H100)),
+        "placement": {"policy": "pinned", "groups": {"m0": [[0]], "m1": [[0]]}},
+        "drain_s": 200.0,
+    }
+    stays = bounded(fleet(rows, STAYS, **options)).result
+    assert (stays.fate[0], stays.generated_tokens[0]) == (Fate.CUT, 4096 - 64)
+    moved = bounded(fleet(rows, STAYS, faults=(Fault(2.0, 0, None, "gpu"),), **options)).result
+    assert (moved.fate[0], moved.generated_tokens[0]) == (Fate.FINISHED, 5000)
 
 
 def test_a_prompt_that_its_engine_cannot_hold_is_rejected() -> None:

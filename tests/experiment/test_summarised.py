@@ -261,7 +261,9 @@ def test_an_output_that_is_cut_counts_as_long_as_it_came(tmp_path: Path) -> None
     (tmp_path / "replays.yaml").write_text(text, encoding="utf-8")
     rows, summary = both(tmp_path / "replays.yaml", tmp_path)
     found = pq.read_table(tmp_path / "rows" / "requests.parquet").to_pandas()
-    assert set(found.output_tokens[found.prompt_tokens == 330]) == {131_072 - 330}
+    long = found[found.prompt_tokens == 330]
+    assert set(long.output_tokens) == {1_000_000} and set(long.generated_tokens) == {131_072 - 330}
+    assert set(long.fate) == {"cut"} and set(long.cause) == {"context"} and set(long.miss) == {"cut_context"}
     for document in (rows, summary):
         for cell in document["cells"]:
             assert 0.003 < cell["metrics"]["tpot_p50_s"]["mean"] < 0.1

@@ -161,7 +161,8 @@ def _connect(
     for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
     scopes = [Scope((index,)) for index in range(len(instances))]
-    cluster = Cluster(clock, Controller(routes), contention)
+    contexts = {str(instance.model): instance.step.model.max_context_tokens for instance in instances}
+    cluster = Cluster(clock, Controller(routes), contention, contexts)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
     seats = [
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)

@@ -127,7 +127,10 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
 def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, contention: Contention) -> Cluster:
     """A cluster without engines yet, which looks as closely as the scenario asks."""
     merging = not scenario.exact_steps and scenario.engine.contention == "composition"
-    return Cluster(clock, controller, contention, merging=merging, check=scenario.check, log=scenario.log)
+    context_tokens = {served.id: served.model.max_context_tokens for served in scenario.models}
+    return Cluster(
+        clock, controller, contention, context_tokens, merging=merging, check=scenario.check, log=scenario.log
+    )
 
 
 def slots_of(scenario: Scenario) -> list[GpuSlot]:

@@ -136,6 +136,9 @@ def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any], unplaced: Seque
         yield "attainment without interval: too few requests"
     elif round(half_width, 3) > ENOUGH_PRECISION:
         yield f"attainment half-width {100 * half_width:.1f} points > {100 * ENOUGH_PRECISION:.0f}"
+    cut = sum(run.counts["cut"] for run in runs)
+    if cut:
+        yield f"{cut} outputs cut short of what was asked, at the end of KV memory or context"
     for fate in ("rejected", "unfinished"):
         count = sum(run.counts[fate] for run in runs)
         if count:

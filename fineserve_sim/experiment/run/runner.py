@@ -31,6 +31,7 @@ class Outcome:
     tpot_slos: Mapping[str, BaseSlo]
     keys: tuple[str, ...]
     e2e_limits_s: Mapping[str, float] = field(default_factory=dict)
+    accept_cut: bool = False
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -42,7 +43,7 @@ class Outcome:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s)
+        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s, self.accept_cut)
 
 
 class Progress:
@@ -93,7 +94,10 @@ class Session:
         tpots = [tpot_slos(experiment, point, read) for point in points]
         cells = [_cells(experiment, *limits) for limits in zip(points, slos, tpots, strict=True)]
         limits = zip(points, slos, tpots, strict=True)
-        outcomes = [Outcome(point, slo, tpot, (), e2e_limits(experiment, point)) for point, slo, tpot in limits]
+        accept_cut = experiment.file.slo.cut == "whole"
+        outcomes = [
+            Outcome(point, slo, tpot, (), e2e_limits(experiment, point), accept_cut) for point, slo, tpot in limits
+        ]
         summed = [
             None if self.summarise is None else Summed(outcome.limits, self.summarise)
             for outcome, runs in zip(outcomes, cells, strict=True)

@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario
-from fineserve_sim.cluster.scenario import boards, outputs
+from fineserve_sim.cluster.scenario import boards
 from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
@@ -38,8 +38,8 @@ FORMAT = 5
 """Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
 
 _COMPILED = (".so", ".pyd")
-_REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
-_TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens")
+_REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "cause", "generated_tokens")
+_TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 
 def key_of(scenario: Scenario, warmup: int) -> str:
@@ -127,7 +127,6 @@ class Store:
         """Store a finished run. Raises OSError when the disk refuses; then the run is not there."""
         trace = scenario.whole_trace
         requests = {column: getattr(trace, column) for column in _TRACE_COLUMNS}
-        requests |= {"output_tokens": outputs(trace.output_tokens, result)}
         requests |= {column: getattr(result, column) for column in _REQUEST_COLUMNS}
         self._write_table(self._cells / f"{key}.parquet", requests)
         if len(result.timeline.time_s):
