@@ -24,6 +24,14 @@ def test_a_mistake_takes_its_own_new_folder_and_no_other(tmp_path: Path) -> None
     assert (theirs / "summary.json").exists()
 
 
+def test_of_dead_writers_their_own_files_are_found_among_others(tmp_path: Path) -> None:
+    """Editors and other programs leave temporary files of other names."""
+    names = (".x.tmp", ".x.y.tmp", ".key.json.17.tmp", ".key.json.7.tmp", ".7.tmp", "key.7.tmp")
+    for name in names:
+        (tmp_path / name).touch()
+    assert files.temporaries(tmp_path, {7, None}) == [tmp_path / ".key.json.7.tmp"]
+
+
 def test_folders_that_were_made_for_a_mistake_go(tmp_path: Path) -> None:
     out = tmp_path / "a" / "b"
     with pytest.raises(ValueError, match="mistake"), gone_if_unused(out):

@@ -28,8 +28,9 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def temporaries(out: Path, pids: Collection[int | None]) -> list[Path]:
-    """What processes of these ids have begun to write below ``out``."""
-    return [path for path in out.rglob(".*.tmp") if int(path.suffixes[-2][1:]) in pids]
+    """What processes of these ids have begun to write below ``out``; temporary files of other programs are left alone."""
+    names = [f".*.{pid}.tmp" for pid in pids]
+    return [path for path in out.rglob(".*.tmp") if any(path.match(name) for name in names)]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -28,6 +28,7 @@ from pydantic import BaseModel
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario
+from fineserve_sim.cluster.compose.policies import registered_sources
 from fineserve_sim.cluster.scenario import boards
 from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.files import atomic, write_json
@@ -43,12 +44,13 @@ _TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 
 def key_of(scenario: Scenario, warmup: int) -> str:
-    """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
+    """The name of a run: a hash of all that determines it, its requests, our code and data files and the sources of registered
+    policies included."""
     fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log", "tell"))
     described = {name: plain(getattr(scenario, name)) for name in fields} | {
         "trace": _digests(scenario.trace),
         "warmup": warmup,
-        "code": [__version__, code_digest(), FORMAT],
+        "code": [__version__, code_digest(), FORMAT, *registered_sources(scenario.system)],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
 
