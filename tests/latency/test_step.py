@@ -165,7 +165,26 @@ def test_no_step_gets_shorter_with_more_work(
     assert seconds(decodes + more, context, tokens) >= least
     assert seconds(decodes, context, tokens + more) >= least
     assert seconds(decodes, context, tokens, sampled=more) >= least
-    assert step.step_s(decodes, decodes * context, *chunk(tokens)[:2], more, decodes) >= least
+
+
+@given(
+    engines,
+    st.integers(1, 64),
+    st.integers(1, 3000),
+    st.integers(0, 20_000),
+    st.integers(1, 20_000) | st.integers(1, 20),
+    st.integers(0, 100),
+)
+def test_a_longer_prefix_makes_no_step_shorter(
+    step: StepModel, chunks: int, tokens: int, prefix: int, more: int, decodes: int
+) -> None:
+    """So many equal chunks, each behind its own prefix, beside decodes at 500 tokens."""
+
+    def seconds(prefix: int) -> float:
+        sums = (chunks * each for each in chunk(tokens, prefix))
+        return step.step_s(decodes, 500 * decodes, *sums, decodes + chunks)
+
+    assert seconds(0) * (1 - 1e-12) <= seconds(prefix) <= seconds(prefix + more) * (1 + 1e-12)
 
 
 @given(engines, st.integers(1, 600), st.integers(0, 2_000_000), st.integers(0, 40))
