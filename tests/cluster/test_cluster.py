@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from simkit import (
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_schedulers
+from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.events import EngineStepped, RequestArrived
 from fineserve_sim.policy.interfaces import EngineState, Request
@@ -256,6 +258,10 @@ def event_of(line: dict[str, Any]) -> RequestArrived | EngineStepped:
     return EngineStepped(line["engine"], {int(e): EngineState(**state) for e, state in line["engines"].items()})
 
 
+def _prefill_s(step: StepModel, budget: int, tokens: int, decoding: int, pairs: int) -> float:
+    return step.prefill_s(tokens, decoding, budget, pairs)
+
+
 def controller_of(scenario: Scenario) -> Controller:
     """The controller of ``crowded`` with a slab, put together from its parts: 60 of A's blocks or 120 of B's."""
     tokens, sheets = {"a": 60 * 16, "b": 120 * 16}, []
@@ -266,7 +272,7 @@ def controller_of(scenario: Scenario) -> Controller:
                 engine=index,
                 gpu=0,
                 slo_s=m.ttft_slo_s,
-                prefill=lambda tokens, decoding, step=step, budget=budget: step.prefill_s(tokens, decoding, budget),
+                prefill=partial(_prefill_s, step, budget),
                 prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
                 kv_capacity_tokens=tokens[m.id],
                 block_tokens=scenario.engine.block_tokens,

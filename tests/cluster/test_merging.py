@@ -109,10 +109,11 @@ def with_prefixes(trace: Trace) -> Trace:
     """Every third request begins alike, up to 40 tokens, answers included; the rest of each is its own."""
     tokens = (trace.prompt_tokens + trace.output_tokens).tolist()
     ids = [
-        [row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(n // 8)]
+        [row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(-(-n // 8))]
         for row, n in enumerate(tokens)
     ]
-    return replace(trace, prefix_hashes=tuple(map(tuple, ids)), prefix_block_tokens=8)
+    covered = np.array(tokens)
+    return replace(trace, prefix_hashes=tuple(map(tuple, ids)), prefix_block_tokens=8, prefix_tokens=covered)
 
 
 @st.composite

@@ -205,7 +205,7 @@ class Builder:
             engine=engine.engine,
             gpu=engine.gpus[0],
             slo_s=self.served[engine.model].ttft_slo_s,
-            prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, budget),
+            prefill=lambda tokens, decoding, pairs: step.prefill_s(tokens, decoding, budget, pairs),
             prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
             kv_capacity_tokens=engine.kv_tokens,
             block_tokens=self._block_tokens(engine.model),

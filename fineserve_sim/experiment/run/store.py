@@ -35,7 +35,7 @@ from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
-FORMAT = 5
+FORMAT = 6
 """Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
 
 _COMPILED = (".so", ".pyd")
