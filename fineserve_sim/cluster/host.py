@@ -147,9 +147,12 @@ class Cluster:
         engine_id = self.controller.engine_of(request.id)
         if engine_id is not None:
             waiting.engine = engine_id
-            engine = self.engines[engine_id]
-            self.ask_again(engine, now)
-            engine.start(now)
+            self.waits(self.engines[engine_id], now)
+
+    def waits(self, engine: Engine, now: float) -> None:
+        """A request has come to wait for this engine: its scheduler is asked, at once if the engine is idle."""
+        self.ask_again(engine, now)
+        engine.start(now)
 
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
         """These wait for an engine again, with what they generated as part of their prompts."""
@@ -157,6 +160,8 @@ class Cluster:
             self._returned[sequence.index] = engine.model, sequence
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
+            if (engine_id := self.controller.engine_of(again.id)) is not None:
+                self.waits(self.engines[engine_id], now)
 
     def close(self) -> None:
         """The run is over: those that still wait do not finish, nor do those under way."""

@@ -58,10 +58,11 @@ class EngineReady(NamedTuple):
 
 
 class EnginesResized(NamedTuple):
-    """The longest sequences, in tokens, that these engines can hold from now on: their GPUs have got more or fewer others.
-    Until it is told, an engine is taken to hold what the largest GPU could."""
+    """The KV tokens that each of these engines can hold from now on if no other engine holds any, as its memory counts them,
+    in whole blocks: its GPUs have got more or fewer engines. Until it is told, an engine is taken to hold what the largest
+    GPU could."""
 
-    max_tokens: dict[int, int]
+    kv_tokens: dict[int, int]
 
 
 class EngineDrained(NamedTuple):

@@ -99,6 +99,7 @@ class Driver:
             for engine in places.engines():
                 if not places.handle(engine).alive:  # while others started, and nobody heard
                     self._lives.died(engine, "it died before the driver started", crashed=False)
+            self._lives.tell_memory()
         self._alarm.set(self._epoch_s)
 
     def begin_drain(self, patience_s: float | None = None) -> None:
@@ -330,8 +331,7 @@ class Driver:
             if self.now() >= self._next_look_s:
                 self._next_look_s = self.now() + _LOOK_S
                 self._expire()
-                self._lives.wake_delayed()
-                self._lives.watch(self._bounds.silent_s)
+                self._lives.look(self._bounds.silent_s)
             if self.now() >= self._controller.next_tick_s:
                 self.tell(self._tick())
             for engine in self._places.engines():

@@ -16,7 +16,7 @@ from fineserve_runtime.desk import Desk
 from fineserve_runtime.jobs import End, Job
 from fineserve_runtime.places import Places
 from fineserve_sim.policy.commands import Activate, Evict
-from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady
+from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized
 from fineserve_sim.policy.fleet.views import Status
 
 _START_S = 5.0
@@ -89,6 +89,7 @@ class EngineLives:
         self._stopped: set[str] = set()
         self._down_since_s: dict[str, float] = {}
         self._down_s = dict.fromkeys(models, 0.0)
+        self._kv_tokens: dict[int, int] = {}  # of engines, as the core was told
 
     def add_model(self, model: str) -> None:
         self._down_s[model] = 0.0
@@ -149,8 +150,20 @@ class EngineLives:
         else:
             self._wake(command)
 
+    def look(self, silent_s: float) -> None:
+        """What changes without an event; the driver asks at each of its looks."""
+        self.wake_delayed()
+        self.watch(silent_s)
+        self.tell_memory()
+
+    def tell_memory(self) -> None:
+        """Tell the core how many tokens the memory of each engine holds, where that changed: weights came or went."""
+        known, self._kv_tokens = self._kv_tokens, self._places.kv_tokens()
+        if changed := {engine: held for engine, held in self._kv_tokens.items() if known.get(engine) != held}:
+            self._owner.tell(EnginesResized(changed))
+
     def wake_delayed(self) -> None:
-        """Those whose time has come; the driver asks at each tick."""
+        """Wake engines whose back-off has ended."""
         for engine, delayed in list(self._delayed.items()):
             if self._owner.now() >= delayed.due_s:
                 del self._delayed[engine]
@@ -178,6 +191,7 @@ class EngineLives:
         self._backoff.up(self._places.place(engine), now)
         self._down_s[model] += now - self._down_since_s.pop(model, now)
         self._gone.discard(model)
+        self.tell_memory()
         self._owner.tell(EngineReady(engine))
         self._owner.consult(engine)
 

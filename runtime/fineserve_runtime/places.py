@@ -77,6 +77,11 @@ class Places:
         handles = {engine: self.handle(engine) for engine in engines}
         return {engine: handle.state() for engine, handle in handles.items() if handle.alive and not handle.asleep}
 
+    def kv_tokens(self) -> dict[int, int]:
+        """What the memory of each engine that is awake holds while no other engine holds KV."""
+        handles = {engine: self.handle(engine) for engine in self.engines()}
+        return {engine: each.kv_capacity_tokens for engine, each in handles.items() if each.alive and not each.asleep}
+
     def is_idle(self, engine: int) -> bool:
         handle = self.handle(engine)
         return handle.alive and handle.state().running == 0

@@ -26,6 +26,7 @@ def fleet(
     cards: Sequence[Gpu] = (Gpu(0, 0, H100),),
     memory: dict[str, Any] | None = None,
     placement: dict[str, Any] | None = None,
+    scheduler: dict[str, Any] | None = None,
     settings: EngineSettings | None = None,
     slo_s: float = 2.0,
     rate_per_s: float = 0.5,
@@ -40,7 +41,7 @@ def fleet(
     qlm = residency is not None and residency["policy"] == "qlm"
     axes = {
         "placement": placement or {"policy": "dedicated" if qlm else "kvpr"},
-        "scheduler": {"policy": "fcfs"},
+        "scheduler": scheduler or {"policy": "fcfs"},
         "memory": memory or ({"policy": "private"} if qlm else {"policy": "kvcached", "mode": "contiguous"}),
         "residency": residency,
     }

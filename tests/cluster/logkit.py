@@ -83,7 +83,7 @@ DECODE: Mapping[str, Callable[[Any], Any]] = {
     "running": lambda running: {int(engine): requests for engine, requests in running.items()},
     "free_bytes": lambda free: {int(gpu): size for gpu, size in free.items()},
     "loads": lambda loads: {int(engine): EngineLoad(**load) for engine, load in loads.items()},
-    "max_tokens": lambda limits: {int(engine): tokens for engine, tokens in limits.items()},
+    "kv_tokens": lambda limits: {int(engine): tokens for engine, tokens in limits.items()},
     "gpus": tuple,
     "lost": tuple,
 }

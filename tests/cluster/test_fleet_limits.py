@@ -135,7 +135,7 @@ def test_engines_that_load_at_once_share_what_their_weights_leave() -> None:
         fleet(rows, PRISM, models=4, hosted=2, placement=TOGETHER, memory={"policy": "private"}, drain_s=20.0)
     )
     assert run.result.fate.tolist() == [Fate.FINISHED] * 5
-    longest = {id: tokens for line in run.log for id, tokens in line.get("max_tokens", {}).items()}
+    longest = {id: tokens for line in run.log for id, tokens in line.get("kv_tokens", {}).items()}
     assert longest["2"] == longest["3"] > 0
 
 

@@ -3,11 +3,14 @@ computed stays counted."""
 
 from __future__ import annotations
 
-import pytest
-from fleetkit import QLM, fleet
-from lawkit import bounded, differences
+from dataclasses import replace
 
-from fineserve_sim.cluster import Fate, Scenario
+import pytest
+from fleetkit import QLM, STAYS, fleet
+from lawkit import bounded, differences
+from simkit import H100
+
+from fineserve_sim.cluster import Fate, Fault, Gpu, Scenario
 
 AT_ONCE = QLM | {"running": "requeue", "swap_s": 0.5, "tick_s": 0.25}
 
@@ -37,3 +40,15 @@ def test_iterations_of_the_span_in_flight_are_counted() -> None:
     merged, plain = bounded(scenario), bounded(scenario, exact_steps=True)
     assert merged.result.iterations == plain.result.iterations
     assert next(differences(merged, plain), None) is None
+
+
+def test_a_request_that_lost_its_gpu_starts_at_once_on_an_idle_engine() -> None:
+    """A scheduler holds it back; nothing else happens at that engine that would have the scheduler asked."""
+    both_gpus = {"policy": "pinned", "groups": {"m0": [[0], [1]]}}
+    cards = (Gpu(0, 0, H100), Gpu(1, 0, H100))
+    scheduler = {"policy": "moore_hodgson"}
+    scenario = fleet([(0.0, 64, 4000)], STAYS, cards=cards, placement=both_gpus, scheduler=scheduler, drain_s=60.0)
+    failing = replace(scenario, faults=(Fault(1.0, 0, None, "gpu"),))
+    alone, moved = bounded(scenario).result, bounded(failing).result
+    assert moved.fate.tolist() == [Fate.FINISHED] and moved.engine.tolist() == [1]
+    assert moved.finish_s[0] - alone.finish_s[0] < 0.1  # it computes its KV again

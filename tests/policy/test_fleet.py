@@ -89,6 +89,20 @@ class Driver:
         self.ended: set[int] = set()
         self.log: list[Command] = []
         self.dialogue: list[tuple[float, Event, list[Command]]] = []
+        self.told_tokens: dict[int, int] = {}
+        self.resize()
+
+    def resize(self) -> None:
+        """Tell what engines hold beside the others of now, where that changed."""
+        left = {gpu.id: gpu.memory_bytes for gpu in GPUS}
+        for model, gpus in self.engines.values():
+            for gpu in gpus:
+                left[gpu] -= MODELS[model].demand.weight_bytes
+        held = {engine: min(left[gpu] for gpu in gpus) for engine, (_, gpus) in self.engines.items()}
+        changed = {engine: tokens for engine, tokens in held.items() if self.told_tokens.get(engine) != tokens}
+        self.told_tokens = held
+        if changed:
+            self.tell(EnginesResized(changed))
 
     def tell(self, event: Event) -> list[Command]:
         commands = self.controller.handle(self.now, event)
@@ -111,6 +125,7 @@ class Driver:
             self.engines[command.engine] = (command.model, command.gpus)
             self.running[command.engine] = {}
             self.loading.add(command.engine)
+            self.resize()
         elif isinstance(command, Evict):
             self.evict(command.engine, drain=command.drain)
         elif isinstance(command, Drop | Reject):
@@ -140,6 +155,7 @@ class Driver:
         del self.engines[engine]
         self.loading.discard(engine)
         self.draining.discard(engine)
+        self.resize()
 
     def free_bytes(self) -> dict[int, int]:
         free = {gpu.id: gpu.memory_bytes for gpu in GPUS}
@@ -212,6 +228,16 @@ class TestLife:
         driver.tell(EnginesResized({0: 20}))
         assert driver.ready(0) == [Reject(1, "prompt of 30 tokens, at most 19")]
         assert driver.controller.held("a") == 0 and driver.step(0) == [Dispatch(2, 0)]
+
+    def test_a_waiting_prompt_that_its_engine_cannot_hold_any_more_finds_another_or_is_rejected(self) -> None:
+        driver, _ = fleet(("a", (0,)), ("a", (1,)), ("c", (0,)))
+        for id in (1, 2):
+            driver.arrive(id, "a", prompt_tokens=30)
+        driver.arrive(3, "c", prompt_tokens=30)
+        assert [driver.controller.engine_of(id) for id in (1, 2, 3)] == [0, 1, 2]
+        rejected = Reject(3, "prompt of 30 tokens, at most 19")
+        assert driver.tell(EnginesResized({0: 30, 2: 20})) == [rejected]
+        assert [driver.controller.engine_of(id) for id in (1, 2, 3)] == [1, 1, None]
 
     def test_a_move_serves_at_the_source_until_the_target_is_ready(self) -> None:
         driver, script = fleet(("a", (0,)))
@@ -452,6 +478,7 @@ class Fleet(RuleBasedStateMachine):
             engine = controller.engine_of(id)
             assert engine is not None and controller.status(engine) is Status.RESIDENT
             assert driver.engines[engine][0] == driver.waiting[id].model
+            assert driver.waiting[id].prompt_tokens < driver.told_tokens[engine], "it would wait for ever"
 
     @invariant()
     def both_agree_on_engines_and_memory_is_not_oversold(self) -> None:

@@ -13,6 +13,7 @@ from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson, moore_ho
 
 SPEED = 1024.0  # tokens/s, a power of two: durations are exact
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)
+BUSY = IDLE._replace(running=1, decoding=1)  # its reserve is kept free: 2 % of 10,000 tokens are 200
 FACTS = EngineFacts(prefill_tokens_per_s=SPEED, slo_s=4.0, kv_capacity_tokens=10_000, block_tokens=16)
 
 starts = st.integers(0, 8).map(lambda n: n / 4)
@@ -130,9 +131,9 @@ def test_late_requests_do_not_start_with_others_or_pass_on_their_own_engine() ->
     scheduler = MooreHodgson({0: strict, 1: relaxed}, late_start="beside_blocked")
     for id, arrival_s, tokens, engine in ((0, 0.0, 64, 0), (1, 4.5, 256, 0), (2, 4.5, 512, 1)):
         scheduler.add(Request(id, "m", arrival_s, tokens), engine)
-    tight = IDLE._replace(free_kv_tokens=300)  # 200 are kept free
+    tight = BUSY._replace(free_kv_tokens=300)
     assert admitted(scheduler, 5.0, tight, tight) == []
-    assert admitted(scheduler, 5.0, tight, IDLE) == [2]
+    assert admitted(scheduler, 5.0, tight, BUSY) == [2]
 
 
 def test_drop_refuses_those_that_would_be_late_alone() -> None:
@@ -175,14 +176,23 @@ def test_slots_are_counted_down_within_one_call() -> None:
 
 def test_a_blocked_engine_keeps_its_order_and_others_go_on() -> None:
     scheduler = queue_of(600, 64, 64, 64, 64, engines=2)
-    assert admitted(scheduler, 0.0, IDLE._replace(free_kv_tokens=700), IDLE) == [1, 3]
+    assert admitted(scheduler, 0.0, BUSY._replace(free_kv_tokens=700), BUSY) == [1, 3]
     assert len(scheduler) == 3
     assert admitted(scheduler, 0.1, IDLE, IDLE) == [0, 2, 4]
 
 
 def test_memory_keeps_a_fraction_of_the_capacity_free() -> None:
-    assert admitted(queue_of(300), 0.0, IDLE._replace(free_kv_tokens=500)) == [0]  # 2 % of 10,000 is 200
-    assert admitted(queue_of(301), 0.0, IDLE._replace(free_kv_tokens=500)) == []
+    assert admitted(queue_of(300), 0.0, BUSY._replace(free_kv_tokens=500)) == [0]
+    assert admitted(queue_of(301), 0.0, BUSY._replace(free_kv_tokens=500)) == []
+
+
+def test_an_idle_memory_needs_no_reserve() -> None:
+    """A prompt may fill it. Beside an engine that runs something in the same memory the reserve is kept."""
+    for reserve in ("fraction", "page"):
+        assert admitted(queue_of(10_000, reserve=reserve), 0.0, IDLE) == [0]
+    assert admitted(queue_of(9_801), 0.0, BUSY) == []
+    assert admitted(queue_of(9_801, engines=2), 0.0, IDLE, BUSY) == []
+    assert admitted(queue_of(9_801, engines=2, shared_kv=False), 0.0, IDLE, BUSY) == [0]
 
 
 def test_memory_keeps_one_page_for_each_running_request() -> None:
@@ -202,19 +212,16 @@ def test_in_a_shared_memory_a_promise_to_one_engine_costs_the_others() -> None:
     """Engine 1's tokens are half as large: its capacity is twice that of engine 0, and 100 tokens there cost it 200."""
     facts = {0: EngineFacts(SPEED, 4.0, 1000), 1: EngineFacts(SPEED, 4.0, 2000)}
     states = (IDLE._replace(free_kv_tokens=1000), IDLE._replace(free_kv_tokens=2000))
-    for second, shared, expected in [(1760, True, [0, 1]), (1761, True, [0]), (1761, False, [0, 1])]:
+    for second, shared, expected in [(1760, True, [0, 1]), (1761, True, [0]), (1761, False, [0, 1])]:  # 40 are reserved
         scheduler = MooreHodgson(facts, shared_kv=shared)
         scheduler.add(Request(0, "m", 0.0, 100), engine=0)
         scheduler.add(Request(1, "n", 0.0, second), engine=1)
         assert admitted(scheduler, 0.0, *states) == expected
 
 
-def test_a_prompt_that_no_idle_engine_could_take_is_dropped() -> None:
-    scheduler = queue_of(9801, 9800)
-    assert len(scheduler) == 2
-    answer = scheduler.schedule(0.0, {0: IDLE._replace(free_slots=0)})
-    assert [r.id for r in answer.dropped] == [0]
-    assert len(scheduler) == 1
+def test_a_prompt_that_no_idle_engine_could_take_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt of 10001 tokens; engine 0 holds 10000"):
+        queue_of(10_001)
 
 
 def test_an_engine_that_is_not_ready_starts_nothing() -> None:
@@ -331,11 +338,6 @@ def test_unchanged_until_is_when_a_request_put_aside_becomes_hopeless() -> None:
         assert [r.id for r in scheduler.schedule(1.0 + 1e-6, tight).dropped] == dropped
 
 
-def test_unchanged_until_does_not_postpone_a_refusal() -> None:
-    full = {0: IDLE._replace(free_slots=0)}
-    assert queue_of(9999).unchanged_until(1.0, full) == math.nextafter(1.0, math.inf)
-
-
 def test_when_a_client_leaves_the_same_moment_is_judged_anew() -> None:
     scheduler = queue_of(1024, 512)
     tight = IDLE._replace(free_kv_tokens=900)
@@ -347,13 +349,12 @@ def test_when_a_client_leaves_the_same_moment_is_judged_anew() -> None:
 def test_unchanged_until_is_infinite_when_only_events_matter() -> None:
     assert queue_of().unchanged_until(0.0, {0: IDLE}) == math.inf
     assert queue_of(64).unchanged_until(0.0, {0: IDLE._replace(free_slots=0)}) == math.inf
-    assert queue_of(64, late="drop").unchanged_until(0.0, {0: IDLE._replace(free_kv_tokens=64)}) == math.inf
+    assert queue_of(64, late="drop").unchanged_until(0.0, {0: IDLE._replace(free_kv_tokens=63)}) == math.inf
 
 
 def test_a_removed_request_does_not_start() -> None:
-    scheduler = queue_of(64, 64, 9_999)
+    scheduler = queue_of(64, 64)
     assert scheduler.remove(0)
-    assert scheduler.remove(2)
     assert not scheduler.remove(0)
     answer = scheduler.schedule(0.0, {0: IDLE})
     assert ([r.id for r in answer.admitted], answer.dropped) == ([1], [])

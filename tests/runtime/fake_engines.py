@@ -96,9 +96,9 @@ class FakeEngine:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        weights = 0 if self.asleep else self.host.weight_bytes
-        limit = self.config.kv_limit_bytes or self.host.config.region_bytes - weights
-        return limit // BLOCK_BYTES * self.config.block_tokens
+        left = self.host.config.region_bytes - self.host.weight_bytes * self.host.awake()
+        limit = left if self.config.kv_limit_bytes is None else self.config.kv_limit_bytes
+        return min(left, limit) // BLOCK_BYTES * self.config.block_tokens
 
     # --- the protocol ----------------------------------------------------------------------------------------------
 
@@ -304,9 +304,11 @@ class FakeHost:
             thread.start()
 
     def free_bytes(self) -> int:
-        engines = self.engines.values()
-        weights = sum(self.weight_bytes for engine in engines if engine.alive and not engine.asleep)
-        return self.config.region_bytes - weights - sum(engine.used_blocks * BLOCK_BYTES for engine in engines)
+        used_blocks = sum(engine.used_blocks for engine in self.engines.values())
+        return self.config.region_bytes - self.weight_bytes * self.awake() - used_blocks * BLOCK_BYTES
+
+    def awake(self) -> int:
+        return sum(engine.alive and not engine.asleep for engine in self.engines.values())
 
     def ledger(self, gpu: int | None = None) -> KVLedger:
         with self.lock:

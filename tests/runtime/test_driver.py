@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_engines import continuation
+from fake_engines import BLOCK_BYTES, continuation
 from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import Refused
@@ -65,6 +65,31 @@ def test_a_prompt_that_no_engine_takes_is_rejected() -> None:
         _, heard = here.ask("A", tuple(range(2, 50)))
         assert heard.end is not None and heard.end[:2] == ("refused", "rejected")
         assert "at most 31" in heard.end.message
+
+
+@pytest.mark.parametrize("prompt_tokens", [100, 110, 127, 128, 200])
+def test_a_prompt_around_the_limit_of_its_engine_blocks_nobody(prompt_tokens: int) -> None:
+    """The engine may lease 8 blocks, 128 tokens, of a region of 64: 2 % of the region would be 20 tokens."""
+    spec = core_spec(scheduler=MooreHodgsonSpec())
+    with runtime(spec, kv_limit_bytes=8 * BLOCK_BYTES) as here:
+        _, long = here.ask("A", tuple(range(2, 2 + prompt_tokens)), tokens=1)
+        _, behind = here.ask("A", tokens=1)
+        here.run()
+        assert long.end is not None and long.end.kind == ("finished" if prompt_tokens < 128 else "refused")
+        assert behind.end is not None and behind.end.kind == "finished"
+
+
+def test_an_engine_holds_less_while_another_is_awake() -> None:
+    """Weights of 16 blocks each: beside B, A holds 32 blocks of 64, alone 48."""
+    prompt = tuple(2 + number % 200 for number in range(600))
+    with runtime(core_spec(weight_bytes=16 * BLOCK_BYTES, max_tokens=4096), max_model_len=4096) as here:
+        _, beside = here.ask("A", prompt, tokens=1)
+        assert beside.end is not None and "at most 511" in beside.end.message
+        here.driver.stop("B")
+        eventually(lambda: any(entry.get("kv_tokens") == {"0": 768} for entry in here.log))
+        _, alone = here.ask("A", prompt, tokens=1)
+        here.run()
+        assert alone.end is not None and alone.end.kind == "finished"
 
 
 def test_the_queue_is_bounded_by_model_and_drains() -> None:

@@ -110,11 +110,13 @@ class FleetMemory:
 
 @dataclass(slots=True)
 class _Resident:
-    """An engine on its GPUs, loading or loaded: of which model, and whether it goes once it is empty."""
+    """An engine on its GPUs, loading or loaded: of which model, whether it goes once it is empty, and the ``kv_tokens`` that
+    the controller was told."""
 
     model: str
     gpus: tuple[int, ...]
     drains: bool = False
+    kv_tokens: int = -1
 
 
 class ModelFleet(Fleet):
@@ -250,7 +252,6 @@ class ModelFleet(Fleet):
         """An engine whose memory knows it."""
         resident = self._residents[id]
         engine = self._build(id, resident.model, resident.gpus)
-        engine.max_tokens = -1  # the controller does not know it yet
         self._cluster.engines[id] = self._serving[resident.model][id] = engine
         self._cluster.unformed.update(resident.gpus)
 
@@ -285,15 +286,16 @@ class ModelFleet(Fleet):
         domains = domains_of(engines, [self._residents[id].gpus for id in ids], self._memory.managers)
         scopes = [Scope(scope) for scope in {self._controller.scope_of(id) or (id,) for id in ids}]
         cluster.connect(engines, domains, scopes)
-        limits = {}  # what the longest sequence of each engine is, as its GPUs are now
+        resized = {}  # what the memory of each engine holds, as its GPUs are now
         for engine in engines:
-            longest = min(self._bytes_of[engine.model].context_tokens, engine.kv.capacity_tokens())
-            if engine.max_tokens != longest:
-                limits[engine.index] = engine.max_tokens = longest
-        if limits:
-            cluster.hear(now, EnginesResized(limits))
+            resident, kv_tokens = self._residents[engine.index], engine.kv.capacity_tokens()
+            if resident.kv_tokens != kv_tokens:
+                resized[engine.index] = resident.kv_tokens = kv_tokens
+                engine.max_tokens = min(self._bytes_of[engine.model].context_tokens, kv_tokens)
+        if resized:
+            cluster.hear(now, EnginesResized(resized))
         for engine in engines:
-            if engine.index in limits and any(
+            if engine.index in resized and any(
                 map(engine.too_long, [*engine.partial_prefills(), *engine.queues[0].waiting])
             ):
                 engine.stop(now)
@@ -301,6 +303,9 @@ class ModelFleet(Fleet):
                 engine.cut()
             elif engine.has_work or self._controller.waiting(engine.index):
                 engine.start(now)
+        for id in self._controller.waited_for():  # a request may have moved to an engine far from these
+            if id not in ids:
+                cluster.waits(cluster.engines[id], now)
 
     def _shed(self, engine: Engine, now: float) -> None:
         """An engine whose memory has shrunk stands between two iterations: prompts that it cannot hold go elsewhere."""

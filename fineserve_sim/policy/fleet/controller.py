@@ -5,8 +5,8 @@ held, and the first of them makes the controller ask for the state of everything
 to the residency policy, whose suggestions it checks against its own books. Ticks also come at regular times.
 
 Local schedulers serve engines that share a GPU queue (Prism) or one engine each, and know capacities that change when
-engines come and go. So when that happens on a GPU, its schedulers are made anew and given what waits: rare, and no
-scheduler needs to know of residency.
+engines come and go (``EnginesResized``). So when that happens on a GPU, its schedulers are made anew and given what waits:
+rare, and no scheduler needs to know of residency.
 """
 
 from __future__ import annotations
@@ -190,13 +190,20 @@ class FleetController(Controller):
         return waiting
 
     def _resize(self, event: events.EnginesResized) -> list[Command]:
-        """Routes know what their engines can hold."""
-        for id, max_tokens in event.max_tokens.items():
-            if engine := self._roster.told_of(id):
-                engine.route.max_tokens = max_tokens
-                routes, turns, _ = self._routes[engine.model]
-                self._lead(engine.model, routes, turns)
-        return []
+        """Routes and schedulers know what their engines can hold. Prompts that their engine cannot hold any more find another
+        one or are rejected: each would block its engine for ever."""
+        resized = [(engine, tokens) for id, tokens in event.kv_tokens.items() if (engine := self._roster.told_of(id))]
+        too_long: list[Request] = []
+        for engine, tokens in resized:
+            self._roster.resize(engine, tokens)
+            routes, turns, _ = self._routes[engine.model]
+            self._lead(engine.model, routes, turns)
+            requests = self._requests.get(engine.engine, {}).values()
+            too_long += [request for request in requests if request.prompt_tokens >= engine.route.max_tokens]
+        for request in too_long:
+            self._unbind(request.id)
+        self._remake_schedulers({gpu for engine, _ in resized for gpu in engine.gpus})
+        return self._distribute(sorted(too_long, key=_IN_TURN))
 
     def _distribute(self, requests: Iterable[Request]) -> list[Command]:
         """Lead requests to the engines of their model, or hold them while it has none."""
@@ -209,7 +216,7 @@ class FleetController(Controller):
         return commands
 
     def _remake_schedulers(self, gpus: Iterable[int]) -> None:
-        """Engines on these GPUs came or went: new schedulers for all queues that they touch, with what waits in them."""
+        """Engines on these GPUs came, went or were resized: new schedulers for all their queues, with what waits there."""
         for queue in self._roster.queues_of(gpus):
             for scope, scheduler in self._make_schedulers(queue).items():
                 self._open(scope, scheduler)
@@ -285,5 +292,4 @@ class FleetController(Controller):
             free_bytes[gpu] -= demand.weight_bytes
         engine = self._roster.enter(start.model, gpus, Status.LOADING)
         engine.replaces, engine.busy_s = start.replaces, self._now
-        self._remake_schedulers(gpus)
         return [Activate(engine.engine, start.model, gpus)]

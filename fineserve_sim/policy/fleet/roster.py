@@ -22,8 +22,8 @@ class FleetModel:
 
 
 class EngineBinding(NamedTuple):
-    """A resident engine for whom a scheduler is made. ``kv_tokens`` is what its GPUs could hold for it alone, beside all
-    engines that are on them now."""
+    """A resident engine for which a scheduler is made. ``kv_tokens`` is what its memory holds while no other engine holds
+    any."""
 
     engine: int
     model: str
@@ -66,10 +66,12 @@ class MovingRate:
 
 @dataclass(slots=True, eq=False)
 class EngineEntry(EngineView):
-    """``route`` leads to it while it serves; ``replaces``: one that goes when it is ready; ``busy_s``: when it was last seen
-    with a request, or got one; ``scope``: the engines that its scheduler serves, none unless it serves."""
+    """``route`` leads to it while it serves; ``kv_tokens``: what its memory holds (see ``EnginesResized``); ``replaces``: one
+    that goes when it is ready; ``busy_s``: when it was last seen with a request, or got one; ``scope``: the engines that its
+    scheduler serves, none unless it serves."""
 
     route: Route
+    kv_tokens: int
     replaces: int | None = None
     busy_s: float = 0.0
     scope: tuple[int, ...] = ()
@@ -77,11 +79,12 @@ class EngineEntry(EngineView):
 
 @dataclass(slots=True)
 class ModelEntry:
-    """``max_tokens``: its longest sequence, alone on the largest GPU; ``held``: its requests that wait because no engine serves
-    it, from ``held_since_s`` on. Engines in the order of their ids."""
+    """``max_tokens``: its longest sequence, and ``kv_tokens`` of an engine, alone on the largest GPU; ``held``: its requests
+    that wait because no engine serves it, from ``held_since_s`` on. Engines in the order of their ids."""
 
     demand: ModelDemand
     max_tokens: int
+    kv_tokens: int
     rate: MovingRate
     engines: dict[int, EngineEntry] = field(default_factory=dict)
     held: dict[int, Request] = field(default_factory=dict)
@@ -107,19 +110,24 @@ class Roster:
 
     def add_model(self, id: str, model: FleetModel, rate_window_s: float) -> None:
         demand = model.demand
-        alone_tokens = (self._largest_bytes - demand.weight_bytes) // demand.token_bytes
+        kv_tokens = (self._largest_bytes - demand.weight_bytes) // demand.token_bytes
         rate = MovingRate(rate_window_s, demand.rate_per_s)
-        self.models[id] = ModelEntry(demand, min(model.max_tokens, alone_tokens), rate)
+        self.models[id] = ModelEntry(demand, min(model.max_tokens, kv_tokens), kv_tokens, rate)
 
     def enter(self, model: str, gpus: tuple[int, ...], status: Status) -> EngineEntry:
         """An engine of a known model comes."""
         facts = self.models[model]
         route = Route(self.given, facts.demand.rate_per_s, facts.max_tokens)
-        entry = EngineEntry(self.given, model, gpus, status, 0.0, 0, route)
+        entry = EngineEntry(self.given, model, gpus, status, 0.0, 0, route, facts.kv_tokens)
         self.given += 1
         for book in self._books_of(entry):
             book[entry.engine] = entry
         return entry
+
+    def resize(self, engine: EngineEntry, kv_tokens: int) -> None:
+        """The engine's memory holds so many tokens from now on: its scheduler and its route go by that number."""
+        engine.kv_tokens = kv_tokens
+        engine.route.max_tokens = min(self.models[engine.model].max_tokens, kv_tokens)
 
     def told_of(self, id: int, *statuses: Status) -> EngineEntry | None:
         """The engine that an event names; None if it is gone. ValueError if it never was, or is in no such state."""
@@ -137,16 +145,12 @@ class Roster:
     def queues_of(self, gpus: Iterable[int]) -> list[list[EngineBinding]]:
         """The queues that requests for engines on ``gpus`` wait in: by GPU, the engines that serve and have it first."""
         firsts = sorted({engine.gpus[0] for gpu in gpus for engine in self._serving_on(gpu)})
-        return [[self._binding(e) for e in self._serving_on(first) if e.gpus[0] == first] for first in firsts]
+        return [[_binding(e) for e in self._serving_on(first) if e.gpus[0] == first] for first in firsts]
 
     def _serving_on(self, gpu: int) -> list[EngineEntry]:
         return [engine for engine in self.on_gpu[gpu].values() if engine.status is Status.RESIDENT]
 
-    def _binding(self, engine: EngineEntry) -> EngineBinding:
-        kv_bytes = min(self.gpus[gpu].memory_bytes - self._taken_bytes(gpu) for gpu in engine.gpus)
-        kv_tokens = max(1, kv_bytes // self.models[engine.model].demand.token_bytes)
-        return EngineBinding(engine.engine, engine.model, engine.gpus, kv_tokens)
 
-    def _taken_bytes(self, gpu: int) -> int:
-        """What engines take there beside KV."""
-        return sum(self.models[engine.model].demand.weight_bytes for engine in self.on_gpu[gpu].values())
+def _binding(engine: EngineEntry) -> EngineBinding:
+    """One without memory for KV gets no requests, but has a scheduler."""
+    return EngineBinding(engine.engine, engine.model, engine.gpus, max(1, engine.kv_tokens))

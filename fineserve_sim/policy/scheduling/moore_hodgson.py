@@ -80,9 +80,10 @@ class MooreHodgson:
     default, also in calls in which none of those can start. Then strict short requests do not starve behind them, but late
     ones may take memory that a blocked one waits for. The paper leaves it open.
     ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or "now".
-    ``reserve``: KV tokens that an admission leaves free: a "fraction" of the engine's capacity, or one "page" for each of its
-    running requests. ``shared_kv``: the engines draw from one KV memory, so what one is promised the others lose. A prompt
-    that even an idle engine could not take is dropped.
+    ``reserve``: KV tokens that an admission leaves free, so that running requests can grow: a "fraction" of the engine's
+    capacity, or one "page" for each of its running requests. An idle memory needs no reserve: each prompt that fits its
+    engine's capacity can start there. ``shared_kv``: the engines draw from one KV memory, so what one is promised the others
+    lose.
 
     Engines missing from ``schedule``'s mapping are not ready and start nothing. When no engine can start even the
     shortest of its requests, ``schedule`` answers nothing at once (drops wait too). Raises ValueError for unknown
@@ -129,24 +130,26 @@ class MooreHodgson:
         self._jobs: dict[int, _Job] = {}  # of the queue
         self._last_starts: list[tuple[float, _Job]] = []  # a heap: when each of these, and some that left, must start
         self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
-        self._refused: dict[int, Request] = {}  # prompts that never fit, until the next call says so
         self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
 
     def __len__(self) -> int:
-        return sum(map(len, self._lengths.values())) + len(self._refused)
+        return sum(map(len, self._lengths.values()))
 
     def add(self, request: Request, engine: int) -> None:
-        """Raises ValueError for an engine outside the scope and for a request that waits already."""
+        """Raises ValueError for an engine outside the scope, a prompt above its capacity (it would block the engine for
+        ever), and a request that waits already."""
         if (facts := self._facts.get(engine)) is None:
             raise ValueError(
                 f"request {request.id} is bound to engine {engine}; this queue serves {sorted(self._facts)}"
             )
-        if request.id in self._jobs or request.id in self._refused or self._is_late(request):
+        if request.prompt_tokens > facts.kv_capacity_tokens:
+            raise ValueError(
+                f"request {request.id} has a prompt of {request.prompt_tokens} tokens; engine {engine} holds "
+                f"{facts.kv_capacity_tokens}"
+            )
+        if request.id in self._jobs or self._is_late(request):
             raise ValueError(f"request {request.id} is added twice: it waits already")
         self._answered = None
-        if request.prompt_tokens > facts.kv_capacity_tokens - self._reserve_tokens[engine]:
-            self._refused[request.id] = request
-            return
         job = self._job(request, engine)
         self._jobs[request.id] = job
         insort(self._queue, job)
@@ -154,8 +157,6 @@ class MooreHodgson:
         insort(self._lengths[engine], request.prompt_tokens)
 
     def remove(self, request_id: int) -> bool:
-        if self._refused.pop(request_id, None) is not None:
-            return True
         job = self._jobs.get(request_id) or next((job for job in self._late_jobs() if job.id == request_id), None)
         if job is None:
             return False
@@ -165,13 +166,10 @@ class MooreHodgson:
 
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission:
         """Raises ValueError if ``engines`` shows an engine outside the scope."""
-        dropped = list(self._refused.values())
-        self._refused.clear()
         if self._answered == (now, engines) or not self._can_start(engines):
-            return Admission(dropped=dropped)
+            return Admission()
         plan = self._plan(now, engines)
-        if self._drops_late:
-            dropped += [self._take(job) for job in [*self._late_jobs()]]
+        dropped = [self._take(job) for job in [*self._late_jobs()]] if self._drops_late else []
         admitted = [self._take(job) for job in self._startable(plan, engines)]
         self._answered = (now, dict(engines))
         return Admission(admitted, dropped)
@@ -179,11 +177,9 @@ class MooreHodgson:
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
         """The first moment at which the plan, and with it who blocks an engine, may differ, or a request becomes
         hopeless. Costs as much as ``schedule``."""
-        soon = math.nextafter(now, math.inf)
-        if self._refused:
-            return soon
         if not self._can_start(engines):
             return math.inf
+        soon = math.nextafter(now, math.inf)
         plan = self._plan(now, engines)
         if self._startable(plan, engines) or (self._drops_late and any(self._late.values())):
             return soon
@@ -248,13 +244,16 @@ class MooreHodgson:
         KV memory yet but will: they count as promised. In a shared memory a promise to one engine costs the others the same
         bytes; the capacities tell the exchange rate, rounded up."""
         state, capacity = room[engine], self._facts[engine].kv_capacity_tokens
-        promised = state.prefill_tokens
+        needed = tokens + state.prefill_tokens
+        busy = state.running > 0
         if self._shared_kv:
-            promised = sum(
+            busy = any(other.running for other in room.values())
+            needed = tokens + sum(
                 -(-other.prefill_tokens * capacity // self._facts[id].kv_capacity_tokens) for id, other in room.items()
             )
-        pages = state.running if self._reserves_pages else 0
-        needed = tokens + self._reserve_tokens[engine] + pages * self._facts[engine].block_tokens + promised
+        if busy:
+            needed += self._reserve_tokens[engine]
+            needed += state.running * self._facts[engine].block_tokens if self._reserves_pages else 0
         return state.free_slots > 0 and needed <= state.free_kv_tokens
 
     def _take(self, job: _Job) -> Request:
