@@ -63,10 +63,10 @@ def system(name: str, **axes: object) -> SystemSpec:
     return spec
 
 
-def model(random: Random, id: str, tp: int = 1) -> ServedModel:
+def model(random: Random, id: str, tp: int = 1, kind: tuple[str, str] | None = None) -> ServedModel:
     """One of a few small models, at a rate that no other id has."""
     rate = random.choice([0.5, 1.0, 30.0]) * (1 + ord(id[-1]) / 1000)
-    name, fmt = random.choice(randomkit.FORMATS)
+    name, fmt = kind or random.choice(randomkit.FORMATS)
     return served(id, name, fmt, tp=tp, slo_s=random.choice([0.05, 0.5, 20.0]), rate_per_s=rate)
 
 
@@ -107,18 +107,21 @@ def calm_rows(random: Random, models: int = 1) -> list[Row]:
     ]
 
 
-def crowd_rows(random: Random, models: int = 1, span_s: float = 1.0) -> list[Row]:
+def crowd_rows(
+    random: Random, models: int = 1, span_s: float = 1.0, prompts: Sequence[int] = PROMPTS
+) -> list[Row]:
     """Requests that meet; with ``span_s`` of 0 they come all at once."""
     if span_s:
-        return randomkit._rows(random, (2, 14), span_s, PROMPTS, OUTPUTS, models)
+        return randomkit._rows(random, (2, 14), span_s, [*prompts], OUTPUTS, models)
     number = random.randint(2, 12)
     return [
-        (0.0, random.choice(PROMPTS), random.choice(OUTPUTS), random.randrange(models)) for _ in range(number)
+        (0.0, random.choice(prompts), random.choice(OUTPUTS), random.randrange(models)) for _ in range(number)
     ]
 
 
-def cluster(random: Random, name: str, **options: Any) -> Scenario:
-    """Up to four models, or two to four instances of one, on up to four GPUs where the system itself puts them."""
+def cluster(random: Random, name: str, *, differ: bool = False, **options: Any) -> Scenario:
+    """Up to four models, or two to four instances of one, on up to four GPUs where the system itself puts them. Models may be
+    alike unless they are to ``differ``."""
     if name in GROUPS:
         return _instances(random, name, **options)
     spec, chosen = system(name), settings(random)
@@ -126,38 +129,45 @@ def cluster(random: Random, name: str, **options: Any) -> Scenario:
     alone = spec.placement.policy == "dedicated" and name not in FLEETS
     cards = random.randint(1, 4)
     models, left = [], cards
-    for id in "abcd"[:number]:
+    kinds = random.sample(randomkit.FORMATS, number) if differ else [None] * number
+    for id, kind in zip("abcd", kinds, strict=False):
         tp = random.choice([1, 1, 2]) if min(left, cards) > 1 else 1
         if alone and left < tp:
             break
         left -= tp if alone else 0
-        models.append(model(random, id, tp))
+        models.append(model(random, id, tp, kind))
     largest = max(models, key=lambda one: fixed_bytes([one], chosen))
     together = [largest] * (1 if alone else random.randint(1, len(models)))
-    chosen = with_kv_tokens(together, random.choice(KV_TOKENS), chosen)
+    tokens = random.choice(KV_TOKENS)
+    chosen = with_kv_tokens(together, tokens, chosen)
     span_s = random.choice([1.0, 15.0]) if name in FLEETS else random.choice([0.4, 2.0])
-    trace = trace_of(crowd_rows(random, len(models), span_s), [one.id for one in models])
+    trace = trace_of(crowd_rows(random, len(models), span_s, _prompts(tokens)), [one.id for one in models])
     gpus = randomkit._gpus(cards)
     return Scenario(spec, tuple(models), gpus, trace, chosen, **{"sample_s": 0, **options})
 
 
+def _prompts(kv_tokens: int) -> list[int]:
+    """Prompts, some of which just fit a small memory, or just do not."""
+    return PROMPTS + [int(kv_tokens * part) for part in (0.95, 0.98, 1.0) if kv_tokens <= 2500]
+
+
 def _instances(random: Random, name: str, **options: Any) -> Scenario:
     one = model(random, "m", random.choice([1, 1, 2]))
-    chosen = with_kv_tokens([one], random.choice(KV_TOKENS), settings(random))
+    tokens = random.choice(KV_TOKENS)
+    chosen = with_kv_tokens([one], tokens, settings(random))
     count = engines_gpus(name, one.tp) * random.randint(1, 2 if SYSTEMS[name].execution else 3)
     if SYSTEMS[name].drop is not None:
         count = one.tp * random.randint(2, 4)
     per_node = one.tp * random.choice([1, 2, 4])
     gpus = tuple(Gpu(gpu, gpu // per_node, H100, random.choice([1e8, 25e9])) for gpu in range(count))
-    trace = trace_of(crowd_rows(random, 1, random.choice([0.1, 1.0])))
+    trace = trace_of(crowd_rows(random, 1, random.choice([0.1, 1.0]), _prompts(tokens)))
     return Scenario(system(name), (one,), gpus, trace, chosen, **{"sample_s": 0, **options})
 
 
 def part(random: Random, name: str, ids: str, gpus: range, tp: int) -> tuple[list[ServedModel], dict[str, list[range]]]:
     """Models for these GPUs, and where each is pinned: together on one TP group, or one a group where none are shared."""
     groups = [range(first, first + tp) for first in range(gpus.start, gpus.stop - tp + 1, tp)]
-    alone = name in ALONE + FLEETS and SYSTEMS[name].sharing.mode == "exclusive" or name in ALONE
-    if alone:
+    if name in ALONE:
         ids = ids[: len(groups)]
     models = [model(random, id, tp) for id in ids]
     return models, {one.id: [groups[number % len(groups)]] for number, one in enumerate(models)}
