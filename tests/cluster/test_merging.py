@@ -213,7 +213,7 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
     check_a_cluster()
     assert seen["runs"] > 80 and seen["misfits"] < 20
     assert seen["preemptions"] > 300 and seen["stalls"] > 5
-    assert seen["DROPPED"] > 100 and seen["REJECTED"] > 100 and seen["FINISHED"] > 1000
+    assert seen["DROPPED"] > 100 and seen["REJECTED"] > 50 and seen["FINISHED"] > 1000
     assert seen["UNFINISHED"] == 0
     assert seen["replicas"] > 20 and seen["shared GPUs"] > 40
     assert seen["merged away"] > 15_000

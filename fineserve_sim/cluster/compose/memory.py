@@ -2,8 +2,9 @@
 
     capacity = weights + activation peak + context of each engine + KV memory        (systems.md 1.2)
 
-A private pool's share is the GPU's usable memory times the model's part of all footprints, less what the model itself needs;
-other managers take all that is left, for everybody. What virtual memory costs comes from the catalog (``driver.yaml``).
+A private pool's share is the GPU's usable memory times the engine's part of all footprints, less what the engine itself needs
+(systems.md 3); a footprint below what the engine takes counts as that, so that every share holds its engine. Other managers
+take all that is left, for everybody. What virtual memory costs comes from the catalog (``driver.yaml``).
 """
 
 from __future__ import annotations
@@ -131,12 +132,17 @@ def build_manager(
     *,
     virtual: int | None = None,
 ) -> GpuMemory:
-    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be.
+    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be,
+    or when the engines alone take more than there is.
 
     ``loners`` are engines that share none of their GPUs; ``virtual`` bytes are the most that there may ever be for KV, by
     default what there is now.
     """
-    kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
+    kv_bytes = usable - sum(tenant.fixed_bytes for tenant in tenants)
+    if kv_bytes < 0:
+        raise ScenarioError(
+            f"engines take {(usable - kv_bytes) / 2**30:.1f} GiB of a GPU that has {usable / 2**30:.1f} GiB"
+        )
     blocks = {tenant.engine: tenant.block for tenant in tenants}
     if isinstance(spec, specs.KvSlabSpec):
         return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)
@@ -202,12 +208,12 @@ def _build_kvcached(
 
 
 def _build_pools(spec: specs.PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Sequence[Tenant]) -> PrivatePools:
-    """A share that does not even hold the model leaves it no KV memory."""
-    footprints, parts, shares = sum(tenant.footprint_bytes for tenant in tenants), {}, {}
+    footprint_bytes = {tenant.engine: max(tenant.footprint_bytes, tenant.fixed_bytes) for tenant in tenants}
+    footprints, parts, shares = sum(footprint_bytes.values()), {}, {}
     for tenant in tenants:
         block = tenant.block
         if spec.split == "footprint":
-            parts[tenant.engine] = max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes)
+            parts[tenant.engine] = usable * footprint_bytes[tenant.engine] // footprints - tenant.fixed_bytes
         elif spec.split == "equal":
             shares[tenant.engine] = Share(1.0, 0)
         else:

@@ -249,9 +249,11 @@ def _by_engine(samples: Any, name: str, engines: int) -> Any:
 
 
 def _columns(samples: Any, name: str) -> Any:
-    """Shape (samples, GPUs with KV memory)."""
+    """Shape (samples, GPUs with KV memory), of which there are none where no model has a place."""
     names = [] if samples is None else [column for column in samples.column_names if column.startswith(f"{name}.")]
-    return np.stack([samples.column(each).to_numpy() for each in names], axis=1) if names else np.empty((0, 0))
+    if not names:
+        return np.empty((0 if samples is None else len(samples), 0), dtype=np.int64)
+    return np.stack([samples.column(each).to_numpy() for each in names], axis=1)
 
 
 def plain(value: Any) -> Any:

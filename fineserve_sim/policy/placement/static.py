@@ -22,7 +22,7 @@ class PinnedPlacement:
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError if a pinned model is not there, if a group does not match the TP degree of its model, names
-        an unknown GPU or one GPU twice, or if weights exceed the memory of a GPU."""
+        an unknown GPU or one GPU twice, or if engines take more than a GPU has."""
         ids = [model.id for model in models]
         if unknown := self._groups.keys() - set(ids):
             raise ValueError(f"the placement pins {sorted(unknown)}, but there are only {ids}")
@@ -35,18 +35,18 @@ class PinnedPlacement:
                     raise ValueError(f"model {model.id} needs {model.tp} distinct GPUs, but is pinned to {group}")
                 if not known.issuperset(group):
                     raise ValueError(f"model {model.id} is pinned to GPUs {group}, but the cluster has {sorted(known)}")
-                needed_bytes.update(dict.fromkeys(group, model.weight_bytes))
+                needed_bytes.update(dict.fromkeys(group, model.engine_bytes))
         for gpu in gpus:
             if needed_bytes[gpu.id] > gpu.memory_bytes:
                 raise ValueError(
-                    f"the weights pinned to GPU {gpu.id} need {needed_bytes[gpu.id] / 2**30:.1f} GiB, "
+                    f"the engines pinned to GPU {gpu.id} need {needed_bytes[gpu.id] / 2**30:.1f} GiB, "
                     f"but it has {gpu.memory_bytes / 2**30:.1f} GiB"
                 )
         return placed_on(models, homes)
 
 
 class ReplicasPlacement:
-    """Replicas of one model on every GPU or TP group that holds its weights, the rate split evenly over them."""
+    """Replicas of one model on every GPU or TP group that holds its engine, the rate split evenly over them."""
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError unless there is exactly one model."""
@@ -57,7 +57,7 @@ class ReplicasPlacement:
 
 class DedicatedPlacement:
     """Every model alone on a GPU or TP group of its own. Larger TP degrees go first, then larger weights, then
-    lower ids, each to the first free group that holds its weights; models for which none is left are unplaced."""
+    lower ids, each to the first free group that holds its engine; models for which none is left are unplaced."""
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         free_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
@@ -93,6 +93,6 @@ class RoundRobinPlacement:
 
 
 def _holding(model: ModelDemand, gpus: Sequence[GpuSlot], free_bytes: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """The groups whose GPUs are all free and hold the weights."""
+    """The groups whose GPUs are all free and hold the engine."""
     groups = tp_groups(gpus, model.tp)
-    return [group for group in groups if all(free_bytes.get(gpu, -1) >= model.weight_bytes for gpu in group)]
+    return [group for group in groups if all(free_bytes.get(gpu, -1) >= model.engine_bytes for gpu in group)]
