@@ -1,4 +1,4 @@
-"""Lets the tests of this folder share its kits and those of clusters (pytest's importlib mode puts no test folder on the path)."""
+"""Lets the tests of this folder share its kits and those of ``tests/cluster``."""
 
 import sys
 from pathlib import Path

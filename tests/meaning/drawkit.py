@@ -56,7 +56,9 @@ def system(name: str, **axes: object) -> SystemSpec:
     spec = spec.model_copy(update=changed)
     if axes:
         options = {
-            axis: getattr(spec, axis).model_dump() | value if isinstance(value, dict) and "policy" not in value else value
+            axis: getattr(spec, axis).model_dump() | value
+            if isinstance(value, dict) and "policy" not in value
+            else value
             for axis, value in axes.items()
         }
         spec = SystemSpec.model_validate(spec.model_dump() | options)
@@ -107,16 +109,12 @@ def calm_rows(random: Random, models: int = 1) -> list[Row]:
     ]
 
 
-def crowd_rows(
-    random: Random, models: int = 1, span_s: float = 1.0, prompts: Sequence[int] = PROMPTS
-) -> list[Row]:
+def crowd_rows(random: Random, models: int = 1, span_s: float = 1.0, prompts: Sequence[int] = PROMPTS) -> list[Row]:
     """Requests that meet; with ``span_s`` of 0 they come all at once."""
     if span_s:
         return randomkit._rows(random, (2, 14), span_s, [*prompts], OUTPUTS, models)
     number = random.randint(2, 12)
-    return [
-        (0.0, random.choice(prompts), random.choice(OUTPUTS), random.randrange(models)) for _ in range(number)
-    ]
+    return [(0.0, random.choice(prompts), random.choice(OUTPUTS), random.randrange(models)) for _ in range(number)]
 
 
 def cluster(random: Random, name: str, *, differ: bool = False, **options: Any) -> Scenario:
@@ -175,7 +173,10 @@ def part(random: Random, name: str, ids: str, gpus: range, tp: int) -> tuple[lis
 
 def on_gpus(spec: SystemSpec, groups: Mapping[str, Sequence[Sequence[int]]]) -> SystemSpec:
     """The system with its models pinned."""
-    return SystemSpec.model_validate(spec.model_dump() | {"placement": pinned({id: [tuple(gpus) for gpus in places] for id, places in groups.items()})})
+    return SystemSpec.model_validate(
+        spec.model_dump()
+        | {"placement": pinned({id: [tuple(gpus) for gpus in places] for id, places in groups.items()})}
+    )
 
 
 def merged(first: Trace, second: Trace) -> tuple[Trace, np.ndarray, np.ndarray]:

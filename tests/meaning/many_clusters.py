@@ -3,9 +3,9 @@
     python tests/meaning/many_clusters.py --clusters 100000 --out meanings.jsonl
     python tests/meaning/many_clusters.py --shrink more_memory:prism:17
 
-A block is ``BLOCK`` clusters that Hypothesis draws for one meaning and one system; its number is the seed, so it is always the
-same. A line of the file is a block that is done: started again, the command goes on behind it. Blocks of all meanings and systems
-take turns. A block ends at the first broken cluster; ``--shrink`` draws it again and shows the smallest broken one.
+A block is ``BLOCK`` clusters that Hypothesis draws for one meaning and one system; its number is the seed, so it is always
+the same. A line of the file is a block that is done: started again, the command goes on behind it. Blocks of all meanings and
+systems take turns. A block ends at the first broken cluster; ``--shrink`` draws it again and shows the smallest broken one.
 Exit status 1 when anything is broken. With ``PYTHONPATH=build/compiled`` it runs on the compiled build.
 """
 
@@ -21,8 +21,7 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "cluster")]
-
+import conftest  # noqa: F401 - puts the kits on the path
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from meanings import MEANINGS
@@ -114,7 +113,9 @@ def show(found: dict[str, dict[str, object]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", type=int, default=100_000, help="how many are to be seen in all")
-    parser.add_argument("--out", type=Path, default=Path("meanings.jsonl"), help="the file of blocks, which is gone on with")
+    parser.add_argument(
+        "--out", type=Path, default=Path("meanings.jsonl"), help="the file of blocks, which is gone on with"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--shrink", help="MEANING:SYSTEM:NUMBER of a broken block")
     args = parser.parse_args(arguments)
