@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fleetkit import PRISM, QLM, STAYS, fleet
 from lawkit import bounded, differences
-from simkit import H100, Row
+from simkit import H100, Row, gpus
 
 from fineserve_sim.catalog import gpu
-from fineserve_sim.cluster import EngineSettings, Fate, Fault, Gpu, Scenario
+from fineserve_sim.cluster import EngineSettings, Fate, Fault, Gpu, Scenario, ScenarioError, simulate
 
 
 def assert_static(rows: list[Row], **options: Any) -> None:
@@ -160,3 +160,12 @@ def _alike(scenario: Scenario) -> Scenario:
     keys = tuple(range(640 // 16))
     trace = replace(scenario.trace, prefix_hashes=(keys,) * len(PAIRS), prefix_block_tokens=16)
     return replace(scenario, trace=trace)
+
+
+def test_gpus_that_qlm_cannot_divide_are_one_line() -> None:
+    """Its workers have one TP degree each; a ValueError would be taken for a bug."""
+    scenario = fleet([(0.0, 16, 2)], QLM, models=2)
+    over_two = replace(scenario.models[1], tp=2)
+    alike = replace(scenario, models=(scenario.models[0], over_two), gpus=gpus(2))
+    with pytest.raises(ScenarioError, match="system fleet: QLM needs a worker of 2 GPUs"):
+        simulate(alike)

@@ -44,6 +44,7 @@ from fineserve_sim.latency.sharing import LAWS
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, PrivatePoolsSpec, VTensorSpec
 
@@ -97,7 +98,7 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
         models,
         slots,
         build.placement.instances,
-        build_residency(residency, scenario.system.placement, demands, slots),
+        _residency(scenario, demands, slots),
         build.schedulers,
         tick_s=residency.tick_s,
         rate_window_s=getattr(residency, "rate_window_s", 60.0),
@@ -122,6 +123,15 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     fleet.begin([(instance.model, instance.gpus) for instance in build.placement.instances])
     columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in build.served]
     return build.parts(cluster, columns, tuple(usable.values()))
+
+
+def _residency(scenario: Scenario, demands: Mapping[str, ModelDemand], slots: Sequence[GpuSlot]) -> ResidencyPolicy:
+    """Raises ScenarioError for GPUs that the policy cannot divide among these models."""
+    assert scenario.system.residency is not None
+    try:
+        return build_residency(scenario.system.residency, scenario.system.placement, demands, slots)
+    except ValueError as error:
+        raise ScenarioError(f"system {scenario.system.name}: {error}") from error
 
 
 def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, contention: Contention) -> Cluster:
