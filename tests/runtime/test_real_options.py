@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -336,3 +337,17 @@ def test_calls_of_a_models_own_will_are_read_by_vllms_parser(tmp_path: Path) -> 
     assert json.loads("".join(call.arguments for part in parts for call in part.calls)) == {"place": "Oslo"}
     with pytest.raises(ValueError, match="tool_parser nobody"):
         parser_maker("nobody", tokenizer.native)
+
+
+def test_all_that_the_tokenizer_takes_beside_variables_of_the_template_is_refused() -> None:
+    from fineserve_runtime.server.errors import ApiError
+    from fineserve_runtime.server.limits import HttpLimits
+    from fineserve_runtime.server.schema import ChatRequest
+    from transformers import PreTrainedTokenizerBase
+
+    known = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.values()
+    names = {each.name for each in known if each.kind != inspect.Parameter.VAR_KEYWORD}
+    for name in names - {"self", "tools", "documents", "add_generation_prompt", "continue_final_message"}:
+        body = {"model": "A", "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {name: "x"}}
+        with pytest.raises(ApiError):
+            ChatRequest.model_validate(body).check(HttpLimits())

@@ -105,3 +105,25 @@ def test_a_wrong_method_is_405_with_the_right_ones(path: str, method: str, allow
         answer = httpx.request(method, here.url + path)
         assert answer.status_code == 405 and answer.json()["error"]["code"] == "bad_method"
         assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"chat_template": "{% for i in range(100000) %}{% endfor %}"}, "--trust-request-chat-template is not set"),
+        ({"chat_template": None}, "Found unexpected chat template kwargs from request: chat_template"),
+        (
+            {"tokenize": True, "truncation": True},
+            "Found unexpected chat template kwargs from request: tokenize, truncation",
+        ),
+    ],
+)
+def test_a_template_of_the_clients_own_is_never_run(variables: dict[str, Any], message: str) -> None:
+    """A template is a program: two requests with a long loop in theirs held up all models."""
+    with served() as here:
+        for path, body in ((CHATS, CHAT), (RESPONSES, {"model": "A", "input": "hello", "max_output_tokens": 4})):
+            answer = here.post(path, body | {"chat_template_kwargs": variables})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert message in error["message"] and error["param"] == "chat_template_kwargs"
+            assert here.post(path, body | {"chat_template_kwargs": {"enable_thinking": False}}).status_code == 200

@@ -43,10 +43,10 @@ def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: L
     request.check(bounds)
     tools = tool_use(request, model.tool_parser)
     options = {
+        **(request.chat_template_kwargs or {}),
         **({"tools": tools.template} if tools else {}),
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
-        **(request.chat_template_kwargs or {}),
     }
     messages = [message.plain() for message in request.messages]
     model.check_length(sum(len(message["content"]) for message in messages), "messages")
