@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fineserve_runtime.server.schema import CompletionRequest
 from pydantic import ValidationError
-from serverkit import served
+from serverkit import ByteTokenizer, served
 
 ASK: dict[str, Any] = {"model": "A", "prompt": "hello", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "A", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -127,3 +127,23 @@ def test_a_template_of_the_clients_own_is_never_run(variables: dict[str, Any], m
             error = answer.json()["error"]
             assert message in error["message"] and error["param"] == "chat_template_kwargs"
             assert here.post(path, body | {"chat_template_kwargs": {"enable_thinking": False}}).status_code == 200
+
+
+def test_a_chat_too_long_to_fit_is_never_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of it is long: 4 MB of a role took 5 s and 350 MB."""
+    encoded: list[int] = []
+    encode = ByteTokenizer.encode
+
+    def noting(self: ByteTokenizer, text: str, *, special: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, special=special)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", noting)
+    with served() as here:
+        for message in ({"role": "x" * 100_000, "content": "hi"}, {"role": "user", "content": "x" * 100_000}):
+            for path in (CHATS, "/tokenize"):
+                answer = here.post(path, {"model": "A", "messages": [message]})
+                assert answer.status_code == 400, answer.text
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert here.post(CHATS, CHAT).status_code == 200
+    assert encoded == [len("[user] hello\n")]

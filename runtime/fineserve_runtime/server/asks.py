@@ -48,12 +48,7 @@ def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: L
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
     }
-    messages = [message.plain() for message in request.messages]
-    model.check_length(sum(len(message["content"]) for message in messages), "messages")
-    try:
-        prompt = model.tokenizer.chat(messages, options)
-    except ValueError as problem:
-        raise ApiError(400, str(problem), param="messages") from None
+    prompt = model.chat(request.messages, options)
     return _ask(request, model, [(prompt, "")], f"chatcmpl-{request_id}", limits, bounds, tools)
 
 
