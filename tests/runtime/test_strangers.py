@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fineserve_runtime.server.schema import CompletionRequest
 from pydantic import ValidationError
-from serverkit import ByteTokenizer, served
+from serverkit import ByteTokenizer, Served, served
 
 ASK: dict[str, Any] = {"model": "A", "prompt": "hello", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "A", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -143,7 +143,30 @@ def test_a_chat_too_long_to_fit_is_never_tokenised(monkeypatch: pytest.MonkeyPat
         for message in ({"role": "x" * 100_000, "content": "hi"}, {"role": "user", "content": "x" * 100_000}):
             for path in (CHATS, "/tokenize"):
                 answer = here.post(path, {"model": "A", "messages": [message]})
-                assert answer.status_code == 400, answer.text
+                assert answer.status_code == 400
                 assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert here.post(CHATS, CHAT).status_code == 200
     assert encoded == [len("[user] hello\n")]
+
+
+def test_usage_in_each_chunk_where_a_client_wants_it_so() -> None:
+    """guidellm counts tokens by it. Each chunk has the tokens of its own choice, as vLLM tells them; the last one all."""
+
+    def usages(here: Served, path: str, body: dict[str, Any], **options: bool) -> list[dict[str, Any]]:
+        asked = here.post(path, body | {"n": 2, "stream": True, "stream_options": options})
+        assert asked.status_code == 200, asked.text
+        chunks = [json.loads(line[6:]) for line in asked.text.splitlines() if line.startswith("data: {")]
+        return [chunk.get("usage") for chunk in chunks]
+
+    with served() as here:
+        for path, body in ((COMPLETIONS, ASK), (CHATS, CHAT)):
+            *each, last = usages(here, path, body, include_usage=True, continuous_usage_stats=True)
+            counts = sorted(usage["completion_tokens"] for usage in each)
+            assert counts == ([0, 0] if path == CHATS else []) + [1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
+            prompt = last["prompt_tokens"]
+            assert all(usage["prompt_tokens"] == prompt for usage in each)
+            assert all(usage["total_tokens"] == prompt + usage["completion_tokens"] for usage in each)
+            assert last["completion_tokens"] == 8
+            *each, _ = usages(here, path, body, include_usage=True)
+            assert set(each) == {None}
+            assert set(usages(here, path, body, continuous_usage_stats=True)) == {None}

@@ -11,7 +11,7 @@ from fineserve_runtime.server.constraints import LEVELS, levels
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
-from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, Usage
 from fineserve_runtime.server.streams import Order
 from fineserve_runtime.server.tools import ToolUse, tool_use
 
@@ -32,7 +32,7 @@ class Ask:
     prompt_tokens: int
     chat: bool
     stream: bool
-    include_usage: bool
+    usage: Usage
     logprobs: int | None
     tools: ToolUse | None
     created: int
@@ -110,7 +110,7 @@ def _ask(
                     text if isinstance(request, CompletionRequest) and request.echo else "",
                 )
             )
-    usage = request.stream_options is not None and request.stream_options.include_usage
+    usage = request.stream_options.usage if request.stream_options else "none"
     tokens = sum(len(prompt) for prompt, _ in prompts)
     wanted = request.wanted_logprobs
     return Ask(id, model, orders, tokens, chat, request.stream, usage, wanted, tools, int(time.time()))

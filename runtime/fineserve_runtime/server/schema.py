@@ -89,13 +89,25 @@ def _place(error: ErrorDetails, body: Any) -> list[int | str]:
     return [*place, *absent, *unknown]
 
 
+Usage = Literal["none", "last", "each"]
+"""Which chunks of a stream count tokens: an additional last one, or each one as well."""
+
+
 class StreamOptions(BaseModel):
-    """``include_obfuscation``, OpenAI's padding of events, changes no answer."""
+    """``continuous_usage_stats`` is vLLM's, and needs ``include_usage`` there, too; ``include_obfuscation``, OpenAI's padding
+    of events, changes no answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: Given[bool] = False
+    continuous_usage_stats: Given[bool] = False
     include_obfuscation: bool | None = None
+
+    @property
+    def usage(self) -> Usage:
+        if not self.include_usage:
+            return "none"
+        return "each" if self.continuous_usage_stats else "last"
 
 
 class StructuredOutputs(BaseModel):
