@@ -235,6 +235,24 @@ def test_forced_calls_go_with_every_model(url: str) -> None:
     assert {call["function"]["name"] for (call,) in called} <= {"weather", "time_of_day"}
 
 
+def test_tools_of_nested_models_go_with_a_required_call(url: str) -> None:
+    """As pydantic writes them; two tools may have different definitions of one name."""
+    tools = []
+    for name, values in (("ride", ["bus", "tram"]), ("eat", ["soup", "rice"])):
+        definitions = {"In": {"type": "object", "properties": {"what": {"enum": values}}, "required": ["what"]}}
+        definitions["In"]["additionalProperties"] = False
+        parameters = {"type": "object", "properties": {"in": {"$ref": "#/$defs/In"}}, "$defs": definitions}
+        parameters |= {"required": ["in"], "additionalProperties": False}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1}
+    answers = [chat(url, seed=seed, **options) for seed in range(8)]
+    called = [each["message"]["tool_calls"][0]["function"] for each in answers if each["finish_reason"] == "tool_calls"]
+    assert called
+    for call in called:
+        what = json.loads(call["arguments"])["in"]["what"]
+        assert what in (("bus", "tram") if call["name"] == "ride" else ("soup", "rice"))
+
+
 def test_the_openai_client_streams_a_forced_call(url: str) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:

@@ -170,3 +170,32 @@ def test_usage_in_each_chunk_where_a_client_wants_it_so() -> None:
             *each, _ = usages(here, path, body, include_usage=True)
             assert set(each) == {None}
             assert set(usages(here, path, body, continuous_usage_stats=True)) == {None}
+
+
+def test_references_within_a_tool_lead_to_its_own_parameters() -> None:
+    """Pydantic's nested models are such; the grammar library found no ``#/$defs/In`` at the root of the list of calls."""
+
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        properties = {"in": {"$ref": "#/$defs/In"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
+        parameters = {"type": "object", "properties": properties, "$defs": {"In": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    with served() as here:
+        tools = [tool("f", "string"), tool("g", "integer")]
+        assert here.post(CHATS, CHAT | {"tools": tools, "tool_choice": "required"}).status_code == 200
+        (submission,) = here.runtime.host.engines[0].submitted
+    kind, text = submission.sampling.constraint or ("", "")
+    schema = json.loads(text)
+
+    def found(reference: str) -> Any:
+        at = schema
+        for part in reference.removeprefix("#/").split("/"):
+            at = at[part]
+        return at
+
+    assert kind == "json"
+    for call, name, inner in zip(schema["items"]["anyOf"], ("f", "g"), ("string", "integer"), strict=True):
+        assert call["properties"]["name"] == {"const": name}
+        parameters = found(call["properties"]["parameters"]["$ref"])
+        assert found(parameters["properties"]["in"]["$ref"]) == {"type": inner}
+        assert found(parameters["properties"]["next"]["anyOf"][0]["$ref"]) == parameters
