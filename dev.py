@@ -96,11 +96,17 @@ def _with_compiled() -> dict[str, str]:
 
 
 def serve(arguments: list[str]) -> int:
-    return subprocess.run([str(_runtime() / "fineserve-run"), *arguments], check=False).returncode
+    return _become("fineserve-run", arguments)
 
 
 def calibrate(arguments: list[str]) -> int:
-    return subprocess.run([str(_runtime() / "fineserve-calibrate"), *arguments], check=False).returncode
+    return _become("fineserve-calibrate", arguments)
+
+
+def _become(program: str, arguments: list[str]) -> int:
+    """This process is the program from here on: a signal that would end this one ends a server."""
+    path = str(_runtime() / program)
+    os.execv(path, [path, *arguments])
 
 
 def _runtime() -> Path:

@@ -32,10 +32,10 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return bytes(token - 2 for token in token_ids if 2 <= token < 258).decode(errors="replace")
 
-    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         if messages[0]["role"] == "untemplated":
             raise ValueError("the model has no chat template; use /v1/completions")
-        return self.encode("".join(f"[{each['role']}] {each['content']}\n" for each in messages))
+        return "".join(f"[{each['role']}] {each['content']}\n" for each in messages)
 
 
 @dataclass

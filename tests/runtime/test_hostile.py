@@ -56,7 +56,6 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice"),
     ({"structured_outputs": {"guide": "a"}}, "structured_outputs.guide"),
     ({"priority": 10**9}, "priority"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
 ]
 
