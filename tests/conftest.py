@@ -1,5 +1,6 @@
-"""Settings shared by every test: Hypothesis draws the same examples on every run; signals act as in a terminal, however the tests
-were started; on the compiled build, tests that reach into compiled classes are skipped. Kits beside this file are for all folders."""
+"""Settings shared by every test: Hypothesis draws the same examples on every run; signals act as in a terminal, however the
+tests were started; on the compiled build, tests that reach into compiled classes are skipped. Kits beside this file are for all
+folders."""
 
 import signal
 import sys
