@@ -150,6 +150,7 @@ def test_small_runs_are_not_taken_apart(file: Path, tmp_path: Path) -> None:
         assert not multiprocessing.active_children(), "a small run starts no process"
 
 
+@pytest.mark.slow
 def test_a_killed_process_changes_no_byte(file: Path, tmp_path: Path) -> None:
     """What it had begun to write is gone, too."""
 
