@@ -3,7 +3,7 @@
     python3 dev.py sim run experiments/fig10.yaml      the simulator (any fineserve-sim command)
     python3 dev.py compile                             the simulator's hot modules as C extensions, for sim
     python3 dev.py test                                linters, type checks, import fences and tests: at most 4 minutes
-    python3 dev.py test --all                          those, the slow tests and tests of the compiled build (--slow: only these)
+    python3 dev.py test --all                          the slow ones and the compiled build too (--slow: these alone)
     python3 dev.py test tests/policy -k slab           pytest with these arguments only
     python3 dev.py docs                                the documentation: renew what comes from the code, make build/site
     python3 dev.py run demo                            the runtime on real vLLM engines (any fineserve-run command)
