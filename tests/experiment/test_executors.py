@@ -206,7 +206,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def kill_a_busy_worker(cluster: Any) -> None:
     """SIGKILL to a process of this cluster that is at work."""
     raylets = {str(node.all_processes["raylet"][0].process.pid) for node in cluster.list_all_nodes()}
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         for process in Path("/proc").iterdir():
             with suppress(OSError):
