@@ -61,7 +61,7 @@ def test_the_new_policy_runs_as_shown(folder: Path) -> None:
     """In the processes that ``run_experiment`` starts, too. The page gives the percentages."""
     program = folder / "shortest.py"
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == Path("results/shortest/summary.json")
@@ -151,7 +151,7 @@ print(json.dumps([known, written[0] == written[1], refused, hinted]))
 def test_a_registered_policy_is_like_ours(folder: Path) -> None:
     """Listed with its options, checked like others, exact under merged steps; its name is taken then."""
     done = subprocess.run(
-        [sys.executable, "-c", AFTER], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", AFTER], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     known, same, refused, hinted = json.loads(done.stdout)

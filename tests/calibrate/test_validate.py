@@ -640,6 +640,7 @@ def test_authors_profile() -> None:
             assert (row.tpot_median_abs or 1) < 0.08, row
 
 
+@pytest.mark.slow
 @needs_sets
 def test_what_was_fitted_on_the_profile_comes_out_again() -> None:
     """The constants in the catalog and in sm_shares.yaml are what the fits give on the rows with 256 input tokens."""

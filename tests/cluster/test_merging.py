@@ -201,6 +201,7 @@ def check_both_ways(scenario: Scenario) -> None:
     seen["merged away"] += plain.result.events - result.events
 
 
+@pytest.mark.slow
 def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the examples, which are the same on every run, are under pressure in every way."""
     stalled = Cluster.stalled
@@ -220,6 +221,7 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
     assert seen["merged away"] > 15_000
 
 
+@pytest.mark.slow
 @pytest.mark.pure_python
 def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
     exposed_s = EngineKV.exposed_s

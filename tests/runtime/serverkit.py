@@ -18,7 +18,7 @@ from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.serving import DrainingServer, Tls, bind
-from runtimekit import Runtime, core_spec, eventually, runtime
+from runtimekit import HANGS_S, Runtime, core_spec, eventually, runtime
 
 
 class ByteTokenizer:
@@ -49,7 +49,7 @@ class Served:
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **headers}
-        return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=HANGS_S)
 
     def metric(self, name: str, **labels: str) -> float:
         value = self.service.metrics.registry.get_sample_value(name, labels)

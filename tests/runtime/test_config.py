@@ -130,7 +130,7 @@ def test_mistakes_are_found_before_anything_slow_is_imported(tmp_path: Path) -> 
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert "expected a model folder" in ran.stderr and ran.stdout == "[]\n"

@@ -198,6 +198,7 @@ def test_out_of_order_recorded_times_count_from_the_earliest(write):
     assert read_trace(write(BURSTGPT + rows), strict=False).prompt_tokens.tolist() == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_million_rows_are_read_in_seconds(write):
     rows = "\n".join(f"{index},7,9" for index in range(1_000_000))
     trace = read_trace(write(CSV + rows))

@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_ended_too_and_neither_one_that_is_gone_nor_a_stranger
         assert rank.poll() is None
         os.kill(rank.pid, signal.SIGSTOP)
         end_rank(rank.pid, engine_pid=rank.pid)
-        assert rank.wait(5) == -signal.SIGKILL
+        assert rank.wait(300) == -signal.SIGKILL
         end_rank(rank.pid, engine_pid=rank.pid)
 
 
