@@ -25,16 +25,15 @@ from fineserve_calibrate.campaign.journal import Journal, read_journal
 from fineserve_calibrate.campaign.plan import BF16, GPU, plan
 from fineserve_calibrate.campaign.report import conclude
 from fineserve_calibrate.campaign.run import LOST
-from fineserve_calibrate.campaign.simulated import SimulatedBench, slowdown
 from fineserve_calibrate.campaign.slowdowns import slowdowns
 from fineserve_calibrate.campaign.steps import Steps, statistics, steady, stretches
 from fineserve_calibrate.probes.backend import Identity, ProbeError, Unavailable
 from fineserve_calibrate.probes.engine_worker import ROUND
 from fineserve_calibrate.probes.engines import Composition
 from fineserve_calibrate.probes.models import LLAMA_8B, TINY
-from fineserve_calibrate.probes.simulated import SimulatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
+from simulatedkit import SimulatedBench, SimulatedDevice, slowdown
 
 from fineserve_sim.catalog import gpu
 

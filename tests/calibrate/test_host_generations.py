@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
+from constantskit import Profile, fit_eager, fit_floor, fit_prompt, fit_whole_batches
 from fineserve_calibrate.validate import (
     Case,
     ClosedLoop,
@@ -27,8 +28,6 @@ from fineserve_calibrate.validate import (
 )
 from fineserve_calibrate.validate.cases import Label, Serving
 from fineserve_calibrate.validate.errors import relative
-from fineserve_calibrate.validate.generations import fit_eager, fit_floor, fit_prompt, fit_whole_batches
-from fineserve_calibrate.validate.profile_fit import Profile
 from fineserve_calibrate.validate.readings import FIVE, GENERATOR, READINGS, reading_of
 
 from fineserve_sim.catalog import Deployment, Quantity, deployment, gpu, model, precision

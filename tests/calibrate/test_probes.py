@@ -20,11 +20,11 @@ from fineserve_calibrate.probes.roofline import ideal_s, measured_spec
 from fineserve_calibrate.probes.runner import QUICK, Effort, Part, measure, run_part, shuffled, summary
 from fineserve_calibrate.probes.schema import KEYS, MEASURED, Point
 from fineserve_calibrate.probes.session import Session, default_folder, select
-from fineserve_calibrate.probes.simulated import NOISE, SimulatedDevice
 from fineserve_calibrate.tables import COLUMNS, read_table
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from simulatedkit import NOISE, SimulatedDevice
 
 from fineserve_sim.catalog import deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel

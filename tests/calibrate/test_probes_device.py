@@ -25,12 +25,12 @@ from fineserve_calibrate.probes.libcuda import Driver, DriverError
 from fineserve_calibrate.probes.models import LLAMA_8B, ONE_LAYER, TINY, model_from
 from fineserve_calibrate.probes.plan import CPU_FULL, GIB, plan
 from fineserve_calibrate.probes.session import Session
-from fineserve_calibrate.probes.simulated import SimulatedDevice, step_s
 from fineserve_calibrate.probes.torch_device import TorchDevice
 from fineserve_calibrate.probes.transfers import Handles
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from simulatedkit import SimulatedDevice, step_s
 
 from fineserve_sim.catalog import gpu, model_from_hf_config, precision
 from fineserve_sim.latency.measured_steps import MeasuredStepModel, fit_steps, load_step_model, read_steps

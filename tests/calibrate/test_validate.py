@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
+from constantskit import Profile, fit_host, fit_rate, fit_shares
 from fineserve_calibrate.validate import (
     KNOWN_FILES,
     Case,
@@ -41,7 +42,6 @@ from fineserve_calibrate.validate.hosts import FRONT_END_S, SYNCHRONOUS_V1
 from fineserve_calibrate.validate.kvcached import ends_of
 from fineserve_calibrate.validate.lmbench import FITTED_QPS
 from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
-from fineserve_calibrate.validate.profile_fit import Profile, fit_host, fit_rate, fit_shares
 from fineserve_calibrate.validate.sm_share import SmShare, sm_shares
 from fineserve_calibrate.validate.text import moves
 from fineserve_calibrate.validate_cli import validate
