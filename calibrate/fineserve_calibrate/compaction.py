@@ -15,8 +15,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_calibrate.checks import despiked
-from fineserve_calibrate.tables import Column, Table
+from fineserve_calibrate.tables import Column, Table, despiked
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.latency.tables import GemmTable, Grid, TableError, TableSet
 

@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from fineserve_calibrate.fit.host_overhead import NO_HOST
-from fineserve_calibrate.validate.aegaeon import BUDGETS, OUTPUT_TOKENS, USUAL_BUDGET
-from fineserve_calibrate.validate.authors import HOST, TOKEN_BUDGET, WHOLE
-from fineserve_calibrate.validate.cases import Floats
-from fineserve_calibrate.validate.names import gpu_named, model_named, precision_named
-from fineserve_calibrate.validate.predict import StepFactory
-from fineserve_calibrate.validate.sm_share import SmShare, sm_shares
+from fineserve_calibrate.fit.step_costs import NO_HOST
+from fineserve_evidence.validate.aegaeon import BUDGETS, OUTPUT_TOKENS, USUAL_BUDGET
+from fineserve_evidence.validate.authors import HOST, TOKEN_BUDGET, WHOLE, SmShare, sm_shares
+from fineserve_evidence.validate.cases import Floats
+from fineserve_evidence.validate.predict import StepFactory
+from fineserve_evidence.validate.rows import gpu_named, model_named, precision_named
 from scipy.optimize import least_squares, minimize_scalar
 
 from fineserve_sim.catalog import Deployment, GpuSpec, GroupCosts, deployment, gpu, kernel_rates, linears, precision

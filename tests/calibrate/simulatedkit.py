@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from fineserve_calibrate.campaign.items import Item, Take, Trial, sharing_keys
-from fineserve_calibrate.campaign.run import Overdue, SetupFailed
-from fineserve_calibrate.campaign.steps import statistics
-from fineserve_calibrate.probes.backend import Identity, Prepared, Unavailable
-from fineserve_calibrate.probes.roofline import ideal_s
-from fineserve_calibrate.probes.runner import Row, measure, summary
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.parts import Row, measure, summary
+from fineserve_calibrate.probes.report import ideal_s
+from fineserve_calibrate.probes.schema import Identity, Point, Prepared, Unavailable
 from fineserve_calibrate.tables import Fingerprint, Table
+from fineserve_evidence.campaign.crew import statistics
+from fineserve_evidence.campaign.items import Item, Take, Trial, sharing_keys
+from fineserve_evidence.campaign.run import Overdue, SetupFailed
 
 from fineserve_sim.catalog import GpuSpec
 

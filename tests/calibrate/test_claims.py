@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.claims import EVALUATORS, ClaimError, Evidence, Verdict, ids_of, read_probes
-from fineserve_calibrate.claims_cli import claims
 from fineserve_calibrate.probes.schema import KEYS
+from fineserve_evidence.claims import EVALUATORS, ClaimError, Evidence, Verdict, ids_of, read_probes
+from fineserve_evidence.commands import claims
 
 from fineserve_sim.latency.tables import TableError, shipped
 

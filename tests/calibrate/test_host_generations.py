@@ -13,22 +13,12 @@ import pytest
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
 from constantskit import Profile, fit_eager, fit_floor, fit_prompt, fit_whole_batches
-from fineserve_calibrate.validate import (
-    Case,
-    ClosedLoop,
-    MeasuredSet,
-    Predicted,
-    StaticBatch,
-    aegaeon,
-    authors,
-    campaign,
-    kvcached,
-    predict_set,
-    read_set,
-)
-from fineserve_calibrate.validate.cases import Label, Serving
-from fineserve_calibrate.validate.errors import relative
-from fineserve_calibrate.validate.readings import FIVE, GENERATOR, READINGS, reading_of
+from fineserve_evidence.validate import aegaeon, authors, kvcached
+from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, Serving, StaticBatch
+from fineserve_evidence.validate.errors import relative
+from fineserve_evidence.validate.layouts import read_set
+from fineserve_evidence.validate.predict import Predicted, campaign, predict_set
+from fineserve_evidence.validate.silicon import FIVE, GENERATOR, READINGS, reading_of
 
 from fineserve_sim.catalog import Deployment, Quantity, deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel

@@ -20,31 +20,24 @@ from typer.testing import CliRunner
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
 from constantskit import Profile, fit_host, fit_rate, fit_shares
-from fineserve_calibrate.validate import (
-    KNOWN_FILES,
-    Case,
-    ClosedLoop,
-    ErrorRow,
+from fineserve_evidence.commands import validate
+from fineserve_evidence.validate.authors import SmShare, fitted_on, sm_shares
+from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, OpenLoop, Serving, StaticBatch
+from fineserve_evidence.validate.errors import ErrorRow, error_rows
+from fineserve_evidence.validate.kvcached import ends_of
+from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
+from fineserve_evidence.validate.lmbench import FITTED_QPS
+from fineserve_evidence.validate.predict import Predicted, predict_set, sensitivity
+from fineserve_evidence.validate.rows import (
+    FRONT_END_S,
+    SYNCHRONOUS_V1,
     LayoutError,
-    MeasuredSet,
-    OpenLoop,
-    Predicted,
-    Serving,
-    StaticBatch,
-    error_rows,
-    predict_set,
-    read_set,
-    sensitivity,
+    UnsupportedRow,
+    gpu_named,
+    model_named,
+    precision_named,
 )
-from fineserve_calibrate.validate.authors import fitted_on
-from fineserve_calibrate.validate.cases import Label
-from fineserve_calibrate.validate.hosts import FRONT_END_S, SYNCHRONOUS_V1
-from fineserve_calibrate.validate.kvcached import ends_of
-from fineserve_calibrate.validate.lmbench import FITTED_QPS
-from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
-from fineserve_calibrate.validate.sm_share import SmShare, sm_shares
-from fineserve_calibrate.validate.text import moves
-from fineserve_calibrate.validate_cli import validate
+from fineserve_evidence.validate.show import moves
 
 from fineserve_sim.catalog import deployment, gpu, gpus, kernel_rates, model, precision, precisions
 from fineserve_sim.latency import StepModel

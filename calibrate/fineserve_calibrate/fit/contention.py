@@ -25,9 +25,9 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from fineserve_calibrate.fit.host_overhead import device_s
 from fineserve_calibrate.fit.least_squares import Fit, Floats, Unknown, fit_curve, with_held_out
 from fineserve_calibrate.fit.rows import FITTED_INPUT, REPORTED_INPUT, RowError
+from fineserve_calibrate.fit.step_costs import device_s
 from fineserve_sim.catalog import Deployment, GpuSpec, model, precision
 from fineserve_sim.latency import StepModel
 

@@ -21,9 +21,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from fineserve_calibrate.checks import check
-from fineserve_calibrate.importers.systems import SYSTEMS
-from fineserve_calibrate.tables import Column, Fingerprint, Table, check_columns, typed
+from fineserve_calibrate.importers import SYSTEMS
+from fineserve_calibrate.tables import Column, Fingerprint, Table, check, check_columns, typed
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import TableError
 
@@ -203,3 +202,9 @@ def import_tables(source: Source, system: str, backend: str, int4_csv: Path | No
     for table in tables:
         check(table, device, gpu(gpu_name))
     return tables
+
+
+def imported(wheel: str, system: str, backend: str, int4_csv: Path | None) -> list[Table]:
+    """Import from a wheel file, or from the package where ``wheel`` is ``installed``. Raises TableError."""
+    source = Installed() if wheel == "installed" else Wheel(Path(wheel))
+    return import_tables(source, system, backend, int4_csv)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fineserve_calibrate.probes.backend import ProbeError
-from fineserve_calibrate.probes.command import probe
+from fineserve_calibrate.probes.schema import ProbeError
+from fineserve_calibrate.probes.session import probe
 
 
 def main() -> int:

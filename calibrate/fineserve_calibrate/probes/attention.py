@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import Call, TorchDevice

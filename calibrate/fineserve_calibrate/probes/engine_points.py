@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
 from fineserve_calibrate.probes.engine_worker import ROUND
 from fineserve_calibrate.probes.engines import Composition, EngineProcess, EngineSpec
 from fineserve_calibrate.probes.models import ONE_LAYER
-from fineserve_calibrate.probes.mps import Environment, start_mps
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.nvidia import Environment, start_mps
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import TorchDevice

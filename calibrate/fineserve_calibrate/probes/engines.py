@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
-from fineserve_calibrate.probes.backend import Unavailable
 from fineserve_calibrate.probes.models import ProbedModel
+from fineserve_calibrate.probes.schema import Unavailable
 
 START_LIMIT_S = 420.0
 STEPS_LIMIT_S = 180.0

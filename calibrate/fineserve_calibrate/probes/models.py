@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fineserve_calibrate.probes.backend import ProbeError
+from fineserve_calibrate.probes.schema import ProbeError
 from fineserve_sim.catalog import CatalogError, model_from_hf_config
 
 Config = Mapping[str, Any]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fineserve_calibrate.probes.runner import FULL, ONCE, QUICK, Effort, Part
+from fineserve_calibrate.probes.kernels import ROWS
+from fineserve_calibrate.probes.parts import FULL, ONCE, QUICK, Effort, Part
 from fineserve_calibrate.probes.schema import KEYS, Point, Value
-from fineserve_calibrate.probes.streams import ROWS
 from fineserve_calibrate.probes.transfers import CALLS
 
 PART_LIMIT_S, ENGINE_LIMIT_S = 420.0, 270.0

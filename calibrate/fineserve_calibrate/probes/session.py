@@ -1,4 +1,7 @@
-"""One run of the probes: measure the parts that are not finished yet. Needs numpy and rich beside what is probed."""
+"""One run of the probes: ``fineserve-calibrate --gpu NAME``, or ``python3 -m fineserve_calibrate.probes`` with fewer packages.
+
+A run measures the parts that are not finished yet. It needs numpy and rich beside what is probed.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from fineserve_calibrate.probes.backend import Backend, ProbeError
-from fineserve_calibrate.probes.parts import finished, write_part
-from fineserve_calibrate.probes.runner import Part, run_part
+from fineserve_calibrate.probes.models import LLAMA_8B, ONE_LAYER, TINY, ProbedModel, model_from
+from fineserve_calibrate.probes.nvidia import check_wanted, find_gpu
+from fineserve_calibrate.probes.parts import Part, finished, run_part, write_part
+from fineserve_calibrate.probes.plan import plan
+from fineserve_calibrate.probes.schema import Backend, ProbeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +78,32 @@ def select(parts: Sequence[Part], only: str | None) -> list[Part]:
     if not chosen:
         raise ProbeError(f"--only {only}: no such part; parts: {', '.join(part.name for part in parts)}")
     return chosen
+
+
+def _device(gpu: str, model: ProbedModel) -> Backend:
+    found = None if gpu == "cpu" else find_gpu(gpu)
+    from fineserve_calibrate.probes.operators import TorchBackend
+
+    return TorchBackend(found, {known.name: known for known in (model, ONE_LAYER)})
+
+
+def probe(gpu: str, quick: bool, out: Path | None, model: Path | None, only: str | None, console: Console) -> Path:
+    """Measure the device ``gpu`` and write its finished parts into ``out``; the folder.
+
+    Raises ProbeError, before anything is written, for an unknown name, no GPU, another GPU, or missing libraries; and when
+    the device stops working.
+    """
+    check_wanted(gpu)
+    on_cpu = gpu == "cpu"
+    probed = model_from(model) if model else TINY if on_cpu else LLAMA_8B
+    effort = "quick" if quick else "full"
+    parts = select(plan(on_cpu, quick, probed.name), only)
+    backend = _device(gpu, probed)
+    folder = out or default_folder(backend, on_cpu, quick)
+    session = Session(backend, folder, effort, console)
+    session.say(f"{backend.identity.device}: {len(parts)} parts, {effort}, into {folder}")
+    try:
+        session.measure(parts)
+    finally:
+        backend.close()
+    return folder

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fineserve_calibrate.probes.backend import Identity
-from fineserve_calibrate.probes.parts import Finished, Measured
-from fineserve_calibrate.probes.runner import Row
-from fineserve_calibrate.probes.schema import KEYS, MEASURED
+from fineserve_calibrate.probes.parts import Finished, Measured, Row
+from fineserve_calibrate.probes.schema import KEYS, MEASURED, Identity
 from fineserve_calibrate.tables import Fingerprint, Table, write_table
 
 

@@ -20,11 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fineserve_calibrate.probes.backend import Identity, Prepared, ProbeError
-from fineserve_calibrate.probes.devices import FoundGpu
 from fineserve_calibrate.probes.engines import EnginePool
 from fineserve_calibrate.probes.models import ProbedModel
-from fineserve_calibrate.probes.mps import Environment, stop_mps
+from fineserve_calibrate.probes.nvidia import Environment, FoundGpu, stop_mps
+from fineserve_calibrate.probes.schema import Identity, Prepared, ProbeError
 from fineserve_sim.catalog import GpuSpec
 
 Call = Callable[[], object]

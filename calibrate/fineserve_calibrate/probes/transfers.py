@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
-from fineserve_calibrate.probes.libcuda import Driver, load
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.nvidia import Driver, load_driver
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import TorchDevice
@@ -145,7 +144,7 @@ def vmm(device: TorchDevice, point: Point) -> Prepared:
     """A VMM call of the driver, on an idle GPU or while products keep it busy."""
     if device.on_cpu:
         raise Unavailable("the CPU has no CUDA driver")
-    driver, size = load(), int(point["bytes"])
+    driver, size = load_driver(), int(point["bytes"])
     if size % driver.granularity_bytes():
         raise Unavailable(f"handles are multiples of {driver.granularity_bytes()} bytes")
     device.torch.ones(1, device=device.name)  # the primary context becomes current

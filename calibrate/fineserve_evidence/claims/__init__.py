@@ -1,0 +1,74 @@
+"""The papers' claims that need a GPU.
+
+Each claim is decided from the imported tables or from probe tables. An open claim says what would decide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from fineserve_evidence.claims import engines, kernels, memory
+from fineserve_evidence.claims.evidence import Evidence, Verdict, read_probes, undecided
+
+__all__ = ["EVALUATORS", "ClaimError", "Evidence", "Verdict", "ids_of", "read_probes", "verdict_of"]
+
+BACKEND = "calibrator-gpu"
+EVALUATORS: Mapping[str, Callable[[Evidence], Verdict]] = MappingProxyType(
+    {
+        "FS-C3-percall": memory.call_takes_tens_of_us,
+        "FS-C3-growth": memory.growth_takes_ms,
+        "FS-6-all-gain": engines.every_pair_gains,
+        "FS-6-fp8fp8": engines.fp8_pair,
+        "PR-4-kv-throughput": engines.kv_memory_buys_throughput,
+        "PR-9-naive": memory.cold_start_takes_tens_of_s,
+        "PR-9-small": memory.small_models_activate_in_time,
+        "PR-9-14b": memory.activation_14b,
+        "KS-4.1-api": memory.remap_takes_5_ms,
+        "KS-eq1": engines.chunk_cost_beats_token_count,
+        "KS-eq1-err": engines.chunk_cost_error,
+        "KS-4.3-second-chunk": kernels.second_chunk_is_slower,
+        "VT-3-mha": kernels.legacy_kernel,
+        "VT-3-cap": kernels.legacy_kernel,
+        "VT-3-mqa": kernels.mqa_throughput,
+        "VT-3-trend": kernels.throughput_rises_with_intensity,
+        "VT-7-batch": kernels.legacy_kernel,
+        "VT-7-fapaged": kernels.paged_overhead,
+        "VT-7-seq": kernels.legacy_kernel,
+        "VT-7-heads": kernels.legacy_kernel,
+        "VT-8-batch": kernels.prefix_kernels,
+        "VT-8-ratio": kernels.prefix_kernels,
+        "VT-7.2.3-table": kernels.paged_overhead,
+        "VT-7-native": kernels.legacy_kernel,
+        "VT-kernel-avg": kernels.kernel_averages,
+        "VT-5-overlap": memory.extension_is_hidden,
+    }
+)
+
+
+class ClaimError(ValueError):
+    """A claim is unknown, or a ledger cannot be read. The text is one line."""
+
+
+def verdict_of(name: str, evidence: Evidence) -> Verdict:
+    """Decide the claim of this id. A claim without an evaluator stays open."""
+    if name not in EVALUATORS:
+        return undecided("no evaluator knows this claim")
+    return EVALUATORS[name](evidence)
+
+
+def ids_of(ledger: Path) -> list[str]:
+    """List the ids of the claims that name this backend, in the ledger's order. Raises ClaimError for another file."""
+    try:
+        document: Any = yaml.safe_load(ledger.read_text(encoding="utf-8"))
+        return [str(claim["id"]) for claim in document["claims"] if claim["backend"] == BACKEND]
+    except OSError as error:
+        raise ClaimError(f"{ledger}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ClaimError(
+            f"{ledger}: not a ledger of claims with id and backend ({' '.join(str(error).split())})"
+        ) from error
