@@ -62,7 +62,7 @@ def test_aegaeon(tmp_path: Path) -> None:
     assert [reason for _, _, reason in found.unsupported] == [
         "a prompt of 4096 tokens leaves no output within 4096 tokens of context"
     ]
-    assert found.kind == "fitted on part of the set"  # the row of 1,024 tokens is neither
+    assert found.fitted  # the row of 1,024 tokens is neither
 
 
 def test_whole_prompts_are_prefilled_in_groups_before_any_decode() -> None:

@@ -1,22 +1,29 @@
 """Static batches of vLLM 0.5.1 on one GPU: the profiles that Aegaeon (SOSP'25) schedules by.
 
-That vLLM prefills whole prompts, as many as its token budget holds, before it decodes. So a batch beyond the budget is
-prefilled in groups, and the first group's requests wait for the others before their second token: its times are the row's.
-The host time of the generation was fitted on ``FITTED_INPUTS``, which are not reported.
+That vLLM prefills whole prompts, as many as its token budget holds, before it decodes. A batch beyond the budget is prefilled
+in groups. The first group's requests wait for the others before their second token, and the row's times are theirs. The host
+time of the generation was fitted on ``FITTED_INPUTS``, which are not reported.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from fineserve_evidence.validate.cases import Case, Label, MeasuredSet, Sensitivity, Serving, StaticBatch, with_budget
-from fineserve_evidence.validate.rows import UnsupportedRow, check_positive, gpu_named, model_named, stem, supported
+from fineserve_evidence.validate.cases import Case, Label, MeasuredSet, Sensitivity, Serving, StaticBatch, with_serving
+from fineserve_evidence.validate.rows import (
+    UnsupportedRow,
+    cases_of,
+    check_positive,
+    gpu_named,
+    model_named,
+    stem,
+    supported,
+)
 from fineserve_sim.catalog import deployment, precision
 
 COLUMNS = ("model", "gpu", "input_len", "batch", "prefill_s", "decode_s")
@@ -26,37 +33,33 @@ BUDGETS = {"h800": 8192}
 """Prompt tokens of one prefill by GPU, read off the rows: prefill times stop growing there."""
 USUAL_BUDGET = 4096
 OUTPUT_TOKENS = 10
-"""The first token, and the nine whose mean step is recorded."""
+"""The first token, and the nine tokens whose mean step is recorded."""
 
 
 def fitted_on(frame: pd.DataFrame) -> pd.Series:
-    """Which rows the host time of the generation was fitted on."""
+    """Mark the rows on which the host time of the generation was fitted."""
     named = frame.model.map(lambda name: FITTED_MODEL in _spelled(str(name)))
     return named & frame.input_len.isin(FITTED_INPUTS)
 
 
 def read_aegaeon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """One case a row. Raises LayoutError when a number is not positive."""
+    """Make one case a row. Raises LayoutError when a number is not positive."""
     check_positive(frame, COLUMNS[2:], path)
     fitted = fitted_on(frame)
-    cases, unsupported = [], Counter[tuple[str, str, str]]()
-    for row in frame[~fitted].to_dict("records"):
-        try:
-            cases.append(_case(row, stem(path)))
-        except UnsupportedRow as reason:
-            unsupported["vllm", str(row["model"]), str(reason)] += 1
     return MeasuredSet(
         stem(path),
-        tuple(cases),
-        unsupported,
+        *cases_of(frame[~fitted], lambda row: _case(row, stem(path)), lambda row: ("vllm", str(row["model"]))),
         assumptions=(
             f"host time fitted on rows of {FITTED_MODEL} with input {', '.join(map(str, FITTED_INPUTS))}: {int(fitted.sum())} "
             "here, not reported",
             f"whole prompts, up to {USUAL_BUDGET} tokens a prefill and as many of context; "
             f"{', '.join(f'{budget} on {name}' for name, budget in BUDGETS.items())}; both read off the rows",
         ),
-        sensitivities=(Sensitivity("token budget 2048", with_budget(2048)), Sensitivity("16384", with_budget(16384))),
-        kind="fitted on part of the set" if fitted.any() else "prediction",
+        sensitivities=(
+            Sensitivity("token budget 2048", with_serving(token_budget=2048)),
+            Sensitivity("16384", with_serving(token_budget=16384)),
+        ),
+        fitted=int(fitted.sum()),
     )
 
 

@@ -15,7 +15,6 @@ hardly slows until then. Launches and host time do not change.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -34,11 +33,12 @@ from fineserve_evidence.validate.cases import (
     Sensitivity,
     Serving,
     StaticBatch,
-    with_budget,
-    with_whole_batch,
+    with_load,
+    with_serving,
 )
 from fineserve_evidence.validate.rows import (
     UnsupportedRow,
+    cases_of,
     check_positive,
     model_named,
     precision_named,
@@ -57,35 +57,28 @@ WHOLE = "h100-sxm"
 
 
 def fitted_on(frame: pd.DataFrame) -> pd.Series:
-    """Which rows the constants of this engine were fitted on."""
+    """Mark the rows on which the constants of this engine were fitted."""
     eight = frame.model.str.lower().isin(FITTED_MODELS) & frame.tp.isin(FITTED_TP)
     return eight & (frame.input_len == FITTED_INPUT)
 
 
 def read_authors(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Raises LayoutError when a number is not positive."""
+    """Make one case a row. Raises LayoutError when a number is not positive."""
     check_positive(frame, COLUMNS[2:], path, may_miss=("ttft", "tpot"))
     fitted = fitted_on(frame)
-    cases, unsupported = [], Counter[tuple[str, str, str]]()
-    for row in frame[~fitted].to_dict("records"):
-        try:
-            cases.append(_case(row, stem(path)))
-        except UnsupportedRow as reason:
-            unsupported[_backend(row), str(row["model"]), str(reason)] += 1
     return MeasuredSet(
-        name=stem(path),
-        cases=tuple(cases),
-        unsupported=unsupported,
+        stem(path),
+        *cases_of(frame[~fitted], lambda row: _case(row, stem(path)), lambda row: (_backend(row), str(row["model"]))),
         assumptions=(
             f"host time, SM shares, AWQ and QoQ rates fitted on 8B rows with input {FITTED_INPUT}: "
             f"{int(fitted.sum())} here, not reported",
             f"token budget {TOKEN_BUDGET} (vLLM 0.9.1, offline, H100); requests reach the engine one after another",
         ),
         sensitivities=(
-            Sensitivity("token budget 8192", with_budget(8192)),
-            Sensitivity("a batch reaches the engine whole", with_whole_batch),
+            Sensitivity("token budget 8192", with_serving(token_budget=8192)),
+            Sensitivity("a batch reaches the engine whole", with_load(StaticBatch, together=True)),
         ),
-        kind="fitted on part of the set" if fitted.any() else "prediction",
+        fitted=int(fitted.sum()),
     )
 
 
@@ -117,13 +110,13 @@ def _case(row: dict[Any, Any], name: str) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class SmShare:
-    """How one precision's rates fall: compute rate by share, against all SMs, and the share that saturates memory."""
+    """Rates of one precision under a share: compute rate by share, against all SMs, and the share that saturates memory."""
 
     compute: Mapping[float, float]
     memory_saturation: float
 
     def compute_at(self, share: float) -> float:
-        """The part of the compute rate at ``share`` in (0, 1]: between measured shares log-log, below them in proportion."""
+        """Find the part of the compute rate at ``share`` in (0, 1]: log-log between measured shares, in proportion below."""
         points = dict(self.compute) | {1.0: 1.0}
         shares = np.array(sorted(points))
         rates = np.array([points[at] for at in shares.tolist()])
@@ -131,7 +124,7 @@ class SmShare:
         return float(inside * min(1.0, share / shares[0]))
 
     def slice_of(self, whole: GpuSpec, share: float) -> GpuSpec:
-        """The GPU that an engine with this share (0, 1] sees: ``whole`` itself where nothing binds."""
+        """Make the GPU that an engine with this share (0, 1] sees: ``whole`` itself where nothing binds."""
         compute, memory = self.compute_at(share), min(1.0, share / self.memory_saturation)
         if compute == memory == 1.0:
             return whole
@@ -148,6 +141,6 @@ class SmShare:
 
 @cache
 def sm_shares() -> Mapping[str, SmShare]:
-    """The fitted laws by precision."""
+    """Read the fitted laws by precision."""
     text = files("fineserve_evidence.validate").joinpath("sm_shares.yaml").read_text(encoding="utf-8")
     return {name: SmShare(**fields) for name, fields in yaml.safe_load(text).items()}

@@ -21,6 +21,7 @@ import pandas as pd
 from fineserve_traces import arrivals
 
 from fineserve_evidence.validate.cases import (
+    SEED,
     Case,
     Floats,
     Label,
@@ -28,13 +29,12 @@ from fineserve_evidence.validate.cases import (
     OpenLoop,
     Sensitivity,
     Serving,
-    with_budget,
-    with_sharing,
+    with_load,
+    with_serving,
 )
 from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, check_positive, model_named, stem, supported
 from fineserve_sim.catalog import deployment, gpu, precision
 
-SEED = 20240711
 COLUMNS = (
     "set", "file", "hardware", "kvcached", "model_id", "completed", "request_rate", "burstiness", "total_input_tokens",
     "total_output_tokens", "mean_ttft_ms", "mean_tpot_ms", "request_throughput",
@@ -102,10 +102,10 @@ def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             "below and above saturation by measured throughput: at least 95 % of what was asked, or less",
         ),
         sensitivities=(
-            Sensitivity("token budget 8192", with_budget(8192)),
-            Sensitivity("ideal processor sharing", with_sharing("fluid")),
+            Sensitivity("token budget 8192", with_serving(token_budget=8192)),
+            Sensitivity("ideal processor sharing", with_load(OpenLoop, sharing="fluid")),
         ),
-        kind="fitted on part of the set" if fitted else "prediction",
+        fitted=fitted,
     )
 
 

@@ -8,31 +8,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from fineserve_traces import arrivals
 
 from fineserve_evidence.validate.cases import (
+    SEED,
     Case,
     Label,
     MeasuredSet,
     OpenLoop,
     Sensitivity,
     Serving,
-    with_budget,
-    with_poisson_arrivals,
-    with_steps_ahead,
+    with_load,
+    with_serving,
     without_prefix_cache,
 )
-from fineserve_evidence.validate.rows import (
-    FRONT_END_S,
-    STEPS_AHEAD,
-    UnsupportedRow,
-    check_positive,
-    model_named,
-    stem,
-    supported,
-)
+from fineserve_evidence.validate.rows import FRONT_END_S, cases_of, check_positive, model_named, stem, supported
 from fineserve_sim.catalog import deployment, gpu, precision
-
-SEED = 20240711
 
 BLIS_COLUMNS = (
     "model", "tp", "gt_requests", "gt_ttft_ms", "gt_e2e_ms", "gt_arrival_rate_rps", "gt_input_mean", "gt_output_mean",
@@ -44,6 +35,8 @@ BLIS_PROMPTS = 44
 the same again (11 groups of 4 users in its code generation profile)."""
 BLIS_SEQUENCES = 128
 
+STEPS_AHEAD = 1
+"""vLLM from 0.14 on schedules the next step while one runs. A request that comes meanwhile is in the step after."""
 FITTED_RATE = 1.0
 DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
 
@@ -56,16 +49,9 @@ def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     (vLLM 0.15.1, 2,048 batched tokens, 128 sequences, prefix caching) and its profiles of inference-perf.
     """
     check_positive(frame, BLIS_COLUMNS[1:], path)
-    cases, unsupported = [], Counter[tuple[str, str, str]]()
-    for row in frame.to_dict("records"):
-        try:
-            cases.append(_blis_case(row, stem(path)))
-        except UnsupportedRow as reason:
-            unsupported["vllm", row["model"], str(reason)] += 1
     return MeasuredSet(
         stem(path),
-        tuple(cases),
-        unsupported,
+        *cases_of(frame, lambda row: _blis_case(row, stem(path)), lambda row: ("vllm", row["model"])),
         assumptions=(
             f"evenly spaced arrivals at the mean rate (the runs had two rates, not recorded), first {BLIS_REQUESTS} "
             f"requests, mean lengths, 16-bit, token budget 2048, {BLIS_SEQUENCES} sequences",
@@ -74,12 +60,20 @@ def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         ),
         sensitivities=(
             Sensitivity("no prompt is cached", without_prefix_cache),
-            Sensitivity("Poisson arrivals", with_poisson_arrivals),
-            Sensitivity("no step scheduled ahead", with_steps_ahead(0)),
-            Sensitivity("token budget 8192", with_budget(8192)),
+            Sensitivity("Poisson arrivals", _poisson),
+            Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),
+            Sensitivity("token budget 8192", with_serving(token_budget=8192)),
         ),
         shares_prefixes=True,
     )
+
+
+def _poisson(case: Case) -> Case:
+    """Arrivals at random, at the same mean rate."""
+    assert isinstance(case.load, OpenLoop)
+    times = case.load.arrival_s
+    rate_per_s = (len(times) - 1) / float(times[-1] - times[0])
+    return with_load(OpenLoop, arrival_s=arrivals.poisson(np.random.default_rng(SEED), rate_per_s, len(times)))(case)
 
 
 def _blis_case(row: dict[Any, Any], name: str) -> Case:
@@ -130,8 +124,8 @@ def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             "TP 1, 16-bit, token budget 2048 (whole prompts of vLLM 0.2-0.3 read as chunks); 256 sequences",
             f"host time fitted on the run at {FITTED_RATE:g} requests/s ({fitted} rows, not reported)",
         ),
-        sensitivities=(Sensitivity("token budget 512", with_budget(512)),),
-        kind="fitted on part of the set" if fitted else "prediction",
+        sensitivities=(Sensitivity("token budget 512", with_serving(token_budget=512)),),
+        fitted=fitted,
     )
 
 

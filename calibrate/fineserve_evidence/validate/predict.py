@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fineserve_evidence.validate.cases import (
+    SEED,
     Case,
     ClosedLoop,
     Floats,
@@ -28,7 +29,6 @@ from fineserve_sim.latency import StepModel
 StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
 """A class of step models, called with model, precision, TP, GPU and deployment."""
 
-SEED = 20240711
 BLOCK_TOKENS = 16
 SEND_GAP_S = 1e-5
 """Between the requests of a static batch: shorter than any step, so that only their order matters."""

@@ -71,8 +71,8 @@ def _notes(measured: MeasuredSet) -> list[str]:
     notes = [f"assumed: {assumption}" for assumption in measured.assumptions]
     hosts = sorted({case.serving.deployment.name for case in measured.cases})
     notes += [f"host time: deployment {', '.join(hosts)}"] if hosts else []
-    if measured.kind != "prediction":
-        notes.append(f"{measured.kind}: what it alone records is taken from rows that are not reported")
+    if measured.fitted:
+        notes.append("fitted on part of the set: what it alone records is taken from rows that are not reported")
     if measured.shares_prefixes:
         notes.append("prompts share prefixes, which the engines' caches keep in the simulation, too")
     for (backend, model, reason), n in sorted(measured.unsupported.items()):

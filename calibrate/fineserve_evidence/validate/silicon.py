@@ -12,7 +12,6 @@ Qwen3-32B do not.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,16 +27,13 @@ from fineserve_evidence.validate.cases import (
     MeasuredSet,
     Sensitivity,
     Serving,
-    with_8bit_kv,
-    with_budget,
-    with_cached_prefix,
-    with_full_lengths,
-    with_rounds,
-    with_steps_ahead,
+    with_load,
+    with_serving,
 )
 from fineserve_evidence.validate.rows import (
     FRONT_END_S,
     UnsupportedRow,
+    cases_of,
     check_positive,
     gpu_named,
     model_named,
@@ -45,7 +41,7 @@ from fineserve_evidence.validate.rows import (
     stem,
     supported,
 )
-from fineserve_sim.catalog import PrecisionSpec, deployment
+from fineserve_sim.catalog import PrecisionSpec, deployment, precision
 
 COLUMNS = (
     "backend", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode", "tp_size", "pp_size",
@@ -62,21 +58,18 @@ GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
 
 
 def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Aggregated serving of dense models; other rows are counted as unsupported."""
-    name = stem(path)
-    cases: list[Case] = []
-    unsupported: Counter[tuple[str, str, str]] = Counter()
-    for index, row in enumerate(frame.to_dict("records")):
-        try:
-            case = _case(row, name)
-            check_positive(frame.iloc[index : index + 1], (*LOAD, *MEASURED), path, may_miss=MEASURED)
-            cases.append(case)
-        except UnsupportedRow as reason:
-            unsupported[row["backend"], row["model_path"], str(reason)] += 1
+    """Make a case of each row of aggregated serving of dense models. Other rows are counted as unsupported."""
+    places = iter(range(len(frame)))
+
+    def case(row: dict[Any, Any]) -> Case:
+        place = next(places)
+        found = _case(row, stem(path))
+        check_positive(frame.iloc[place : place + 1], (*LOAD, *MEASURED), path, may_miss=MEASURED)
+        return found
+
     return MeasuredSet(
-        name,
-        tuple(cases),
-        unsupported,
+        stem(path),
+        *cases_of(frame, case, lambda row: (row["backend"], row["model_path"])),
         assumptions=(
             f"InferenceMAX rows: {ROUNDS} requests a client, token budget {TOKEN_BUDGET}, a slot for every client, lengths "
             f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
@@ -85,15 +78,31 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
         ),
         sensitivities=(
-            Sensitivity("5 requests a client", with_rounds(5)),
-            Sensitivity("token budget 2048", with_budget(2048)),
-            Sensitivity("nominal lengths everywhere", with_full_lengths),
-            Sensitivity("FP8 checkpoints with 8-bit KV", with_8bit_kv),
-            Sensitivity("half of each prompt found in a prefix cache", with_cached_prefix(0.5)),
-            Sensitivity("steps are scheduled one ahead", with_steps_ahead(1)),
+            Sensitivity("5 requests a client", _five_rounds),
+            Sensitivity("token budget 2048", with_serving(token_budget=2048)),
+            Sensitivity("nominal lengths everywhere", with_load(ClosedLoop, shortest=1.0)),
+            Sensitivity("FP8 checkpoints with 8-bit KV", _with_8bit_kv),
+            Sensitivity("half of each prompt found in a prefix cache", _half_cached),
+            Sensitivity("steps are scheduled one ahead", with_serving(steps_ahead=1)),
         ),
         readings=of_campaigns(),
     )
+
+
+def _five_rounds(case: Case) -> Case:
+    return with_load(ClosedLoop, requests=5 * case.load.clients)(case) if isinstance(case.load, ClosedLoop) else case
+
+
+def _half_cached(case: Case) -> Case:
+    """Half of every prompt is found in a prefix cache: only the rest is computed."""
+    if not isinstance(case.load, ClosedLoop):
+        return case
+    return with_load(ClosedLoop, prompt_tokens=max(1, int(case.load.prompt_tokens * 0.5)))(case)
+
+
+def _with_8bit_kv(case: Case) -> Case:
+    """FP8 checkpoints keep their KV in 8 bits, too."""
+    return with_serving(precision=precision("W8A8KV8"))(case) if case.serving.precision.name == "W8A8" else case
 
 
 def _quantised(row: dict[Any, Any]) -> str:
