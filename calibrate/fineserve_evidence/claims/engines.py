@@ -1,4 +1,4 @@
-"""Claims on engine steps: the chunk cost model, two engines on a GPU; throughput against KV memory, which no probe measures."""
+"""Claims on engine steps: the chunk cost model, and two engines on a GPU."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import numpy as np
 import pandas as pd
 from fineserve_calibrate.fit.step_costs import fit_chunk_cost
 
-from fineserve_evidence.claims.evidence import Evidence, Verdict, judged, probe, undecided
+from fineserve_evidence.claims.evidence import Evidence, Missing, Verdict, judged, probe, undecided
 
-STEPS = probe("step")
-PAIR = probe("contention-mps")
 DTYPES = ("bfloat16", "fp8", "int4_wo")
 
 
 def _chunks(evidence: Evidence) -> pd.DataFrame:
     """Measured prompt chunks of one engine: the one with most rows."""
-    rows = evidence.measured("step", decodes=0)
-    if rows.empty or rows.cached_tokens.nunique() < 2:
-        return pd.DataFrame()
+    rows = evidence.needed("step", "step", decodes=0)
+    if rows.cached_tokens.nunique() < 2:
+        raise Missing(probe("step"))
     engine = rows[["model", "dtype", "mode"]].agg("/".join, axis=1)
     rows = rows[engine == engine.mode().iloc[0]]
     named = {"prefill_tokens": "chunk_tokens", "cached_tokens": "prefix_tokens", "latency_s": "seconds"}
@@ -27,40 +25,33 @@ def _chunks(evidence: Evidence) -> pd.DataFrame:
     return chunks
 
 
-def _worst_errors(rows: pd.DataFrame) -> tuple[float, float] | None:
+def _worst_errors(evidence: Evidence) -> tuple[float, float, str]:
     """Largest relative errors on every second row, of the chunk cost and of a line in the tokens, fitted on the others."""
-    rows = rows.reset_index(drop=True).assign(row=np.arange(len(rows)))
+    rows = _chunks(evidence).reset_index(drop=True)
+    rows = rows.assign(row=np.arange(len(rows)))
     seen, unseen = rows[rows.row % 2 == 0], rows[rows.row % 2 == 1]
     fit = fit_chunk_cost(seen)
     if fit.refused or unseen.empty:
-        return None
+        raise Missing(probe("step"))
     values = {parameter.name: parameter.value for parameter in fit.parameters}
     line = np.polyfit(seen.chunk_tokens, seen.seconds, 1)
     chunk, prefix = (unseen[name].to_numpy(np.float64) for name in ("chunk_tokens", "prefix_tokens"))
     cost = values["alpha"] * (prefix * chunk + (chunk**2 + chunk) / 2) + values["beta"] * chunk + values["gamma"]
     measured = unseen.seconds.to_numpy(np.float64)
-    return float(np.abs(cost / measured - 1).max()), float(np.abs(np.polyval(line, chunk) / measured - 1).max())
+    worst, by_tokens = (float(np.abs(found / measured - 1).max()) for found in (cost, np.polyval(line, chunk)))
+    return worst, by_tokens, f"largest error on held-out chunks {worst:.1%}, by tokens alone {by_tokens:.1%}"
 
 
 def chunk_cost_beats_token_count(evidence: Evidence) -> Verdict:
     """KS-eq1."""
-    errors = _worst_errors(_chunks(evidence)) if not _chunks(evidence).empty else None
-    if errors is None:
-        return undecided(STEPS)
-    return judged(
-        errors[0] < errors[1],
-        f"largest error on held-out chunks {errors[0]:.1%}, by tokens alone {errors[1]:.1%}",
-        "step",
-    )
+    worst, by_tokens, text = _worst_errors(evidence)
+    return judged(worst < by_tokens, text, "step")
 
 
 def chunk_cost_error(evidence: Evidence) -> Verdict:
     """KS-eq1-err."""
-    errors = _worst_errors(_chunks(evidence)) if not _chunks(evidence).empty else None
-    if errors is None:
-        return undecided(STEPS)
-    holds = errors[0] < 0.05 < errors[1]
-    return judged(holds, f"largest error on held-out chunks {errors[0]:.1%}, by tokens alone {errors[1]:.1%}", "step")
+    worst, by_tokens, text = _worst_errors(evidence)
+    return judged(worst < 0.05 < by_tokens, text, "step")
 
 
 def _pair_gain(evidence: Evidence, pair: tuple[str, str]) -> float | None:
@@ -85,7 +76,7 @@ def every_pair_gains(evidence: Evidence) -> Verdict:
     gains = {f"{a}-{b}": gain for a, b in pairs if (gain := _pair_gain(evidence, (a, b))) is not None}
     text = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
     if len(gains) < len(pairs):
-        return undecided(PAIR, text, "contention" if gains else "")
+        return undecided(probe("contention-mps"), text, "contention" if gains else "")
     return judged(all(1 < gain < 2 for gain in gains.values()), text, "contention")
 
 
@@ -93,10 +84,5 @@ def fp8_pair(evidence: Evidence) -> Verdict:
     """FS-6-fp8fp8."""
     gain = _pair_gain(evidence, ("fp8", "fp8"))
     if gain is None:
-        return undecided(PAIR)
+        return undecided(probe("contention-mps"))
     return judged(abs(gain - 1.95) <= 0.2, f"two FP8 engines against one FP16 engine: {gain:.2f}", "contention")
-
-
-def kv_memory_buys_throughput(_: Evidence) -> Verdict:
-    """PR-4-kv-throughput: no probe runs an engine on two sizes of KV memory; experiments/prism_fig04.yaml simulates it."""
-    return undecided("an engine, saturated, on 5 and on 15 GB of KV memory; no probe runs it, a simulation does")

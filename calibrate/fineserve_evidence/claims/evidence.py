@@ -1,11 +1,11 @@
-"""What a claim is decided on: the imported tables, and a folder of tables that the probes wrote; and what came of it."""
+"""What a claim is decided on, and the verdict: the imported tables, and a folder of tables that the probes wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
@@ -13,16 +13,22 @@ import pyarrow.parquet as pq
 
 from fineserve_sim.latency.tables import TableError, TableSet
 
-Status: TypeAlias = Literal["holds", "fails", "open"]
 US, MS, GIB = 1e-6, 1e-3, 2**30
+
+
+class Missing(Exception):
+    """A claim needs tables that were not measured. The text says what would measure them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``found``: what the evidence shows, with its numbers. ``evidence``: the tables read. ``decide``: for an open claim, what
-    would decide it."""
+    """The decision on a claim.
 
-    status: Status
+    ``found`` is what the evidence shows, with its numbers. ``evidence`` names the tables read. ``decide`` says what would
+    decide an open claim.
+    """
+
+    status: Literal["holds", "fails", "open"]
     found: str
     evidence: str = ""
     decide: str = ""
@@ -32,17 +38,17 @@ class Verdict:
 
 
 def judged(holds: bool, found: str, evidence: str) -> Verdict:
-    """A decided claim."""
+    """Decide a claim."""
     return Verdict("holds" if holds else "fails", found, evidence)
 
 
 def undecided(decide: str, found: str = "", evidence: str = "") -> Verdict:
-    """An open claim: ``found`` is the part of it that is known."""
+    """Leave a claim open. ``found`` is the part of it that is known."""
     return Verdict("open", found, evidence, decide)
 
 
 def probe(part: str) -> str:
-    """The command that measures what is missing."""
+    """Name the command that measures what is missing."""
     return f"fineserve-calibrate --gpu h100 --only {part} --out DIR, then claims --probes DIR"
 
 
@@ -62,11 +68,18 @@ class Evidence:
             rows = rows[rows[column] == value]
         return rows
 
+    def needed(self, part: str, operator: str, **where: Any) -> pd.DataFrame:
+        """Rows as ``measured`` gives them. Raises Missing, naming the part that measures them, where there are none."""
+        rows = self.measured(operator, **where)
+        if rows.empty:
+            raise Missing(probe(part))
+        return rows
+
 
 def read_probes(folder: Path) -> dict[str, pd.DataFrame]:
-    """Tables by operator, as the probes write them: one Parquet file an operator.
+    """Read tables by operator as the probes write them: one Parquet file an operator.
 
-    Raises TableError for a folder without tables, or a file that is none.
+    Raises TableError for a folder without tables, or for another kind of file.
     """
     paths = sorted(folder.glob("*.parquet"))
     if not paths:

@@ -1,6 +1,8 @@
-"""Claims on attention kernels. The imported tables hold one decode kernel (FlashAttention 3 as vLLM calls it, with a block
-table) and whole prompts; what compares it with vLLM's first paged kernel, with Triton's prefix kernel or with contiguous keys
-needs those kernels on a GPU."""
+"""Claims on attention kernels.
+
+The imported tables hold one decode kernel (FlashAttention 3 as vLLM calls it, with a block table) and whole prompts. Other
+claims compare it with vLLM's first paged kernel, with Triton's prefix kernel or with contiguous keys. They need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,6 @@ def _flash_rises(evidence: Evidence) -> tuple[bool, str]:
     return bool(len(values) > 1 and np.all(np.diff(values) > 0)), f"FlashAttention 3 at batch 32, TFLOP/s: {text}"
 
 
-def legacy_kernel(evidence: Evidence) -> Verdict:
-    """VT-3-cap, VT-3-mha, VT-7-batch, VT-7-seq, VT-7-heads, VT-7-native: ratios to the first paged kernel."""
-    return undecided(LEGACY)
-
-
 def mqa_throughput(evidence: Evidence) -> Verdict:
     """VT-3-mqa."""
     rates = _tflops(evidence)
@@ -74,21 +71,6 @@ def throughput_rises_with_intensity(evidence: Evidence) -> Verdict:
     if not rises:
         return judged(False, text, TABLE)
     return undecided(LEGACY, f"{text}: rises, as claimed of FlexInfer", TABLE)
-
-
-def paged_overhead(evidence: Evidence) -> Verdict:
-    """VT-7-fapaged, VT-7.2.3-table."""
-    return undecided(CONTIGUOUS)
-
-
-def prefix_kernels(evidence: Evidence) -> Verdict:
-    """VT-8-batch, VT-8-ratio."""
-    return undecided(TRITON)
-
-
-def kernel_averages(evidence: Evidence) -> Verdict:
-    """VT-kernel-avg."""
-    return undecided(f"{LEGACY}; and {TRITON}")
 
 
 def second_chunk_is_slower(evidence: Evidence) -> Verdict:
