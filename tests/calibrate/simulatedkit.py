@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from fineserve_calibrate.probes.parts import Row, measure, summary
+from fineserve_calibrate.probes.parts import Row, measured_row
 from fineserve_calibrate.probes.report import ideal_s
 from fineserve_calibrate.probes.schema import Identity, Point, Prepared, Unavailable
 from fineserve_calibrate.tables import Fingerprint, Table
@@ -114,22 +114,6 @@ class SimulatedBench:
     started: list[str] = field(default_factory=list)
     measured: list[Item] = field(default_factory=list)
 
-    @property
-    def identity(self) -> Identity:
-        return self.device.identity
-
-    def now_s(self) -> float:
-        """See ``run.Bench``."""
-        return self.device.now_s()
-
-    def clocks(self) -> str:
-        """See ``run.Bench``."""
-        return self.device.clocks()
-
-    def healthy(self) -> bool:
-        """See ``run.Bench``."""
-        return self.device.healthy()
-
     def prepare(self, item: Item) -> None:
         """See ``run.Bench``."""
         self.setup = ""
@@ -154,8 +138,7 @@ class SimulatedBench:
             self.device.clock_s += item.expected_s
             return [{"trial": item.ask.name, "quantity": "seconds", "value": item.expected_s}]
         prepared = self.device.prepare(item.ask.operator, item.ask.point)
-        seconds = measure(prepared, item.ask.effort, self.now_s)
-        return [{**item.ask.point, **summary(seconds), "implementation": prepared.implementation}]
+        return [measured_row(prepared, item.ask.point, item.ask.effort, self.device.now_s)]
 
     def _take(self, take: Take) -> list[Row]:
         self.device.clock_s += take.hold_s + 1.0

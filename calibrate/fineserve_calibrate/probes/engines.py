@@ -19,7 +19,6 @@ from typing import IO, Any, ClassVar
 from fineserve_calibrate.probes.models import ProbedModel
 from fineserve_calibrate.probes.schema import Unavailable
 
-START_LIMIT_S = 420.0
 STEPS_LIMIT_S = 180.0
 GIB = 2**30
 KEPT = 2
@@ -48,24 +47,29 @@ class Composition:
 
 
 def worker_settings(spec: EngineSpec, model: ProbedModel, on_cpu: bool) -> dict[str, Any]:
-    """The argument of ``engine_worker``: configuration, vLLM arguments and environment."""
+    """Make the argument of ``engine_worker``: configuration, vLLM arguments and environment."""
     small = on_cpu or model.config["hidden_size"] < 1024
-    arguments: dict[str, Any] = {
-        "enforce_eager": spec.mode == "eager",
-        "enable_prefix_caching": True,
-        "kv_cache_dtype": "fp8" if spec.kv_dtype == "fp8" else "auto",
-        "kv_cache_memory_bytes": (1 if small else 16) * GIB,
-    }
     longest: int = model.config["max_position_embeddings"]
-    environment = dict(spec.environment)
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": (1 if small else 16) * GIB}
     if on_cpu:
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        arguments |= {"block_size": 32, "max_num_seqs": 80, "max_num_batched_tokens": 2304}
-        arguments |= {"max_model_len": min(longest, 4096)}
+        arguments |= {"max_num_seqs": 80, "max_num_batched_tokens": 2304, "max_model_len": min(longest, 4096)}
     else:  # room for a second engine: vLLM compares this fraction with what is free
         arguments |= {"gpu_memory_utilization": 0.45, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
         arguments |= {"max_model_len": min(longest, 16384)}
-    return {"config": model.quantized(spec.dtype), "arguments": arguments, "environment": environment}
+    return settings_with(arguments, spec, model, on_cpu)
+
+
+def settings_with(arguments: dict[str, Any], spec: EngineSpec, model: ProbedModel, on_cpu: bool) -> dict[str, Any]:
+    """Complete the vLLM arguments of a worker: those that every probed engine has."""
+    given = {
+        "enforce_eager": spec.mode == "eager",
+        "enable_prefix_caching": True,
+        "kv_cache_dtype": "fp8" if spec.kv_dtype == "fp8" else "auto",
+        **({"block_size": 32} if on_cpu else {}),
+    }
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if on_cpu else {}
+    config = model.quantized(spec.dtype)
+    return {"config": config, "arguments": given | arguments, "environment": environment | dict(spec.environment)}
 
 
 @dataclass
@@ -73,6 +77,7 @@ class EngineProcess:
     """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run what it is asked."""
 
     worker: ClassVar[str] = "fineserve_calibrate.probes.engine_worker"
+    start_limit_s: ClassVar[float] = 420.0
     settings: dict[str, Any]
     import_s: float = 0.0
     start_s: float = 0.0
@@ -88,9 +93,10 @@ class EngineProcess:
         )
 
     def started(self) -> None:
-        """Wait until the engine is up."""
-        answer = self.answer(START_LIMIT_S)
-        self.import_s, self.start_s = answer["import_s"], answer["start_s"]
+        """Wait until vLLM is imported, then start the engine."""
+        self.import_s = self.answer(self.start_limit_s)["import_s"]
+        self.tell({"start": True})
+        self.start_s = self.answer(self.start_limit_s)["start_s"]
 
     def ask(self, wanted: Composition, count: int, hold_s: float = 0.0) -> None:
         """Begin ``count`` steps of a composition, and go on with them for ``hold_s``."""

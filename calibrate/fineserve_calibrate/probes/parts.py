@@ -99,10 +99,10 @@ def shuffled(part: Part) -> list[Point]:
     return points
 
 
-def _one(part: Part, point: Point, backend: Backend) -> Row:
-    prepared = backend.prepare(part.operator, point)
+def measured_row(prepared: Prepared, point: Point, effort: Effort, now_s: Callable[[], float]) -> Row:
+    """Measure a point that is ready to run, and close it. Raises Unavailable."""
     try:
-        seconds = measure(prepared, part.effort, backend.now_s)
+        seconds = measure(prepared, effort, now_s)
     finally:
         prepared.close()
     return {**point, **summary(seconds), "implementation": prepared.implementation}
@@ -121,7 +121,7 @@ def run_part(part: Part, backend: Backend, advance: Callable[[int], None] = lamb
             outcome.left_out = len(points) - place
             break
         try:
-            outcome.rows.append(_one(part, point, backend))
+            outcome.rows.append(measured_row(backend.prepare(part.operator, point), point, part.effort, backend.now_s))
         except Unavailable as reason:
             outcome.unavailable.append((point, str(reason)))
         except Exception as error:  # a kernel may raise anything; it must not stop the others

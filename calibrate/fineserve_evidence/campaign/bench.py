@@ -1,10 +1,9 @@
-"""The device that is there, as a campaign uses it: engines of a scene, points of the probes, trials of the runtime."""
+"""A device as a campaign uses it: engines of a scene, points of the probes, trials of the runtime."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +12,9 @@ from fineserve_calibrate.probes.engine_points import KV_OF
 from fineserve_calibrate.probes.engines import EngineSpec
 from fineserve_calibrate.probes.models import ONE_LAYER, ProbedModel
 from fineserve_calibrate.probes.nvidia import Environment, FoundGpu, start_mps, stop_mps
-from fineserve_calibrate.probes.operators import PREPARE
-from fineserve_calibrate.probes.parts import Row, measure, summary
-from fineserve_calibrate.probes.schema import Identity, Unavailable
-from fineserve_calibrate.probes.torch_device import TorchDevice
+from fineserve_calibrate.probes.operators import TorchBackend
+from fineserve_calibrate.probes.parts import Row, measured_row
+from fineserve_calibrate.probes.schema import Unavailable
 
 from fineserve_evidence.campaign import crew
 from fineserve_evidence.campaign.crew import Steps, statistics, steady
@@ -33,33 +31,17 @@ TakeLoads = Callable[[float], tuple[float, list[Steps]]]
 
 
 class DeviceBench:
-    """A ``run.Bench``; ``gpu`` None means the CPU."""
+    """A ``run.Bench`` on this machine's GPU, or on its CPU where ``gpu`` is None."""
 
     def __init__(self, gpu: FoundGpu | None, model: ProbedModel, folder: Path) -> None:
         self._on_cpu, self._folder = gpu is None, folder
         self._models = {known.name: known for known in (model, ONE_LAYER)}
-        self._device = TorchDevice(gpu, self._models)
+        self.device = TorchBackend(gpu, self._models)
         self._crew: crew.Crew | None = None
         self._mps: Environment | None = None
         self._note = folder / "mps.json"
         self.setup = ""
         self._end_left_over_mps()
-
-    @property
-    def identity(self) -> Identity:
-        return self._device.identity
-
-    def now_s(self) -> float:
-        """See ``run.Bench``."""
-        return time.monotonic()
-
-    def clocks(self) -> str:
-        """See ``run.Bench``."""
-        return self._device.clocks()
-
-    def healthy(self) -> bool:
-        """See ``run.Bench``."""
-        return self._device.healthy()
 
     def prepare(self, item: Item) -> None:
         """See ``run.Bench``. What ran before is ended first: memory is what engines lack."""
@@ -68,7 +50,7 @@ class DeviceBench:
             self._start_crew(item, item.ask)
         elif isinstance(item.ask, Spot) and item.setup:
             try:
-                self._device.engines.get(_engine_of(item.ask))
+                self.device.engines.get(_engine_of(item.ask))
             except Unavailable as reason:
                 raise SetupFailed(str(reason)) from None
         self.setup = item.setup
@@ -79,35 +61,34 @@ class DeviceBench:
             return self._take(item.ask)
         if isinstance(item.ask, Trial):
             return run_trial(item.ask, self._folder, self._catalog_gpu())
-        return [self._spot(item.ask)]
+        prepared = self.device.prepare(item.ask.operator, item.ask.point)
+        return [measured_row(prepared, item.ask.point, item.ask.effort, self.device.now_s)]
 
     def _catalog_gpu(self) -> str | None:
         """The catalog's name of this device; None for the CPU. Raises Unavailable for a GPU that it does not have."""
         if self._on_cpu:
             return None
-        if self._device.spec is None:
-            raise Unavailable(f"the catalog has no {self.identity.device}")
-        return self._device.spec.name
+        if self.device.spec is None:
+            raise Unavailable(f"the catalog has no {self.device.identity.device}")
+        return self.device.spec.name
 
     def close(self) -> None:
         """See ``run.Bench``."""
         self._clear()
         self._stop_mps()
-        self._device.close()
+        self.device.close()
 
     def _clear(self) -> None:
         if self._crew is not None:
             self._crew.close()
             self._crew = None
-        self._device.engines.close()
-        self._device.free()
+        self.device.engines.close()
+        self.device.free()
         self.setup = ""
-
-    # --- engines side by side -----------------------------------------------------------------------------------------
 
     def _start_crew(self, item: Item, take: Take) -> None:
         scene, model = take.scene, self._models[take.scene.model]
-        if not self._device.has_vllm:
+        if not self.device.has_vllm:
             raise Unavailable("vllm is not installed")
         mps = self._sharing(scene.sharing)
         seats = [crew.settings(scene, place, model, self._on_cpu, mps) for place in range(len(scene.seats))]
@@ -124,7 +105,7 @@ class DeviceBench:
             self._clear()  # the next take starts its engines anew
             raise
         places = [place for place, load in enumerate(take.loads) if load]
-        name = f"vllm {self.identity.vllm} engine"
+        name = f"vllm {self.device.identity.vllm} engine"
         return [
             {**sharing_keys(take, place), **statistics(mine), "implementation": name}
             for place, mine in zip(places, seconds, strict=True)
@@ -153,21 +134,11 @@ class DeviceBench:
             self._note.unlink(missing_ok=True)
 
     def _end_left_over_mps(self) -> None:
-        """The daemon of a campaign in this folder that was killed: it is ours, and nobody else would end it."""
+        """End the daemon of a campaign in this folder that was killed: nothing else would."""
         if self._note.exists():
             with suppress(ValueError, OSError, subprocess.SubprocessError):
                 stop_mps(tuple((name, value) for name, value in json.loads(self._note.read_text(encoding="utf-8"))))
             self._note.unlink(missing_ok=True)
-
-    # --- points of the probes ---------------------------------------------------------------------------------------
-
-    def _spot(self, spot: Spot) -> Row:
-        prepared = PREPARE[spot.operator](self._device, spot.point)
-        try:
-            seconds = measure(prepared, spot.effort, self._device.now_s)
-        finally:
-            prepared.close()
-        return {**spot.point, **summary(seconds), "implementation": prepared.implementation}
 
 
 def _engine_of(spot: Spot) -> EngineSpec:
@@ -179,9 +150,9 @@ def _engine_of(spot: Spot) -> EngineSpec:
 
 
 def side_by_side(run: TakeLoads, take: Take) -> list[list[float]]:
-    """Seconds of the steps that count, of each engine at work; a take with too few is repeated for longer.
+    """Run a take until each engine at work has enough steps that count, and return their seconds.
 
-    Raises Unavailable when even ``LONGEST_HOLD`` times as long is too short.
+    A take with too few steps is repeated for longer. Raises Unavailable when ``LONGEST_HOLD`` times as long is too short.
     """
     longer = 1
     while True:

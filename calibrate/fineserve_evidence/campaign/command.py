@@ -70,9 +70,9 @@ def campaign(request: Request, say: Callable[[str], None], bench_of: OpenBench =
     bench, journal = bench_of(request.gpu, model, folder), None
     with _signals(limit_s + OVERDUE_S):
         try:
-            begun_s = bench.now_s()
-            journal = Journal(folder, bench.identity)
-            say(f"{bench.identity.device}: {len(chosen)} items, {request.minutes:g} minutes, into {folder}")
+            begun_s = bench.device.now_s()
+            journal = Journal(folder, bench.device.identity)
+            say(f"{bench.device.identity.device}: {len(chosen)} items, {request.minutes:g} minutes, into {folder}")
             run(chosen, bench, journal, begun_s + limit_s, say, request.retry)
         finally:
             bench.close()

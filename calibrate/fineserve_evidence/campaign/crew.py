@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from fineserve_calibrate.probes.engine_points import KV_OF
 from fineserve_calibrate.probes.engine_worker import ROUND
-from fineserve_calibrate.probes.engines import Composition, EngineProcess
+from fineserve_calibrate.probes.engines import Composition, EngineProcess, EngineSpec, settings_with
 from fineserve_calibrate.probes.models import ProbedModel
 from fineserve_calibrate.probes.nvidia import Environment
 from fineserve_calibrate.probes.schema import Unavailable
 
 from fineserve_evidence.campaign.items import Scene, Seat
 
-START_LIMIT_S = 240.0
 PREPARE_LIMIT_S = 90.0
 LEAD_S = 0.05
 """From the last engine's being ready to the common start: the line that tells them must have arrived."""
@@ -48,38 +47,26 @@ def settings(scene: Scene, place: int, model: ProbedModel, on_cpu: bool, mps: En
     budget = max(load.prefill_tokens for load in scene.loads) or 2048
     longest = max(max(load.context + 2 * ROUND, load.prefill_tokens + 1) for load in scene.loads)
     arguments: dict[str, Any] = {
-        "enforce_eager": scene.mode == "eager",
-        "enable_prefix_caching": True,
-        "kv_cache_dtype": "fp8" if KV_OF[seat.dtype] == "fp8" else "auto",
         "kv_cache_memory_bytes": kv_bytes(scene, seat, model),
         "max_num_seqs": max([8, *decodes]),
         "max_num_batched_tokens": max([budget, *decodes]),
         "max_model_len": -(-longest // 32) * 32,
     }
-    environment = dict(mps)
-    if on_cpu:
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        arguments |= {"block_size": 32}
-    else:  # vLLM compares this fraction of the device with what is free; the KV memory is given
+    if not on_cpu:  # vLLM compares this fraction of the device with what is free; the KV memory is given
         arguments |= {"gpu_memory_utilization": 0.05}
     if scene.mode == "decode_graphs":
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": decodes or [1]}
         arguments |= {"compilation_config": graphs}
-    if seat.percent != 100:
-        environment |= {PERCENTAGE: str(seat.percent)}
-    return {"config": model.quantized(seat.dtype), "arguments": arguments, "environment": environment}
+    share = ((PERCENTAGE, str(seat.percent)),) if seat.percent != 100 else ()
+    spec = EngineSpec(model.name, seat.dtype, KV_OF[seat.dtype], scene.mode, place, (*mps, *share))
+    return settings_with(arguments, spec, model, on_cpu)
 
 
 class Member(EngineProcess):
     """One engine. Methods raise Unavailable as those of ``EngineProcess`` do."""
 
     worker = "fineserve_evidence.campaign.worker"
-
-    def started(self) -> None:
-        """Wait until vLLM is imported, which all engines do at the same time, then start the engine."""
-        self.import_s = self.answer(START_LIMIT_S)["import_s"]
-        self.tell({"start": True})
-        self.start_s = self.answer(START_LIMIT_S)["start_s"]
+    start_limit_s = 240.0
 
     def prepare(self, load: Composition) -> None:
         """Begin to get ready; ``ready`` waits for it."""

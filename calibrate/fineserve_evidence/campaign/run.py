@@ -1,4 +1,4 @@
-"""The loop of a campaign: measure what still fits into the time, in order of worth."""
+"""The loop of a campaign: measure what still fits into the time, the most important first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fineserve_calibrate.probes.parts import Row
-from fineserve_calibrate.probes.schema import Identity, ProbeError, Unavailable
+from fineserve_calibrate.probes.schema import Backend, ProbeError, Unavailable
 
 from fineserve_evidence.campaign.items import Item
 from fineserve_evidence.campaign.record import Entry, Journal
@@ -16,41 +16,35 @@ LOST = 3
 
 
 class SetupFailed(Unavailable):
-    """Engines that an item needs do not start: so may all others, when the device is lost."""
+    """The engines that an item needs do not start. When the device is lost, no others will."""
 
 
 class Overdue(Unavailable):
-    """The command's time was over before something ended."""
+    """The command's time was over before an item ended."""
 
 
 class Bench(Protocol):
     """A device with what the items need on it."""
 
-    setup: str
-    """What runs now, empty: nothing."""
+    @property
+    def device(self) -> Backend:
+        """The device itself."""
 
     @property
-    def identity(self) -> Identity:
-        """What measurements on it depend on."""
-
-    def now_s(self) -> float:
-        """A clock that only grows."""
-
-    def clocks(self) -> str:
-        """Clock rates seen now, in words."""
+    def setup(self) -> str:
+        """The setup that runs now; empty where nothing does."""
 
     def prepare(self, item: Item) -> None:
-        """Start the item's setup in place of the one that runs. Raises SetupFailed, or Unavailable for what this device
-        does not have."""
+        """Start the item's setup in place of the one that runs.
+
+        Raises SetupFailed, or Unavailable for a setup that this device does not have.
+        """
 
     def measure(self, item: Item) -> list[Row]:
-        """Rows of the item. Raises Unavailable."""
-
-    def healthy(self) -> bool:
-        """Whether the device still works after an error."""
+        """Measure the item. Raises Unavailable."""
 
     def close(self) -> None:
-        """End everything that was started."""
+        """End everything that was started, the device's processes included."""
 
 
 def run(
@@ -61,10 +55,10 @@ def run(
     say: Callable[[str], None] = lambda text: None,
     retry: bool = False,
 ) -> list[Item]:
-    """Measure what is not in the journal yet and fits; the items that are left.
+    """Measure the items that are not in the journal yet and fit into the time. Return the items that are left.
 
-    An item whose setup must be started first is taken when starting leaves time for as much measuring, or for all that is
-    left of that setup. A setup that is overdue is left, too, unless it was the first of this run.
+    Starting a setup must leave time for as much measuring as the start takes, or for all items of that setup. A setup that is
+    overdue is left, too, unless it was the first of this run.
 
     Raises ProbeError when the device is lost, or ``LOST`` setups in a row do not start.
     """
@@ -76,7 +70,7 @@ def run(
         if item.setup in failed:
             journal.add(item, _outcome(bench, reason=failed[item.setup]))
             continue
-        if item.setup in postponed or bench.now_s() + _needed_s(todo[place:], bench.setup, pace) > until_s:
+        if item.setup in postponed or bench.device.now_s() + _needed_s(todo[place:], bench.setup, pace) > until_s:
             left.append(item)
             postponed |= {item.setup} - {bench.setup, ""}
             continue
@@ -93,7 +87,7 @@ def run(
         began = True
         journal.add(item, outcome)
         say(f"{item.name}: {outcome['reason'] or result_text(outcome['rows'])} ({outcome['seconds']:.1f} s)")
-        if outcome["reason"] and not bench.healthy():
+        if outcome["reason"] and not bench.device.healthy():
             raise ProbeError(f"{item.name}: the device does not answer any more after {outcome['reason']}")
         if in_a_row >= LOST:
             raise ProbeError(f"{LOST} setups in a row did not start, the last with: {outcome['reason']}")
@@ -112,10 +106,10 @@ def _needed_s(todo: Sequence[Item], running: str, pace: Pace) -> float:
 
 def _one(item: Item, bench: Bench) -> Row:
     """The outcome of one item; a measurement that fails has a reason. Raises Unavailable when its setup does not start."""
-    begun_s = bench.now_s()
+    begun_s = bench.device.now_s()
     if bench.setup != item.setup:
         bench.prepare(item)
-    ready_s = bench.now_s()
+    ready_s = bench.device.now_s()
     rows, reason = list[Row](), None
     try:
         rows = bench.measure(item)
@@ -123,24 +117,26 @@ def _one(item: Item, bench: Bench) -> Row:
         reason = str(why)
     except Exception as error:  # a kernel may raise anything; it must not stop the others
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return _outcome(bench, rows, reason, bench.now_s() - ready_s, ready_s - begun_s if item.setup else 0.0)
+    return _outcome(bench, rows, reason, bench.device.now_s() - ready_s, ready_s - begun_s if item.setup else 0.0)
 
 
 def _outcome(
     bench: Bench, rows: Sequence[Row] = (), reason: str | None = None, seconds: float = 0.0, setup_s: float = 0.0
 ) -> Row:
     times = {"seconds": round(seconds, 3), "setup_s": round(setup_s, 3)}
-    return {"rows": list(rows), "reason": reason, **times, "clocks": bench.clocks()}
+    return {"rows": list(rows), "reason": reason, **times, "clocks": bench.device.clocks()}
 
 
 def result_text(rows: Sequence[Row]) -> str:
-    """Medians, in milliseconds."""
+    """Show the medians of rows, in milliseconds."""
     return ", ".join(f"{1e3 * row['latency_s']:.3g} ms" for row in rows if "latency_s" in row) or "done"
 
 
 class Pace:
-    """How long things take here, against what the plan expects: the ratio over all that was measured of a part, and over
-    all setups. 1 as long as nothing was."""
+    """Seconds that items and setups will take here.
+
+    The plan's expectation is corrected by a ratio: measured over expected seconds of all items of the part, and of all setups.
+    """
 
     def __init__(self, entries: Sequence[Entry], expected: Mapping[str, Item]) -> None:
         self._items: dict[str, list[tuple[float, float]]] = {}

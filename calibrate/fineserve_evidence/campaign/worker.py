@@ -1,12 +1,10 @@
 """A vLLM engine in a process of its own that runs a load from one instant to another, beside others.
 
-Started by ``crew`` with one JSON object as its argument. It answers a line of JSON for a line of JSON:
+``crew`` starts it. It speaks as ``engine_worker`` does, but for what a running engine is asked:
 
 =========================================================  =============================================================
-it is told                                                 it answers
+asked                                                      answer
 =========================================================  =============================================================
-(nothing)                                                  ``{"import_s"}`` when vLLM is imported
-``{"start"}``                                              ``{"start_s"}`` when the engine takes requests
 ``{"decodes", "context", "prefill_tokens"}``               ``{"ready"}`` when the load could run at once
 ``{"from", "until"}`` (seconds of the monotonic clock)     ``{"steps": [[end, seconds], ...]}`` of that composition
 =========================================================  =============================================================
@@ -17,14 +15,10 @@ prompts waiting, each as long as the engine's token budget: the device never wai
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-import traceback
 from typing import Any
 
-from fineserve_calibrate.probes.engine_worker import ENVIRONMENT, LONG, ROUND, Engine, Work, _reply
+from fineserve_calibrate.probes.engine_worker import LONG, ROUND, Engine, Work, main
 
 AHEAD = 3
 """Prompts that are in the engine at any time: one computed, one scheduled behind it, one more."""
@@ -38,6 +32,13 @@ class LoadedEngine(Engine):
         self._load, self._context = Work(0, 0, 0), 0
         self._running: list[str] = []
         self._round_began = 0
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Answer one question of the parent: get a load ready, or run it."""
+        if "from" in asked:
+            return {"steps": self.run(asked["from"], asked["until"])}
+        self.prepare(Work(asked["decodes"], asked["prefill_tokens"], 0), asked["context"])
+        return {"ready": True}
 
     def prepare(self, load: Work, context: int) -> None:
         """Decodes run up to their first step, a prompt is computed once: what is compiled at first use is compiled now."""
@@ -87,39 +88,5 @@ class LoadedEngine(Engine):
             self._running.append(self._add(self._prompt(0, self._load.prefill_tokens), 1))
 
 
-def _answer(engine: LoadedEngine, asked: dict[str, Any]) -> dict[str, Any]:
-    if "from" in asked:
-        return {"steps": engine.run(asked["from"], asked["until"])}
-    engine.prepare(Work(asked["decodes"], asked["prefill_tokens"], 0), asked["context"])
-    return {"ready": True}
-
-
-def main() -> None:
-    """Import, start, and answer until stdin ends."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    settings = json.loads(sys.argv[1])
-    os.environ.update(ENVIRONMENT | settings["environment"])
-    try:
-        begun_s = time.monotonic()
-        import vllm  # noqa: F401
-
-        _reply(channel, {"import_s": time.monotonic() - begun_s})
-        if not sys.stdin.readline():
-            return
-        begun_s = time.monotonic()
-        engine = LoadedEngine(settings)
-        _reply(channel, {"start_s": time.monotonic() - begun_s})
-        for line in sys.stdin:
-            _reply(channel, _answer(engine, json.loads(line)))
-    except (
-        Exception
-    ) as error:  # reported to the parent, which ends this process: an engine that failed is not used again
-        traceback.print_exc()
-        _reply(channel, {"error": f"{type(error).__name__}: {error}"})
-
-
 if __name__ == "__main__":
-    main()
-    sys.stderr.flush()
-    os._exit(0)  # what vLLM tidies up takes seconds that the device's time pays for; the memory is free without it
+    main(LoadedEngine)
