@@ -1,6 +1,6 @@
 """``fineserve-calibrate``: make the latency tables that the simulator predicts with, and show how far it can be trusted.
 
-The commands that compare predictions with measurements are those of ``fineserve_evidence``.
+The commands that compare predictions with measurements come from ``fineserve_evidence``.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ app.command()(commands.claims)
 
 
 class What(StrEnum):
-    """What to fit."""
+    """A cost model to fit."""
 
     CHUNK_COST = "chunk-cost"
     HOST_OVERHEAD = "host-overhead"

@@ -37,6 +37,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from fineserve_calibrate.probes.schema import KEYS
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.latency.tables import TableError, gemm_roofline_s
 from fineserve_sim.latency.tables.curves import PEAK
@@ -44,21 +45,15 @@ from fineserve_sim.latency.tables.curves import PEAK
 Column = NDArray[Any]
 UNKNOWN = "unknown"
 METADATA_KEY = b"fineserve_fingerprint"
-_HEADS = ("dtype", "kv_dtype", "q_heads", "kv_heads", "head_dim", "batch")
 COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "gemm": ("dtype", "m", "n", "k", "latency_s"),
-        "prefill_attention": (*_HEADS, "new_tokens", "cached_tokens", "latency_s"),
-        "decode_attention": (*_HEADS, "context", "latency_s"),
-        "all_reduce": ("dtype", "gpus", "message_bytes", "latency_s"),
-    }
+    {name: (*KEYS[name], "latency_s") for name in ("gemm", "prefill_attention", "decode_attention", "all_reduce")}
 )
 TEXT = ("dtype", "kv_dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Under which conditions a table was measured; what is not known says so."""
+    """The conditions under which a table was measured. Unknown ones say so."""
 
     device: str
     backend: str
@@ -82,7 +77,7 @@ class Table:
     fingerprint: Fingerprint
 
     def where(self, keep: NDArray[np.bool_]) -> Table:
-        """The rows for which ``keep`` holds."""
+        """Keep the rows for which ``keep`` holds."""
         return Table(self.operator, {name: values[keep] for name, values in self.columns.items()}, self.fingerprint)
 
     def __len__(self) -> int:
@@ -97,7 +92,7 @@ def check_columns(where: str, found: list[str], expected: tuple[str, ...]) -> No
 
 
 def typed(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Columns in their types: text, int64 and, for the latency, float64."""
+    """Convert columns to their types: text, int64 and, for the latency, float64."""
     kinds = {name: np.str_ if name in TEXT else np.int64 for name in columns} | {"latency_s": np.float64}
     return {name: np.asarray(values).astype(kinds[name]) for name, values in columns.items()}
 
@@ -110,7 +105,7 @@ def write_table(table: Table, path: Path) -> None:
 
 
 def read_table(path: Path) -> Table:
-    """Read one operator's table; contents are checked by ``checks.check``.
+    """Read one operator's table. ``check`` looks at its contents.
 
     Raises TableError for a file that is no Parquet file, has no fingerprint, or has other columns.
     """
@@ -131,7 +126,7 @@ def read_table(path: Path) -> Table:
 
 
 def has_holes(columns: Mapping[str, Column]) -> bool:
-    """Whether a column that must hold whole numbers holds NaN instead."""
+    """Say whether a column that must hold whole numbers holds NaN instead."""
     return any(values.dtype.kind == "f" and bool(np.isnan(values).any()) for values in columns.values())
 
 
@@ -159,7 +154,7 @@ def _numbers(table: Table) -> None:
 
 
 def despiked(latency_s: Floats) -> tuple[Floats, int]:
-    """Latencies along the last axis with single spikes made the geometric mean of their neighbours, and how many."""
+    """Replace single spikes along the last axis by the geometric mean of their neighbours. Return how many, too."""
     before, here, after = latency_s[..., :-2], latency_s[..., 1:-1], latency_s[..., 2:]
     spikes = here > SPIKE * np.fmax(before, after)
     result = latency_s.copy()
@@ -192,7 +187,7 @@ def _monotone(table: Table) -> None:
 
 
 def roofline_s(table: Table, gpu: GpuSpec) -> Floats:
-    """Seconds that the data sheet needs for each row (launch and software excluded)."""
+    """Compute the seconds that the data sheet needs for each row, without launch and software."""
     column = table.columns
     if table.operator == "gemm":
         ideal_s = np.empty(len(table))
@@ -238,7 +233,7 @@ def _plausible(table: Table, gpu: GpuSpec) -> None:
 
 
 def check(table: Table, device: str, gpu: GpuSpec) -> None:
-    """Raise TableError, in one line, unless the table was measured on ``device`` and its rows can be true of ``gpu``."""
+    """Raise TableError, in one line, unless the table was measured on ``device`` and its rows are possible on ``gpu``."""
     check_columns(table.operator, list(table.columns), COLUMNS[table.operator])
     if table.fingerprint.device != device:
         raise TableError(f"{table.operator}: measured on {table.fingerprint.device}, not on {device}")

@@ -40,7 +40,7 @@ ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A fitted command: what to print, to write as JSON and to draw."""
+    """The result of a fit: tables to print, a payload to write as JSON, and a figure to draw."""
 
     fits: list[Fit]
     tables: list[Table]
@@ -50,7 +50,7 @@ class Report:
 
 
 def chunk_cost(rows: Path | None, step: StepModel) -> Report:
-    """Constants of a chunk from the rows of a file, or from steps simulated by ``step`` where there is none."""
+    """Fit the constants of a chunk to the rows of a file, or to steps that ``step`` simulates where there is none."""
     if rows is not None:
         return _plain([fit_chunk_cost(read_chunks(rows))])
     what = f"simulated {step.model.name} {step.precision.name} on {step.gpu.name}"
@@ -63,7 +63,7 @@ def _plain(fits: list[Fit]) -> Report:
 
 
 def contention(rows: Path, gpu_name: str, deployment_name: str) -> Report:
-    """Shares of the SMs from the authors' profile, and two equal engines by them beside processor sharing."""
+    """Fit shares of the SMs to the authors' profile. Compare two equal engines by them with processor sharing."""
     profile = with_references(read_authors(rows), gpu(gpu_name))
     fits = fit_contention(profile)
     halves = half_shares(profile, fits, gpu(gpu_name), deployment(deployment_name))
@@ -82,7 +82,7 @@ def contention(rows: Path, gpu_name: str, deployment_name: str) -> Report:
 
 
 def host_overhead(rows: Path, gpu_name: str) -> Report:
-    """Host times from the decodes of a file."""
+    """Fit host times to the decodes of a file."""
     return _plain(fit_host_overhead(read_decodes(rows), gpu(gpu_name)))
 
 
@@ -137,16 +137,16 @@ ASIDE_PT = 12.0
 
 
 def draw_fits(fits: Sequence[Fit], stem: Path) -> list[Path]:
-    """Measured against fitted seconds: ``stem``.png and ``stem``.svg with every fit that was not refused.
+    """Draw measured against fitted seconds: ``stem``.png and ``stem``.svg with every fit that was not refused.
 
-    Returns the files written, none when all were refused.
+    Returns the files written; none when all fits were refused.
     """
     shown = [fit for fit in fits if not fit.refused]
     return _draw([partial(_parity, fit=fit) for fit in shown], ("fitted (ms)", "measured (ms)"), stem)
 
 
 def draw_contention(profile: pd.DataFrame, fits: Sequence[ContentionFit], stem: Path) -> list[Path]:
-    """Slowdown against the share of the SMs; curves of the fitted rows, held-out points hollow. Files as ``draw_fits``."""
+    """Draw slowdown against the share of the SMs: curves of the fitted rows, held-out points hollow. Returns the files."""
     shown = [fit for fit in fits if not fit.fit.refused]
     panels = [partial(_slowdowns, fitted=fit, rows=rows_of(profile, fit)) for fit in shown]
     return _draw(panels, ("share of the SMs", "slowdown against all SMs"), stem)

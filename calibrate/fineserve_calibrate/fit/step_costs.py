@@ -1,8 +1,8 @@
 """Two cost models of a step: KunServe's prefill chunks, and the host's part of a decode step.
 
 A chunk of c tokens after a prefix of p costs ``alpha (p c + (c^2 + c) / 2) + beta c + gamma`` (systems.md 7.4, eq. 1 and 3).
-A step of k chunks costs their sum less ``(k - 1) lambda``, for the weights that all chunks of a step share. alpha is
-attention, beta the matrix products, gamma what a step costs however short. The curve is linear in the four parameters, so
+A step of k chunks costs their sum less ``(k - 1) lambda``, for the weights that all chunks of a step share. Here, alpha is
+attention, beta the matrix products, gamma the cost of any step. The curve is linear in the four parameters, so
 the fit has one minimum.
 
 A decode step takes ``tpot = overhead + max(device, floor)``. The device's time comes from the simulator's step model without
@@ -32,14 +32,16 @@ SIMULATED_COUNTS = (1, 2, 4)
 
 
 def read_chunks(path: Path) -> pd.DataFrame:
-    """Rows ``chunk_tokens, prefix_tokens, seconds`` and, where steps hold several chunks, ``step``: rows of one step carry the
-    seconds of the whole step. Raises RowError."""
+    """Read rows ``chunk_tokens, prefix_tokens, seconds`` and, where steps hold several chunks, ``step``.
+
+    Rows of one step carry the seconds of the whole step. Raises RowError.
+    """
     frame = read_csv(path)
     return checked(frame, [*CHUNKS, "step"] if "step" in frame else CHUNKS, str(path))
 
 
 def simulated_chunks(step: StepModel) -> pd.DataFrame:
-    """Rows as ``read_chunks`` gives them, from a step model: 1, 2 and 4 equal chunks on the same prefix."""
+    """Make rows as ``read_chunks`` gives them, from a step model: 1, 2 and 4 equal chunks on the same prefix."""
     rows = []
     cases = product(SIMULATED_COUNTS, SIMULATED_CHUNKS, SIMULATED_PREFIXES)
     for number, (chunks, tokens, prefix) in enumerate(cases):
@@ -50,11 +52,11 @@ def simulated_chunks(step: StepModel) -> pd.DataFrame:
 
 
 def fit_chunk_cost(chunks: pd.DataFrame, what: str = "chunk cost") -> Fit:
-    """alpha (s a pair), beta (s a token), gamma and, given a column ``step``, lambda (s).
+    """Fit alpha (s a pair), beta (s a token), gamma and, given a column ``step``, lambda (s).
 
-    ``chunks``: as ``read_chunks`` gives them. One measurement is one step; the fit's ``rows`` hold the first row of each.
-    Refused, with a ``step`` column, when every step has one chunk. Raises RowError when the rows of a step disagree on its
-    seconds.
+    ``chunks`` are rows as ``read_chunks`` gives them. One measurement is one step; the fit's ``rows`` hold the first row of
+    each. With a ``step`` column, the fit is refused when every step has one chunk. Raises RowError when the rows of a step
+    disagree on its seconds.
     """
     shared = "step" in chunks
     steps = _steps(chunks if shared else chunks.assign(step=np.arange(len(chunks))))
@@ -113,7 +115,7 @@ CURVES: Mapping[str, tuple[tuple[Unknown, ...], Callable[[Floats, Floats], Float
 
 
 def device_s(decodes: pd.DataFrame, gpu: GpuSpec) -> Floats:
-    """Seconds of each row's decode step on the device alone, shape (n,); columns as ``read_decodes`` gives them.
+    """Predict the seconds of each row's decode step on the device alone, shape (n,); columns as ``read_decodes`` gives them.
 
     Raises ValueError when the step model cannot price a model, precision or TP degree on the GPU.
     """
@@ -129,7 +131,7 @@ def device_s(decodes: pd.DataFrame, gpu: GpuSpec) -> Floats:
 
 
 def fit_host_overhead(decodes: pd.DataFrame, gpu: GpuSpec) -> list[Fit]:
-    """Three fits a precision, one a curve; rows as ``read_decodes`` gives them, all measured on ``gpu``."""
+    """Fit three curves a precision; rows as ``read_decodes`` gives them, all measured on ``gpu``."""
     fits = []
     for name, rows in decodes.groupby("precision", sort=False):
         seen, unseen = rows[~rows.held_out], rows[rows.held_out]

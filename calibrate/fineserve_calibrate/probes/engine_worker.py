@@ -47,7 +47,7 @@ PATIENCE = 8  # steps of another composition, for each sample, before a composit
 
 
 class Work(NamedTuple):
-    """What one step computed: sums over its sequences, as the simulator's step models take them."""
+    """The work of one step: sums over its sequences, as the simulator's step models take them."""
 
     decodes: int
     prefill_tokens: int
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Stopwatch:
-    """Notes the steps of an engine that have a wanted composition."""
+    """A clock that notes the steps of an engine that have a wanted composition."""
 
     def __init__(self, scheduler: Any) -> None:
         self.last: Work | None = None
@@ -71,11 +71,11 @@ class Stopwatch:
         self._wanted, self.found = work, []
 
     def expect(self, request: str, prompt_tokens: int) -> None:
-        """Tell how long the prompt of a new request is."""
+        """Note how long the prompt of a new request is."""
         self._prompts[request] = prompt_tokens
 
     def idle(self) -> None:
-        """The engine has nothing to do; the next step is timed from now."""
+        """Time the next step from now: the engine has nothing to do."""
         self._last_s = time.monotonic()
 
     def _update(self, scheduled: Any, output: Any) -> Any:
@@ -145,8 +145,9 @@ class Engine:
             self._step()
 
     def steps(self, wanted: Work, context: int, count: int, hold_s: float) -> list[tuple[float, float]]:
-        """(end, seconds) of ``count`` steps of the wanted composition, and of more until ``hold_s`` are over. The decodes'
-        cached tokens are ``context`` each, in the mean over ``count`` steps, or ``ROUND`` of them.
+        """Run ``count`` steps of the wanted composition, and more until ``hold_s`` are over. Return (end, seconds) of each.
+
+        The decodes' cached tokens are ``context`` each, in the mean over ``count`` steps, or over ``ROUND`` of them.
 
         Raises ValueError when the engine does not run such steps.
         """

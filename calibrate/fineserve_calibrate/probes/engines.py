@@ -1,7 +1,7 @@
 """vLLM engines in processes of their own: started when a point needs them, kept for the next one.
 
-One engine a process, so that an engine that fails takes nothing with it, and two engines are two processes as in a
-deployment. The process's side is ``engine_worker``.
+Each engine has a process. So an engine that fails takes nothing with it, and two engines are two processes as in a deployment.
+``engine_worker`` is the process's side.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is. ``place`` tells engines apart that are otherwise the same."""
+    """The setting of an engine. ``place`` tells engines apart that are otherwise the same."""
 
     model: str
     dtype: str
@@ -38,7 +38,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A step that an engine is asked for; ``context`` is the cached tokens of each decode."""
+    """A step to run on an engine. ``context`` is the cached tokens of each decode."""
 
     decodes: int
     context: int
@@ -74,7 +74,7 @@ def settings_with(arguments: dict[str, Any], spec: EngineSpec, model: ProbedMode
 
 @dataclass
 class EngineProcess:
-    """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run what it is asked."""
+    """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run a step."""
 
     worker: ClassVar[str] = "fineserve_calibrate.probes.engine_worker"
     start_limit_s: ClassVar[float] = 420.0
@@ -113,7 +113,7 @@ class EngineProcess:
             raise Unavailable(f"the engine's process ended: {self._last_words()}") from None
 
     def steps(self) -> list[tuple[float, float]]:
-        """(end on the machine's monotonic clock, seconds) of each step asked for."""
+        """Get (end on the machine's monotonic clock, seconds) of each step asked for."""
         return [(end, seconds) for end, seconds in self.answer(STEPS_LIMIT_S)["steps"]]
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class EngineProcess:
         self._log.close()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """The process's next line; the process is killed when none comes within ``limit_s``."""
+        """Read the process's next line. Kill the process when none comes within ``limit_s``."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -149,7 +149,7 @@ class EngineProcess:
         return answer
 
     def log(self) -> str:
-        """What the process and its libraries have printed."""
+        """Read what the process and its libraries have printed."""
         self._log.seek(0)
         return self._log.read()
 
@@ -159,7 +159,7 @@ class EngineProcess:
 
 
 class EnginePool:
-    """The engines that ran last, at most ``KEPT``: an engine that waits takes memory, but no time."""
+    """The engines that ran last, at most ``KEPT``. An engine that waits takes memory, but no time."""
 
     def __init__(self, models: dict[str, ProbedModel], on_cpu: bool) -> None:
         self._models, self._on_cpu = models, on_cpu
@@ -167,7 +167,7 @@ class EnginePool:
         self._failed: dict[EngineSpec, str] = {}
 
     def get(self, *specs: EngineSpec) -> list[EngineProcess]:
-        """The engines of these specs. Raises Unavailable when one does not start, now or earlier."""
+        """Get the engines of these specs. Raises Unavailable when one does not start, now or earlier."""
         for spec in specs:
             if spec in self._failed:
                 raise Unavailable(self._failed[spec])
@@ -178,7 +178,7 @@ class EnginePool:
         return [self._running[spec] for spec in specs]
 
     def longest(self, spec: EngineSpec) -> int:
-        """Tokens that a sequence of this engine may have."""
+        """Tell the tokens that a sequence of this engine may have."""
         arguments = worker_settings(spec, self._models[spec.model], self._on_cpu)["arguments"]
         tokens: int = arguments["max_model_len"]
         return tokens
@@ -206,7 +206,7 @@ class EnginePool:
         return process
 
     def discard(self, spec: EngineSpec) -> None:
-        """End an engine; the next point that needs it starts it anew."""
+        """End an engine. The next point that needs it starts it anew."""
         if spec in self._running:
             self._running.pop(spec).close()
 

@@ -105,7 +105,7 @@ def _product(device: TorchDevice, dtype: str) -> Product:
 
 
 def int4_gemm(device: TorchDevice, point: Point) -> Prepared:
-    """x (m, k) times 4-bit weights (k, n), by the kernel that the point names."""
+    """Prepare x (m, k) times 4-bit weights (k, n), by the kernel that the point names."""
     if device.on_cpu or device.ops is None:
         raise Unavailable("Machete and Marlin are vLLM's kernels on a GPU")
     if point["kernel"] == "machete" and device.capability != HOPPER:
@@ -120,7 +120,7 @@ WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5}
 
 
 def gemm(device: TorchDevice, point: Point) -> Prepared:
-    """x (m, k) times a weight (k, n)."""
+    """Prepare x (m, k) times a weight (k, n)."""
     m, n, k = (int(point[axis]) for axis in "mnk")
     make, name = _product(device, str(point["dtype"]))
     buffers = device.buffers(n * k * WEIGHT_BYTES[str(point["dtype"])] + 2 * m * (n + k))
@@ -185,7 +185,7 @@ ELEMENTWISE: dict[str, tuple[Callable[[TorchDevice, int, int], Call], int, bool]
 
 
 def elementwise(device: TorchDevice, point: Point) -> Prepared:
-    """Norm, rotary embedding, activation and sampling. vLLM samples at random as torch does here, without top-k or top-p."""
+    """Prepare a norm, rotary embedding, activation or sampling. Random sampling is vLLM's without top-k or top-p."""
     tokens, width = int(point["tokens"]), int(point["width"])
     make, element_bytes, own = ELEMENTWISE[str(point["operation"])]
     buffers = device.buffers(2 * element_bytes * tokens * width)
@@ -218,7 +218,10 @@ def _graph(device: TorchDevice, kernel: str, calls: int) -> Any:
 
 
 def streams(device: TorchDevice, point: Point) -> Prepared:
-    """One product while its neighbour's run on another stream; ``none``: alone. Raises Unavailable on the CPU."""
+    """Prepare a product while its neighbour's products run on another stream; ``none``: alone.
+
+    Raises Unavailable on the CPU.
+    """
     if device.on_cpu:
         raise Unavailable("streams are a GPU's")
     kernel, neighbour = str(point["kernel"]), str(point["neighbour"])

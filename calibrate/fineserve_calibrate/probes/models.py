@@ -1,4 +1,4 @@
-"""The models that probed engines run: geometry, and how a dtype is written into a ``config.json``."""
+"""The models that probed engines run: geometry, and the ``config.json`` of a dtype."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ProbedModel:
     config: Config
 
     def quantized(self, dtype: str) -> dict[str, Any]:
-        """The configuration of a checkpoint in ``dtype``: bfloat16, fp8 or int4_wo (AWQ)."""
+        """Make the configuration of a checkpoint in ``dtype``: bfloat16, fp8 or int4_wo (AWQ)."""
         quantization = QUANTIZATION[dtype]
         return {**self.config, **({"quantization_config": quantization} if quantization else {})}
 
@@ -72,13 +72,13 @@ class ProbedModel:
 LLAMA_8B = ProbedModel("llama-3.1-8b", _8B)
 TINY = ProbedModel("tiny-llama", _TINY)
 ONE_LAYER = ProbedModel("one-layer", {**_TINY, "num_hidden_layers": 1, "max_position_embeddings": 131072})
-"""So small that a step is the host's work."""
+"""A model so small that a step is the host's work."""
 
 
 def model_from(path: Path) -> ProbedModel:
-    """The model of a folder with a ``config.json``, or of such a file; named after the folder.
+    """Read the model of a folder with a ``config.json``, or of such a file. The folder names it.
 
-    Raises ProbeError for an unreadable file, or an architecture that the simulator does not have.
+    Raises ProbeError for an unreadable file, or an architecture that the simulator lacks.
     """
     file = path / "config.json" if path.is_dir() else path
     try:

@@ -1,7 +1,7 @@
-"""What probes need of NVIDIA's driver: which GPU this is, the calls of virtual memory management (VMM), and MPS.
+"""NVIDIA's driver, as far as probes need it: the name of the GPU, virtual memory management (VMM), and MPS.
 
-The driver library answers without torch, so a machine without a GPU gets its answer at once. Layouts and constants are those
-of ``cuda.h`` (CUDA driver API, section 6.14). MPS lets kernels of several processes run on one GPU at the same time. The
+The driver library answers without torch, so a machine without a GPU gets its answer at once. Layouts and constants
+are from ``cuda.h`` (CUDA driver API, section 6.14). MPS lets kernels of several processes run on one GPU at the same time. The
 daemon is our own, in a folder of its own, and ends with the probes; the compute mode of the GPU stays as it is.
 """
 
@@ -54,7 +54,7 @@ class _Access(ctypes.Structure):
 
 
 class Driver:
-    """libcuda. Raises DriverError when a call does not succeed."""
+    """The driver library. Raises DriverError when a call does not succeed."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -71,25 +71,25 @@ class Driver:
             raise DriverError(f"{name}: {text.value.decode() if text.value else code}")
 
     def device_name(self, ordinal: int) -> str:
-        """The name that the driver reports."""
+        """Name a GPU as the driver reports it."""
         text = ctypes.create_string_buffer(256)
         self._call("cuDeviceGetName", text, ctypes.c_int(256), ctypes.c_int(ordinal))
         return text.value.decode()
 
     def version(self) -> str:
-        """The newest CUDA version that the driver speaks."""
+        """Tell the newest CUDA version that the driver speaks."""
         number = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def granularity_bytes(self) -> int:
-        """The smallest handle; sizes are multiples of it."""
+        """Tell the size of the smallest handle; sizes are multiples of it."""
         size = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._properties), ctypes.c_int(0))
         return size.value
 
     def reserve(self, size_bytes: int) -> int:
-        """A range of addresses."""
+        """Reserve a range of addresses."""
         address = ctypes.c_uint64()
         size, zero = ctypes.c_size_t(size_bytes), ctypes.c_size_t(0)
         self._call("cuMemAddressReserve", ctypes.byref(address), size, zero, ctypes.c_uint64(0), ctypes.c_uint64(0))
@@ -100,7 +100,7 @@ class Driver:
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
 
     def create(self, size_bytes: int) -> int:
-        """A handle of physical memory."""
+        """Create a handle of physical memory."""
         handle = ctypes.c_uint64()
         size, properties = ctypes.c_size_t(size_bytes), ctypes.byref(self._properties)
         self._call("cuMemCreate", ctypes.byref(handle), size, properties, ctypes.c_uint64(0))
@@ -126,7 +126,7 @@ class Driver:
 
 
 def load_driver() -> Driver:
-    """The driver of this machine. Raises DriverError when there is no NVIDIA driver, or no GPU."""
+    """Load the driver of this machine. Raises DriverError when there is no NVIDIA driver, or no GPU."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -163,7 +163,7 @@ class FoundGpu:
 
 
 def catalog_name(device: str) -> str | None:
-    """The catalog's GPU for the name that a driver reports."""
+    """Find the catalog's GPU for the name that a driver reports."""
     return next((name for name, pattern in NAMES if re.search(pattern, device)), None)
 
 
@@ -175,7 +175,7 @@ def check_wanted(wanted: str) -> None:
 
 
 def find_gpu(wanted: str) -> FoundGpu:
-    """The GPU of this machine. Raises ProbeError when there is none, or another one than ``wanted``."""
+    """Find the GPU of this machine. Raises ProbeError when there is none, or another one than ``wanted``."""
     try:
         driver = load_driver()
         device, version = driver.device_name(0), driver.version()
@@ -206,7 +206,7 @@ def _control(environment: Environment, *arguments: str, command: str = "") -> su
 
 
 def start_mps() -> Environment:
-    """Start the daemon; the environment that makes a process use it. Raises Unavailable when it does not start."""
+    """Start the MPS daemon. Return the environment that makes a process use it. Raises Unavailable when it does not start."""
     if shutil.which(MPS) is None:
         raise Unavailable(f"{MPS} is not installed")
     folder = tempfile.mkdtemp(prefix="fineserve-mps-")
@@ -219,6 +219,6 @@ def start_mps() -> Environment:
 
 
 def stop_mps(environment: Environment) -> None:
-    """End the daemon and remove its folder."""
+    """End the MPS daemon and remove its folder."""
     _control(environment, command="quit\n")
     shutil.rmtree(dict(environment)["CUDA_MPS_PIPE_DIRECTORY"], ignore_errors=True)

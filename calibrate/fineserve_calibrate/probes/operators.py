@@ -1,4 +1,4 @@
-"""Which function prepares the points of an operator, and the real backend that asks it."""
+"""The functions that prepare the points of an operator, and the real backend that calls them."""
 
 from __future__ import annotations
 

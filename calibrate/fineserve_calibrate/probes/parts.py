@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often a point is repeated: until ``target_s`` is spent, but between ``least`` and ``most`` times."""
+    """Repeats of a point: between ``least`` and ``most``, until ``target_s`` is spent."""
 
     warm_up: int
     least: int
@@ -36,15 +36,15 @@ class Effort:
 QUICK = Effort(warm_up=2, least=5, most=60, target_s=0.04)
 FULL = Effort(warm_up=5, least=15, most=300, target_s=0.25)
 ONCE = Effort(warm_up=0, least=1, most=1, target_s=0.0)
-"""For what cannot be repeated cheaply: the start of an engine."""
+"""For a point that cannot be repeated cheaply: the start of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A resumable piece of work: points of one operator. After the first one, which starts what they share (an engine), no
-    point begins later than ``limit_s``.
+    """A resumable piece of work: points of one operator.
 
-    Raises ValueError when a point lacks a column of its operator.
+    The first point starts what all share (an engine). After it, no point begins later than ``limit_s``. Raises
+    ValueError when a point lacks a column of its operator.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part's points: rows, reasons why others have none, and how many the time limit left out."""
+    """The result of a part: rows, points without a row and the reasons, and the number that the time limit left out."""
 
     rows: list[Row] = field(default_factory=list)
     unavailable: list[tuple[Point, str]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def measure(prepared: Prepared, effort: Effort, now_s: Callable[[], float]) -> list[float]:
-    """Seconds of each repeat, after the warm-up."""
+    """Measure the seconds of each repeat, after the warm-up."""
     if effort.warm_up:
         prepared.sample(effort.warm_up)
     seconds: list[float] = []
@@ -84,7 +84,7 @@ def measure(prepared: Prepared, effort: Effort, now_s: Callable[[], float]) -> l
 
 
 def summary(seconds: Sequence[float]) -> Row:
-    """Median, spread and count of one point's repeats. Raises Unavailable for times that are none."""
+    """Summarise one point's repeats: median, spread and count. Raises Unavailable for an impossible time."""
     bad = [value for value in seconds if not 0.0 < value < float("inf")]
     if bad:
         raise Unavailable(f"the clock gave {bad[0]:g} s")
@@ -93,7 +93,7 @@ def summary(seconds: Sequence[float]) -> Row:
 
 
 def shuffled(part: Part) -> list[Point]:
-    """The part's points in an order that only its name determines."""
+    """Shuffle the part's points. Only the part's name determines the order."""
     points = list(part.points)
     random.Random(part.name).shuffle(points)
     return points
@@ -109,9 +109,9 @@ def measured_row(prepared: Prepared, point: Point, effort: Effort, now_s: Callab
 
 
 def run_part(part: Part, backend: Backend, advance: Callable[[int], None] = lambda points: None) -> Outcome:
-    """Measure every point that the time limit allows; ``advance`` is told of each.
+    """Measure every point that the time limit allows, and call ``advance`` for each.
 
-    A point that fails is recorded with its reason and does not stop the others, unless the device is lost.
+    A point that fails is recorded with its reason. It does not stop the others, unless the device is lost.
     """
     outcome, start_s, limit_s = Outcome(), backend.now_s(), math.inf
     outcome.clocks.append(backend.clocks())
@@ -162,7 +162,7 @@ class Finished:
 
 
 def digest(part: Part) -> str:
-    """Changes with anything that is asked of the part."""
+    """Digest everything that is asked of the part."""
     asked = [part.operator, [dict(point) for point in part.points], asdict(part.effort), part.limit_s]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -197,7 +197,7 @@ def write_part(folder: Path, part: Part, identity: Identity, effort: str, outcom
 
 
 def finished(folder: Path, part: Part, identity: Identity) -> bool:
-    """Whether the part was finished on this device with this software, and asked the same; else it must be measured."""
+    """Say whether the part was finished on this device, with this software and the same points."""
     data = _read(_path(folder, part))
     return data is not None and data["identity"] == asdict(identity) and data["digest"] == digest(part)
 
@@ -221,7 +221,7 @@ class Measured:
 
 
 def collect(folder: Path) -> Measured:
-    """The parts in a folder that belong to the one written last. Raises ProbeError when there is none."""
+    """Read the parts in a folder that belong to the one written last. Raises ProbeError when there is none."""
     paths = sorted((folder / "parts").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     read = {path.stem: data for path in paths if (data := _read(path)) is not None}
     if not read:

@@ -33,7 +33,7 @@ NEEDED = ("gemm", "prefill_attention", "decode_attention")
 
 
 def conclude(folder: Path) -> list[Path]:
-    """Write tables, table set and report of the parts in ``folder``; the files written.
+    """Write tables, table set and report of the parts in ``folder``. Return the files written.
 
     Raises ProbeError when there are no parts.
     """
@@ -66,7 +66,7 @@ def _compact(found: Sequence[Table], spec: GpuSpec | None, folder: Path) -> str:
 SERIES = ("dtype", "kv_dtype", "operation", "direction", "host_memory")
 """Columns whose values are drawn in colours of their own."""
 COMPARED = {"int4_gemm": ("kernel", "machete"), "kv_layout": ("layout", "LBNHC"), "streams": ("neighbour", "none")}
-"""Operators that exist to compare: the column, and the value that the others are held against."""
+"""Operators that exist to compare: the column, and the value to compare the others with."""
 PANELS_A_ROW = 3
 RESTLESS = 0.1
 """Median spread above which the report warns."""
@@ -75,8 +75,10 @@ RESTLESS = 0.1
 def write_report(
     folder: Path, measured: Measured, tables: Sequence[Table], data_sheet: GpuSpec | None, note: str
 ) -> list[Path]:
-    """Write ``report.md`` and its figures; the files written. ``data_sheet`` is that of the device, where the
-    catalog has it; ``note`` tells of the simulator's table set."""
+    """Write ``report.md`` and its figures. Return the files written.
+
+    ``data_sheet`` is the device's data sheet, where the catalog has it. ``note`` tells of the simulator's table set.
+    """
     spec = data_sheet or measured_spec(tables, "its own best rows")
     figures = _figures(folder / "figures", tables, spec)
     lines = [f"# Probes of {measured.identity.device}", "", *_conditions(tables), "", *_operators(tables, spec), ""]
@@ -247,7 +249,7 @@ def _moved_bytes(table: Table) -> Floats | None:
 
 
 def ideal_s(table: Table, spec: GpuSpec) -> Floats | None:
-    """Seconds that each row needs at least; None for operators without such a bound."""
+    """Compute the seconds that each row needs at least; None for operators without such a bound."""
     if table.operator in COLUMNS:
         return roofline_s(table, spec)
     moved = _moved_bytes(table)
@@ -273,7 +275,7 @@ def _products(table: Table) -> tuple[float, float]:
 
 
 def measured_spec(tables: Iterable[Table], name: str) -> GpuSpec | None:
-    """A data sheet made of the best rows; None without matrix products."""
+    """Make a data sheet of the best rows; None without matrix products."""
     found = {table.operator: table for table in tables}
     if "gemm" not in found:
         return None

@@ -1,7 +1,7 @@
-"""What probes measure: operators with the columns of their tables, and what a device must offer.
+"""The operators that probes measure, with the columns of their tables, and the interface of a device.
 
-``gemm``, ``prefill_attention``, ``decode_attention`` and ``all_reduce`` have the columns of ``fineserve_calibrate.tables``.
-Measuring does without that module, which needs pyarrow. Every table also has the columns of ``MEASURED``.
+``fineserve_calibrate.tables`` says what the columns of ``gemm``, ``prefill_attention``, ``decode_attention`` and ``all_reduce``
+mean. Measuring does without that module, which needs pyarrow. Every table also has the columns of ``MEASURED``.
 
 ================== =========================================================================================
 operator           columns; ``latency_s`` is the time of ...
@@ -42,7 +42,7 @@ from fineserve_sim.catalog import GpuSpec
 
 Value = str | int
 Point = Mapping[str, Value]
-"""One measurement asked for: the operator's key columns."""
+"""A measurement to make: the operator's key columns."""
 
 LATENCY = "latency_s"
 MEASURED = ("latency_s", "spread", "repeats", "implementation")
@@ -76,18 +76,18 @@ KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class ProbeError(ValueError):
-    """Probing cannot start or go on; the text is one line: what was wrong, where, what would be right."""
+    """Probing cannot start or go on. The text is one line: what was wrong, where, what would be right."""
 
 
 class Unavailable(Exception):
-    """This point cannot be measured here; the text is the reason, for the report."""
+    """A point cannot be measured here. The text is the reason, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a measurement depends on. Finished parts are kept while it stays the same.
+    """Device and software of a measurement. Finished parts are kept while it stays the same.
 
-    ``device`` is the name that the driver reports, ``gpus`` how many there are; ``vllm`` is ``none`` where it is missing.
+    ``device`` is the name that the driver reports, ``gpus`` the number of GPUs. ``vllm`` is ``none`` where it is missing.
     """
 
     device: str
@@ -104,7 +104,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A point that is ready to run: ``sample(n)`` measures it n times and returns n positive seconds."""
+    """A point that is ready to run. ``sample(n)`` measures it n times and returns n positive seconds."""
 
     sample: Callable[[int], list[float]]
     implementation: str
@@ -116,19 +116,19 @@ class Backend(Protocol):
 
     identity: Identity
     spec: GpuSpec | None
-    """Its data sheet; None for a device that the catalog does not have."""
+    """The data sheet; None for a device that the catalog lacks."""
 
     def prepare(self, operator: str, point: Point) -> Prepared:
-        """Allocate what the point needs. Raises Unavailable, or whatever the libraries raise."""
+        """Allocate what the point needs. Raises Unavailable, or an error of the libraries."""
 
     def now_s(self) -> float:
-        """A clock that only grows."""
+        """Read a clock that only grows."""
 
     def clocks(self) -> str:
-        """Clock rates seen now, in words."""
+        """Tell the clock rates seen now, in words."""
 
     def healthy(self) -> bool:
-        """Whether the device still works after an error."""
+        """Say whether the device still works after an error."""
 
     def close(self) -> None:
-        """Give back processes and memory that points shared; probing is over."""
+        """Give back processes and memory that points shared. Probing is over."""

@@ -22,7 +22,7 @@ from fineserve_calibrate.probes.schema import Backend, ProbeError
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Where results go, and how much effort they stand for (``quick`` or ``full``)."""
+    """A device, the folder for its results, and the effort behind them (``quick`` or ``full``)."""
 
     backend: Backend
     folder: Path
@@ -30,7 +30,7 @@ class Session:
     console: Console
 
     def measure(self, parts: Sequence[Part]) -> None:
-        """Every part that is not finished. Raises ProbeError when the device stops working."""
+        """Measure every part that is not finished. Raises ProbeError when the device stops working."""
         missing = [part for part in parts if not finished(self.folder, part, self.backend.identity)]
         if len(missing) < len(parts):
             self.say(f"{len(parts) - len(missing)} of {len(parts)} parts are finished already")
@@ -61,19 +61,19 @@ class Session:
         return Progress(*columns, console=self.console, transient=not self.console.is_terminal)
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def default_folder(backend: Backend, on_cpu: bool, quick: bool) -> Path:
-    """``calibration/DEVICE``, with ``-quick`` behind it for a quick run."""
+    """Name the folder ``calibration/DEVICE``, with ``-quick`` behind it for a quick run."""
     device = "cpu" if on_cpu else backend.spec.name if backend.spec else backend.identity.device
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return Path("calibration") / (f"{slug}-quick" if quick else slug)
 
 
 def select(parts: Sequence[Part], only: str | None) -> list[Part]:
-    """Parts whose name contains ``only``. Raises ProbeError when none does."""
+    """Select the parts whose name contains ``only``. Raises ProbeError when none does."""
     chosen = [part for part in parts if only is None or only in part.name]
     if not chosen:
         raise ProbeError(f"--only {only}: no such part; parts: {', '.join(part.name for part in parts)}")
@@ -88,10 +88,10 @@ def _device(gpu: str, model: ProbedModel) -> Backend:
 
 
 def probe(gpu: str, quick: bool, out: Path | None, model: Path | None, only: str | None, console: Console) -> Path:
-    """Measure the device ``gpu`` and write its finished parts into ``out``; the folder.
+    """Measure the device ``gpu``, write its finished parts into ``out``, and return the folder.
 
-    Raises ProbeError, before anything is written, for an unknown name, no GPU, another GPU, or missing libraries; and when
-    the device stops working.
+    Raises ProbeError, before anything is written, for an unknown name, no GPU, another GPU, or missing libraries. Raises it
+    later when the device stops working.
     """
     check_wanted(gpu)
     on_cpu = gpu == "cpu"

@@ -1,4 +1,4 @@
-"""Tables made of finished parts."""
+"""Tables made of finished parts, one an operator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fingerprint(parts: Sequence[Finished], identity: Identity, rows: Sequence[Ro
 
 
 def tables(measured: Measured) -> list[Table]:
-    """One table an operator that has rows, sorted by its key columns."""
+    """Make one table an operator that has rows, sorted by its key columns."""
     by_operator: dict[str, list[Finished]] = {}
     for part in measured.parts:
         if part.rows:
@@ -55,7 +55,7 @@ def tables(measured: Measured) -> list[Table]:
 
 
 def write_tables(found: Iterable[Table], folder: Path) -> list[Path]:
-    """One Parquet file an operator."""
+    """Write one Parquet file an operator. Return the files."""
     paths = []
     for table in found:
         path = folder / f"{table.operator}.parquet"

@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +105,15 @@ def _replay(model: str, out: Path, gpu: str | None) -> list[Row]:
         return _numbers(metrics(json.loads(ended(command, out / "replay.log"))))
 
 
-class _weights:
-    """Removes the weights of the models below a folder: gigabytes that can be drawn again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-
-    def __exit__(self, *_: object) -> None:
-        for path in self._folder.rglob(WEIGHTS):
+@contextmanager
+def _weights(folder: Path) -> Iterator[None]:
+    """An empty folder. The weights of the models in it are removed at the end: gigabytes that can be drawn again."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        for path in folder.rglob(WEIGHTS):
             path.unlink()
 
 

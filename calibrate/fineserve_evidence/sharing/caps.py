@@ -6,6 +6,7 @@ The law takes an engine's demand, and its time with all SMs as measured: the ste
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ AUTHORS_FILES = ("fineserve_authors_h100_8b.csv", "fineserve_authors_h100_8b_tp2
 AUTHORS_DEVICE = "h100-sxm"
 OMNISERVE = "qoq"
 LONG_PROMPTS = 2048
+COLUMNS = ["model", "tp", "phase", "share", "compute", "bandwidth", "slowdown"]
+Row = tuple[object, ...]
+Load = tuple[int, int, int, float, int, int]
 
 
 class CapErrors(NamedTuple):
@@ -47,48 +51,51 @@ class CapErrors(NamedTuple):
 
 
 def read_caps(path: Path, make_step: StepFactory) -> pd.DataFrame:
-    """One row a cap below 100 %: model, tp, phase, share, compute and bandwidth needs, and the measured slowdown."""
-    frame = pd.read_csv(path)
-    rows: list[tuple[object, ...]] = []
+    """Read one row a cap below 100 %: model, tp, phase, share, compute and bandwidth needs, and the measured slowdown."""
+    frame, rows = pd.read_csv(path), list[Row]()
     for (name, tp), group in frame.groupby(["model", "tp"], sort=False):
         step = make_step(model(MODELS[str(name)]), precision("fp16"), int(str(tp)), gpu(DEVICE), NO_HOST)
         for (batch, tokens), times in group.groupby(["batch", "seq_len"], sort=False):
             b, n = int(str(batch)), int(str(tokens))
-            loads = {"prefill": (0, 0, b * n, b * n * (n + 1) / 2, 0, b), "decode": (b, b * n, 0, 0, 0, b)}
             shares = times.mps_percentage.to_numpy(np.float64) / 100
-            for phase, load in loads.items():
+            for phase, load in {"prefill": _prefill(b, n), "decode": (b, b * n, 0, 0, 0, b)}.items():
                 seconds = times[f"{phase}_ms"].to_numpy(np.float64) / 1e3
                 alone_s = float(seconds[shares == 1.0].sum())
-                if alone_s <= 0:
-                    continue
-                needs = np.minimum(step.demand(*load, alone_s)[:2], 1.0).tolist()
-                there = (seconds > 0) & (shares < 1)
-                under = zip(shares[there], seconds[there] / alone_s, strict=True)
-                rows += [(name, tp, phase, share, *needs, slowdown) for share, slowdown in under]
-    return pd.DataFrame(rows, columns=["model", "tp", "phase", "share", "compute", "bandwidth", "slowdown"])
+                if alone_s > 0:
+                    needs = np.minimum(step.demand(*load, alone_s)[:2], 1.0).tolist()
+                    rows += _slowdowns((name, tp, phase), shares, seconds, needs)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def read_authors_caps(path: Path, make_step: StepFactory) -> pd.DataFrame:
-    """As ``read_caps``, of a profile in the authors' layout: TPOT, and TTFT of 2,048 tokens or more."""
-    frame = pd.read_csv(path)
+    """Read a profile in the authors' layout as ``read_caps`` does: TPOT, and TTFT of 2,048 tokens or more."""
+    frame, rows = pd.read_csv(path), list[Row]()
     frame = frame[frame.qformat != OMNISERVE]
-    rows: list[tuple[object, ...]] = []
     for (name, fmt, tp), group in frame.groupby(["model", "qformat", "tp"], sort=False):
         served, spec = model_named(str(name)), precision_named(str(fmt))
         step = make_step(served, spec, int(str(tp)), gpu(AUTHORS_DEVICE), deployment(HOST))
         for (batch, tokens), times in group.groupby(["batch_size", "input_len"], sort=False):
             b, n = int(str(batch)), int(str(tokens))
-            loads = {"decode": (b, b * (n + 128), 0, 0, 0, b), "prefill": (0, 0, b * n, b * n * (n + 1) / 2, 0, b)}
-            columns = {"decode": "tpot"} | ({"prefill": "ttft"} if b * n >= LONG_PROMPTS else {})
             shares = times.mps_percentage.to_numpy(np.float64) / 100
-            for phase, column in columns.items():
-                needs, seconds = step.demand(*loads[phase])[:2], times[column].to_numpy(np.float64)
-                alone_s = float(seconds[shares == 1.0].sum())
-                under = zip(shares[shares < 1], seconds[shares < 1] / alone_s, strict=True)
-                rows += [
-                    (f"{served.name} {spec.name}", tp, phase, share, *needs, slowdown) for share, slowdown in under
-                ]
-    return pd.DataFrame(rows, columns=["model", "tp", "phase", "share", "compute", "bandwidth", "slowdown"])
+            phases: list[tuple[str, str, Load]] = [("decode", "tpot", (b, b * (n + 128), 0, 0, 0, b))]
+            phases += [("prefill", "ttft", _prefill(b, n))] if b * n >= LONG_PROMPTS else []
+            for phase, column, load in phases:
+                label = (f"{served.name} {spec.name}", tp, phase)
+                rows += _slowdowns(label, shares, times[column].to_numpy(np.float64), step.demand(*load)[:2])
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _prefill(batch: int, tokens: int) -> Load:
+    """A step that prefills equal prompts, as the arguments of a step model."""
+    return 0, 0, batch * tokens, batch * tokens * (tokens + 1) / 2, 0, batch
+
+
+def _slowdowns(label: Sequence[object], shares: Floats, seconds: Floats, needs: Sequence[float]) -> Iterator[Row]:
+    """A row for each measured cap below 100 %."""
+    alone_s = float(seconds[shares == 1.0].sum())
+    there = (seconds > 0) & (shares < 1)
+    for share, slowdown in zip(shares[there], seconds[there] / alone_s, strict=True):
+        yield (*label, share, *needs, slowdown)
 
 
 def predicted(rows: pd.DataFrame, saturation: float = MEMORY_SATURATION) -> Floats:
