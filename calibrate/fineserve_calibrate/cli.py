@@ -36,7 +36,7 @@ def _probe(
     gpu_name: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="Measure this device: h100, h200, a100, ... (checked), auto (whatever is there) or cpu."
+            "--gpu", help="Measure this device: h100, h200, a100, ... (checked), auto (the GPU that is there) or cpu."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Two minutes, coarse grids.")] = False,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Latency(StrEnum):
-    """Which step model predicts."""
+    """The step model that predicts."""
 
     ROOFLINE = "roofline"
     TABLES = "tables"
@@ -173,7 +173,9 @@ def sharing(
 
 
 def campaign(
-    gpu_name: Annotated[str, typer.Option("--gpu", help="h100, h200, ... (checked), auto (whatever is there) or cpu.")],
+    gpu_name: Annotated[
+        str, typer.Option("--gpu", help="h100, h200, ... (checked), auto (the GPU that is there) or cpu.")
+    ],
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Begin nothing that would not end within so many minutes.")
     ] = MINUTES,

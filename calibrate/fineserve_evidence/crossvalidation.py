@@ -1,4 +1,4 @@
-"""How well tables predict rows that were left out: errors against table size.
+"""Errors of latency tables on rows that were left out, against table size.
 
 A grid is thinned along one axis to every second, fourth, ... of its points. Its ends stay, so that nothing is extrapolated. The
 simulator's own interpolation predicts the rows that were left out. A GEMM grid is also thinned along its ``rows``: every
@@ -34,7 +34,7 @@ Predictor = Callable[[Grid, Grid, str], Floats]  # thinned grid, whole grid, var
 
 
 class Thinning(NamedTuple):
-    """Errors of a grid thinned to every ``keep_every``-th point of ``axis``: relative, over the ``rows`` left out."""
+    """Relative errors of a grid thinned to every ``keep_every``-th point of ``axis``, over the ``rows`` left out."""
 
     table: str
     axis: str
@@ -122,8 +122,8 @@ def _thinning(name: str, whole: Grid, axis: str, keep_every: int, predict: Predi
     return Thinning(name, axis, keep_every, rows_kept, len(left_out), median, p95)
 
 
-def curve(tables: TableSet, reference: GpuSpec, keep_every: tuple[int, ...] = (2, 4)) -> Iterator[Thinning]:
-    """Errors of every table, thinned along each of its axes in turn, from the most rows kept to the least."""
+def curve(tables: TableSet, reference: GpuSpec, keep_every: tuple[int, ...]) -> Iterator[Thinning]:
+    """Compute the errors of every table, thinned along each of its axes in turn, from the most rows kept to the least."""
     predictors: dict[str, Predictor] = {
         "gemm": _gemm(reference),
         "prefill_attention": _prefill,
@@ -142,7 +142,7 @@ COLUMNS = 2
 
 
 def draw_curve(rows: Iterable[Thinning], stem: Path) -> list[Path]:
-    """Write ``stem``.png and .svg: median error of the rows left out against the rows kept, the limit dotted."""
+    """Draw ``stem``.png and .svg: median error of the rows left out against the rows kept, with the limit dotted."""
     operators: dict[str, dict[str, list[Thinning]]] = {}
     for row in rows:
         operator, variant = row.table.split("/", maxsplit=1)

@@ -74,7 +74,7 @@ def test_loads_begin_and_end_at_the_same_instants(scripted: Path) -> None:
         from_s, (first, second) = crew.take([DECODE, Composition(0, 0, 256), None], hold_s=2.0)
         assert [len(first), len(second)] == [8, 4]
         assert first[0][0] == pytest.approx(from_s + 0.25) and second[-1][0] == pytest.approx(from_s + 2.0)
-        assert crew.start_s == [1.5] * 3
+        assert [member.start_s for member in crew._members] == [1.5] * 3
     finally:
         crew.close()
 

@@ -33,8 +33,8 @@ from fineserve_sim.experiment.show.plot_style import COLOURS, beside, house_styl
 from fineserve_sim.latency import StepModel
 
 ALONE = (
-    "Errors are those of the slowdown: each row's time with all SMs is taken as measured. The profile ran one engine at a "
-    "time, so nobody else took bandwidth or power: two engines held to half of the SMs each slow at least as much."
+    "Errors are errors of the slowdown: each row's time with all SMs is taken as measured. The profile ran one engine at a "
+    "time, so no other engine took bandwidth or power: two engines held to half of the SMs each slow at least as much."
 )
 
 

@@ -134,7 +134,7 @@ class _Importer:
         return _table(operator, named, columns, fingerprint)
 
     def all_reduce(self) -> Table:
-        """All-reduce; where eager and graph launches were measured apart, those of a graph. Sizes come in elements."""
+        """All-reduce, as CUDA graphs launch it where eager launches were measured apart. Sizes come in elements."""
         wanted = ("kernel_source", "allreduce_dtype", "num_gpus", "message_size")
         columns, fingerprint = self.read("comm", "custom_allreduce_perf.parquet", wanted)
         eager = np.array([str(kernel).endswith("_eager") for kernel in columns["kernel_source"]])

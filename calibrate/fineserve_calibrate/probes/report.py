@@ -189,7 +189,7 @@ def _missing(finished: Iterable[Finished]) -> list[str]:
 
 
 def _figures(folder: Path, tables: Sequence[Table], spec: GpuSpec | None) -> list[Path]:
-    """Measured seconds against those of the roofline, a panel an operator; none without a bound."""
+    """Draw measured seconds against the roofline, a panel an operator; none without a bound."""
     bounds = [(table, bound) for table in tables if spec and (bound := ideal_s(table, spec)) is not None]
     if not bounds:
         return []

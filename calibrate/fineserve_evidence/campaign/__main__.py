@@ -1,7 +1,7 @@
 """``python3 -m fineserve_evidence.campaign --gpu NAME``: measure and pack, and no more.
 
-For a GPU machine that has torch and vLLM, and not all that the project needs: beside them this takes numpy, pydantic, PyYAML
-and rich. ``fineserve-calibrate report ARCHIVE`` makes tables and report of what it wrote, on any machine.
+A GPU machine may have torch and vLLM, but not all that the project needs. Beside them this takes numpy, pydantic, PyYAML and
+rich. ``fineserve-calibrate report ARCHIVE`` makes tables and report of what it wrote, on any machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fineserve_evidence.campaign.command import Request, campaign, plan_lines, p
 
 
 def main() -> int:
-    """Exit status: 0; 2 with one line on stderr; 130 when interrupted."""
+    """Run a campaign. Return the exit status: 0; 2 with one line on stderr; 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python3 -m fineserve_evidence.campaign")
     parser.add_argument("--gpu", required=True)
     parser.add_argument("--minutes", type=float, default=MINUTES)

@@ -25,7 +25,7 @@ from fineserve_evidence.campaign.trials import run_trial
 
 LEAST_STEPS = 8
 LONGEST_HOLD = 4
-"""Times the take's own: until there are enough steps."""
+"""Times the take's own time, until there are enough steps."""
 
 TakeLoads = Callable[[float], tuple[float, list[Steps]]]
 
@@ -44,7 +44,7 @@ class DeviceBench:
         self._end_left_over_mps()
 
     def prepare(self, item: Item) -> None:
-        """See ``run.Bench``. What ran before is ended first: memory is what engines lack."""
+        """See ``run.Bench``. The setup before ends first: memory is what engines lack."""
         self._clear()
         if isinstance(item.ask, Take):
             self._start_crew(item, item.ask)

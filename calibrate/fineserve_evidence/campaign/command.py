@@ -1,4 +1,4 @@
-"""A campaign as a command: ``fineserve-calibrate campaign``, and ``python3 -m fineserve_evidence.campaign`` with less."""
+"""A campaign as a command: ``fineserve-calibrate campaign``, or ``python3 -m fineserve_evidence.campaign`` alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fineserve_evidence.campaign.record import NAME, Journal, pack, progress
 from fineserve_evidence.campaign.run import Bench, Overdue, run
 
 OVERDUE_S = 25.0
-"""How much longer an item may take that began in time."""
+"""Seconds that an item may take beyond the limit when it began in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asks for; ``only``: parts with one of these texts in their names, separated by commas."""
+    """A request of the command line. ``only`` selects parts by texts in their names, separated by commas."""
 
     gpu: str
     minutes: float = MINUTES
@@ -37,7 +37,7 @@ OpenBench = Callable[[str, ProbedModel, Path], Bench]
 
 
 def open_bench(gpu: str, model: ProbedModel, folder: Path) -> Bench:
-    """The device ``gpu`` of this machine. Raises ProbeError where it or torch is missing."""
+    """Open the device ``gpu`` of this machine. Raises ProbeError where it or torch is missing."""
     found = None if gpu == "cpu" else find_gpu(gpu)
     from fineserve_evidence.campaign.bench import DeviceBench
 
@@ -45,7 +45,7 @@ def open_bench(gpu: str, model: ProbedModel, folder: Path) -> Bench:
 
 
 def planned(request: Request) -> tuple[ProbedModel, list[Item], list[Item]]:
-    """The model whose engines run, all items, and those asked for. Raises ProbeError for an unknown device or part."""
+    """Choose the model, list all items, and select the requested ones. Raises ProbeError for an unknown device or part."""
     check_wanted(request.gpu)
     on_cpu = request.gpu == "cpu"
     model = TINY if on_cpu else LLAMA_8B
@@ -59,10 +59,10 @@ def planned(request: Request) -> tuple[ProbedModel, list[Item], list[Item]]:
 
 
 def campaign(request: Request, say: Callable[[str], None], bench_of: OpenBench = open_bench) -> Path:
-    """Measure what fits into the minutes, and pack it; the archive. What ran is packed even when the device is lost or
-    somebody interrupts.
+    """Measure what fits into the minutes, pack it, and return the archive.
 
-    Raises ProbeError before anything is written for what cannot be asked, and when engines do not start any more.
+    Measurements are packed also when the device is lost, or the user interrupts. Raises ProbeError for an impossible request
+    before anything is written, and when engines do not start any more.
     """
     model, items, chosen = planned(request)
     folder = request.out or Path("calibration") / f"{request.gpu}-campaign"
@@ -107,7 +107,7 @@ def _signals(limit_s: float) -> Iterator[None]:
 
 
 def summary_lines(items: Sequence[Item], journal: Journal) -> list[str]:
-    """What each part has, and what is left in all."""
+    """Tell what each part has, and what is left in all."""
     parts = progress(items, journal.entries.values())
     lines = []
     for name, part in parts.items():
@@ -119,7 +119,7 @@ def summary_lines(items: Sequence[Item], journal: Journal) -> list[str]:
 
 
 def plan_lines(items: Sequence[Item]) -> list[str]:
-    """The parts in order, with expected minutes, their own and from the beginning on."""
+    """Tell the parts in order, with their expected minutes and the sum so far."""
     lines, total_s, running = [f"{'part':44}{'items':>6}{'minutes':>9}{'so far':>8}"], 0.0, ""
     for part in dict.fromkeys(item.part for item in items):
         mine = [item for item in items if item.part == part]

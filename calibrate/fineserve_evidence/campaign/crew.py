@@ -23,16 +23,16 @@ from fineserve_evidence.campaign.items import Scene, Seat
 
 PREPARE_LIMIT_S = 90.0
 LEAD_S = 0.05
-"""From the last engine's being ready to the common start: the line that tells them must have arrived."""
+"""From the moment all engines are ready to the common start: the line that tells them must have arrived."""
 SPARE = 1.15
-"""KV memory against what the loads fill: blocks are rounded up, and a new round begins before the old one is gone."""
+"""KV memory over what the loads fill: blocks are rounded up, and a new round begins before the old one is gone."""
 LEAST_KV_BYTES = 2**28
 KEPT_LOG = 20_000  # characters of an engine's log
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 def kv_bytes(scene: Scene, seat: Seat, model: ProbedModel) -> int:
-    """KV memory in which each load of the scene fits without preemption."""
+    """Compute the KV memory in which each load of the scene fits without preemption."""
     config = model.config
     token_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     token_bytes *= 1 if KV_OF[seat.dtype] == "fp8" else 2
@@ -41,7 +41,7 @@ def kv_bytes(scene: Scene, seat: Seat, model: ProbedModel) -> int:
 
 
 def settings(scene: Scene, place: int, model: ProbedModel, on_cpu: bool, mps: Environment) -> dict[str, Any]:
-    """The argument of ``worker`` for one seat: configuration, vLLM arguments and environment."""
+    """Make the argument of ``worker`` for one seat: configuration, vLLM arguments and environment."""
     seat = scene.seats[place]
     decodes = sorted({load.decodes for load in scene.loads if load.decodes})
     budget = max(load.prefill_tokens for load in scene.loads) or 2048
@@ -63,20 +63,20 @@ def settings(scene: Scene, place: int, model: ProbedModel, on_cpu: bool, mps: En
 
 
 class Member(EngineProcess):
-    """One engine. Methods raise Unavailable as those of ``EngineProcess`` do."""
+    """One engine. Methods raise Unavailable as in ``EngineProcess``."""
 
     worker = "fineserve_evidence.campaign.worker"
     start_limit_s = 240.0
 
     def prepare(self, load: Composition) -> None:
-        """Begin to get ready; ``ready`` waits for it."""
+        """Begin to get ready. ``ready`` waits for the end."""
         self.tell({"decodes": load.decodes, "context": load.context, "prefill_tokens": load.prefill_tokens})
 
     def ready(self) -> None:
         self.answer(PREPARE_LIMIT_S)
 
     def run(self, from_s: float, until_s: float) -> None:
-        """Run the prepared load; ``steps`` waits for its end."""
+        """Run the prepared load. ``steps`` waits for its end."""
         self.tell({"from": from_s, "until": until_s})
 
     def hang_up(self) -> None:
@@ -87,9 +87,9 @@ class Member(EngineProcess):
 
 
 class Crew:
-    """Running engines, one a seat. ``logs`` is where the ends of their logs are kept when one fails.
+    """Running engines, one a seat. When one fails, the ends of all logs are kept in ``logs``.
 
-    Raises Unavailable when one does not start; then none is left.
+    Raises Unavailable when one does not start. Then none is left.
     """
 
     def __init__(self, seats: Sequence[dict[str, Any]], logs: Path) -> None:
@@ -116,15 +116,10 @@ class Crew:
                 (self._logs / f"engine-{place}.log").write_text(member.log()[-KEPT_LOG:], encoding="utf-8")
             raise
 
-    @property
-    def start_s(self) -> list[float]:
-        """Seconds that each engine took from vLLM's import to taking requests."""
-        return [member.start_s for member in self._members]
-
     def take(self, loads: Sequence[Composition | None], hold_s: float) -> tuple[float, list[Steps]]:
-        """Run the loads for ``hold_s`` from a common instant on: that instant, and the steps of each engine that has one.
+        """Run the loads for ``hold_s`` from a common instant on. Return that instant, and the steps of each engine with a load.
 
-        Raises Unavailable when an engine fails; the crew cannot be used any more then.
+        Raises Unavailable when an engine fails. Then the crew cannot be used any more.
         """
         active = [(member, load) for member, load in zip(self._members, loads, strict=True) if load]
         with self._logged():
@@ -138,7 +133,7 @@ class Crew:
             return from_s, [member.steps() for member, _ in active]
 
     def close(self) -> None:
-        """End the processes, all at the same time, and wait until they have given back their memory."""
+        """End all processes at the same time, and wait until they have given back their memory."""
         for member in self._members:
             member.hang_up()
         for member in self._members:
@@ -152,7 +147,7 @@ ROUNDING_S = 1e-6
 
 
 def stretches(steps: Steps) -> list[tuple[float, float]]:
-    """(start, end) of the spans in which one step follows the other without a pause."""
+    """Find (start, end) of the spans in which one step follows the other without a pause."""
     spans: list[tuple[float, float]] = []
     for end, seconds in steps:
         start = end - seconds
@@ -164,8 +159,11 @@ def stretches(steps: Steps) -> list[tuple[float, float]]:
 
 
 def steady(engines: Sequence[Steps], from_s: float, until_s: float) -> list[list[float]]:
-    """Seconds of each engine's steps that lie wholly between ``from_s`` and ``until_s`` and wholly within stretches of
-    every other engine: while it ran, the others did what they were asked to, too."""
+    """Collect the seconds of each engine's steps that count.
+
+    A step counts when it lies wholly between ``from_s`` and ``until_s``, and wholly within stretches of every other engine.
+    While it ran, the other engines ran their loads, too.
+    """
     spans = [stretches(steps) for steps in engines]
     return [
         [
@@ -184,9 +182,9 @@ def _within(start: float, end: float, spans: Sequence[tuple[float, float]]) -> b
 
 
 def statistics(seconds: Sequence[float]) -> dict[str, float | int]:
-    """Median, mean, 90th percentile, spread (interquartile range / median) and number of some positive times.
+    """Summarise positive times: median, mean, 90th percentile, spread (interquartile range / median) and number.
 
-    Where engines take turns the median of a short step says little of its throughput; the mean does.
+    When engines take turns, the median of a short step says little of its throughput. The mean does.
     """
     values = np.array(seconds)
     low, median, high, late = np.quantile(values, [0.25, 0.5, 0.75, 0.9]).tolist()

@@ -1,8 +1,8 @@
-"""What a campaign can ask of a device.
+"""The items that a campaign can measure on a device.
 
-A ``Take`` puts loads on the engines of a ``Scene``, each in a process of its own on one device; a ``Spot`` is a point of the
-probes; a ``Trial`` runs a part of the runtime. An ``Item`` is one of them with its part of the campaign and what it should
-cost. What must be running before an item can be measured is its ``setup``; items with the same one follow each other.
+A ``Take`` puts loads on the engines of a ``Scene``. Each engine has a process of its own on one device. A ``Spot`` is a point
+of the probes. A ``Trial`` runs a part of the runtime. An ``Item`` is one of them with its part of the campaign and its expected
+cost. The ``setup`` of an item must run before the item can be measured. Items with the same setup follow each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sharing = Literal["time_slice", "mps"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One engine's place on the device: the precision of its weights, and the part of the SMs that MPS leaves it."""
+    """An engine's place on the device: the precision of its weights, and its part of the SMs under MPS."""
 
     dtype: str
     percent: int = 100
@@ -31,8 +31,11 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Engines of one model on one device. ``mode``: eager, or decode_graphs (decodes in CUDA graphs, nothing compiled).
-    ``loads`` are all that its engines are ever asked, which decides how much KV memory they get."""
+    """Engines of one model on one device.
+
+    ``mode`` is eager, or decode_graphs (decodes in CUDA graphs, nothing compiled). ``loads`` are all loads that its engines
+    ever run; they decide how much KV memory the engines get.
+    """
 
     sharing: Sharing
     model: str
@@ -43,7 +46,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A load for each seat, None where the engine waits; all run for ``hold_s``, of which the first ``warm_s`` do not count."""
+    """A load for each seat, None where the engine waits. All run for ``hold_s``; the first ``warm_s`` do not count."""
 
     scene: Scene
     loads: tuple[Composition | None, ...]
@@ -70,7 +73,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One measurement. ``expected_s`` is what it takes where ``setup`` runs, ``setup_s`` what that takes to start."""
+    """One measurement. It should take ``expected_s`` once ``setup`` runs, and the setup ``setup_s`` to start."""
 
     part: str
     ask: Take | Spot | Trial
@@ -80,25 +83,25 @@ class Item:
 
     @property
     def table(self) -> str:
-        """The table that its rows belong to."""
+        """Name the table of its rows."""
         return "sharing" if isinstance(self.ask, Take) else getattr(self.ask, "operator", "trials")
 
     @property
     def asked(self) -> dict[str, Any]:
-        """As plain data."""
+        """Give the request as plain data."""
         if isinstance(self.ask, Spot):
             return {"point": dict(self.ask.point), "effort": asdict(self.ask.effort)}
         return asdict(self.ask)
 
     @property
     def key(self) -> str:
-        """Changes with anything that is asked."""
+        """Digest everything that is asked."""
         text = json.dumps([self.table, self.asked], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name the item for people."""
         if isinstance(self.ask, Take):
             seats = zip(self.ask.scene.seats, self.ask.loads, strict=True)
             return f"{self.part}: " + " + ".join(seat_text(seat, load) for seat, load in seats)
@@ -108,17 +111,17 @@ class Item:
 
 
 def load_text(load: Composition) -> str:
-    """``d32c512`` for 32 decodes over 512 cached tokens each, ``p2048`` for prompts of so many tokens."""
+    """Write ``d32c512`` for 32 decodes over 512 cached tokens each, ``p2048`` for prompts of 2048 tokens."""
     return f"d{load.decodes}c{load.context}" if load.decodes else f"p{load.prefill_tokens}"
 
 
 def seat_text(seat: Seat, load: Composition | None) -> str:
-    """``fp8@70 d32c512``; ``fp8@70 waits`` without a load."""
+    """Write ``fp8@70 d32c512``, or ``fp8@70 waits`` without a load."""
     return f"{seat.dtype}@{seat.percent} {load_text(load) if load else 'waits'}"
 
 
 def parse_seat(text: str) -> tuple[Seat, Composition | None]:
-    """What ``seat_text`` wrote. Raises ValueError for anything else."""
+    """Read the text that ``seat_text`` wrote. Raises ValueError for any other text."""
     found = re.fullmatch(r"(\w+)@(\d+) (?:d(\d+)c(\d+)|p(\d+)|waits)", text)
     if found is None:
         raise ValueError(f"{text!r} names no engine and its load")
@@ -133,12 +136,12 @@ SHARING_KEYS = (
     *("sharing", "processes", "model", "mode", "dtype", "percent"),
     *("decodes", "context", "prefill_tokens", "neighbours"),
 )
-"""Columns of the table ``sharing``. ``processes``: engines on the device, waiting ones included; ``neighbours``: the other
-engines at work, as ``seat_text`` writes them, joined by `` + ``; ``none``: alone."""
+"""Columns of the table ``sharing``. ``processes`` counts the engines on the device, waiting ones too. ``neighbours`` are the
+other engines at work, as ``seat_text`` writes them, joined by `` + ``, or ``none``."""
 
 
 def sharing_keys(take: Take, place: int) -> Mapping[str, str | int]:
-    """The key columns of one engine of a take that has a load."""
+    """Make the key columns of one engine of a take that has a load."""
     scene, mine = take.scene, take.loads[place]
     assert mine is not None
     others = [

@@ -1,8 +1,8 @@
-"""What a campaign asks, the most important first.
+"""The items of a campaign, the most important first.
 
-Time is for pairs first: nothing else says what several engines on a GPU cost each other. On a GPU the scenes up to the steps
-of one engine are meant to fit into 25 minutes; what follows is for more time. Expected seconds are guesses that the campaign
-itself corrects (``journal.Pace``).
+Pairs of engines come first: nothing else says what several engines on a GPU cost each other. On a GPU the items up to the steps
+of one engine should fit into 25 minutes. The others are for more time. Expected seconds are guesses; the campaign corrects
+them (``run.Pace``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Loads = tuple[Composition | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked of one kind of device. Seconds are expected ones."""
+    """Loads and points for one kind of device, with expected seconds."""
 
     decodes: tuple[Composition, ...]
-    """The decode loads, from small to large; the middle one goes into groups of three."""
+    """The decode loads, from small to large. The middle one goes into groups of three."""
     prefill: Composition
     mode: str
     hold_s: float
@@ -85,7 +85,7 @@ CPU = Sizes(
 
 
 def plan(on_cpu: bool, model: str) -> list[Item]:
-    """Every item, in order of worth. ``model`` is the one whose engines run."""
+    """List every item, the most important first. ``model`` is the model whose engines run."""
     return list(Planner(CPU, model).small() if on_cpu else Planner(GPU, model).all())
 
 
@@ -97,7 +97,7 @@ class Planner:
     model: str
 
     def all(self) -> Iterator[Item]:
-        """On a GPU."""
+        """List the items of a GPU."""
         two, mixed = (Seat(BF16), Seat(BF16)), (Seat(BF16), Seat(FP8), Seat(INT4))
         yield from self.pairs("time_slice", *two)
         yield from self.pairs("mps", *two)
@@ -117,7 +117,7 @@ class Planner:
         yield from self.later()
 
     def later(self) -> Iterator[Item]:
-        """What is worth more than 25 minutes."""
+        """List the items for more than 25 minutes."""
         yield from self.pairs("time_slice", Seat(BF16), Seat(BF16), mode="eager")
         for other in (FP8, INT4):
             yield from self.pairs("mps", Seat(BF16), Seat(other))
@@ -133,7 +133,7 @@ class Planner:
         yield from self.pairs("mps", Seat(BF16), Seat(BF16), mode="eager")
 
     def small(self) -> Iterator[Item]:
-        """The same kinds of items on a CPU, few of each: a rehearsal."""
+        """List the same kinds of items for a CPU, few of each: a rehearsal."""
         yield from self.pairs("time_slice", Seat(BF16), Seat(BF16))
         yield from self.pairs("mps", Seat(BF16, 70), Seat(BF16, 30))
         yield from self.alike("time_slice", Seat(BF16), 3)
@@ -153,14 +153,14 @@ class Planner:
         used = tuple(load for load in sizes.loads if any(load in loads for loads in takes))
         scene = Scene(sharing, self.model, mode, seats, used)
         alike = len({seat.percent for seat in seats}) == 1 and seats[0].percent == 100
-        who = "+".join(seat.dtype if alike else f"{seat.dtype}@{seat.percent}" for seat in seats)
-        name = f"{kind}-{sharing}-{who}" + ("-eager" if mode == "eager" != sizes.mode else "")
+        engines = "+".join(seat.dtype if alike else f"{seat.dtype}@{seat.percent}" for seat in seats)
+        name = f"{kind}-{sharing}-{engines}" + ("-eager" if mode == "eager" != sizes.mode else "")
         setup_s = sizes.import_s + sizes.engine_s * len(seats)
         for loads in takes:
             yield Item(name, Take(scene, loads, sizes.hold_s, sizes.warm_s), sizes.take_s, name, setup_s)
 
     def pairs(self, sharing: Sharing, first: Seat, second: Seat, mode: str = "") -> Iterator[Item]:
-        """Each engine alone under each load, and each load against each."""
+        """List each engine alone under each load, and each load against each."""
         loads = self.sizes.loads
         takes: list[Loads] = [(load, None) for load in loads]
         takes += [] if first == second else [(None, load) for load in loads]
@@ -168,15 +168,17 @@ class Planner:
         yield from self._scene("pairs", sharing, (first, second), takes, mode or self.sizes.mode)
 
     def alike(self, sharing: Sharing, seat: Seat, count: int) -> Iterator[Item]:
-        """So many engines of a kind under the same load, and one that prefills beside decodes. The largest decode is left
-        out: it would not fit on 80 GB."""
+        """List ``count`` engines of a kind under the same load, and one that prefills beside decodes.
+
+        The largest decode is left out: it would not fit on 80 GB.
+        """
         decodes, prefill = self.sizes.decodes[:2], self.sizes.prefill
         takes: list[Loads] = [(load,) * count for load in (*decodes, prefill)]
         takes.append((prefill, *[decodes[-1]] * (count - 1)))
         yield from self._scene("threes", sharing, (seat,) * count, takes, self.sizes.mode)
 
     def threes(self, sharing: Sharing, *seats: Seat) -> Iterator[Item]:
-        """Three engines that differ: all decode, all prefill, and both at once."""
+        """List loads of three engines that differ: all decode, all prefill, and both at once."""
         small, middle, *_, large = self.sizes.decodes
         prefill = self.sizes.prefill
         takes: list[Loads] = [(load,) * 3 for load in self.sizes.loads]
@@ -185,7 +187,7 @@ class Planner:
         yield from self._scene("threes", sharing, seats, takes, self.sizes.mode)
 
     def trials(self, check_s: float, demo_s: float, replay_s: float, overhead_s: float) -> Iterator[Item]:
-        """The runtime on this device."""
+        """List the trials of the runtime."""
         expected = {"check": check_s, "demo": demo_s, "replay": replay_s, "overhead": overhead_s}
         for name, seconds in expected.items():
             yield Item("runtime", Trial(name, self.model), seconds)
@@ -202,7 +204,7 @@ class Planner:
         return self.sizes.compiled_s if mode == "graphs" else self.sizes.import_s + self.sizes.engine_s
 
     def steps(self, dtype: str, mode: str) -> Iterator[Item]:
-        """Steps by batch, by prompt chunk, and a chunk beside decodes."""
+        """List steps by batch, by prompt chunk, and a chunk beside decodes."""
         sizes = self.sizes
         head: dict[str, Axis] = {"model": [self.model], "dtype": [dtype], "mode": [mode]}
         head["kv_dtype"] = [FP8 if dtype == FP8 else BF16]
@@ -223,20 +225,20 @@ class Planner:
         yield from self._spots(part, "step", points, STEPS, sizes.step_s, self._start_s(mode))
 
     def host(self, modes: Sequence[str]) -> Iterator[Item]:
-        """The host's part of a step by running sequences: steps of a model with one small layer."""
+        """List steps of a model with one small layer: the host's part of a step by running sequences."""
         for mode in modes:
             points = grid("host_overhead", mode=[mode], decodes=self.sizes.decode_counts)
             start_s = self._start_s("eager")  # one layer compiles fast
             yield from self._spots(f"host-{mode}", "host_overhead", points, HOST, self.sizes.step_s, start_s)
 
     def driver(self, sizes_mib: Sequence[int], counts: Axis) -> Iterator[Item]:
-        """VMM calls of the driver, idle and under products."""
+        """List VMM calls of the driver, idle and under products."""
         handles = [MIB * size for size in sizes_mib]
         points = grid("vmm", call=CALLS, bytes=handles, count=counts, load=["idle", "kernel"])
         yield from self._spots("driver", "vmm", points, QUICK, 0.4)
 
     def layouts(self, batches: Axis, contexts: Axis) -> Iterator[Item]:
-        """Paged decode attention in each layout of the KV cache."""
+        """List paged decode attention in each layout of the KV cache."""
         shape: dict[str, Axis] = {"q_heads": [32], "kv_heads": [8], "head_dim": [128], "kv_dtype": [BF16, FP8]}
         points = grid("kv_layout", layout=LAYOUTS, **shape, batch=batches, context=contexts)
         yield from self._spots("layouts", "kv_layout", points, QUICK, 0.5)

@@ -1,4 +1,4 @@
-"""What the simulator says of what a campaign measured: steps of one engine, slowdowns of several, and the runtime's replay.
+"""The simulator's predictions of a campaign's measurements: steps of one engine, slowdowns of several, the runtime's replay.
 
 ``Predictor._paces`` is the only place that knows the simulator's law of sharing. ``slowdowns`` are read off the table
 ``sharing``. ``parity`` simulates the file that the runtime replayed, with the steps that the campaign measured.
@@ -35,14 +35,14 @@ Active = tuple[Seat, Composition]
 
 
 def work(load: Composition) -> tuple[int, int, int, float, int, int]:
-    """A load as the arguments of a step model: its sums over sequences."""
+    """Turn a load into the arguments of a step model: sums over its sequences."""
     new, cached = load.prefill_tokens, load.cached_tokens
     pairs = new * cached + new * (new + 1) / 2
     return load.decodes, load.decodes * load.context, new, pairs, cached, load.decodes + (new > 0)
 
 
 class Predictor:
-    """Predictions for one GPU and model. Raises CatalogError for a model that the catalog does not have."""
+    """Predictions for one GPU and model. Raises CatalogError for a model that the catalog lacks."""
 
     def __init__(self, gpu: GpuSpec, model_name: str) -> None:
         self._gpu, self._model = gpu, model(model_name)
@@ -53,15 +53,15 @@ class Predictor:
         return StepModel(*shape, tables=measured_on(self._gpu))
 
     def step_s(self, dtype: str, mode: str, load: Composition) -> float:
-        """Seconds of a step alone."""
+        """Predict the seconds of a step alone."""
         return self._step(dtype, mode).step_s(*work(load))
 
     def slowdown(self, sharing: str, mode: str, engines: Sequence[Active], place: int) -> float:
-        """How many times longer a step of the engine at ``place`` takes beside the others than alone under its cap."""
+        """Predict the slowdown of the engine at ``place``: its step beside the others over its step alone under its cap."""
         return self._paces(sharing, mode, engines)[place] / self.capped(sharing, mode, engines[place])
 
     def capped(self, sharing: str, mode: str, engine: Active) -> float:
-        """How many times longer a step takes alone under the engine's cap than on the whole device."""
+        """Predict the slowdown under a cap: the step alone under the engine's cap over the step on the whole device."""
         return self._paces(sharing, mode, [engine])[0]
 
     def _paces(self, sharing: str, mode: str, engines: Sequence[Active]) -> list[float]:
@@ -74,7 +74,7 @@ class Predictor:
 
 
 def predictor_of(gpu: GpuSpec | None, rows: Sequence[Mapping[str, Any]]) -> Predictor | None:
-    """For the model that the rows are of; None where the catalog does not have it, or the device."""
+    """Make predictions for the rows' model; None where the catalog lacks the model or the device."""
     names = [row["model"] for row in rows if "model" in row]
     if gpu is None or not names:
         return None
@@ -90,13 +90,15 @@ ALONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """One engine beside others: mean step time against alone. ``alone`` is under the same sharing and cap; ``predicted`` is
-    None where the simulator does not know the device."""
+    """Mean step time of an engine beside others, against the same engine alone under the same sharing and cap.
+
+    ``predicted`` is None where the simulator does not know the device.
+    """
 
     sharing: str
     mode: str
     engines: tuple[Active, ...]
-    """At work; the first is the one whose steps these are."""
+    """The engines at work. The steps are those the first one ran."""
     alone_s: float
     shared_s: float
     predicted: float | None
@@ -116,7 +118,7 @@ class Slowdown:
 
     @property
     def phases(self) -> str:
-        """The engine's own phase, and how many of all engines prefill."""
+        """Tell the engine's own phase, and how many of all engines prefill."""
         mine = "decode" if self.engines[0][1].decodes else "prefill"
         return f"{mine}, {sum(not load.decodes for _, load in self.engines)} of {len(self.engines)} prefill"
 
@@ -126,19 +128,19 @@ class Slowdown:
 
 
 def own(row: Row) -> Active:
-    """Seat and load of the engine whose steps a row holds."""
+    """Read seat and load of the engine whose steps a row holds."""
     load = Composition(int(row["decodes"]), int(row["context"]), int(row["prefill_tokens"]))
     return Seat(str(row["dtype"]), int(row["percent"])), load
 
 
 def others(row: Row) -> tuple[Active, ...]:
-    """The engines beside it. Raises ValueError for a row that names none as they are written."""
+    """Read the engines beside it. Raises ValueError for a row whose names ``seat_text`` did not write."""
     names = [] if row["neighbours"] == ALONE else str(row["neighbours"]).split(" + ")
     return tuple((seat, load) for seat, load in map(parse_seat, names) if load)
 
 
 def alone_s(rows: Sequence[Row]) -> dict[tuple[str, str, Active], float]:
-    """Mean seconds of an engine alone by (sharing, mode, seat and load): the median over the scenes that it was in."""
+    """Take the mean seconds of engines alone by (sharing, mode, seat and load): the median over their scenes."""
     found: dict[tuple[str, str, Active], list[float]] = {}
     for row in rows:
         if not others(row):
@@ -147,7 +149,7 @@ def alone_s(rows: Sequence[Row]) -> dict[tuple[str, str, Active], float]:
 
 
 def slowdowns(rows: Sequence[Row], predictor: Predictor | None) -> list[Slowdown]:
-    """Of every row that was not alone and whose engine was measured alone, too: under the same sharing and cap."""
+    """Compute the slowdown of every row beside others whose engine was measured alone, too, under the same sharing and cap."""
     alone, found = alone_s(rows), list[Slowdown]()
     for row in rows:
         sharing, mode, engines = str(row["sharing"]), str(row["mode"]), (own(row), *others(row))
@@ -159,7 +161,7 @@ def slowdowns(rows: Sequence[Row], predictor: Predictor | None) -> list[Slowdown
 
 
 def caps(rows: Sequence[Row], predictor: Predictor | None) -> list[tuple[Active, str, float, float | None]]:
-    """(seat and load, mode, slowdown, predicted) of engines alone under a part of the SMs, against all of them."""
+    """Compare engines alone under a part of the SMs with all SMs: (seat and load, mode, slowdown, predicted)."""
     alone, found = alone_s(rows), list[tuple[Active, str, float, float | None]]()
     for (sharing, mode, (seat, load)), seconds in alone.items():
         whole = alone.get((sharing, mode, (Seat(seat.dtype), load)))
@@ -170,14 +172,16 @@ def caps(rows: Sequence[Row], predictor: Predictor | None) -> list[tuple[Active,
 
 
 READ_AS = "eager"
-"""The mode under which an experiment's ``engine.step_times`` is read, whatever mode was measured."""
+"""An experiment's ``engine.step_times`` is read under this mode, also where another mode was measured."""
 SIMULATE = "from fineserve_sim.cli import main; main()"
 SHOWN = ("throughput_per_s", "ttft_p50_s", "tpot_p50_s", "ttft_mean_s", "tpot_mean_s", "ttft_attainment", "ttft_p99_s")
 
 
 def parity(folder: Path, steps: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """(metric, real, simulated) of the replay in a campaign's folder; empty where there is no replay or there are no steps
-    of its engines. Raises ProbeError when the file cannot be simulated."""
+    """Simulate the replay in a campaign's folder. Return (metric, real, simulated).
+
+    The list is empty without a replay, or without steps of its engines. Raises ProbeError when the simulation fails.
+    """
     replay = folder / TRIALS / "replay"
     real = replay / "real" / "summary.json"
     modes = {str(row["mode"]) for row in steps if row["dtype"] == "bfloat16"}

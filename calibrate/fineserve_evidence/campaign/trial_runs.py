@@ -1,4 +1,4 @@
-"""What the runtime plays in a trial: ``python3 -m fineserve_evidence.campaign.trial_runs demo|files|overhead ...``.
+"""Parts of the trials: ``python3 -m fineserve_evidence.campaign.trial_runs demo|files|overhead ...``.
 
 ``files`` writes a model with random weights, a trace, and the experiment's file. ``overhead`` times a decode step of one engine
 over the slab, and of a stock engine with the same arguments, one after the other. Each has a process of its own, as on a GPU.
@@ -30,8 +30,11 @@ SPREAD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """How much is played on a kind of device. Two models of one shape share ``region_bytes`` of KV memory, little enough to
-    run out in bursts; rates are both models' together."""
+    """The load of a replay on a kind of device.
+
+    Two models of one shape share ``region_bytes`` of KV memory, little enough to run out in bursts. Rates are both models'
+    together.
+    """
 
     block_tokens: int
     max_sequences: int
@@ -77,7 +80,7 @@ CPU_GPU = """{{name: cpu, memory_gib: {gib}, memory_bytes_per_s: 1.0e+10, bf16_f
 
 
 def write_play(folder: Path, model: ProbedModel, gpu: str | None) -> Path:
-    """Trace and file in ``folder``, beside the model's folder; the file. ``gpu``: of the catalog; None for the CPU."""
+    """Write trace and file into ``folder``, beside the model's folder. Return the file. ``gpu`` is None for the CPU."""
     play, memory_bytes = (GPU_PLAY, catalog_gpu(gpu).memory_bytes) if gpu else (CPU_PLAY, CPU_GIB * GIB)
     (folder / "trace.csv").write_text(draw_trace(play), encoding="utf-8")
     text = FILE.format(
@@ -93,7 +96,7 @@ def write_play(folder: Path, model: ProbedModel, gpu: str | None) -> Path:
 
 
 def utilization(folder: Path, model: ProbedModel, play: Play, memory_bytes: int) -> float:
-    """The part of the device's memory that both engines use when their KV memory is the region less its first slab."""
+    """Compute the part of the device's memory that both engines use. Their KV memory is the region less its first slab."""
     spec, format_, config = model_from_hf_config(folder), precision("W16A16"), model.config
     sequences = min(play.max_sequences, play.token_budget)
     fixed = weight_bytes(spec, format_, 1) + activation_bytes(spec, 1, play.token_budget, sequences)
@@ -103,7 +106,7 @@ def utilization(folder: Path, model: ProbedModel, play: Play, memory_bytes: int)
 
 
 def draw_trace(play: Play) -> str:
-    """Two models whose rates swing against one another, with bursts of both: ``arrival_s,model,...`` rows."""
+    """Draw rows ``arrival_s,model,...`` of two models whose rates swing against one another, with bursts of both."""
     rng, rows = np.random.default_rng(7), list[tuple[float, str, int, int]]()
     for name, phase in (("A", 0.0), ("B", 0.5)):
         now = 0.0
@@ -122,7 +125,7 @@ def draw_trace(play: Play) -> str:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of a layer of a Llama, by the end of its name."""
+    """List the shape of each weight of a layer of a Llama, by the end of its name."""
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
     return {
@@ -139,8 +142,10 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_model(folder: Path, model: ProbedModel) -> None:
-    """config.json and safetensors of random BF16 weights, a file a layer. All layers have the same numbers: drawing them
-    once is what makes 16 GB a matter of seconds."""
+    """Write config.json and safetensors of random BF16 weights, a file a layer.
+
+    All layers have the same numbers. Drawing them once makes 16 GB a matter of seconds.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -176,7 +181,7 @@ CONTEXT, STEPS, START_LIMIT_S, RUN_LIMIT_S = 128, 60, 300.0, 120.0
 
 
 def demo(backend: str) -> None:
-    """The demo's two tiny models behind the real server on this device, and its own client."""
+    """Serve the demo's two tiny models behind the real server on this device, and run its client."""
     from tempfile import TemporaryDirectory
 
     from fineserve_runtime.demo import make_demo, serve_demo
@@ -188,13 +193,13 @@ def demo(backend: str) -> None:
 
 
 def files(folder: Path, model: ProbedModel, gpu: str) -> None:
-    """What ``fineserve-run replay`` plays."""
+    """Write the files of ``fineserve-run replay``."""
     write_model(folder / model.name, model)
     write_play(folder, model, None if gpu == "cpu" else gpu)
 
 
 def overhead(folder: Path, model: ProbedModel, backend: str) -> dict[str, float]:
-    """Microseconds of a decode step by engine and batch, and what the slab adds."""
+    """Time a decode step by engine and batch, in microseconds, and what the slab adds."""
     write_model(folder / model.name, model)
     slab, stock = slab_steps(folder / model.name, backend), stock_steps(folder / model.name, model, backend)
     found = {}
@@ -205,7 +210,7 @@ def overhead(folder: Path, model: ProbedModel, backend: str) -> dict[str, float]
 
 
 def engine_config(model: Path, backend: str) -> Any:
-    """The runtime's configuration of the engine that both sides run."""
+    """Make the runtime's configuration of the engine that both sides run."""
     from fineserve_runtime.engines.api import EngineConfig
 
     play = CPU_PLAY if backend == "cpu" else GPU_PLAY
@@ -214,7 +219,7 @@ def engine_config(model: Path, backend: str) -> Any:
 
 
 def slab_steps(model: Path, backend: str) -> dict[int, float]:
-    """Median seconds from one step's end to the next, by decoding sequences, over the slab."""
+    """Measure the median seconds from one step's end to the next over the slab, by decoding sequences."""
     from fineserve_runtime.engines.api import HostConfig, Sampling, StepReport, Submission
     from fineserve_runtime.engines.host import start_host
 
@@ -254,7 +259,7 @@ def _gaps(ends: list[float]) -> list[float]:
 
 
 def stock_steps(folder: Path, model: ProbedModel, backend: str) -> dict[int, float]:
-    """The same of vLLM's own engine with the same arguments."""
+    """Measure the same on vLLM's own engine with the same arguments."""
     from fineserve_runtime.engines.vllm_engine import engine_arguments
 
     config: Any = engine_config(folder, backend)
@@ -275,7 +280,7 @@ def stock_steps(folder: Path, model: ProbedModel, backend: str) -> dict[int, flo
 
 
 def main() -> None:
-    """Run one; ``overhead`` prints JSON."""
+    """Run one part. ``overhead`` prints JSON."""
     what, *rest = sys.argv[1:]
     if what == "demo":
         demo(rest[0])

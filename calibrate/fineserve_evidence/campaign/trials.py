@@ -1,6 +1,6 @@
 """Trials of the runtime: its check, its demo, a replay of two models, and what the slab costs a step.
 
-Each runs as a process of its own with a time limit, and leaves its log in ``trials/NAME.log`` of the campaign's folder.
+Each trial runs as a process of its own with a time limit. It leaves its log in ``trials/NAME.log`` of the campaign's folder.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fineserve_evidence.campaign.record import TRIALS
 
 LIMIT_S = 420.0
 GRACE_S = 20.0
-"""Between asking a process to end and ending it."""
+"""Seconds between asking a process to end and ending it by force."""
 WEIGHTS = "*.safetensors"
 
 
 def run_trial(trial: Trial, folder: Path, gpu: str | None) -> list[Row]:
-    """Rows ``trial, quantity, value`` (or ``text``) of a trial. ``gpu``: of the catalog; None for the CPU.
+    """Run a trial. Return rows ``trial, quantity, value`` (or ``text``). ``gpu`` is a catalog name, None for the CPU.
 
-    Raises Unavailable when it fails, with the last line of its log.
+    Raises Unavailable when the trial fails, with the last line of its log.
     """
     out = folder / TRIALS
     out.mkdir(parents=True, exist_ok=True)
@@ -41,9 +41,9 @@ def run_trial(trial: Trial, folder: Path, gpu: str | None) -> list[Row]:
 
 
 def ended(command: Sequence[str], log: Path, limit_s: float = LIMIT_S, fine: Sequence[int] = (0,)) -> str:
-    """Run a Python module to its end and return what it wrote to stdout; everything else goes into the log.
+    """Run a Python module to its end and return its stdout. Everything else goes into the log.
 
-    Raises Unavailable when it fails or takes longer. Whatever happens, its process does not outlive this call.
+    Raises Unavailable when it fails or takes longer. Its process never outlives this call.
     """
     with (
         log.open("w", encoding="utf-8") as file,
@@ -118,7 +118,7 @@ def _weights(folder: Path) -> Iterator[None]:
 
 
 def metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Means of the metrics of a results folder's one cell, over all models."""
+    """Take the means of the metrics of a results folder's one cell, over all models."""
     (cell,) = summary["cells"]
     found = {name: values.get("mean") for name, values in cell["metrics"].items()}
     return {name: float(value) for name, value in found.items() if value is not None}

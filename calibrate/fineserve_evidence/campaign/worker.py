@@ -1,6 +1,6 @@
-"""A vLLM engine in a process of its own that runs a load from one instant to another, beside others.
+"""A vLLM engine in a process of its own that runs a load from one instant to another, beside other engines.
 
-``crew`` starts it. It speaks as ``engine_worker`` does, but for what a running engine is asked:
+``crew`` starts it. It speaks as ``engine_worker`` does. A running engine answers other questions:
 
 =========================================================  =============================================================
 asked                                                      answer
@@ -9,8 +9,8 @@ asked                                                      answer
 ``{"from", "until"}`` (seconds of the monotonic clock)     ``{"steps": [[end, seconds], ...]}`` of that composition
 =========================================================  =============================================================
 
-Decodes begin anew every ``ROUND`` steps, so that their context stays near the one asked for. A prefill load always has
-prompts waiting, each as long as the engine's token budget: the device never waits for the host to send one.
+Decodes begin anew every ``ROUND`` steps, so that their context stays near the wanted one. A prefill load always has prompts
+waiting, each as long as the engine's token budget. The device never waits for the host to send one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from fineserve_calibrate.probes.engine_worker import LONG, ROUND, Engine, Work, main
 
 AHEAD = 3
-"""Prompts that are in the engine at any time: one computed, one scheduled behind it, one more."""
+"""Prompts that are in the engine at any time: one computed, one scheduled after it, one more."""
 
 
 class LoadedEngine(Engine):
@@ -41,7 +41,7 @@ class LoadedEngine(Engine):
         return {"ready": True}
 
     def prepare(self, load: Work, context: int) -> None:
-        """Decodes run up to their first step, a prompt is computed once: what is compiled at first use is compiled now."""
+        """Run decodes up to their first step, or compute a prompt once. Code that compiles at first use compiles now."""
         self._load, self._context = load, context
         if load.decodes:
             self._begin()
@@ -49,7 +49,7 @@ class LoadedEngine(Engine):
             self._prefill(load, self._prompt(0, load.prefill_tokens))
 
     def run(self, from_s: float, until_s: float) -> list[tuple[float, float]]:
-        """(end, seconds) of the load's steps between two instants; afterwards nothing is left in the engine."""
+        """Run the load between two instants. Return (end, seconds) of its steps. Nothing is left in the engine."""
         time.sleep(max(0.0, from_s - time.monotonic()))
         self._watch.idle()
         self._watch.want(self._load)

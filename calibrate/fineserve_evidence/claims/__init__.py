@@ -50,7 +50,7 @@ EVALUATORS: Mapping[str, Callable[[Evidence], Verdict] | Verdict] = MappingProxy
         "VT-5-overlap": memory.extension_is_hidden,
     }
 )
-"""What decides each claim; a verdict where no probe can."""
+"""The function that decides a claim, or a verdict where no probe can decide it."""
 
 
 class ClaimError(ValueError):

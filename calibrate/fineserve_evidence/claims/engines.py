@@ -33,10 +33,10 @@ def _worst_errors(evidence: Evidence) -> tuple[float, float, str]:
     fit = fit_chunk_cost(seen)
     if fit.refused or unseen.empty:
         raise Missing(probe("step"))
-    values = {parameter.name: parameter.value for parameter in fit.parameters}
     line = np.polyfit(seen.chunk_tokens, seen.seconds, 1)
     chunk, prefix = (unseen[name].to_numpy(np.float64) for name in ("chunk_tokens", "prefix_tokens"))
-    cost = values["alpha"] * (prefix * chunk + (chunk**2 + chunk) / 2) + values["beta"] * chunk + values["gamma"]
+    alpha, beta, gamma = (fit[name].value for name in ("alpha", "beta", "gamma"))
+    cost = alpha * (prefix * chunk + (chunk**2 + chunk) / 2) + beta * chunk + gamma
     measured = unseen.seconds.to_numpy(np.float64)
     worst, by_tokens = (float(np.abs(found / measured - 1).max()) for found in (cost, np.polyval(line, chunk)))
     return worst, by_tokens, f"largest error on held-out chunks {worst:.1%}, by tokens alone {by_tokens:.1%}"
@@ -55,7 +55,7 @@ def chunk_cost_error(evidence: Evidence) -> Verdict:
 
 
 def _pair_gain(evidence: Evidence, pair: tuple[str, str]) -> float | None:
-    """Tokens a second of two decoding engines beside each other, over those of one FP16 engine alone."""
+    """Tokens a second of two decoding engines beside each other, over one FP16 engine alone."""
     rows = evidence.measured("contention", sharing="mps", prefill_tokens=0, neighbour_prefill_tokens=0)
     if rows.empty:
         return None

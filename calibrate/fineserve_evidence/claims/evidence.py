@@ -1,4 +1,4 @@
-"""What a claim is decided on, and the verdict: the imported tables, and a folder of tables that the probes wrote."""
+"""The evidence on a claim (imported tables, and tables that the probes wrote), and the verdict."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Evidence:
     probes: Mapping[str, pd.DataFrame]
 
     def measured(self, operator: str, **where: Any) -> pd.DataFrame:
-        """Rows of a probe table with these values; empty where nothing was measured."""
+        """Select the rows of a probe table with these values; none where nothing was measured."""
         rows = self.probes.get(operator, pd.DataFrame())
         for column, value in where.items():
             if rows.empty:
@@ -69,7 +69,7 @@ class Evidence:
         return rows
 
     def needed(self, part: str, operator: str, **where: Any) -> pd.DataFrame:
-        """Rows as ``measured`` gives them. Raises Missing, naming the part that measures them, where there are none."""
+        """Select rows as ``measured`` does. Raises Missing, naming the part that measures them, where there are none."""
         rows = self.measured(operator, **where)
         if rows.empty:
             raise Missing(probe(part))

@@ -1,7 +1,7 @@
-"""Engines alone under a cap of their SMs: MuxServe's profile (LLaMA of four sizes on A100s), and the FineServe authors'
-(Llama-3.1-8B on H100s), on which nothing of the law was fitted.
+"""Engines alone under a cap of their SMs: MuxServe's profile (LLaMA of four sizes on A100s) and the FineServe authors'.
 
-The law takes an engine's demand, and its time with all SMs as measured: the step model's busy seconds over that time.
+Nothing of the law was fitted on the authors' profile (Llama-3.1-8B on H100s). The law takes an engine's demand: the step
+model's busy seconds over the measured time with all SMs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fineserve_sim.latency.sharing import MEMORY_SATURATION, Demand, under_cap
 
 FILE = "muxserve_sm_profile_a100.csv.gz"
 MODELS = {"llama-7b": "llama-2-7b", "llama-13b": "llama-2-13b", "llama-30b": "llama-30b", "llama-65b": "llama-65b"}
-"""As the catalog spells them; LLaMA and Llama 2 of 7B and 13B have the same layers."""
+"""Names in the catalog. LLaMA and Llama 2 of 7B and 13B have the same layers."""
 FITTED = ("llama-7b", "llama-13b")
 DEVICE = "a100-80gb"
 AUTHORS_FILES = ("fineserve_authors_h100_8b.csv", "fineserve_authors_h100_8b_tp2.csv")
@@ -38,7 +38,7 @@ Load = tuple[int, int, int, float, int, int]
 
 
 class CapErrors(NamedTuple):
-    """Relative errors of the time under a cap, by model, TP degree and phase."""
+    """Relative errors of the time under a cap, for one model, TP degree and phase."""
 
     model: str
     tp: int
@@ -99,7 +99,7 @@ def _slowdowns(label: Sequence[object], shares: Floats, seconds: Floats, needs: 
 
 
 def predicted(rows: pd.DataFrame, saturation: float = MEMORY_SATURATION) -> Floats:
-    """The law's slowdowns, shape (rows,)."""
+    """Predict the slowdowns by the law, shape (rows,)."""
     needs = rows[["compute", "bandwidth", "share"]].to_numpy(np.float64).tolist()
     return np.array(
         [under_cap(Demand(compute, bandwidth, 1.0, share), saturation) for compute, bandwidth, share in needs]
@@ -107,7 +107,7 @@ def predicted(rows: pd.DataFrame, saturation: float = MEMORY_SATURATION) -> Floa
 
 
 def fit_saturation(rows: pd.DataFrame) -> float:
-    """The share of SMs that saturates memory: least squares of log ratios, large errors weighing less, on ``FITTED``."""
+    """Fit the share of SMs that saturates memory on ``FITTED``: least squares of log ratios, large errors weighing less."""
     seen = rows[rows.model.isin(FITTED)]
     measured = seen.slowdown.to_numpy(np.float64)
 
@@ -119,7 +119,7 @@ def fit_saturation(rows: pd.DataFrame) -> float:
 
 
 def cap_errors(rows: pd.DataFrame) -> list[CapErrors]:
-    """One row a model, TP degree and phase."""
+    """Summarise the errors, one row a model, TP degree and phase."""
     rows = rows.assign(error=predicted(rows) / rows.slowdown - 1)
     found = []
     for (name, tp, phase), group in rows.groupby(["model", "tp", "phase"], sort=True):

@@ -1,4 +1,4 @@
-"""Published slowdowns of engines that share a GPU, each beside what the laws say."""
+"""Published slowdowns of engines that share a GPU, each beside the prediction of the laws."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fineserve_sim.latency.sharing import Demand, Slice, mig, mps, time_slice
 
 PAIRS, REPLICAS = "pairs_measured.csv", "rtx2000ada_vllm_timeslicing_hami.csv"
 FITTED = {("N", "mps (10 GB each)"): 7, ("S1", "timeslice"): 2}
-"""Sources and modes that a demand was chosen on, up to this number of engines: the vision model's compute under MPS, and the
-residents of a host-bound engine."""
+"""Rows on which a demand was chosen: source and mode, up to this number of engines. These are the vision model's compute under
+MPS, and the residents of a host-bound engine."""
 NO_ENGINES = re.compile("micro-kernel|sleep kernel|DRAM copy")
 SHARED_OUT = re.compile("same total load|total concurrency")
 HOPPER_SMS, MEMORY_SLICES = 132, 8
@@ -29,7 +29,7 @@ FP8_PAIR = {"prompt_tokens": 248, "output_tokens": 325, "token_budget": 2048, "s
 
 
 class Compared(NamedTuple):
-    """How many times slower each engine runs than alone; None where the source or the laws do not say."""
+    """The slowdown of each engine against alone; None where the source or the laws do not say."""
 
     source: str
     gpu: str
@@ -45,7 +45,7 @@ class Compared(NamedTuple):
 
 
 def compare_pairs(path: Path, make_step: StepFactory) -> list[Compared]:
-    """Every row of engines; micro-kernels are none."""
+    """Compare every row of engines. Micro-kernels are left out."""
     rows = pd.read_csv(path).to_dict("records")
     engines = [row for row in rows if not NO_ENGINES.search(str(row["workload_a"]))]
     return [_fp8_pair(row, make_step) if row["src"] == "D" else _compared(row) for row in engines]
@@ -138,7 +138,7 @@ def _fp8_pair(row: dict[Any, Any], make_step: StepFactory) -> Compared:
 
 
 def compare_replicas(path: Path) -> list[Compared]:
-    """Two replicas on the RTX 2000 Ada, a request each at a time; resident is the utilisation that one shows alone."""
+    """Compare two replicas on the RTX 2000 Ada, one request each at a time. Resident is the utilisation of one alone."""
     frame = pd.read_csv(path)
     found = []
     for mode, rows in frame.groupby("mode", sort=True):

@@ -8,7 +8,7 @@ The set's ``prefill_time`` falls short of a prefill of the whole batch, and ``tt
 Requests reach the engine one after another, so the first is prefilled alone while the others wait.
 
 An engine under an MPS share of the SMs is an engine on a smaller GPU (``SmShare``). Matrix products and attention run at a
-measured part of their rate, not in proportion to the share: power limits the whole GPU, and the library picks other tiles for
+measured part of their rate, not in proportion to the share. Power limits the whole GPU, and the library picks other tiles for
 other numbers of SMs. Memory-bound kernels run at ``min(1, share / memory_saturation)``. Few SMs keep memory busy, so decode
 hardly slows until then. Launches and host time do not change.
 """

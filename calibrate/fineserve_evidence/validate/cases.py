@@ -1,4 +1,4 @@
-"""What a measured set holds: cases of one engine setting and one load, with the measured TTFT and TPOT of their rows."""
+"""A measured set: cases of one engine setting and one load, with the measured TTFT and TPOT of their rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Ints = NDArray[np.int64]
 
 SEED = 20240711
 PHASES = 8
-"""Runs whose mean predicts single requests. A request that comes early or late in a step has up to a step more or less TTFT,
-and steps known to a few percent do not tell which after twenty of them."""
+"""Runs whose mean predicts single requests. Early or late in a step makes up to a step of a request's TTFT. Steps known to a
+few percent do not tell which, after twenty of them."""
 
 
 class Label(NamedTuple):
@@ -58,7 +58,7 @@ class StaticBatch:
 
     The prompts reach the engine one after another, so that it starts on the first alone, unless they come ``together``. An
     engine of ``whole_prompts`` prefills all that its token budget holds, group by group, before it decodes. The row's times
-    are then those of the first group.
+    then belong to the first group.
     """
 
     batch: int

@@ -1,8 +1,8 @@
 """Engines of the simulator under recorded arrivals, or under clients that wait for their answers.
 
-The same engines, memory managers and contention as ``fineserve_sim.cluster.simulate``; what differs is who asks: a client of
-a closed loop sends its next request at the moment the last one ends, so an engine that plans its next step then does not
-see it yet, as with a real client.
+Engines, memory managers and contention are the same as in ``fineserve_sim.cluster.simulate``. A client of a closed loop sends
+its next request at the moment the last one ends. So an engine that plans its next step then does not see the request yet, as
+with a real client.
 """
 
 from __future__ import annotations
@@ -69,15 +69,18 @@ class Times:
         return self.first_token_s - self.arrival_s
 
     def tpot_s(self, output_tokens: Ints) -> Floats:
-        """Mean seconds a token after the first; NaN for outputs of one token."""
+        """Compute the mean seconds a token after the first; NaN for outputs of one token."""
         gaps = np.where(output_tokens > 1, output_tokens - 1, np.nan)
         result: Floats = (self.finish_s - self.first_token_s) / gaps
         return result
 
 
 class EngineRun:
-    """One run over ``instances``; ``shared_kv`` lets those of a GPU draw on one memory of all their bytes; ``sharing`` is the
-    law of their pace. With ``prefixes``, one a request, engines have pools of their own that cache them."""
+    """One run over ``instances``.
+
+    With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace. With
+    ``prefixes``, one a request, engines have pools of their own that cache them.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class EngineRun:
         self._prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
-        """Request i comes at ``arrival_s[i]``, non-decreasing."""
+        """Run with request i arriving at ``arrival_s[i]``, non-decreasing."""
         for index, at_s in enumerate(arrival_s.tolist()):
             self._clock.at(at_s, ARRIVAL, self._arrival(index))
         while self._outcomes.open:
@@ -108,7 +111,7 @@ class EngineRun:
         return self._times()
 
     def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
-        """The first ``clients`` requests come ``start_gap_s`` one after another, each other one when one ends."""
+        """Run with the first ``clients`` requests ``start_gap_s`` one after another. Each later one comes when one ends."""
         total = len(self._arrival_s)
         sent = min(clients, total)
         for index in range(sent):

@@ -15,8 +15,11 @@ from fineserve_evidence.validate.predict import Predicted
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """Errors of one group as fractions: predicted / measured - 1. ``n`` counts rows with a measured TTFT or TPOT; a field is
-    None where no row has that measurement. ``bias`` is the median signed error."""
+    """Errors of one group as fractions: predicted / measured - 1.
+
+    ``n`` counts rows with a measured TTFT or TPOT. A field is None where no row has that measurement. ``bias`` is the median
+    signed error.
+    """
 
     set: str
     backend: str
@@ -37,7 +40,7 @@ class ErrorRow:
 
 
 def error_rows(predictions: Iterable[Predicted]) -> list[ErrorRow]:
-    """One row a label and part, in order of first appearance."""
+    """Make one row a label and part, in order of first appearance."""
     groups: dict[Label, list[Predicted]] = {}
     for predicted in predictions:
         for label, part in _parts(predicted):
@@ -65,8 +68,10 @@ def _rows_of(whole: Rows, mine: NDArray[np.bool_]) -> Rows:
 
 
 def relative(predicted: Floats, measured: Floats) -> Floats:
-    """predicted / measured - 1. A request that the simulation never served counts as infinitely late; rows without a
-    measurement are left out."""
+    """Compute predicted / measured - 1. Rows without a measurement are left out.
+
+    A request that the simulation never served counts as infinitely late.
+    """
     there = np.isfinite(measured) & (measured > 0)
     served = np.where(np.isfinite(predicted[there]), predicted[there], np.inf)
     result: Floats = served / measured[there] - 1

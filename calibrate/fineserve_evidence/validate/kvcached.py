@@ -1,11 +1,11 @@
 """kvcached's benchmark: copies of Llama-3.1-8B on one A100 without MPS, with fixed shares of its memory or with kvcached.
 
-What a run is stands in its names. The set's name ends on vLLM's memory utilization (0.3, 0.5; 0.9 over the copies where it
-names none). A file's name has the lengths asked for, the copies, and the delay from one copy's start to the next. Fixed rates
-send for their duration. A ramp ``0to12to1-inc1`` sends r requests in second r, up to 12 and down to 1, and then one a second
-for as long as all copies' delays last: the number of requests says so (p^2 while ramping, copies x delay after), and so do
-the durations. Outputs end by themselves, or where they were asked to: the means of runs that asked for 128 to 1,024 tokens
-say how many are left where (``Ends``).
+The names describe a run. The set's name ends on vLLM's memory utilization (0.3, 0.5; 0.9 over the copies if it has none). A
+file's name has the wanted lengths, the copies, and the delay from one copy's start to the next. Fixed rates send for their
+duration. A ramp ``0to12to1-inc1`` sends r requests in second r, up to 12 and down to 1. Then it sends one a second for as long
+as all copies' delays last. The number of requests says so (p^2 while ramping, copies x delay after), and so do the durations.
+Outputs end by themselves, or at the wanted length. The means of runs with 128 to 1,024 wanted tokens say how many requests are
+left at a length (``Ends``).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ COLUMNS = (
 )  # fmt: skip
 HOST = "vllm-v1-kvcached"
 FITTED_MODELS = 2
-"""Copies of the runs that the engine's host time and the law of time-slicing were fitted on."""
+"""The engine's host time and the law of time-slicing were fitted on the runs with so many copies."""
 UTILIZATION = 0.9
 KEPT_UP = 0.95
-"""Of the throughput asked: below saturation."""
+"""A copy below saturation keeps up with this part of the requests a second."""
 _FILE = re.compile(r"-(?P<instance>\d+)-delay-(?P<delay_s>\d+)-model-num-(?P<models>\d+)\.json$")
 _ASKED = re.compile(r"-completion_(?P<asked>\d+)-")
 _RAMP = re.compile(r"ramp-up-down-(?P<start>\d+)to(?P<peak>\d+)to(?P<end>\d+)-inc(?P<step>\d+)")
@@ -52,22 +52,23 @@ _SHARE = re.compile(r"-(?P<share>0\.\d+)(-\d+)?$")
 
 
 class Ends(NamedTuple):
-    """Where outputs end by themselves: of all requests the part ``left``, falling, goes on beyond so many ``tokens``."""
+    """The lengths at which outputs end by themselves. The part ``left`` of all requests, falling, goes on beyond ``tokens``."""
 
     tokens: Floats
     left: Floats
 
     def lengths(self, rng: np.random.Generator, n: int, asked: int) -> Floats:
-        """Output tokens of ``n`` requests, spread evenly over the law and shuffled, which end where they were asked to at the
-        latest."""
+        """Draw the output tokens of ``n`` requests, spread evenly over the law and shuffled, at most ``asked``."""
         part = rng.permutation((np.arange(n) + 0.5) / n)
         found: Floats = np.clip(np.round(np.interp(part, self.left[::-1], self.tokens[::-1], left=asked)), 1, asked)
         return found
 
 
 def ends_of(rows: pd.DataFrame) -> Ends:
-    """From the mean outputs under each length asked for: from one to the next they grow by the part of the requests that is
-    left there, times what lies between."""
+    """Read the law off the mean outputs under each wanted length.
+
+    From one length to the next, the mean grows by the difference times the part of the requests that is left there.
+    """
     means = (rows["total_output_tokens"] / rows["completed"]).groupby(rows["asked"].astype(float)).mean()
     asked, tokens = (np.concatenate([[0.0], values]) for values in (means.index, means))
     left = np.minimum.accumulate(np.diff(tokens) / np.diff(asked))
@@ -75,8 +76,11 @@ def ends_of(rows: pd.DataFrame) -> Ends:
 
 
 def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """One case a run, one row of means a copy. Runs whose neighbours the set does not record, and those on other vendors' GPUs,
-    are unsupported; those with two copies were fitted on."""
+    """Make one case a run, with one row of means a copy.
+
+    Runs with neighbours that the set does not record, and runs on other vendors' GPUs, are unsupported. Runs with two copies
+    gave constants, and are not reported.
+    """
     cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
     frame = _with_names(frame)
     ends = ends_of(frame[_on_one_gpu(frame)])
@@ -107,14 +111,6 @@ def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         ),
         fitted=fitted,
     )
-
-
-def fitted_cases(frame: pd.DataFrame, path: Path) -> list[Case]:
-    """The runs with two models."""
-    frame = _with_names(frame)
-    frame = frame[_on_one_gpu(frame)]
-    ends, frame = ends_of(frame), frame[frame.models == str(FITTED_MODELS)]
-    return [_case(rows, ends, path) for _, rows in frame.groupby(["set", "run", "model_id"], sort=False)]
 
 
 def _with_names(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Which reader a file needs: the one whose columns it has."""
+"""The column layouts of measured files, and the reader of each."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ LAYOUTS = (
 
 
 def read_set(path: Path, make_step: StepFactory) -> MeasuredSet:
-    """The measured set in ``path``, a CSV (gzip'd or plain) of one of the known layouts.
+    """Read the measured set in ``path``, a CSV (gzip'd or plain) of one of the known layouts.
 
-    ``make_step`` serves the sets whose constants are fitted on part of their own rows. Raises LayoutError for an
-    unknown layout or an unreadable value.
+    Raises LayoutError for an unknown layout or an unreadable value.
     """
     frame = read_columns(path)
     for layout in LAYOUTS:

@@ -10,9 +10,9 @@ of users still there never rises. Its question must have a token at least:
 
     question[j] = prompt[j] - prompt[j - users] - answer[j - users] >= 1
 
-Of all numbers of users, and all ways to let them drop out, the one counts whose requests bring the fewest new tokens, by the
-sum of their logs. A first request brings its whole prompt, a later one its question. Wrong pairs leave differences as large as
-prompts. The search is dynamic programming over requests and users; nothing but the lengths enters.
+There are many numbers of users, and many ways to let them drop out. The one counts whose requests bring the fewest new tokens,
+by the sum of their logs. A first request brings its whole prompt, a later one its question. Wrong pairs leave differences as
+large as prompts. The search is dynamic programming over requests and users; nothing but the lengths enters.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ SYNCHRONOUS_V1 = deployment("vllm-v1")
 """vLLM V1 with CUDA graphs before it scheduled a step ahead by default (0.8 to 0.13). Scheduling, input copies and sampling lie
 between two steps."""
 MODELS = {"8b": ("llama-3.1-8b", 1), "70b": ("llama-3.1-70b", 2)}
-"""Model and TP degree by the size in a configuration's name; the TP degree is not recorded."""
+"""Model and TP degree by the size in a configuration's name. The TP degree is not recorded."""
 FITTED_CONFIGURATION, FITTED_SCENARIO, FITTED_QPS = "exp3-vllm-70b-2replicas", "short_input", 1.0
-"""Its runs at up to this rate, where nobody waits, gave the time of the front end, and are not reported."""
+"""Runs at up to this rate, where no request waits, gave the time of the front end. They are not reported."""
 COMPLETE = 0.9
-"""A run with a smaller part of its stated rate was broken off: requests that loaded the engines are not recorded."""
+"""A run below this part of its stated rate was broken off: requests that loaded the engines are not recorded."""
 
 
 def read_lmbench(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """One case a run (configuration, scenario, rate); its rows are requests."""
+    """Make one case a run (configuration, scenario, rate). Its rows are requests."""
     cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
     for (config, scenario, qps), rows in frame.groupby(["config", "scenario", "qps"], sort=False):
         try:
@@ -135,7 +135,7 @@ def _case(config: str, scenario: str, qps: float, rows: pd.DataFrame, path: Path
 
 
 def _conversations(rows: pd.DataFrame) -> Ints:
-    """Who asks, by name where the rows have one, else by the lengths; rows come in order of arrival."""
+    """The user of each request: by name where the rows have one, else by the lengths. Rows come in order of arrival."""
     if "user_id" in rows and rows.user_id.notna().all():
         return pd.factorize(rows.user_id)[0].astype(np.int64)
     return conversations(rows.prompt_tokens.to_numpy(np.int64), rows.generation_tokens.to_numpy(np.int64))
@@ -148,8 +148,10 @@ def _per_token(seconds: pd.Series, outputs: Ints) -> Floats:
 
 
 def conversations(prompt_tokens: Ints, answer_tokens: Ints) -> Ints:
-    """The conversation of each request, shape (n,), numbered by its first request; requests come in order of arrival. Where
-    nothing fits, each is a conversation of its own."""
+    """Find the conversation of each request, shape (n,), numbered by its first request.
+
+    Requests come in order of arrival. If nothing fits, each is a conversation of its own.
+    """
     n = len(prompt_tokens)
     cost = _costs(prompt_tokens, answer_tokens)
     first = np.cumsum(np.log(prompt_tokens))

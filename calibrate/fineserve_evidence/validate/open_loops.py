@@ -1,4 +1,4 @@
-"""Sets with open arrivals at one model: BLIS (means of long runs), DistServe (single requests)."""
+"""Sets with open arrivals at one model: BLIS (means of long runs) and DistServe (single requests)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ BLIS_COLUMNS = (
     "model", "tp", "gt_requests", "gt_ttft_ms", "gt_e2e_ms", "gt_arrival_rate_rps", "gt_input_mean", "gt_output_mean",
 )  # fmt: skip
 BLIS_REQUESTS = 2000
-"""Requests simulated of each run of thousands: its means have settled by then."""
+"""Requests simulated of each run of thousands. The means have settled by then."""
 BLIS_PROMPTS = 44
-"""Different prompts of a run, in turn: inference-perf's shared-prefix load draws the questions of all users once, and each asks
-the same again (11 groups of 4 users in its code generation profile)."""
+"""Different prompts of a run, in turn. inference-perf's shared-prefix load draws the questions of all users once. Each user
+asks the same again (11 groups of 4 users in its code generation profile)."""
 BLIS_SEQUENCES = 128
 
 STEPS_AHEAD = 1
@@ -42,8 +42,9 @@ DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", 
 
 
 def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Arrivals at the measured rate, evenly spaced, all requests of mean length. TPOT is (E2E - TTFT) / (output - 1): the set's
-    ITL column holds half of it. Prompts recur, and are found in vLLM's prefix cache.
+    """Read one case a row: evenly spaced arrivals at the measured rate, all requests of mean length.
+
+    TPOT is (E2E - TTFT) / (output - 1): the set's ITL column holds half of it. Prompts recur, and vLLM's prefix cache has them.
 
     The engines' settings and the load generator: inference-sim/inference-sim hypotheses/h-stepml/problem.md @ 2b8e42ccd1ad
     (vLLM 0.15.1, 2,048 batched tokens, 128 sequences, prefix caching) and its profiles of inference-perf.
@@ -106,8 +107,11 @@ def _blis_case(row: dict[Any, Any], name: str) -> Case:
 
 
 def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """OPT-13B on one A100: the requests of vLLM's runs. DistServe's own split prefill and decode. The host time of vLLM's first
-    generation was fitted on the run at ``FITTED_RATE``, which is not reported."""
+    """Read the requests of vLLM's runs of OPT-13B on one A100.
+
+    DistServe's own runs split prefill and decode, so they are unsupported. The host time of vLLM's first generation was fitted
+    on the run at ``FITTED_RATE``, which is not reported.
+    """
     cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
     for (system, rate, _), rows in frame.groupby(["system", "rate", "run_requests"], sort=False):
         if system != "vllm":

@@ -1,4 +1,4 @@
-"""The prediction of a case: TTFT and TPOT of the rows that were measured, from the step model and the engines alone."""
+"""The prediction of a case: TTFT and TPOT of the measured rows, from the step model and the engines alone."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deplo
 
 BLOCK_TOKENS = 16
 SEND_GAP_S = 1e-5
-"""Between the requests of a static batch: shorter than any step, so that only their order matters."""
+"""The gap between requests of a static batch is shorter than any step, so that only their order matters."""
 MOST_BLOCKS = 2**20
-"""Of a prompt; keeps the block ids of conversations apart."""
+"""Blocks of a prompt. The limit keeps the block ids of conversations apart."""
 SENSITIVITY_STRIDE = 4
 """Another assumption is tried on every fourth case."""
 MOST_TRIED = 60
-"""Named readings are tried on every case of an engine and version that has no more than these."""
+"""Named readings are tried on every case of an engine and version with at most so many cases."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """A case with its predicted rows, shapes as measured; the throughput of open loops that say when they started."""
+    """A case with its predicted rows, shapes as measured. Open loops that say when they started have a throughput."""
 
     case: Case
     ttft_s: Floats
@@ -51,13 +51,13 @@ class Predicted:
 
 
 def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
-    """Predictions of all cases. ``make_step`` is called once for each engine setting."""
+    """Predict all cases. ``make_step`` is called once for each engine setting."""
     steps = remembered(make_step)
     return [_predict(case, steps) for case in measured.cases]
 
 
 def remembered(make_step: StepFactory) -> StepFactory:
-    """``make_step`` that builds a setting once; deployments count as equal by name."""
+    """Wrap ``make_step`` so that it builds a setting once. Deployments count as equal by name."""
     built: dict[tuple[str, str, int, GpuSpec, str], StepModel] = {}
 
     def step(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment) -> StepModel:
@@ -70,14 +70,14 @@ def remembered(make_step: StepFactory) -> StepFactory:
 
 
 def sensitivity(measured: MeasuredSet, what: Sensitivity) -> tuple[MeasuredSet, MeasuredSet]:
-    """Every fourth case as assumed, and the same cases read otherwise."""
+    """Take every fourth case as assumed, and the same cases read otherwise."""
     some = measured.cases[::SENSITIVITY_STRIDE]
     changed = tuple(what.change(case) for case in some)
     return replace(measured, cases=some), replace(measured, cases=changed)
 
 
 def campaign(measured: MeasuredSet, engine: str) -> MeasuredSet:
-    """The cases of one engine and version, at least a quarter of them."""
+    """Select the cases of one engine and version, at least a quarter of them."""
     mine = [case for case in measured.cases if case.campaign == engine and case.reading]
     return replace(measured, cases=tuple(mine[:: SENSITIVITY_STRIDE if len(mine) > MOST_TRIED else 1]))
 
@@ -190,7 +190,7 @@ def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats
 
 
 def _prefixes(load: OpenLoop) -> list[Prefix]:
-    """What is known of each request's prompt: its full blocks are those of its conversation."""
+    """The known blocks of each request's prompt: its conversation's, as far as it fills them."""
     if load.conversation is None:
         return []
     prefixes = []
@@ -202,13 +202,13 @@ def _prefixes(load: OpenLoop) -> list[Prefix]:
 
 
 def kv_bytes(serving: Serving) -> int:
-    """What the cluster, as vLLM, leaves to KV on each GPU of this engine; less than nothing where the model does not fit."""
+    """Compute the bytes for KV on each GPU of this engine, as vLLM would. They are negative where the model does not fit."""
     settings = _settings(serving, serving.max_sequences)
     return usable_bytes(Gpu(0, 0, serving.gpu), settings) - fixed_bytes(_served(serving), settings)
 
 
 def block_bytes(serving: Serving) -> int:
-    """One KV block on each GPU."""
+    """Compute the bytes of one KV block on each GPU."""
     return BLOCK_TOKENS * kv_token_bytes(serving.model, serving.precision, serving.tp)
 
 

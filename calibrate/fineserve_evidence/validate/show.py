@@ -1,4 +1,4 @@
-"""What ``fineserve-calibrate validate`` shows: a table of errors a set, its assumptions, other readings, and figures.
+"""The output of ``fineserve-calibrate validate``: a table of errors a set, its assumptions, other readings, and figures.
 
 A figure has one row of panels a set, measured against predicted: TTFT left and TPOT right, both axes in log seconds.
 """
@@ -25,8 +25,7 @@ MOST_PARTS = 3
 
 
 def tell(sets: Sequence[MeasuredSet], predictions: Sequence[list[Predicted]], make_step: StepFactory | None) -> None:
-    """Print a table of errors a set and what was assumed for it; with ``make_step``, how they move
-    under other readings, too."""
+    """Print a table of errors a set and its assumptions. With ``make_step``, print how errors move under other readings."""
     screen = console()
     for measured, found in zip(sets, predictions, strict=True):
         screen.print(_table(measured.name, error_rows(found)))
@@ -81,7 +80,7 @@ def _notes(measured: MeasuredSet) -> list[str]:
 
 
 def moves(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
-    """Median absolute errors as assumed and read otherwise: of each part of a set that has few, else over all rows tried."""
+    """Tell median absolute errors as assumed and read otherwise: by part of a set that has few, else over all rows tried."""
     parts = list(dict.fromkeys(one.case.label.set for one in before))
     if not 1 < len(parts) <= MOST_PARTS:
         return _moved(before, after)
@@ -115,11 +114,11 @@ def _signed(value: float | None) -> str:
 
 
 MOST_POINTS = 4000
-"""Points drawn of one group: beyond, every k-th."""
+"""Points drawn of one group. A larger group shows every k-th."""
 
 
 def draw_sets(predictions: Mapping[str, Sequence[Predicted]], out: Path) -> list[Path]:
-    """Write ``validate.png`` and ``.svg`` into ``out`` and return their paths; sets without cases have no panel."""
+    """Write ``validate.png`` and ``.svg`` into ``out`` and return their paths. Sets without cases have no panel."""
     shown = {name: found for name, found in predictions.items() if found}
     if not shown:
         return []

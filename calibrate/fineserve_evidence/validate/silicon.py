@@ -4,10 +4,10 @@ Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no pre
 uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients.
 
 A ``Reading`` says the rest of an engine and version, never of a row. The readings of vLLM 0.12.0, SGLang 0.5.1 and
-TensorRT-LLM 1.0.0rc3 were chosen on Qwen3-32B at TP 4 on H100 (``is_fitted``), that of SGLang 0.5.6 on its own rows at TP 4.
-They hold for every model, TP degree and GPU of the engine and version. One version has two campaigns: TensorRT-LLM's runs of
-Llama-3.1-8B leave one request waiting at any time (TTFT exceeds a prefill by a generation divided by the clients), those of
-Qwen3-32B do not.
+TensorRT-LLM 1.0.0rc3 were chosen on Qwen3-32B at TP 4 on H100 (``is_fitted``). The reading of SGLang 0.5.6 was chosen on its
+own rows at TP 4. They hold for every model, TP degree and GPU of the engine and version. One version has two campaigns:
+TensorRT-LLM's runs of Llama-3.1-8B leave one request waiting at any time (TTFT exceeds a prefill by a generation divided by
+the clients). Its runs of Qwen3-32B do not.
 """
 
 from __future__ import annotations
@@ -146,14 +146,17 @@ def _case(row: dict[Any, Any], name: str) -> Case:
 
 
 GENERATOR_MARGIN = 1500
-"""Of aiconfigurator's generator, beside the clients and the input: it writes ``max_num_tokens`` so."""
+"""aiconfigurator's generator writes ``max_num_tokens`` as the clients, the input and this margin."""
 START_GAP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """``token_budget`` of a step (None: clients + input + ``GENERATOR_MARGIN``), requests a client, slots fewer than clients,
-    and the seconds between two clients' starts."""
+    """The settings of a closed loop that a set does not record.
+
+    ``token_budget`` None means clients + input + ``GENERATOR_MARGIN``. ``rounds`` counts requests a client, ``fewer_slots`` the
+    clients without a slot. ``start_gap_s`` lies between the starts of two clients.
+    """
 
     name: str
     token_budget: int | None
@@ -162,11 +165,11 @@ class Reading:
     start_gap_s: float = 0.0
 
     def budget(self, clients: int, prompt_tokens: int) -> int:
-        """Tokens of a step."""
+        """Compute the token budget of a step."""
         return self.token_budget or clients + prompt_tokens + GENERATOR_MARGIN
 
     def of(self, case: Case) -> Case:
-        """A case of a closed loop, read so."""
+        """Apply the reading to a case of a closed loop."""
         load = case.load
         if not isinstance(load, ClosedLoop):
             return case
@@ -198,26 +201,26 @@ CHOSEN: dict[tuple[str, str], Reading] = {
     ("sglang", "0.5.6.post2"): FIVE,
     ("trtllm", "1.0.0rc3"): GENERATOR,
 }
-"""By engine and version; ``USUAL`` where none was chosen, and the generator's budget for TensorRT-LLM."""
+"""Readings by engine and version. Other versions have ``USUAL``, TensorRT-LLM the generator's budget."""
 OWN_CAMPAIGN = {("trtllm", "1.0.0rc3", "llama-3.1-8b"): FEWER_SLOTS}
 FITTED_ON = ("qwen3-32b", 4, "h100-sxm")
 
 
 def reading_of(backend: str, version: str, model: str) -> Reading:
-    """The reading of an engine's runs."""
+    """Find the reading of an engine's runs."""
     usual = GENERATOR if backend == "trtllm" else USUAL
     return OWN_CAMPAIGN.get((backend, version, model)) or CHOSEN.get((backend, version), usual)
 
 
 def is_fitted(backend: str, version: str, model: str, tp: int, gpu: str) -> bool:
-    """Whether a row had a say in its reading."""
+    """Say whether a row had a say in its reading."""
     if (backend, version) == ("sglang", "0.5.6.post2"):
         return tp == FITTED_ON[1]
     return (backend, version) in CHOSEN and (model, tp, gpu) == FITTED_ON
 
 
 def of_campaigns() -> tuple[Sensitivity, ...]:
-    """Every reading as a change of the cases that have one."""
+    """Make every reading a change of the cases that have one."""
     return tuple(Sensitivity(reading.name, _changed(reading)) for reading in READINGS)
 
 
