@@ -55,10 +55,9 @@ def validate(
     ] = True,
 ) -> None:
     """Predict every row of measured end-to-end sets; print median, p90 and bias of the errors of TTFT and TPOT."""
-    from fineserve_evidence.validate.errors import error_rows
+    from fineserve_evidence.validate.errors import draw_sets, error_rows, tell
     from fineserve_evidence.validate.layouts import read_set
     from fineserve_evidence.validate.predict import predict_set
-    from fineserve_evidence.validate.show import draw_sets, tell
 
     make_step = step_factory(latency)
     sets = [read_set(path, make_step) for path in _files(set_files, data)]

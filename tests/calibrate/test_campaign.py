@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from fineserve_calibrate import cli
 from fineserve_calibrate.probes.engine_worker import ROUND
-from fineserve_calibrate.probes.engines import Composition
-from fineserve_calibrate.probes.models import LLAMA_8B, TINY
+from fineserve_calibrate.probes.engines import LLAMA_8B, TINY, Composition
 from fineserve_calibrate.probes.schema import Identity, ProbeError, Unavailable
 from fineserve_evidence.campaign import command
 from fineserve_evidence.campaign.bench import side_by_side

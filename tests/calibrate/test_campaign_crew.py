@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from fineserve_calibrate.probes import nvidia
-from fineserve_calibrate.probes.engines import Composition
-from fineserve_calibrate.probes.models import LLAMA_8B, TINY
+from fineserve_calibrate.probes.engines import LLAMA_8B, TINY, Composition
 from fineserve_calibrate.probes.schema import Unavailable
 from fineserve_evidence.campaign.bench import DeviceBench
 from fineserve_evidence.campaign.crew import Crew, Member, settings

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fineserve_calibrate.probes.models import LLAMA_8B
+from fineserve_calibrate.probes.engines import LLAMA_8B
 from fineserve_calibrate.probes.torch_device import package_version
 from fineserve_evidence.campaign.crew import settings
 from fineserve_evidence.campaign.items import Take

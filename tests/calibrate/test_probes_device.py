@@ -18,8 +18,17 @@ from fineserve_calibrate import cli
 from fineserve_calibrate.probes import kernels, nvidia
 from fineserve_calibrate.probes.engine_points import side_by_side
 from fineserve_calibrate.probes.engine_worker import Stopwatch, Work
-from fineserve_calibrate.probes.engines import Composition, EnginePool, EngineProcess, EngineSpec, worker_settings
-from fineserve_calibrate.probes.models import LLAMA_8B, ONE_LAYER, TINY, model_from
+from fineserve_calibrate.probes.engines import (
+    LLAMA_8B,
+    ONE_LAYER,
+    TINY,
+    Composition,
+    EnginePool,
+    EngineProcess,
+    EngineSpec,
+    model_from,
+    worker_settings,
+)
 from fineserve_calibrate.probes.nvidia import Driver, DriverError
 from fineserve_calibrate.probes.plan import CPU_FULL, GIB, plan
 from fineserve_calibrate.probes.report import conclude

@@ -23,7 +23,7 @@ from constantskit import Profile, fit_host, fit_rate, fit_shares
 from fineserve_evidence.commands import validate
 from fineserve_evidence.validate.authors import SmShare, fitted_on, sm_shares
 from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, OpenLoop, Serving, StaticBatch
-from fineserve_evidence.validate.errors import ErrorRow, error_rows
+from fineserve_evidence.validate.errors import ErrorRow, error_rows, moves
 from fineserve_evidence.validate.kvcached import ends_of
 from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
 from fineserve_evidence.validate.lmbench import FITTED_QPS, SYNCHRONOUS_V1
@@ -36,7 +36,6 @@ from fineserve_evidence.validate.rows import (
     model_named,
     precision_named,
 )
-from fineserve_evidence.validate.show import moves
 
 from fineserve_sim.catalog import deployment, gpu, gpus, kernel_rates, model, precision, precisions
 from fineserve_sim.latency import StepModel

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fineserve_calibrate.probes.engine_worker import ROUND
-from fineserve_calibrate.probes.engines import Composition, EngineProcess, EngineSpec
-from fineserve_calibrate.probes.models import ONE_LAYER
+from fineserve_calibrate.probes.engines import ONE_LAYER, Composition, EngineProcess, EngineSpec
 from fineserve_calibrate.probes.nvidia import Environment, start_mps
 from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from fineserve_calibrate.probes.models import LLAMA_8B, ONE_LAYER, TINY, ProbedModel, model_from
+from fineserve_calibrate.probes.engines import LLAMA_8B, ONE_LAYER, TINY, ProbedModel, model_from
 from fineserve_calibrate.probes.nvidia import check_wanted, find_gpu
 from fineserve_calibrate.probes.parts import Part, finished, run_part, write_part
 from fineserve_calibrate.probes.plan import plan

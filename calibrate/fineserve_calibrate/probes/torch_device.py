@@ -20,8 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fineserve_calibrate.probes.engines import EnginePool
-from fineserve_calibrate.probes.models import ProbedModel
+from fineserve_calibrate.probes.engines import EnginePool, ProbedModel
 from fineserve_calibrate.probes.nvidia import Environment, FoundGpu, stop_mps
 from fineserve_calibrate.probes.schema import Identity, Prepared, ProbeError
 from fineserve_sim.catalog import GpuSpec

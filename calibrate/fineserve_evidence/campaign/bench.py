@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fineserve_calibrate.probes.engine_points import KV_OF
-from fineserve_calibrate.probes.engines import EngineSpec
-from fineserve_calibrate.probes.models import ONE_LAYER, ProbedModel
+from fineserve_calibrate.probes.engines import ONE_LAYER, EngineSpec, ProbedModel
 from fineserve_calibrate.probes.nvidia import Environment, FoundGpu, start_mps, stop_mps
 from fineserve_calibrate.probes.operators import TorchBackend
 from fineserve_calibrate.probes.parts import Row, measured_row

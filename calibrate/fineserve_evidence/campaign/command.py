@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fineserve_calibrate.probes.models import LLAMA_8B, TINY, ProbedModel
+from fineserve_calibrate.probes.engines import LLAMA_8B, TINY, ProbedModel
 from fineserve_calibrate.probes.nvidia import check_wanted, find_gpu
 from fineserve_calibrate.probes.schema import ProbeError
 

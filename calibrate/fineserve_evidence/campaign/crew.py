@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from fineserve_calibrate.probes.engine_points import KV_OF
 from fineserve_calibrate.probes.engine_worker import ROUND
-from fineserve_calibrate.probes.engines import Composition, EngineProcess, EngineSpec, settings_with
-from fineserve_calibrate.probes.models import ProbedModel
+from fineserve_calibrate.probes.engines import Composition, EngineProcess, EngineSpec, ProbedModel, settings_with
 from fineserve_calibrate.probes.nvidia import Environment
 from fineserve_calibrate.probes.schema import Unavailable
 

@@ -17,8 +17,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from fineserve_calibrate.probes.engines import Composition, EngineProcess
-from fineserve_calibrate.probes.models import LLAMA_8B, TINY, ProbedModel
+from fineserve_calibrate.probes.engines import LLAMA_8B, TINY, Composition, EngineProcess, ProbedModel
 
 from fineserve_sim.catalog import activation_bytes, graph_bytes, model_from_hf_config, precision, weight_bytes
 from fineserve_sim.catalog import gpu as catalog_gpu

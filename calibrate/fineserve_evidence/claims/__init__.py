@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fineserve_evidence.claims import engines, kernels, memory
+from fineserve_evidence.claims import kernels, probed
 from fineserve_evidence.claims.evidence import Evidence, Missing, Verdict, read_probes, undecided
 
 __all__ = ["EVALUATORS", "ClaimError", "Evidence", "Verdict", "ids_of", "read_probes", "verdict_of"]
@@ -20,19 +20,19 @@ __all__ = ["EVALUATORS", "ClaimError", "Evidence", "Verdict", "ids_of", "read_pr
 BACKEND = "calibrator-gpu"
 EVALUATORS: Mapping[str, Callable[[Evidence], Verdict] | Verdict] = MappingProxyType(
     {
-        "FS-C3-percall": memory.call_takes_tens_of_us,
-        "FS-C3-growth": memory.growth_takes_ms,
-        "FS-6-all-gain": engines.every_pair_gains,
-        "FS-6-fp8fp8": engines.fp8_pair,
+        "FS-C3-percall": probed.call_takes_tens_of_us,
+        "FS-C3-growth": probed.growth_takes_ms,
+        "FS-6-all-gain": probed.every_pair_gains,
+        "FS-6-fp8fp8": probed.fp8_pair,
         "PR-4-kv-throughput": undecided(
             "an engine, saturated, on 5 and on 15 GB of KV memory; no probe runs it, a simulation does"  # prism_fig04.yaml
         ),
-        "PR-9-naive": memory.cold_start_takes_tens_of_s,
-        "PR-9-small": memory.small_models_activate_in_time,
-        "PR-9-14b": memory.activation_14b,
-        "KS-4.1-api": memory.remap_takes_5_ms,
-        "KS-eq1": engines.chunk_cost_beats_token_count,
-        "KS-eq1-err": engines.chunk_cost_error,
+        "PR-9-naive": probed.cold_start_takes_tens_of_s,
+        "PR-9-small": probed.small_models_activate_in_time,
+        "PR-9-14b": probed.activation_14b,
+        "KS-4.1-api": probed.remap_takes_5_ms,
+        "KS-eq1": probed.chunk_cost_beats_token_count,
+        "KS-eq1-err": probed.chunk_cost_error,
         "KS-4.3-second-chunk": kernels.second_chunk_is_slower,
         "VT-3-mha": undecided(kernels.LEGACY),
         "VT-3-cap": undecided(kernels.LEGACY),
@@ -47,7 +47,7 @@ EVALUATORS: Mapping[str, Callable[[Evidence], Verdict] | Verdict] = MappingProxy
         "VT-7.2.3-table": undecided(kernels.CONTIGUOUS),
         "VT-7-native": undecided(kernels.LEGACY),
         "VT-kernel-avg": undecided(f"{kernels.LEGACY}; and {kernels.TRITON}"),
-        "VT-5-overlap": memory.extension_is_hidden,
+        "VT-5-overlap": probed.extension_is_hidden,
     }
 )
 """The function that decides a claim, or a verdict where no probe can decide it."""
