@@ -46,9 +46,10 @@ def read_aegaeon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Make one case a row. Raises LayoutError when a number is not positive."""
     check_positive(frame, COLUMNS[2:], path)
     fitted = fitted_on(frame)
+    records = frame[~fitted].to_dict("records")
     return MeasuredSet(
         stem(path),
-        *cases_of(frame[~fitted], lambda row: _case(row, stem(path)), lambda row: ("vllm", str(row["model"]))),
+        *cases_of(records, lambda row: _case(row, stem(path)), lambda row: ("vllm", str(row["model"]))),
         assumptions=(
             f"host time fitted on rows of {FITTED_MODEL} with input {', '.join(map(str, FITTED_INPUTS))}: {int(fitted.sum())} "
             "here, not reported",

@@ -66,9 +66,10 @@ def read_authors(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Make one case a row. Raises LayoutError when a number is not positive."""
     check_positive(frame, COLUMNS[2:], path, may_miss=("ttft", "tpot"))
     fitted = fitted_on(frame)
+    records = frame[~fitted].to_dict("records")
     return MeasuredSet(
         stem(path),
-        *cases_of(frame[~fitted], lambda row: _case(row, stem(path)), lambda row: (_backend(row), str(row["model"]))),
+        *cases_of(records, lambda row: _case(row, stem(path)), lambda row: (_backend(row), str(row["model"]))),
         assumptions=(
             f"host time, SM shares, AWQ and QoQ rates fitted on 8B rows with input {FITTED_INPUT}: "
             f"{int(fitted.sum())} here, not reported",

@@ -11,7 +11,6 @@ left at a length (``Ends``).
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,15 @@ from fineserve_evidence.validate.cases import (
     with_load,
     with_serving,
 )
-from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, check_positive, model_named, stem, supported
+from fineserve_evidence.validate.rows import (
+    FRONT_END_S,
+    UnsupportedRow,
+    cases_of,
+    check_positive,
+    model_named,
+    stem,
+    supported,
+)
 from fineserve_sim.catalog import deployment, gpu, precision
 
 COLUMNS = (
@@ -81,22 +88,17 @@ def read_kvcached(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     Runs with neighbours that the set does not record, and runs on other vendors' GPUs, are unsupported. Runs with two copies
     gave constants, and are not reported.
     """
-    cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
     frame = _with_names(frame)
     ends = ends_of(frame[_on_one_gpu(frame)])
-    for (_, _, served), rows in frame.groupby(["set", "run", "model_id"], sort=False):
-        try:
-            case = _case(rows, ends, path)
-        except UnsupportedRow as reason:
-            unsupported["vllm", str(served), str(reason)] += len(rows)
-            continue
-        if len(rows) == FITTED_MODELS:
-            fitted += len(rows)
-        else:
-            cases.append(case)
+    runs = [rows for _, rows in frame.groupby(["set", "run", "model_id"], sort=False)]
+    found, unsupported = cases_of(
+        runs, lambda rows: _case(rows, ends, path), lambda rows: ("vllm", str(rows.model_id.iloc[0])), len
+    )
+    cases = tuple(case for case in found if len(case.parts) != FITTED_MODELS)
+    fitted = FITTED_MODELS * (len(found) - len(cases))
     return MeasuredSet(
         stem(path),
-        tuple(cases),
+        cases,
         unsupported,
         assumptions=(
             "copies, delays, ramps and memory shares as in file and set names; mean prompts; outputs end as their means under "

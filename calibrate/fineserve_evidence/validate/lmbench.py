@@ -18,7 +18,6 @@ large as prompts. The search is dynamic programming over requests and users; not
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +39,7 @@ from fineserve_evidence.validate.cases import (
 from fineserve_evidence.validate.rows import (
     FRONT_END_S,
     UnsupportedRow,
+    cases_of,
     check_positive,
     gpu_named,
     model_named,
@@ -65,26 +65,16 @@ COMPLETE = 0.9
 
 def read_lmbench(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Make one case a run (configuration, scenario, rate). Its rows are requests."""
-    cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
-    for (config, scenario, qps), rows in frame.groupby(["config", "scenario", "qps"], sort=False):
-        try:
-            case = _case(str(config), str(scenario), float(str(qps)), rows, path)
-        except UnsupportedRow as reason:
-            unsupported["vllm", str(config), str(reason)] += len(rows)
-            continue
-        if (config, scenario) == (FITTED_CONFIGURATION, FITTED_SCENARIO) and float(str(qps)) <= FITTED_QPS:
-            fitted += len(rows)
-        else:
-            cases.append(case)
+    fitted = (frame.config == FITTED_CONFIGURATION) & (frame.scenario == FITTED_SCENARIO) & (frame.qps <= FITTED_QPS)
+    runs = [rows for _, rows in frame[~fitted].groupby(["config", "scenario", "qps"], sort=False)]
     return MeasuredSet(
         stem(path),
-        tuple(cases),
-        unsupported,
+        *cases_of(runs, lambda rows: _case(rows, path), lambda rows: ("vllm", str(rows.config.iloc[0])), len),
         assumptions=(
             "70B at TP 2, 8B at TP 1, 16-bit, replicas in turn; token budget 2048; memory utilization 0.9 (vLLM's default); "
             "prefix cache as vLLM 0.8 has by default",
             f"{FRONT_END_S * 1e3:g} ms before the engine sees a request, fitted on the short-input runs of "
-            f"{FITTED_CONFIGURATION} at up to {FITTED_QPS:g} requests/s ({fitted} rows here, not reported)",
+            f"{FITTED_CONFIGURATION} at up to {FITTED_QPS:g} requests/s ({int(fitted.sum())} rows here, not reported)",
             "ShareGPT runs: who asks again is read off the lengths of prompts and answers",
             "a request's time is its mean over the moments of a step at which it may come",
         ),
@@ -97,7 +87,7 @@ def read_lmbench(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             Sensitivity("token budget 8192", with_serving(token_budget=8192)),
         ),
         shares_prefixes=True,
-        fitted=fitted,
+        fitted=int(fitted.sum()),
     )
 
 
@@ -105,7 +95,8 @@ def _one_full_replica(case: Case) -> Case:
     return with_serving(memory_utilization=0.95)(with_load(OpenLoop, replicas=1)(case))
 
 
-def _case(config: str, scenario: str, qps: float, rows: pd.DataFrame, path: Path) -> Case:
+def _case(rows: pd.DataFrame, path: Path) -> Case:
+    config, scenario, qps = (rows[name].iloc[0] for name in ("config", "scenario", "qps"))
     if "scout" in config:
         raise UnsupportedRow("mixture of experts")
     found = CONFIGURATION.fullmatch(config)

@@ -52,7 +52,9 @@ def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     check_positive(frame, BLIS_COLUMNS[1:], path)
     return MeasuredSet(
         stem(path),
-        *cases_of(frame, lambda row: _blis_case(row, stem(path)), lambda row: ("vllm", row["model"])),
+        *cases_of(
+            frame.to_dict("records"), lambda row: _blis_case(row, stem(path)), lambda row: ("vllm", row["model"])
+        ),
         assumptions=(
             f"evenly spaced arrivals at the mean rate (the runs had two rates, not recorded), first {BLIS_REQUESTS} "
             f"requests, mean lengths, 16-bit, token budget 2048, {BLIS_SEQUENCES} sequences",

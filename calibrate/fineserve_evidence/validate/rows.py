@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pandas as pd
 
@@ -15,6 +15,7 @@ from fineserve_evidence.validate.predict import block_bytes, kv_bytes
 from fineserve_sim.catalog import CatalogError, GpuSpec, ModelSpec, PrecisionSpec, check_tp, gpu, model, precision
 from fineserve_sim.latency.rates import resolve
 
+T = TypeVar("T")
 FRONT_END_S = 0.0089
 """HTTP, tokenizer and, in LMBench, a gateway, before the engine sees a request. Stated once, for every set that was measured
 through an HTTP server: the median of what TTFT exceeds the engine's in LMBench's idle runs, which are not reported."""
@@ -124,16 +125,19 @@ def supported(serving: Serving) -> Serving:
 
 
 def cases_of(
-    frame: pd.DataFrame, case_of: Callable[[dict[Any, Any]], Case], engine: Callable[[dict[Any, Any]], tuple[str, str]]
+    rows: Iterable[T],
+    case_of: Callable[[T], Case],
+    engine: Callable[[T], tuple[str, str]],
+    size: Callable[[T], int] = lambda row: 1,
 ) -> tuple[tuple[Case, ...], Counter[tuple[str, str, str]]]:
-    """Make a case of every row, and count the rows that no case can stand for by (backend, model, reason).
+    """Make a case of every row or run, and count the rows that no case can stand for by (backend, model, reason).
 
-    ``engine`` says backend and model of a row.
+    ``engine`` says backend and model, ``size`` the number of rows.
     """
     cases, unsupported = [], Counter[tuple[str, str, str]]()
-    for row in frame.to_dict("records"):
+    for row in rows:
         try:
             cases.append(case_of(row))
         except UnsupportedRow as reason:
-            unsupported[*engine(row), str(reason)] += 1
+            unsupported[*engine(row), str(reason)] += size(row)
     return tuple(cases), unsupported

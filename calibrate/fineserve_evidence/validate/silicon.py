@@ -59,17 +59,17 @@ GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
 
 def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Make a case of each row of aggregated serving of dense models. Other rows are counted as unsupported."""
-    places = iter(range(len(frame)))
 
-    def case(row: dict[Any, Any]) -> Case:
-        place = next(places)
+    def case(placed: tuple[int, dict[Any, Any]]) -> Case:
+        place, row = placed
         found = _case(row, stem(path))
         check_positive(frame.iloc[place : place + 1], (*LOAD, *MEASURED), path, may_miss=MEASURED)
         return found
 
+    records = enumerate(frame.to_dict("records"))
     return MeasuredSet(
         stem(path),
-        *cases_of(frame, case, lambda row: (row["backend"], row["model_path"])),
+        *cases_of(records, case, lambda placed: (placed[1]["backend"], placed[1]["model_path"])),
         assumptions=(
             f"InferenceMAX rows: {ROUNDS} requests a client, token budget {TOKEN_BUDGET}, a slot for every client, lengths "
             f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
