@@ -33,7 +33,10 @@ RUNTIME_TESTS = ["--durations=10", "tests/runtime", *REAL]
 COMPILED = ROOT / "build" / "compiled"
 TESTS = ["pytest", "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", "--durations=10"]
 COMPILED_TESTS = ["tests/test_compiled.py", "tests/cluster", "tests/latency", "tests/policy"]
-SOURCES = ("fineserve_sim", "traces/fineserve_traces", "calibrate/fineserve_calibrate", "runtime/fineserve_runtime")
+SOURCES = (
+    *("fineserve_sim", "traces/fineserve_traces", "runtime/fineserve_runtime"),
+    *("calibrate/fineserve_calibrate", "calibrate/fineserve_evidence"),
+)
 """What a build is made of, with pyproject.toml and hatch_build.py."""
 
 
