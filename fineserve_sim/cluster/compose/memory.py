@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from fineserve_sim import catalog
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
-from fineserve_sim.policy.interfaces import Instance, ModelDemand
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry, plan_slabs
 from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager
 from fineserve_sim.policy.memory.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
@@ -119,6 +120,19 @@ def tenants_on(
     return tenants
 
 
+def claimed(
+    slots: Sequence[GpuSlot], instances: Sequence[Instance], served: Mapping[str, ServedModel], settings: EngineSettings
+) -> MemoryLedger:
+    """The GPUs with what these engines, 0, 1, ... in their order, claim of them. Raises ScenarioError if they do not fit."""
+    ledger = MemoryLedger.of(slots)
+    for engine, instance in enumerate(instances):
+        try:
+            ledger.claim(engine, instance.gpus, fixed_bytes(served[instance.model], settings))
+        except ValueError as error:
+            raise ScenarioError(f"model {instance.model}: {error}") from error
+    return ledger
+
+
 def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: int) -> int:
     """The footprint F_M of an engine in a cluster of so many GPUs."""
     return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes
@@ -132,17 +146,13 @@ def build_manager(
     *,
     virtual: int | None = None,
 ) -> GpuMemory:
-    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be,
-    or when the engines alone take more than there is.
+    """The KV memory of one GPU with ``usable`` bytes, of which these tenants leave some, under a system's memory policy. Raises
+    ScenarioError when it cannot be.
 
     ``loners`` are engines that share none of their GPUs; ``virtual`` bytes are the most that there may ever be for KV, by
     default what there is now.
     """
     kv_bytes = usable - sum(tenant.fixed_bytes for tenant in tenants)
-    if kv_bytes < 0:
-        raise ScenarioError(
-            f"engines take {(usable - kv_bytes) / 2**30:.1f} GiB of a GPU that has {usable / 2**30:.1f} GiB"
-        )
     blocks = {tenant.engine: tenant.block for tenant in tenants}
     if isinstance(spec, specs.KvSlabSpec):
         return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)

@@ -11,6 +11,7 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     caches_prefixes,
+    claimed,
     engine_block_tokens,
     engine_kv,
     fixed_bytes,
@@ -108,21 +109,17 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
         return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
 
-    usable = {slot.id: slot.memory_bytes for slot in slots}
-    left = {
-        gpu: bytes - sum(tenant.fixed_bytes for tenant in build.tenants.get(gpu, ())) for gpu, bytes in usable.items()
-    }
     fleet = ModelFleet(
         cluster,
         controller,
-        FleetMemory(left, build.managers),
+        FleetMemory(build.ledger, build.managers),
         Loader(build_activation_cost(residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
         bytes_of,
         engine,
     )
     fleet.begin([(instance.model, instance.gpus) for instance in build.placement.instances])
     columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in build.served]
-    return build.parts(cluster, columns, tuple(usable.values()))
+    return build.parts(cluster, columns, tuple(build.ledger.usable_bytes.values()))
 
 
 def _residency(scenario: Scenario, demands: Mapping[str, ModelDemand], slots: Sequence[GpuSlot]) -> ResidencyPolicy:
@@ -149,8 +146,9 @@ def slots_of(scenario: Scenario) -> list[GpuSlot]:
 
 
 class Builder:
-    """What the engines of a scenario and their schedulers are built from. ``tenants`` of the placement and ``managers``, the KV
-    memories, by GPU: those with engines, or all where engines come and go."""
+    """What the engines of a scenario and their schedulers are built from. ``ledger``: what engines claim of each GPU, and its
+    KV memory. ``tenants`` of the placement and ``managers``, the KV memories, by GPU: those with engines, or all where
+    engines come and go."""
 
     def __init__(self, scenario: Scenario, placed: Placed) -> None:
         self.placement, demands = placed
@@ -166,12 +164,16 @@ class Builder:
         shared = {tenant.engine for members in self.tenants.values() if len(members) > 1 for tenant in members}
         loners = set(range(len(self.placement.instances))) - shared
         memory, comes_and_goes = scenario.system.memory, scenario.system.residency is not None
+        slots = slots_of(scenario)
+        self.ledger = claimed(slots, self.placement.instances, self.served, scenario.engine)
         self.managers = {}
-        for slot in slots_of(scenario):
+        for slot in slots:
             if comes_and_goes or slot.id in self.tenants:
                 here = self.tenants.get(slot.id, ())
                 virtual = slot.memory_bytes if comes_and_goes else None
-                self.managers[slot.id] = build_manager(memory, slot.memory_bytes, here, loners, virtual=virtual)
+                manager = build_manager(memory, slot.memory_bytes, here, loners, virtual=virtual)
+                self.ledger.set_pool(slot.id, manager.ledger().total_bytes)
+                self.managers[slot.id] = manager
 
     def seats(self) -> list[Seat]:
         """All of the placement."""

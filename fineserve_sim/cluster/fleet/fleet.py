@@ -23,6 +23,7 @@ from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized, GpusRepaired, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 TICK = order_of(Kind.TIMER, 1)
@@ -41,23 +42,36 @@ class EngineBytes:
 
 
 class FleetMemory:
-    """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
-    that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. An engine of private pools that
-    comes later gets what is free then, neither weights nor pools of others: an equal part, if more are on their way."""
+    """The memory of every GPU while engines come and go: their claims in ``ledger``, and ``managers`` of the KV memory in the
+    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. An engine of private pools that
+    comes later gets what is free then: an equal part, if more are on their way."""
 
-    def __init__(self, left_bytes: Mapping[int, int], managers: Mapping[int, GpuMemory]) -> None:
+    def __init__(self, ledger: MemoryLedger, managers: Mapping[int, GpuMemory]) -> None:
         self.managers = dict(managers)
         self.coming = Counter[int]()  # engines that load, by GPU
-        self._left_bytes = dict(left_bytes)
+        self._ledger = ledger
+        for gpu in self.managers:
+            self._set_pool(gpu)
 
-    def take(self, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
-        """An engine, loading or loaded, takes so much of each GPU beside KV; negative: it gives that back."""
+    def claim(self, engine: int, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
+        """An engine that begins to load takes so much of each GPU."""
+        self._ledger.claim(engine, gpus, fixed_bytes)
+        self._set_limits(gpus, now)
+
+    def release(self, engine: int, now: float) -> None:
+        """An engine, loading or loaded, gives back what it took."""
+        self._set_limits(self._ledger.release(engine), now)
+
+    def _set_limits(self, gpus: Iterable[int], now: float) -> None:
         for gpu in gpus:
-            self._left_bytes[gpu] -= fixed_bytes
             manager = self.managers[gpu]
             if isinstance(manager, KvCachedManager):
                 manager.advance(now)
-                manager.set_limit(max(0, self._left_bytes[gpu]))
+                manager.set_limit(self._ledger.left_bytes(gpu))
+
+    def _set_pool(self, gpu: int) -> None:
+        manager = self.managers[gpu]
+        self._ledger.set_pool(gpu, manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0)
 
     def join(self, engine: int, gpus: Sequence[int], block: VirtualKV | int, now: float) -> None:
         """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
@@ -70,8 +84,8 @@ class FleetMemory:
                 manager.join(engine, block)
             else:
                 assert isinstance(manager, PrivatePools) and isinstance(block, int)
-                free_bytes = max(0, self._left_bytes[gpu] - manager.ledger().total_bytes)
-                manager.join(engine, block, free_bytes // (1 + self.coming[gpu]))
+                manager.join(engine, block, self._ledger.free_bytes(gpu) // (1 + self.coming[gpu]))
+                self._set_pool(gpu)
 
     def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
         """An engine that holds no KV any more goes."""
@@ -81,17 +95,15 @@ class FleetMemory:
             if isinstance(manager, KvCachedManager):
                 manager.advance(now)
             manager.leave(engine)
+            self._set_pool(gpu)
 
     def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
         """By GPU, what the weights of another engine could take now. ``serving`` are the GPUs of the engines with requests:
         others hold no KV."""
-        free = dict(self._left_bytes)
+        free = {gpu: self._ledger.free_bytes(gpu) for gpu in self.managers}
         for engine, gpus in serving.items():
             for gpu in gpus:
                 free[gpu] -= self.held_bytes(engine, gpu)
-        for gpu, manager in self.managers.items():
-            if isinstance(manager, PrivatePools):
-                free[gpu] -= manager.ledger().total_bytes
         return free
 
     def held_bytes(self, engine: int, gpu: int) -> int:
@@ -100,12 +112,9 @@ class FleetMemory:
         return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
 
     def check(self) -> None:
-        """Raise AssertionError if more is taken than there is."""
-        for gpu, left_bytes in self._left_bytes.items():
-            manager = self.managers[gpu]
+        """Raise AssertionError if a KV memory contradicts itself; that claims and pools fit is always checked."""
+        for manager in self.managers.values():
             manager.check()
-            pools_bytes = manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0
-            assert pools_bytes <= left_bytes, f"GPU {gpu}: pools of {pools_bytes} bytes, engines leave {left_bytes}"
 
 
 @dataclass(slots=True)
@@ -210,7 +219,7 @@ class ModelFleet(Fleet):
         self._residents[command.engine] = _Resident(command.model, command.gpus)
         for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
             cluster.settle_now(cluster.engines[engine], now)
-        self._memory.take(command.gpus, bytes.fixed_bytes, now)
+        self._memory.claim(command.engine, command.gpus, bytes.fixed_bytes, now)
         self._memory.coming.update(command.gpus)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
@@ -270,7 +279,7 @@ class ModelFleet(Fleet):
             cluster.contention.leave(id)
             cluster.disconnect(engine)
             self._memory.leave(id, resident.gpus, now)
-        self._memory.take(resident.gpus, -self._bytes_of[resident.model].fixed_bytes, now)
+        self._memory.release(id, now)
         self._cluster.unformed.update(resident.gpus)
         return lost
 
