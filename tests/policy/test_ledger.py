@@ -30,7 +30,7 @@ def test_a_pool_is_no_larger_than_what_claims_leave() -> None:
     ledger = MemoryLedger({0: 100})
     ledger.claim(0, (0,), 70)
     ledger.set_pool(0, 30)
-    with pytest.raises(ValueError, match="set .* aside"):
+    with pytest.raises(ValueError, match="aside"):
         ledger.set_pool(0, 31)
     with pytest.raises(ValueError, match="does not fit"):
         ledger.claim(1, (0,), 1)
