@@ -6,6 +6,7 @@ import pytest
 from simkit import H100, served
 
 from fineserve_sim.cluster import EngineSettings
+from fineserve_sim.cluster.compose import place
 from fineserve_sim.cluster.compose.place import demand_of
 
 
@@ -15,3 +16,15 @@ def test_memory_has_a_slope_only_where_it_limits_an_engine(token_budget: int, li
     settings = EngineSettings(token_budget=token_budget)
     demand = demand_of(served(prompt=512, output=16), H100, settings, slope=True)
     assert (demand.mme_tokens_per_byte is not None) == limited
+
+
+def test_the_slope_hardly_depends_on_how_often_the_sweep_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These requests last 40 ms: few samples see them, and one before the first step would count for much."""
+    slopes = []
+    for samples in (2, 40):
+        monkeypatch.setattr(place, "SAMPLES_A_REQUEST", samples)
+        place._measured_mme.cache_clear()
+        demand = demand_of(served(prompt=64, output=8), H100, EngineSettings(), slope=True)
+        slopes.append(demand.mme_tokens_per_byte)
+    place._measured_mme.cache_clear()
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.05)

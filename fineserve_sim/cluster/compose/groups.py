@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
 from fineserve_sim.catalog import weight_bytes
@@ -12,7 +12,7 @@ from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, g
 from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import options
-from fineserve_sim.cluster.compose.profiling import chunk_cost, step_model
+from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
 from fineserve_sim.cluster.engine.base import Engine, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
@@ -27,6 +27,7 @@ from fineserve_sim.cluster.run import Parts
 from fineserve_sim.cluster.samples import InstanceSampler, counters
 from fineserve_sim.cluster.scenario import Gpu, Scenario, ScenarioError
 from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.dispatch import LlumnixMigration, dispatcher
 from fineserve_sim.policy.groups.drop_plan import KunServeDrop, ScaleOut, even_split
@@ -106,7 +107,7 @@ class _Builder:
         self._execution = _execution(scenario)
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
         (self.served,) = scenario.models
-        self.step = step_model(self.served, scenario.gpus[0].spec, scenario.engine)
+        self.step = self._step(self._gpus)
         self.sizes = self._sizes(self._gpus[like])
         self.clock = Clock()
         self._max_tokens = min(self.served.model.max_context_tokens, self._holds_tokens(self._execution.stages))
@@ -145,12 +146,20 @@ class _Builder:
 
     def instance(self, number: int, gpus: tuple[int, ...]) -> TpGroup:
         """Its links are those of its GPUs taken together: TP ranks send their shards side by side."""
-        gpu, memory = self._gpus[gpus[0]], self._memory
-        host = memory.host_bytes_per_s if isinstance(memory, specs.SwapPoolsSpec) else gpu.spec.pcie_bytes_per_s
-        rates = (gpu.network_bytes_per_s, gpu.spec.peer_bytes_per_s, host, host)  # as the fields of ``InstanceLinks``
+        ranks, memory = [self._gpus[gpu] for gpu in gpus], self._memory
+        network, node = min(rank.network_bytes_per_s for rank in ranks), min(r.spec.peer_bytes_per_s for r in ranks)
+        host = min(rank.spec.pcie_bytes_per_s for rank in ranks)
+        if isinstance(memory, specs.SwapPoolsSpec):
+            host = memory.host_bytes_per_s
+        rates = (network, node, host, host)  # as the fields of ``InstanceLinks``
         first = 1 + number * len(rates)
         links = (Link(self.clock, rate * self.served.tp, first + kind) for kind, rate in enumerate(rates))
-        return TpGroup(number, gpu.node, gpus, self.sizes, InstanceLinks(*links), self.clock)
+        return TpGroup(number, ranks[0].node, gpus, self.sizes, InstanceLinks(*links), self.clock)
+
+    def _step(self, gpus: Iterable[int]) -> StepModel:
+        """Step times of these GPUs together."""
+        gpu = slowest(self.served, [self._gpus[gpu].spec for gpu in gpus], self._settings)
+        return step_model(self.served, gpu, self._settings)
 
     def controller(self, instances: Sequence[TpGroup], spares: int) -> GroupController:
         system, sizes = self._scenario.system, self.sizes
@@ -181,7 +190,8 @@ class _Builder:
         counted = CountedBlocks(pools, settings.block_tokens)
         kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches_prefixes(self._memory) else counted
         max_tokens = min(self._max_tokens, counted.capacity_tokens())
-        seat = Seat(id, self.served.id, self.step, kv, max_tokens, settings)
+        step = self._step([gpu for member in members for gpu in member.gpus])
+        seat = Seat(id, self.served.id, step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:
             (only,) = members
             links, around = only.links, (cluster, self._wakeups[only])
@@ -197,4 +207,5 @@ class _Builder:
             least_tokens = execution.min_tokens or settings.token_budget
             lookahead = Lookahead(least_tokens, chunk_cost(self.step), execution.lookahead)
         shared_queue = looks_ahead or execution.queues == "shared"
-        return PipelineEngine(seat, cluster, members, layout, shared_queue=shared_queue, lookahead=lookahead)
+        steps = tuple(self._step(member.gpus) for member in members)
+        return PipelineEngine(seat, cluster, members, layout, steps, shared_queue=shared_queue, lookahead=lookahead)

@@ -27,7 +27,7 @@ from fineserve_sim.cluster.compose.policies import (
     build_residency,
     build_schedulers,
 )
-from fineserve_sim.cluster.compose.profiling import sharing_of, sm_share, step_model
+from fineserve_sim.cluster.compose.profiling import sharing_of, slowest, sm_share, step_model
 from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import LoneEngine
@@ -228,8 +228,9 @@ class Builder:
         return engine_block_tokens(self.served[model], self._scenario.engine, self._scenario.system.memory)
 
     def _step(self, model: str, gpus: tuple[int, ...]) -> StepModel:
-        kernel = legacy_kernel(self._scenario.system.memory)
-        return step_model(self.served[model], self._gpus[gpus[0]].spec, self._scenario.engine, kernel)
+        served, settings = self.served[model], self._scenario.engine
+        gpu = slowest(served, [self._gpus[gpu].spec for gpu in gpus], settings)
+        return step_model(served, gpu, settings, legacy_kernel(self._scenario.system.memory))
 
     def parts(self, cluster: Cluster, columns: Sequence[Column], kv_capacity_bytes: tuple[int, ...]) -> Parts:
         sampler = EngineSampler(columns, [self.managers[gpu] for gpu in sorted(self.managers)])

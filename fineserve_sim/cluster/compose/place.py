@@ -36,6 +36,10 @@ from fineserve_sim.systems.spec import PrismResidencySpec
 SWEEP_REQUESTS = 32
 """Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
 
+SAMPLE_S = 0.1
+SAMPLES_A_REQUEST = 8
+"""Of the sweep: no more than ``SAMPLE_S`` apart, and at least so many while a request alone is computed."""
+
 
 def place(scenario: Scenario) -> Placed:
     """The system's placement, and the demand of each model that led to it. Raises ScenarioError when a model fits on no GPU
@@ -122,7 +126,8 @@ def _measured_mme(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -
 
 
 def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
-    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each of its GPUs, while requests wait for it."""
+    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each of its GPUs, while requests wait for it. At
+    time 0 all wait and nothing is cached yet: that sample says nothing of the engine."""
     requests = 4 * SWEEP_REQUESTS
     trace = Trace(
         arrival_s=np.zeros(requests),
@@ -135,10 +140,18 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
     gpus = tuple(Gpu(id, 0, gpu) for id in range(served.tp))
     beside_bytes = usable_bytes(gpus[0], settings) - fixed_bytes(served, settings) - pool_bytes
     alone = replace(settings, context_bytes=settings.context_bytes + beside_bytes, contention="composition")
-    scenario = Scenario(load_systems()["dedicated"], (served,), gpus, trace, alone, sample_s=0.1)
+    scenario = Scenario(
+        load_systems()["dedicated"], (served,), gpus, trace, alone, sample_s=_sample_s(served, gpu, settings)
+    )
     instance = Instance(served.id, 0, tuple(range(served.tp)), 1.0, footprint_bytes=1)
     run = Run(scenario, compose(scenario, (Placement((instance,)), {})))
     run.to_the_end()
     timeline = run.parts.sampler.rows.timeline()
-    used_bytes = timeline.kv_used_bytes[timeline.waiting[:, 0] > 0, 0].mean()
+    used_bytes = timeline.kv_used_bytes[(timeline.waiting[:, 0] > 0) & (timeline.time_s > 0), 0].mean()
     return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)
+
+
+def _sample_s(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float:
+    smallest = operating_points(served, gpu, settings)[0]
+    batch_s = smallest.batch / smallest.throughput_per_s
+    return min(SAMPLE_S, batch_s / SAMPLES_A_REQUEST)

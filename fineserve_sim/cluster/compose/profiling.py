@@ -57,6 +57,19 @@ def _step_model(
         raise ScenarioError(str(problem)) from None
 
 
+def slowest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettings) -> GpuSpec:
+    """The type among ``gpus`` on which an engine of the model, alone, serves the fewest requests per second. The other ranks of
+    a TP group wait for it at every layer."""
+    types = list(dict.fromkeys(gpus))
+    if len(types) == 1:
+        return types[0]
+
+    def most_per_s(gpu: GpuSpec) -> float:
+        return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
+
+    return min(types, key=most_per_s)
+
+
 def mean_lengths(served: ServedModel) -> tuple[int, int]:
     """Prompt and output tokens of a mean request, rounded up."""
     return max(1, math.ceil(served.mean_prompt_tokens)), max(1, math.ceil(served.mean_output_tokens))

@@ -2,8 +2,8 @@
 
 Each stage is an instance with a contiguous range of layers, each lane one batch in flight. A batch is formed when its
 first stage begins it, and leaves stage s at ``max(stage free, arrival from stage s - 1) + its time``; between stages its
-activations cross a link. The time of a stage is the device time of the whole model times its share of layers, plus the
-host's overhead; a host floor shrinks in the same proportion.
+activations cross a link. The time of a stage is the device time of the whole model on its GPUs times its share of layers, plus
+the host's overhead; a host floor shrinks in the same proportion.
 
 KV memory is counted in blocks of the whole model. A block takes bytes on every instance in proportion to its layers, so the
 tightest instance bounds the engine.
@@ -19,6 +19,7 @@ from fineserve_sim.cluster.engine.base import BatchSums, EngineHost, Seat
 from fineserve_sim.cluster.engine.batcher import Batcher
 from fineserve_sim.cluster.engine.sequence import Lane, PromptChunk, Queue, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup, Turn
+from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.groups.microbatch import Chunk, ChunkCost, LookaheadMode, Microbatch, lookahead, tokens_of
 from fineserve_sim.policy.interfaces import EngineLoad
 
@@ -48,8 +49,8 @@ class Batch(NamedTuple):
 
 
 class PipelineEngine(Batcher):
-    """``stages`` in order with their ``layout`` of layers. ``busy_s`` and ``working_s`` (stage seconds computed and seconds
-    passed, both while requests wait) tell the bubbles."""
+    """``stages`` in order with their ``layout`` of layers, and the ``steps`` of the whole model on the GPUs of each. ``busy_s``
+    and ``working_s`` (stage seconds computed and seconds passed, both while requests wait) tell the bubbles."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class PipelineEngine(Batcher):
         host: EngineHost,
         stages: tuple[TpGroup, ...],
         layout: tuple[range, ...],
+        steps: tuple[StepModel, ...],
         *,
         shared_queue: bool,
         lookahead: Lookahead | None,
@@ -64,6 +66,8 @@ class PipelineEngine(Batcher):
         super().__init__(seat, host, lanes=len(stages), shared_queue=shared_queue)
         self.stages = stages
         self.layout = layout
+        self._steps = steps
+        self._paces = tuple(dict.fromkeys(steps))
         self.busy_s = 0.0
         self.working_s = 0.0
         self._lookahead = lookahead
@@ -134,12 +138,14 @@ class PipelineEngine(Batcher):
 
     def _stage_s(self, sums: BatchSums) -> tuple[float, ...]:
         """Seconds of a batch in each stage: every stage has the host time of a step, the rest is split by layers."""
-        whole_s = self.step.step_s(*sums)
         if len(self.layout) == 1:
-            return (whole_s,)  # the same bits as on one instance without stages
-        overhead_s = self.step.overhead_s
+            return (self.step.step_s(*sums),)  # the same bits as on one instance without stages
+        whole_s = {step: step.step_s(*sums) for step in self._paces}
         layers = self.stages[0].sizes.layers
-        return tuple(overhead_s + (whole_s - overhead_s) * len(own) / layers for own in self.layout)
+        return tuple(
+            step.overhead_s + (whole_s[step] - step.overhead_s) * len(own) / layers
+            for step, own in zip(self._steps, self.layout, strict=True)
+        )
 
     def _account(self, now: float) -> None:
         """Take up the time since the last batch began, if requests waited then."""
