@@ -76,5 +76,5 @@ def test_end_of_sequence_tokens(tmp_path: Path) -> None:
 def test_an_engine_whose_folder_is_gone_says_so(tmp_path: Path) -> None:
     """vLLM takes it for a name on a hub, and says that it is none."""
     gone: Any = None
-    with pytest.raises(ValueError, match="model folder .*/gone: no config.json"):
+    with pytest.raises(ValueError, match=r"model folder .*/gone: no config\.json"):
         build_slab_core(EngineConfig("A", tmp_path / "gone"), tmp_path / "gone", gone, 0, ())
