@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -199,3 +200,17 @@ def test_references_within_a_tool_lead_to_its_own_parameters() -> None:
         parameters = found(call["properties"]["parameters"]["$ref"])
         assert found(parameters["properties"]["in"]["$ref"]) == {"type": inner}
         assert found(parameters["properties"]["next"]["anyOf"][0]["$ref"]) == parameters
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed() -> None:
+    """A proxy that goes by the other length would take the second request for a body."""
+    with served() as here:
+        host, port = here.url.removeprefix("http://").split(":")
+        for path in ("/v1/completions", "/health"):
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+            behind = "GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(f"{head}0\r\n\r\n{behind}".encode())
+                told = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert told.count(b"HTTP/1.1") == 1 and told.startswith(b"HTTP/1.1 400"), told
+            assert b"Transfer-Encoding and Content-Length" in told

@@ -381,5 +381,5 @@ def _check_space(folder: Path, size_bytes: int) -> None:
     if there.f_bavail * there.f_frsize < size_bytes:
         raise ValueError(
             f"region_bytes is {size_bytes}, but {folder} has room for {there.f_bavail * there.f_frsize}; "
-            "lower it, or set region_dir to a larger shared-memory folder"
+            "lower it, or enlarge the shared memory there"
         )
