@@ -42,6 +42,10 @@ _PACKAGE = "fineserve_runtime.engines"
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 
+_WORD_S = 0.01
+"""So often an engine reports that only waits for grammars."""
+
+
 def prepare_environment() -> None:
     """Call it before anything imports vllm."""
     for name, value in ENVIRONMENT.items():
@@ -118,6 +122,7 @@ class SteppedCore:
         self._arrivals = 0
         self._aborted: list[TokenChunk] = []
         self._grammars = Grammars(core)
+        self._next_word_s = 0.0
         self.steps = 0
         self.preemptions = 0
 
@@ -206,7 +211,7 @@ class SteppedCore:
         chunks += tuple(self._aborted)
         self._aborted.clear()
         preempted = tuple(map(int, scheduler.preempted))
-        if not chunks and not preempted and not outputs:
+        if not chunks and not preempted and not outputs and not self._is_heard_of(started_s):
             return None
         self.steps += 1
         self.preemptions += len(preempted)
@@ -224,6 +229,14 @@ class SteppedCore:
             preempted=preempted,
             state=scheduler.engine_state(),
         )
+
+    def _is_heard_of(self, now_s: float) -> bool:
+        """Whether an engine that only waits for grammars is to report all the same: its scheduler is asked at its reports, and
+        may have others to start."""
+        if not self.core.scheduler.requests or self.core.scheduler.starved or now_s < self._next_word_s:
+            return False
+        self._next_word_s = now_s + _WORD_S
+        return bool(self.core.scheduler.waits)
 
     def state(self) -> EngineState:
         self.core.scheduler.lease.look()

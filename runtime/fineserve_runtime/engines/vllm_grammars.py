@@ -20,7 +20,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from fineserve_runtime.engines.loop import one_line
 
-FREE_S, TOKEN_S = 1.0, 0.02
+FREE_S, TOKEN_S = 0.5, 0.005
 """Processor time that the matcher of a request may take: so much, and so much more for each token."""
 
 _THREADS = 2

@@ -59,7 +59,7 @@ def test_others_go_on_while_a_constraint_is_checked(
     """One of 60 KB takes seconds. It was checked by the thread that steps the engine."""
     from vllm import SamplingParams
 
-    checked, checking, other_ended = Event(), Event(), Event()
+    checked, checking, reported, other_ended = Event(), Event(), Event(), Event()
     check = SamplingParams._validate_structured_outputs
 
     def slow(params: Any, *arguments: Any) -> None:
@@ -72,12 +72,14 @@ def test_others_go_on_while_a_constraint_is_checked(
     host, heard = start(BF16)
 
     def listen(report: StepReport) -> None:
+        if report.state.running == 1 and report.state.prefill_tokens == 0:
+            reported.set()
         if (0, 2) in heard.reasons:
             other_ended.set()
 
     heard.then = listen
     host.engines[0].submit(Submission(1, (5, 6, 7), Sampling(max_tokens=16, constraint=YES)))
-    assert checking.wait(60)
+    assert checking.wait(60) and reported.wait(20), "a scheduler is asked at reports"
     host.engines[0].submit(Submission(2, (5, 6, 7), Sampling(max_tokens=4, ignore_eos=True)))
     assert other_ended.wait(20) and (0, 1) not in heard.reasons
     checked.set()
