@@ -17,7 +17,7 @@ from fineserve_runtime.engines.api import TinyModel
 from fineserve_runtime.serve import run_server
 
 MODELS = {"tiny-bf16": TinyModel(seed=1), "tiny-fp8": TinyModel(seed=2)}
-"""The first keeps its KV cache in BF16, the second in FP8."""
+"""The first keeps its KV cache in BF16, the second in FP8 where the CPU can, else in BF16 with half as many heads."""
 
 FILE = """\
 # What fineserve-run demo serves. The GPU stands for a CPU of a few GB/s: placement wants to know one.
@@ -46,7 +46,7 @@ runtime:
   decisions: decisions.jsonl
   models:
     tiny-bf16: {{path: {bf16}, max_model_len: 1024}}
-    tiny-fp8: {{path: {fp8}, kv_cache_dtype: fp8_e4m3, max_model_len: 1024}}
+    tiny-fp8: {{path: {fp8}, kv_cache_dtype: {kv_dtype}, max_model_len: 1024}}
 """
 
 ON_OFF = """\
@@ -94,19 +94,20 @@ runtime:
 def make_demo(folder: Path, port: int) -> Path:
     """Make models and files in ``folder``; models that are there stay. Raises ValueError where torch is not installed."""
     try:
-        from fineserve_runtime.engines.tiny_model import tiny_model
+        from fineserve_runtime.engines.tiny_model import narrow_kv, tiny_model
     except ImportError as problem:
         raise ValueError(f"the demo needs vLLM and torch ({problem}); install them as docs/runtime.md says") from None
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {name: tiny_model(spec, folder).name for name, spec in MODELS.items()}
-    return write_files(folder, paths["tiny-bf16"], paths["tiny-fp8"], port)
+    narrow, kv_dtype = narrow_kv(MODELS["tiny-fp8"])
+    bf16, fp8 = (tiny_model(spec, folder).name for spec in (MODELS["tiny-bf16"], narrow))
+    return write_files(folder, bf16, fp8, port, kv_dtype)
 
 
-def write_files(folder: Path, bf16: str, fp8: str, port: int) -> Path:
-    """demo.yaml, whose path is returned, and on_off.yaml, over two model folders in ``folder``."""
+def write_files(folder: Path, bf16: str, fp8: str, port: int, kv_dtype: str = "fp8_e4m3") -> Path:
+    """demo.yaml, whose path is returned, and on_off.yaml, over two model folders in ``folder``; ``kv_dtype`` of the second."""
     (folder / "on_off.yaml").write_text(ON_OFF.format(bf16=bf16, fp8=fp8), encoding="utf-8")
     file = folder / "demo.yaml"
-    file.write_text(FILE.format(bf16=bf16, fp8=fp8, port=port), encoding="utf-8")
+    file.write_text(FILE.format(bf16=bf16, fp8=fp8, port=port, kv_dtype=kv_dtype), encoding="utf-8")
     return file
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from fake_engines import BLOCK_BYTES, FakeHost
 from fineserve_runtime.bounds import Bounds
@@ -23,6 +24,15 @@ HANGS_S = 300.0
 """After so long something hangs. No test passes or fails by a shorter time of the machine."""
 
 QUICK = (MeasuredStep(64, 0, 0.001), MeasuredStep(8, 4, 0.0002))
+
+
+def narrow(model: TinyModel) -> tuple[TinyModel, str]:
+    """See ``narrow_kv``; where no real engine can run, the model as it is, in FP8."""
+    if find_spec("vllm") is None:
+        return model, "fp8_e4m3"
+    from fineserve_runtime.engines.tiny_model import narrow_kv
+
+    return narrow_kv(model)
 
 
 def engine_config(name: str, **changes: object) -> EngineConfig:

@@ -17,7 +17,7 @@ from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, Ti
 from fineserve_runtime.jobs import Job
 from fineserve_runtime.replay_log import replay
 from fineserve_runtime.warmup import Relay, measure
-from runtimekit import Heard, eventually
+from runtimekit import Heard, eventually, narrow
 
 from fineserve_sim.systems.spec import AdaptiveSpec, DedicatedPlacementSpec, PrismResidencySpec
 
@@ -28,9 +28,10 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
+NARROW, KV_DTYPE = narrow(TinyModel(seed=2))
 MODELS = {
     "A": EngineConfig("A", TinyModel(seed=1), max_model_len=512, max_batched_tokens=256),
-    "B": EngineConfig("B", TinyModel(seed=2), max_model_len=512, max_batched_tokens=256, kv_cache_dtype="fp8_e4m3"),
+    "B": EngineConfig("B", NARROW, max_model_len=512, max_batched_tokens=256, kv_cache_dtype=KV_DTYPE),
     "C": EngineConfig("C", TinyModel(seed=3), max_model_len=512, max_batched_tokens=256),
 }
 KV_BYTES = 3 * 2**20

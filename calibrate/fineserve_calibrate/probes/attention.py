@@ -127,6 +127,10 @@ def _cpu(device: TorchDevice, shape: Shape) -> Call:
 
     torch, ops, sixteen = device.torch, device.ops, device.torch.bfloat16
     kv_dtype = "fp8" if shape.kv_dtype == "fp8" else "auto"
+    try:
+        isa = _get_attn_isa(sixteen, CPU_BLOCK, shape.head_dim, kv_dtype)
+    except NotImplementedError as problem:  # FP8 takes AVX-512 or AMX
+        raise Unavailable(str(problem)) from None
     total, table, starts, keys = _pages(device, shape, CPU_BLOCK)
     query = device.random(shape.batch * shape.new, shape.q_heads, shape.head_dim)
     stored = torch.float8_e4m3fn if kv_dtype == "fp8" else sixteen
@@ -144,7 +148,7 @@ def _cpu(device: TorchDevice, shape: Shape) -> Call:
         query_start_loc=starts,
         causal=True,
         sliding_window_size=-1,
-        isa=_get_attn_isa(sixteen, CPU_BLOCK, shape.head_dim, kv_dtype),
+        isa=isa,
         enable_kv_split=True,
         kv_cache_dtype=kv_dtype,
     )

@@ -31,10 +31,17 @@ Product = tuple[Callable[["TorchDevice", int, int, int], "Call"], str]
 
 def _bfloat16(device: TorchDevice, m: int, n: int, k: int) -> Call:
     x, weight = device.random(m, k), device.random(n, k)
-    if device.on_cpu and device.ops is not None:
-        packed = device.ops.create_onednn_mm(weight.t(), 32)
+    if device.on_cpu and device.ops is not None and (packed := _packed(device, weight)) is not None:
         return lambda: device.ops.onednn_mm(packed, x, None)
     return lambda: device.torch.nn.functional.linear(x, weight)
+
+
+def _packed(device: TorchDevice, weight: Any) -> Any:
+    """The weight as vLLM's kernel takes it; None on a CPU without BF16 products, where vLLM falls back to torch's own."""
+    try:
+        return device.ops.create_onednn_mm(weight.t(), 32)
+    except RuntimeError:
+        return None
 
 
 def _fp8(device: TorchDevice, m: int, n: int, k: int) -> Call:
@@ -90,7 +97,7 @@ def _product(device: TorchDevice, dtype: str) -> Product:
     """How this device multiplies by weights of ``dtype``, and what to call it."""
     if dtype == "bfloat16":
         own = device.on_cpu and device.ops is not None
-        return _bfloat16, "vllm onednn_mm" if own else "torch linear"
+        return _bfloat16, "vllm onednn_mm" if own and _packed(device, device.random(GROUP, GROUP)) else "torch linear"
     if dtype == "fp8":
         if device.on_cpu or device.capability < ADA:
             raise Unavailable("fp8 products need a GPU with fp8 tensor cores")

@@ -10,8 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,23 @@ if TYPE_CHECKING:
 
 BOS, EOS = 0, 1
 _SPECIAL = ("<s>", "</s>")
+
+
+def keeps_fp8_kv() -> bool:
+    """Whether vLLM's FP8 KV cache works on this CPU: on x86 it takes AVX-512 or AMX (vLLM's ``cpu_attn.py``)."""
+    prepare_environment()
+    import torch
+
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return not x86 or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def narrow_kv(model: TinyModel) -> tuple[TinyModel, str]:
+    """A model with KV blocks half as large as those of ``model`` in BF16, and its ``kv_cache_dtype``: the same one in FP8 or,
+    where the CPU has no such cache, one of half as many KV heads."""
+    if keeps_fp8_kv():
+        return model, "fp8_e4m3"
+    return replace(model, kv_heads=model.kv_heads // 2), "auto"
 
 
 def tiny_model(spec: TinyModel, cache_dir: Path) -> Path:

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from fineserve_runtime.engines.api import EngineConfig, HostConfig, Sampling, StepReport, Submission, TinyModel
+from runtimekit import narrow
 
 BF16 = EngineConfig("bf16", TinyModel(seed=1), max_model_len=512, max_sequences=16, max_batched_tokens=256)
-FP8 = EngineConfig(
-    "fp8", TinyModel(seed=2), kv_cache_dtype="fp8_e4m3", max_model_len=512, max_sequences=16, max_batched_tokens=256
-)
+NARROW, KV_DTYPE = narrow(TinyModel(seed=2))
+FP8 = EngineConfig("fp8", NARROW, kv_cache_dtype=KV_DTYPE, max_model_len=512, max_sequences=16, max_batched_tokens=256)
 REQUESTS = int(os.environ.get("FINESERVE_PARITY_REQUESTS", "0"))
 """So many requests an engine instead of those of each test: for long runs by hand, whose counts ``-s`` shows."""
 

@@ -267,7 +267,7 @@ def test_configurations_that_cannot_work(start: Start, change: dict[str, Any], m
 
 def test_a_region_larger_than_its_folder_is_refused(start: Start) -> None:
     """Running out of shared memory later would kill the process without a word."""
-    with pytest.raises(ValueError, match=r"region_bytes is \d+, but .* has room for \d+; lower it, or set region_dir"):
+    with pytest.raises(ValueError, match=r"region_bytes is \d+, but .* has room for \d+; lower it, or enlarge"):
         start(BF16, slabs=2**32)
 
 
