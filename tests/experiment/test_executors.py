@@ -170,7 +170,7 @@ def test_processes_that_always_die_are_given_up(
         ran(file, tmp_path / "out", executor, simulate=fake.die)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_long_run_tells_how_far_it_is(
     file: Path, tmp_path: Path, divide: None, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
