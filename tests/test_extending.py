@@ -57,6 +57,7 @@ def test_the_file_beside_the_built_in_ones_means_the_same(folder: Path) -> None:
     assert inline == system.model_copy(update={"summary": inline.summary})
 
 
+@pytest.mark.slow
 def test_the_new_policy_runs_as_shown(folder: Path) -> None:
     """In the processes that ``run_experiment`` starts, too. The page gives the percentages."""
     program = folder / "shortest.py"

@@ -203,6 +203,7 @@ def test_executors_are_those_of_the_command_line(tmp_path: Path, monkeypatch: py
     assert asked == [("ray:10.0.0.1:6379", 3)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_stdin", [True, False], ids=["stdin", "spawned"])
 def test_processes_start_from_standard_input_and_from_a_spawned_one(tmp_path: Path, from_stdin: bool) -> None:
     """Workers import the script that starts them: standard input cannot be imported, a script can, and so can one that a

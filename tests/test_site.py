@@ -30,6 +30,7 @@ def test_every_key_and_every_option_has_a_meaning() -> None:
     assert systems.undescribed() == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", showing(), ids=name)
 def test_pages_show_what_their_commands_print(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -249,6 +249,7 @@ def test_the_shipped_tables_are_the_published_ones_compacted(folder: Path) -> No
     assert ships.fingerprint["compaction gemm/fp8"] == made.fingerprint["compaction gemm/fp8"]
 
 
+@pytest.mark.slow
 @needs_published
 def test_tables_thinned_by_half_predict_the_other_half(folder: Path) -> None:
     """Medians below 5 %, but for m of TensorRT-LLM's int4 kernel: its 21 m are powers of two and their means, and the tile it

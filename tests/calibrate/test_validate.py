@@ -602,6 +602,7 @@ def on_h100(one: Case) -> bool:
     return one.serving.gpu.name == "h100-sxm"
 
 
+@pytest.mark.slow
 @needs_sets
 def test_every_known_file_is_read() -> None:
     """All rows of every set are cases or counted."""
@@ -670,6 +671,7 @@ def test_recurring_prompts_of_blis() -> None:
     assert all((row.ttft_median_abs or 1) < 0.3 and (row.tpot_median_abs or 1) < 0.2 for row in rows.values())
 
 
+@pytest.mark.slow
 @needs_sets
 def test_closed_loops_on_h100() -> None:
     """No constant was taken from these rows. The limits of the project, but for TensorRT-LLM at TP 8 (docs/fidelity.md)."""

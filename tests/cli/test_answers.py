@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 MODELS = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b")
 
 
@@ -40,6 +42,7 @@ def test_one_request_has_no_rate_no_interval_and_no_cost_by_request(call: Any, t
     assert "Load: rate scale 1; " in done.out
 
 
+@pytest.mark.slow
 def test_dedicated_gpus_beside_a_model_of_open_degree_are_as_many_as_its_weights_need(call: Any, trace: Path) -> None:
     models = ("--model", "A=llama-3.1-70b:fp16:auto", "--model", "B=llama-3.1-8b:fp8:auto")
     done = call(
@@ -50,6 +53,7 @@ def test_dedicated_gpus_beside_a_model_of_open_degree_are_as_many_as_its_weights
     assert clusters == {"fineserve": 2, "clairvoyant": 2, "dedicated": 3}
 
 
+@pytest.mark.slow
 def test_names_in_any_script_leave_the_screen_alone(spawn: Any, tmp_path: Path) -> None:
     rows = "\n".join(f"{index},模型,512,16" for index in range(20))
     (tmp_path / "named.csv").write_text(f"arrival_s,model,prompt_tokens,output_tokens\n{rows}\n", encoding="utf-8")
@@ -69,6 +73,7 @@ def test_compare_without_a_rate_looks_for_one_at_which_the_systems_part(call: An
     assert answer["axes"]["rate_scale"] >= 2 and "search" not in answer
 
 
+@pytest.mark.slow
 def test_a_limit_that_nobody_gave_is_shown_in_seconds(call: Any, trace: Path) -> None:
     done = call("compare", str(trace), "-s", "fineserve", *MODELS, "--no-anchors", "--no-search", "--rate-scale", "1")
     said = re.search(

@@ -37,6 +37,7 @@ def test_a_folder_without_results_is_one_line(call: Any, tmp_path: Path) -> None
     assert "no summary.json here" in done.err
 
 
+@pytest.mark.slow
 def test_diff_tells_what_changed_as_text_and_as_json(call: Any, experiment: Path, results: Path) -> None:
     other = ("run", str(experiment), "--quick", "--jobs", "1", "--out", "other", "--set", "slo.ttft_s=0.25")
     assert call(*other).code == 0

@@ -171,6 +171,7 @@ def test_ray_that_is_not_installed_is_one_line(
     assert refused.err == ("fineserve-sim: error: --executor ray: Ray is not installed; pip install 'fineserve[ray]'\n")
 
 
+@pytest.mark.slow
 def test_a_damaged_simulation_is_run_again_and_what_a_killed_run_left_goes(
     call: Any, experiment: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_damaged_simulation_is_run_again_and_what_a_killed_run_left_goes(
     assert (done.code, done.err.splitlines()[-1].endswith("damaged; delete it and run again")) == (2, True)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_outside_the_chosen_folder(call: Any, experiment: Path, trace: Path, tmp_path: Path) -> None:
     models = ("--model", "A=llama-3.1-8b:fp8", "--model", "B=llama-3.1-8b", "-s", "fineserve", "-j", "1")
     before = {*tmp_path.iterdir()}

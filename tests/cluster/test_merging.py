@@ -329,6 +329,7 @@ def test_merging_saves_events(load: tuple[Any, Any, Any]) -> None:
     assert merged <= 6 * 1000
 
 
+@pytest.mark.slow
 def test_events_grow_with_requests_and_not_with_tokens(load: tuple[Any, Any, Any]) -> None:
     """Outputs and gaps eight times as long: the same number of decisions, eight times the iterations."""
     arrival_s, prompts, outputs = load

@@ -22,7 +22,7 @@ from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Ended, EndedRequests, Timeline
 from fineserve_sim.cluster.simulation import simulate_whole
 
-KINDS = ("static", "prism", "qlm", "llumnix", "kunserve")
+KINDS = ("static", pytest.param("prism", marks=pytest.mark.slow), "qlm", "llumnix", "kunserve")
 SEEDS = 12
 TRACE = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 

@@ -28,6 +28,7 @@ def answer(claim: str) -> Any:
     return values if len(values) > 1 else values[0]
 
 
+@pytest.mark.slow
 def test_each_fits_its_target_and_says_why(tmp_path: Path) -> None:
     rows = reproduce(chosen(targets(), None, ANALYTIC), Experiments(), tmp_path)
     assert len(rows) == len(ANALYTIC) >= 44

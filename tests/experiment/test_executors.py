@@ -11,6 +11,7 @@ import re
 import signal
 import socketserver
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -170,7 +171,7 @@ def test_processes_that_always_die_are_given_up(
         ran(file, tmp_path / "out", executor, simulate=fake.die)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_long_run_tells_how_far_it_is(
     file: Path, tmp_path: Path, divide: None, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
@@ -188,13 +189,16 @@ def test_a_long_run_tells_how_far_it_is(
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two nodes with a CPU each on loopback. Nothing but Ray tells their workers where our code is."""
+def cluster() -> Iterator[Any]:
+    """Two nodes with a CPU each on loopback. Nothing but Ray tells their workers where our code is. Its sockets lie in a folder
+    of a short name: a socket's path has at most 107 bytes."""
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder,
+    ):
         patch.delenv("PYTHONPATH", raising=False)
-        folder = tmp_path_factory.mktemp("r")
-        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_TMPDIR", folder)
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # on loopback, as on a laptop
         nodes = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
         nodes.folder = folder

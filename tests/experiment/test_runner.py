@@ -53,6 +53,7 @@ def test_summary_and_tables(write_file, tmp_path: Path, fake: ModuleType) -> Non
     assert cell["metrics"]["ttft_attainment"]["mean"] == pytest.approx(means.mean())
 
 
+@pytest.mark.slow
 def test_jobs_and_order_change_no_byte(write_file, tmp_path: Path, fake: ModuleType) -> None:
     path = write_file()
     for jobs in (1, 2):
@@ -123,7 +124,7 @@ def test_a_full_disk_keeps_what_is_finished(write_file, tmp_path: Path, fake: Mo
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cell_that_cannot_run_is_named(write_file, tmp_path: Path, fake: ModuleType, jobs: int) -> None:
     with pytest.raises(ScenarioError, match=r"^prism\*, load A, rate scale \d, seed \d: model B fits on no GPU$"):
         run_experiment(write_file(), tmp_path / "out", jobs=jobs, simulate=fake.refuse_prism)
@@ -206,6 +207,7 @@ def test_the_real_cluster_end_to_end(write_file, tmp_path: Path) -> None:
     assert load_experiment(path).file.seeds == 3
 
 
+@pytest.mark.slow
 def test_an_unguarded_script_is_told_so(write_file, tmp_path: Path) -> None:
     """Worker processes import the script anew, so it must not run anything when it is imported."""
     script = tmp_path / "script.py"

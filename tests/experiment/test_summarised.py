@@ -173,6 +173,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_requests_stream_in_and_change_no_byte(
     kind: tuple[str, str, str],
