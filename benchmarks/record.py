@@ -15,7 +15,6 @@ how far it is twice a minute.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -26,8 +25,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 from fineserve_traces import ProviderDay, length_source
+from numpy.typing import NDArray
 
 from fineserve_sim.build import build
 from fineserve_sim.catalog import gpu, model, precision
@@ -38,6 +40,8 @@ from fineserve_sim.experiment.results.stats import of_share
 from fineserve_sim.experiment.results.tally import ALL, Tally
 from fineserve_sim.experiment.run.run_data import Limits
 from fineserve_sim.systems import load_systems
+
+UInt64s: TypeAlias = NDArray[np.uint64]
 
 NODE_GPUS = 8
 TTFT_S = 1.0
@@ -141,19 +145,32 @@ class Progress:
 
 
 class Digest:
-    """A hash of what became of every request, in the order in which they ended."""
+    """A hash of what became of every request. Rows are hashed one by one and summed, so that the order in which they are told
+    does not count: it depends on when the cluster is looked at."""
 
     COLUMNS = ("request", "first_token_s", "finish_s", "fate", "preemptions", "engine")
 
     def __init__(self) -> None:
-        self._of = {name: hashlib.sha256() for name in self.COLUMNS}
+        self._sum = 0
 
     def add(self, came: EndedRequests) -> None:
-        for name, hasher in self._of.items():
-            hasher.update(getattr(came.ended, name).tobytes())
+        rows = np.zeros(len(came.ended.request), dtype=np.uint64)
+        for name in self.COLUMNS:
+            column = getattr(came.ended, name)
+            kind = np.float64 if column.dtype.kind == "f" else np.int64
+            rows = _mixed(rows ^ column.astype(kind).view(np.uint64))
+        self._sum = (self._sum + int(rows.sum(dtype=np.uint64))) % 2**64
 
     def text(self) -> str:
-        return hashlib.sha256(b"".join(hasher.digest() for hasher in self._of.values())).hexdigest()[:12]
+        return f"{self._sum:016x}"[:12]
+
+
+def _mixed(words: UInt64s) -> UInt64s:
+    """SplitMix64's finaliser, of each word; one step more, so that 0 is not 0."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def measure(tier: Tier, system: str, scale: float, part: float, seed: int) -> dict[str, object]:
