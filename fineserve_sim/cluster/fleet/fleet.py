@@ -7,7 +7,6 @@ iteration: no part of an engine needs to know of it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,13 +41,30 @@ class EngineBytes:
 
 class FleetMemory:
     """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
-    that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. An engine of private pools that
-    comes later gets what is free then, neither weights nor pools of others: an equal part, if more are on their way."""
+    that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. What is free when an engine of
+    private pools comes later, neither weights nor pools of others, is for it and for those that load: ``divide`` so many bytes
+    among engines, with the model of each."""
 
-    def __init__(self, left_bytes: Mapping[int, int], managers: Mapping[int, GpuMemory]) -> None:
+    def __init__(
+        self,
+        left_bytes: Mapping[int, int],
+        managers: Mapping[int, GpuMemory],
+        divide: Callable[[int, Mapping[int, str]], PrivatePools],
+    ) -> None:
         self.managers = dict(managers)
-        self.coming = Counter[int]()  # engines that load, by GPU
         self._left_bytes = dict(left_bytes)
+        self._divide = divide
+        self._loading: dict[int, dict[int, str]] = {gpu: {} for gpu in left_bytes}  # the models of engines, by GPU
+
+    def expect(self, engine: int, model: str, gpus: Iterable[int]) -> None:
+        """The engine loads."""
+        for gpu in gpus:
+            self._loading[gpu][engine] = model
+
+    def give_up(self, engine: int, gpus: Iterable[int]) -> None:
+        """The engine loads no more."""
+        for gpu in gpus:
+            del self._loading[gpu][engine]
 
     def take(self, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
         """An engine, loading or loaded, takes so much of each GPU beside KV; negative: it gives that back."""
@@ -61,7 +77,6 @@ class FleetMemory:
 
     def join(self, engine: int, gpus: Sequence[int], block: VirtualKV | int, now: float) -> None:
         """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
-        self.coming.subtract(gpus)
         for gpu in gpus:
             manager = self.managers[gpu]
             if isinstance(manager, KvCachedManager):
@@ -71,7 +86,9 @@ class FleetMemory:
             else:
                 assert isinstance(manager, PrivatePools) and isinstance(block, int)
                 free_bytes = max(0, self._left_bytes[gpu] - manager.ledger().total_bytes)
-                manager.join(engine, block, free_bytes // (1 + self.coming[gpu]))
+                parts = self._divide(free_bytes, self._loading[gpu])
+                manager.join(engine, block, parts.pool(engine).memory.limit_bytes)
+        self.give_up(engine, gpus)
 
     def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
         """An engine that holds no KV any more goes."""
@@ -211,7 +228,7 @@ class ModelFleet(Fleet):
         for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
             cluster.settle_now(cluster.engines[engine], now)
         self._memory.take(command.gpus, bytes.fixed_bytes, now)
-        self._memory.coming.update(command.gpus)
+        self._memory.expect(command.engine, command.model, command.gpus)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
         self._cluster.unformed.update(command.gpus)
@@ -262,7 +279,7 @@ class ModelFleet(Fleet):
         lost: list[SequenceState] = []
         if engine is None:
             self._loader.cancel(now, id)
-            self._memory.coming.subtract(resident.gpus)
+            self._memory.give_up(id, resident.gpus)
         else:
             cluster.settle_now(engine, now)
             lost = engine.abandon()
