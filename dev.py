@@ -2,7 +2,8 @@
 
     python3 dev.py sim run experiments/fig10.yaml      the simulator (any fineserve-sim command)
     python3 dev.py compile                             the simulator's hot modules as C extensions, for sim
-    python3 dev.py test                                linters, type checks, import fences and tests, twice where compiled
+    python3 dev.py test                                linters, type checks, import fences and tests: at most 4 minutes
+    python3 dev.py test --all                          the slow ones and the compiled build too (--slow: these alone)
     python3 dev.py test tests/policy -k slab           pytest with these arguments only
     python3 dev.py docs                                the documentation: renew what comes from the code, make build/site
     python3 dev.py run demo                            the runtime on real vLLM engines (any fineserve-run command)
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -29,8 +31,12 @@ MINIMUM = (3, 11)
 REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign")]
 RUNTIME_TESTS = ["--durations=10", "tests/runtime", *REAL]
 COMPILED = ROOT / "build" / "compiled"
-COMPILED_TESTS = ["--durations=10", "tests/test_compiled.py", "tests/cluster", "tests/latency", "tests/policy"]
-SOURCES = ("fineserve_sim", "traces/fineserve_traces", "calibrate/fineserve_calibrate", "runtime/fineserve_runtime")
+TESTS = ["pytest", "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", "--durations=10"]
+COMPILED_TESTS = ["tests/test_compiled.py", "tests/cluster", "tests/latency", "tests/policy"]
+SOURCES = (
+    *("fineserve_sim", "traces/fineserve_traces", "runtime/fineserve_runtime"),
+    *("calibrate/fineserve_calibrate", "calibrate/fineserve_evidence"),
+)
 """What a build is made of, with pyproject.toml and hatch_build.py."""
 
 
@@ -96,11 +102,17 @@ def _with_compiled() -> dict[str, str]:
 
 
 def serve(arguments: list[str]) -> int:
-    return subprocess.run([str(_runtime() / "fineserve-run"), *arguments], check=False).returncode
+    return _become("fineserve-run", arguments)
 
 
 def calibrate(arguments: list[str]) -> int:
-    return subprocess.run([str(_runtime() / "fineserve-calibrate"), *arguments], check=False).returncode
+    return _become("fineserve-calibrate", arguments)
+
+
+def _become(program: str, arguments: list[str]) -> int:
+    """This process is the program from here on: a signal that would end this one ends a server."""
+    path = str(_runtime() / program)
+    os.execv(path, [path, *arguments])
 
 
 def _runtime() -> Path:
@@ -112,25 +124,48 @@ def test_runtime(arguments: list[str]) -> int:
 
 
 def test(arguments: list[str]) -> int:
-    """All checks, or pytest alone when there are arguments. Stops at the first that fails. The tests of the laws run on the
-    compiled build as well."""
+    """The checks of a change; with --slow what takes longer than them; with --all both. Other arguments are pytest's, alone."""
     tools = environment("test", "requirements-dev.lock", "--require-hashes")
-    if arguments:
+    stages = {"": (_quick,), "--slow": (_slow,), "--all": (_quick, _slow)}.get(" ".join(arguments))
+    if stages is None:
         return _run(tools, "pytest", *arguments)
-    checks = [
-        ("ruff", "check", "."),
-        ("ruff", "format", "--check", "."),
-        ("mypy",),
-        ("lint-imports",),
-        ("pytest", "--durations=10"),
-    ]
-    if code := next((code for check in checks if (code := _run(tools, *check))), 0):
+    return next((code for stage in stages if (code := stage(tools))), 0)
+
+
+def _quick(tools: Path) -> int:
+    """Linters; then types and import fences beside the tests, on cores that these leave idle."""
+    print(
+        "Takes at most 4 minutes on two quiet cores; --all runs the slow tests and the compiled build's as well.",
+        flush=True,
+    )
+    for check in (("ruff", "check", "."), ("ruff", "format", "--check", ".")):
+        if code := _run(tools, *check):
+            return code
+    with ThreadPoolExecutor() as pool:
+        beside = {name: pool.submit(_heard, tools / name) for name in ("mypy", "lint-imports")}
+        codes = [_run(tools, *TESTS, "-m", "not slow")]
+    for name, future in beside.items():
+        done = future.result()
+        print("$", name, f"\n{done.stdout}", flush=True)
+        codes.append(done.returncode)
+    return max(codes)
+
+
+def _heard(program: Path) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run([str(program)], cwd=ROOT, check=False, text=True, **pipes)
+
+
+def _slow(tools: Path) -> int:
+    """The tests that a change does not wait for; and the laws of clusters, policies and step times on the compiled build."""
+    print("Takes about 10 minutes on two quiet cores.", flush=True)
+    if code := _run(tools, *TESTS, "-m", "slow"):
         return code
     if not any(map(shutil.which, ("cc", "gcc", "clang", "cl"))):
         print("dev.py: no C compiler here: the compiled build is not tested", file=sys.stderr)
         return 0
     compile_modules([])
-    return _run(tools, "pytest", *COMPILED_TESTS, env=_with_compiled())
+    return _run(tools, *TESTS, *COMPILED_TESTS, env=_with_compiled())
 
 
 def docs(arguments: list[str]) -> int:

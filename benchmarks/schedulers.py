@@ -57,7 +57,7 @@ class Timing:
     left_per_call: float
 
 
-def prefill(tokens: int, decoding: int) -> float:
+def prefill(tokens: int, decoding: int, pairs: int) -> float:
     """Chunks of 2048 tokens, 80 ms each: about an 8B model on one H100."""
     return math.ceil(tokens / (2048 - decoding)) * 0.08
 

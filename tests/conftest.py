@@ -1,6 +1,8 @@
-"""Settings shared by every test: Hypothesis draws the same examples on every run; on the compiled build, tests that reach into
-compiled classes are skipped. Kits beside this file are for all folders."""
+"""Settings shared by every test: Hypothesis draws the same examples on every run; signals act as in a terminal, however the
+tests were started; on the compiled build, tests that reach into compiled classes are skipped. Kits beside this file are for all
+folders."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +16,10 @@ settings.register_profile(
     "fineserve", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )
 settings.load_profile("fineserve")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and nohup with a hang-up ignored; programs inherit both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

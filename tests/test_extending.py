@@ -61,7 +61,7 @@ def test_the_new_policy_runs_as_shown(folder: Path) -> None:
     """In the processes that ``run_experiment`` starts, too. The page gives the percentages."""
     program = folder / "shortest.py"
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == Path("results/shortest/summary.json")
@@ -69,6 +69,47 @@ def test_the_new_policy_runs_as_shown(folder: Path) -> None:
     percent = {system: round(100 * share) for system, share in reached.items()}
     assert percent == {"fineserve": 96, "shortest": 95, "static*": 49}
     assert all(f"{number} %" in PAGE for number in percent.values())
+
+
+KEYS = """
+import json, sys
+from pathlib import Path
+sys.argv = ["fineserve-sim"]
+import policies
+from fineserve_sim.experiment import load_experiment
+from fineserve_sim.experiment.run.run import Run
+from fineserve_sim.experiment.run.work import keyed
+
+axes = '"scheduler": {"policy": "shortest"}'
+systems = '["static*", {"base": "static*", "name": "own", ' + axes + "}]"
+found = load_experiment(Path("two_models.yaml"), [("systems", systems)])
+print(json.dumps([keyed(Run(found.setup, (), name, None, 1.0, 0, (1.0, 1.0))) for name in ("static*", "own")]))
+"""
+REGISTERS = """
+from shortest import BATCH, Shortest, ShortestSpec
+from fineserve_sim.cluster.compose.policies import register_scheduler
+register_scheduler(ShortestSpec, lambda spec, sheets: Shortest(BATCH))
+"""
+
+
+def test_a_policy_that_changes_is_simulated_again(folder: Path) -> None:
+    """Though another module registers it. Runs of our own policies keep their names."""
+    policy = POLICY.partition("register_scheduler(Shortest")[0] + "BATCH = 2048\n"
+    (folder / "policies.py").write_text(REGISTERS, encoding="utf-8")
+
+    def keys(source: str) -> list[str]:
+        (folder / "shortest.py").write_text(source, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", KEYS], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout))
+
+    first, again = keys(policy), keys(policy)
+    assert first == again
+    ours, own = keys(policy.replace("(request.prompt_tokens, ", "(-request.prompt_tokens, "))
+    assert ours == first[0] and own != first[1]
+    assert keys(policy.replace("BATCH = 2048", "BATCH = 1024"))[1] not in (first[1], own)
 
 
 AFTER = """
@@ -110,7 +151,7 @@ print(json.dumps([known, written[0] == written[1], refused, hinted]))
 def test_a_registered_policy_is_like_ours(folder: Path) -> None:
     """Listed with its options, checked like others, exact under merged steps; its name is taken then."""
     done = subprocess.run(
-        [sys.executable, "-c", AFTER], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", AFTER], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     known, same, refused, hinted = json.loads(done.stdout)

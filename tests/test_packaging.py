@@ -12,6 +12,7 @@ PACKAGES = [
     ROOT / "fineserve_sim",
     ROOT / "traces" / "fineserve_traces",
     ROOT / "calibrate" / "fineserve_calibrate",
+    ROOT / "calibrate" / "fineserve_evidence",
     ROOT / "runtime" / "fineserve_runtime",
 ]
 
@@ -43,7 +44,7 @@ def test_every_file_of_a_package_is_in_the_wheel(package: Path, names: list[str]
 def test_data_travels_along(names: list[str]) -> None:
     """Of the three packages that have some: systems and catalog, length sketches, measured sets."""
     data = [name for name in names if Path(name).suffix in {".yaml", ".json", ".npz"}]
-    assert {name.split("/")[0] for name in data} == {"fineserve_sim", "fineserve_traces", "fineserve_calibrate"}
+    assert {name.split("/")[0] for name in data} == {"fineserve_sim", "fineserve_traces", "fineserve_evidence"}
     assert any(name.endswith("reproduce/targets.yaml") for name in data)
 
 

@@ -45,6 +45,7 @@ def test_pages_with_outputs_are_many() -> None:
     assert {"tutorial.md", "howto/share.md", "howto/troubleshooting.md"} <= set(map(name, showing()))
 
 
+@pytest.mark.slow
 def test_the_first_row_of_contention_is_what_runs_give() -> None:
     """README.md's caption has its numbers, too."""
     row = contention.row_of(next(iter(contention.WAYS)))

@@ -1,1 +1,1 @@
-"""Measured latency tables for the simulator, made from published tables or probes, and validated end to end."""
+"""The calibrator: latency tables for the simulator from published tables or from probes, and fits of its constants."""

@@ -1,24 +1,24 @@
-"""``fineserve-calibrate``: make the latency tables that the simulator predicts with."""
+"""``fineserve-calibrate``: make the latency tables that the simulator predicts with, and show how far it can be trusted.
+
+The commands that compare predictions with measurements come from ``fineserve_evidence``.
+"""
 
 from __future__ import annotations
 
-import sys
+import json
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from fineserve_evidence import commands
 
-from fineserve_calibrate.campaign_cli import campaign
-from fineserve_calibrate.claims_cli import claims
-from fineserve_calibrate.fit_cli import fit
-from fineserve_calibrate.importers.systems import SYSTEMS
-from fineserve_calibrate.sharing_cli import sharing
-from fineserve_calibrate.validate_cli import validate
+from fineserve_calibrate.importers import SYSTEMS, BackendOption, Int4Option, SystemOption, WheelOption
 from fineserve_sim.cli.console import console
 from fineserve_sim.cli.program import run
 
 if TYPE_CHECKING:
-    from fineserve_calibrate.tables import Table
+    from fineserve_calibrate.fit.report import Report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +36,7 @@ def _probe(
     gpu_name: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="Measure this device: h100, h200, a100, ... (checked), auto (whatever is there) or cpu."
+            "--gpu", help="Measure this device: h100, h200, a100, ... (checked), auto (the GPU that is there) or cpu."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Two minutes, coarse grids.")] = False,
@@ -49,7 +49,7 @@ def _probe(
     only: Annotated[str | None, typer.Option(help="Only the parts with this text in their names.")] = None,
 ) -> None:
     """Measure the device that is there (--gpu), or run a command on tables and measurements."""
-    from fineserve_calibrate.probes.backend import ProbeError
+    from fineserve_calibrate.probes.schema import ProbeError
 
     given = [
         name for name, value in (("--quick", quick), ("--out", out), ("--model", model), ("--only", only)) if value
@@ -59,7 +59,7 @@ def _probe(
     if gpu_name is not None and context.invoked_subcommand is not None:
         raise ProbeError(f"--gpu before {context.invoked_subcommand}: measure or run a command, not both")
     if gpu_name is not None:
-        from fineserve_calibrate.probes.command import probe
+        from fineserve_calibrate.probes.session import probe
 
         report(probe(gpu_name, quick, out, model, only, console()))
 
@@ -69,9 +69,10 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder that --gpu or campaign wrote, or its archive.")],
 ) -> None:
     """Tables and report of what a measurement or a campaign has finished; no device is needed."""
-    from fineserve_calibrate.campaign.archive import is_campaign
-    from fineserve_calibrate.campaign.report import conclude as conclude_campaign
-    from fineserve_calibrate.probes.conclusion import conclude
+    from fineserve_evidence.campaign.record import is_campaign
+    from fineserve_evidence.campaign.report import conclude as conclude_campaign
+
+    from fineserve_calibrate.probes.report import conclude
 
     written = conclude_campaign(folder) if is_campaign(folder) else conclude(folder)
     for path in written:
@@ -81,22 +82,6 @@ def report(
 @importers.callback()
 def _imports() -> None:
     """Import tables that others published."""  # a group even while it has one command
-
-
-WheelOption = Annotated[str, typer.Option(help="Wheel file of aiconfigurator-core, or 'installed'.")]
-SystemOption = Annotated[str, typer.Option(help=f"One of {', '.join(SYSTEMS)}.")]
-BackendOption = Annotated[str, typer.Option(help="vllm, trtllm or sglang.")]
-Int4Option = Annotated[
-    Path | None, typer.Option(help="CSV file with int4_wo GEMM rows (gemm_perf of aiconfigurator 0.5.0).")
-]
-
-
-def _imported(wheel: str, system: str, backend: str, int4: Path | None) -> list[Table]:
-    """The checked tables. Raises TableError for one that cannot be used."""
-    from fineserve_calibrate.importers.aiconfigurator import Installed, Wheel, import_tables
-
-    source = Installed() if wheel == "installed" else Wheel(Path(wheel))
-    return import_tables(source, system, backend, int4)
 
 
 @importers.command("aiconfigurator")
@@ -110,11 +95,12 @@ def import_aiconfigurator(
 ) -> None:
     """The measured kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0)."""
     from fineserve_calibrate.compaction import compact
+    from fineserve_calibrate.importers.aiconfigurator import imported
     from fineserve_calibrate.tables import write_table
     from fineserve_sim.catalog import gpu
     from fineserve_sim.latency.tables import save
 
-    tables = _imported(wheel, system, backend, int4)
+    tables = imported(wheel, system, backend, int4)
     compacted = compact(tables, gpu(SYSTEMS[system][0]))
     if full is not None:
         full.mkdir(parents=True, exist_ok=True)
@@ -127,41 +113,83 @@ def import_aiconfigurator(
     console().print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
 
 
-@app.command("cross-validate")
-def cross_validate(
-    wheel: WheelOption = "installed",
-    system: SystemOption = "h100_sxm",
-    backend: BackendOption = "vllm",
-    int4: Int4Option = None,
+app.command("cross-validate")(commands.cross_validate)
+app.command()(commands.campaign)
+app.command()(commands.validate)
+app.command()(commands.claims)
+
+
+class What(StrEnum):
+    """A cost model to fit."""
+
+    CHUNK_COST = "chunk-cost"
+    HOST_OVERHEAD = "host-overhead"
+    CONTENTION = "contention"
+
+
+@app.command()
+def fit(
+    what: Annotated[What, typer.Argument(help="Cost model to fit.")],
+    rows: Annotated[
+        Path | None,
+        typer.Argument(help="CSV file of measured rows; chunk-cost without one fits the simulator's own steps."),
+    ] = None,
+    gpu_name: Annotated[str, typer.Option("--gpu", help="Catalog GPU of the rows.")] = "h100-sxm",
+    deployment_name: Annotated[
+        str, typer.Option("--deployment", help="Host times of the simulated steps (chunk-cost, contention).")
+    ] = "vllm-0.9.1-authors",
+    model_name: Annotated[
+        str, typer.Option("--model", help="Model of the simulated steps (chunk-cost).")
+    ] = "llama-3.1-8b",
+    precision_name: Annotated[
+        str, typer.Option("--precision", help="Precision of the simulated steps (chunk-cost).")
+    ] = "fp16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Figure to write: this path with .png and .svg.")] = None,
 ) -> None:
-    """Errors of the imported tables on their own rows, against table size: thinned to 1/2, 1/4 and 1/8 along each axis."""
-    from fineserve_calibrate.compaction import compact
-    from fineserve_calibrate.crossvalidation import curve
-    from fineserve_sim.catalog import gpu
+    """Fit the chunk cost, the host overhead or the contention model to measured rows."""
+    report = _fitted(what, rows, gpu_name, (model_name, precision_name, deployment_name))
+    _show(report, as_json)
+    for path in report.draw(out.with_suffix("")) if out else []:
+        typer.echo(f"wrote {path}", err=True)
+    if all(fitted.refused for fitted in report.fits):
+        typer.echo("fineserve-calibrate: error: every fit was refused", err=True)
+        raise typer.Exit(1)
 
-    tables = _imported(wheel, system, backend, int4)  # ends the command for an unknown system
-    reference = gpu(SYSTEMS[system][0])
+
+def _fitted(what: What, rows: Path | None, gpu_name: str, simulated: tuple[str, str, str]) -> Report:
+    """Raises ValueError, RowError among them, for rows that cannot be used and names that the catalog lacks. ``simulated``: the
+    model, precision and deployment of simulated steps."""
+    from fineserve_calibrate.fit import report
+    from fineserve_calibrate.fit.rows import RowError
+    from fineserve_sim.catalog import deployment, gpu, model, precision
+    from fineserve_sim.latency import StepModel
+
+    model_name, precision_name, deployment_name = simulated
+    if what is What.CHUNK_COST:
+        step = StepModel(model(model_name), precision(precision_name), 1, gpu(gpu_name), deployment(deployment_name))
+        return report.chunk_cost(rows, step)
+    if rows is None:
+        raise RowError(
+            f"fit {what.value}: no file of measured rows; give one, or fit chunk-cost, which can simulate its rows"
+        )
+    if what is What.HOST_OVERHEAD:
+        return report.host_overhead(rows, gpu_name)
+    return report.contention(rows, gpu_name, deployment_name)
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.payload, indent=1))
+        return
     screen = console()
-    header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
-    screen.print(header, soft_wrap=True)
-    rows = list(curve(compact(tables, reference, thin=False), reference, (2, 4, 8)))
-    for row in rows:
-        counts = f"{f'1/{row.keep_every}':>5}{row.rows_kept:>11,}{row.rows:>11,}"
-        line = f"{row.table:32}{row.axis:15}{counts}{row.median:>8.1%}{row.p95:>8.1%}"
-        screen.print(line, soft_wrap=True)
-    if out is not None:
-        from fineserve_calibrate.crossvalidation_figure import draw_curve
-
-        for path in draw_curve(rows, out.with_suffix("")):
-            print(f"wrote {path}", file=sys.stderr)
+    for table in report.tables:
+        screen.print(table)
+    if report.note:
+        screen.print(report.note)
 
 
-app.command()(campaign)
-app.command()(validate)
-app.command()(claims)
-app.command()(fit)
-app.command()(sharing)
+app.command()(commands.sharing)
 
 
 def main() -> None:

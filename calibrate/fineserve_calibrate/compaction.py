@@ -1,10 +1,9 @@
 """From full tables to the compact set that the simulator ships.
 
-Kept are what a dense decoder layer can ask for: GEMM dtypes and shapes, head dimensions and full attention without a
-cached prefix. Of the measured m, those are dropped that the lines between their neighbours predict, in the median over
-shapes, within ``M_TOLERANCE``; latencies keep 12 significant bits. Single spikes become
-the geometric mean of their neighbours. The error of all this, the simulator's isotonic
-regression included, is measured against every full row of the kept shapes and written into the fingerprint.
+The set keeps what a dense decoder layer can ask for: GEMM dtypes and shapes, head dimensions, and full attention without a
+cached prefix. A measured m is dropped when the line between its neighbours predicts it within ``M_TOLERANCE``, in the median
+over shapes. Latencies keep 12 significant bits. Single spikes become the geometric mean of their neighbours. The error of all
+this is measured against every full row of the kept shapes, with the simulator's isotonic regression. The fingerprint holds it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_calibrate.checks import despiked
-from fineserve_calibrate.tables import Column, Table
+from fineserve_calibrate.tables import Column, Table, despiked
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.latency.tables import GemmTable, Grid, TableError, TableSet
 
@@ -30,7 +28,7 @@ Floats = NDArray[np.float64]
 
 
 def dense(axes: dict[str, Column], latency_s: Floats) -> Grid:
-    """A grid of rows given by columns; the median where a point was measured several times."""
+    """Make a grid of rows given by columns. A point that was measured several times gets the median."""
     values = {name: np.unique(column, axis=0, return_inverse=True) for name, column in axes.items()}
     shape = tuple(len(unique) for unique, _ in values.values())
     flat = np.ravel_multi_index(tuple(inverse.ravel() for _, inverse in values.values()), shape)
@@ -42,7 +40,7 @@ def dense(axes: dict[str, Column], latency_s: Floats) -> Grid:
 
 
 def kept_m(m: Floats, latency_s: Floats) -> NDArray[np.int64]:
-    """Indices of the m that lines between kept neighbours do not predict within ``M_TOLERANCE``: greedy, left to right."""
+    """Find the m that lines between kept neighbours do not predict within ``M_TOLERANCE``: greedy, left to right."""
     logs, x = np.log(latency_s.reshape(-1, len(m))), np.log(m)
     kept, end = [0], 2
     while end < len(m):
@@ -56,21 +54,21 @@ def kept_m(m: Floats, latency_s: Floats) -> NDArray[np.int64]:
 
 
 def rounded(latency_s: Floats) -> Floats:
-    """Latencies with ``SIGNIFICANT_BITS`` bits, which compress to half the size."""
+    """Round latencies to ``SIGNIFICANT_BITS`` bits, which compress to half the size."""
     mantissa, exponent = np.frexp(latency_s)
     result: Floats = np.ldexp(np.round(mantissa * 2**SIGNIFICANT_BITS) / 2**SIGNIFICANT_BITS, exponent)
     return result
 
 
 def gemm_grid(table: Table, dtype: str) -> Grid:
-    """The full grid of one dtype over the kept shapes."""
+    """Make the full grid of one dtype over the kept shapes."""
     column = table.columns
     keep = (column["dtype"] == dtype) & (column["n"] >= LEAST_WIDTH) & (column["k"] >= LEAST_WIDTH)
     return dense({axis: column[axis][keep] for axis in ("n", "k", "m")}, column["latency_s"][keep])
 
 
 def prediction_errors(compact: Grid, full: Grid, dtype: str, reference: GpuSpec) -> Floats:
-    """Relative errors of the simulator's GEMM lines against every row of ``full``."""
+    """Compute the relative errors of the simulator's GEMM lines against every row of ``full``."""
     predictor = GemmTable(compact, dtype, reference)
     m = full.axes["m"].astype(np.float64)
     errors = []
@@ -132,9 +130,9 @@ def _all_reduce(table: Table) -> tuple[dict[str, Grid], dict[str, str]]:
 
 
 def compact(tables: Sequence[Table], reference: GpuSpec, thin: bool = True) -> TableSet:
-    """The compact set of one GPU's tables; every measured m unless ``thin``.
+    """Make the compact set of one GPU's tables. It keeps every measured m unless ``thin``.
 
-    Raises TableError when they come from several devices.
+    Raises TableError when the tables come from several devices.
     """
     devices = {table.fingerprint.device for table in tables}
     if len(devices) != 1:

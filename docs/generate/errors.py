@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from fineserve_calibrate.sharing.caps import CapErrors
-from fineserve_calibrate.validate import ErrorRow
+from fineserve_evidence.sharing.caps import CapErrors
+from fineserve_evidence.validate.errors import ErrorRow
 
 from docs.generate.markdown import table
 

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fineserve_calibrate.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_errors, read_authors_caps, read_caps
-from fineserve_calibrate.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
-from fineserve_calibrate.validate import KNOWN_FILES, error_rows, predict_set, read_set
+from fineserve_evidence.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_errors, read_authors_caps, read_caps
+from fineserve_evidence.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
+from fineserve_evidence.validate.errors import error_rows
+from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
+from fineserve_evidence.validate.predict import predict_set
 
 from docs.generate import contention
 from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS

@@ -136,7 +136,7 @@ def compare(
         experiment_at = partial(_experiment, trace, systems, models, spread, told)
         first = experiment_at(1.0 if rate_scale is None else rate_scale)
         folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
-        with executor_of(executor, jobs) as where:
+        with executor_of(executor, jobs) as where, unused_folder_goes(folder):
             if rate_scale is None:
                 first = _parting(experiment_at, first, folder, where, wanted)
             simulate_into(folder, first, where, Simulation(wanted, decisions))
@@ -208,7 +208,7 @@ def _parting(
 
     experiment, rate_scale = first, 1.0
     while rate_scale <= MOST_RATE_SCALE:
-        with unused_folder_goes(out), progress_bar() as advance:
+        with progress_bar() as advance:
             run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
         least, most = spread_of(read_summary(out))
         if most - least >= PARTED or most < 1 - PARTED:

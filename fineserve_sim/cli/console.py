@@ -101,7 +101,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def unused_folder_goes(out: Path) -> Iterator[None]:
-    """A new results folder goes with an error that comes before any simulation has finished."""
+    """Be alone in a results folder; a new one goes with an error that comes before any simulation has finished."""
     from fineserve_sim.experiment.run.files import gone_if_unused
 
     with gone_if_unused(out):

@@ -50,22 +50,23 @@ def simulate_into(out: Path, experiment: Experiment, executor: Executor, how: Si
     from fineserve_sim.experiment.show.figures import draw
     from fineserve_sim.experiment.show.page.build import write_page
 
-    with unused_folder_goes(out), progress_bar() as advance:
+    with unused_folder_goes(out):
         prepare(out)
         _say_what_is_run(experiment, executor)
-        run_loaded(
-            experiment,
-            out,
-            executor=executor,
-            decisions=how.decisions,
-            on_progress=advance,
-            simulate=simulate_step_by_step if how.exact_steps else simulate,
-            targets=how.targets,
-            summary=not how.rows,
-        )
-    draw(out, timelines=how.rows)
-    if how.rows:
-        write_page([out], out / "report.html")
+        with progress_bar() as advance:
+            run_loaded(
+                experiment,
+                out,
+                executor=executor,
+                decisions=how.decisions,
+                on_progress=advance,
+                simulate=simulate_step_by_step if how.exact_steps else simulate,
+                targets=how.targets,
+                summary=not how.rows,
+            )
+        draw(out, timelines=how.rows)
+        if how.rows:
+            write_page([out], out / "report.html")
 
 
 def print_results(out: Path, summary: Mapping[str, Any], as_json: bool, *, rows: bool = True) -> None:

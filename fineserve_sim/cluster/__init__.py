@@ -1,6 +1,7 @@
 """The SimPy cluster: engines that batch as vLLM does, on GPUs that they share, driven by the policy core."""
 
 from fineserve_sim.cluster.scenario import (
+    Cause,
     EngineSettings,
     Fate,
     Fault,
@@ -15,6 +16,7 @@ from fineserve_sim.cluster.scenario import (
 from fineserve_sim.cluster.simulation import simulate, simulate_step_by_step, simulate_streamed
 
 __all__ = [
+    "Cause",
     "EngineSettings",
     "Fate",
     "Fault",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, repeat
 
 import numpy as np
@@ -11,7 +11,7 @@ from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.scenario import Ended, EndedRequests, outputs
+from fineserve_sim.cluster.scenario import Ended, EndedRequests
 from fineserve_sim.policy.interfaces import Request
 
 ROWS = 8192
@@ -45,15 +45,17 @@ def _coming(requests: Requests, caches: bool) -> Iterator[tuple[Request, int, Pr
     for chunk in requests.chunks():
         for first in range(0, len(chunk), ROWS):
             rows = slice(first, first + ROWS)
-            ids = chunk.prefix_hashes[rows] if caches and chunk.prefix_hashes is not None else repeat(None)
+            prefixes = _prefixes(chunk, rows) if caches else repeat(None)
             columns = (getattr(chunk, name)[rows].tolist() for name in _WHAT)
-            id_tokens = chunk.prefix_block_tokens or 0
-            for model, arrival_s, prompt, output, own in zip(*columns, ids, strict=False):
-                prefix = None
-                if own is not None:  # an id whose tokens the prompt fills in part tells nothing of what comes behind it
-                    covered = len(own) * id_tokens
-                    prefix = Prefix(own, id_tokens, prompt if prompt < covered < prompt + output else covered)
+            for model, arrival_s, prompt, output, prefix in zip(*columns, prefixes, strict=False):
                 yield Request(next(numbers), names[model], arrival_s, prompt), output, prefix
+
+
+def _prefixes(chunk: Trace, rows: slice) -> Iterable[Prefix | None]:
+    ids, id_tokens, covered = chunk.prefix_hashes, chunk.prefix_block_tokens, chunk.prefix_tokens
+    if ids is None or id_tokens is None or covered is None:
+        return repeat(None)
+    return map(Prefix, ids[rows], repeat(id_tokens), covered[rows].tolist())
 
 
 class Joined:
@@ -90,5 +92,4 @@ class Joined:
                 del self._chunks[first]
             elif 2 * len(left) <= len(chunk):
                 self._chunks[first] = chunk[left]
-        model, arrival_s, prompt_tokens, asked = (came[name].copy() for name in _WHAT)
-        self._told(EndedRequests(ended, model, arrival_s, prompt_tokens, outputs(asked, ended)))
+        self._told(EndedRequests(ended, *(came[name].copy() for name in _WHAT)))

@@ -38,7 +38,7 @@ from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.samples import Samples
-from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, ScenarioError, ServedModel
+from fineserve_sim.cluster.scenario import Cause, Fate, RunResult, Scenario, ScenarioError, ServedModel
 from fineserve_sim.latency import StepModel
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
@@ -86,6 +86,8 @@ def _serve(scenario: Scenario, served: ServedModel, engines: int, whole: WholeTr
     fits = (prompt_tokens < longest) & (engines > 0)
     able = fits & (latency_s <= served.ttft_slo_s)
     whole.fate[requests] = np.where(fits, Fate.DROPPED, Fate.REJECTED)
+    refused = Cause.CONTEXT if engines else Cause.PLACEMENT
+    whole.cause[requests] = np.where(fits, Cause.DEADLINE, refused)
     deadline_s, earliest_s = arrival_s + served.ttft_slo_s, arrival_s + latency_s
     columns = (arrival_s[able], deadline_s[able], prefill_s[able] / engines)
     ends_s = most_on_time(map(Foreseen, *(column.tolist() for column in columns)))
@@ -95,10 +97,13 @@ def _serve(scenario: Scenario, served: ServedModel, engines: int, whole: WholeTr
         if end_s is None:
             continue
         first_token_s = max(end_s, least_s)
-        output = min(int(trace.output_tokens[request]), longest - prompt)
+        asked = int(trace.output_tokens[request])
+        output = min(asked, longest - prompt)
         tokens_s = step.decode_ends_s(first_token_s, 1, prompt, output - 1, 1.0) if output > 1 else [first_token_s]
         whole.first_token_s[request], whole.finish_s[request] = first_token_s, tokens_s[-1]
-        whole.fate[request], whole.output_tokens[request] = Fate.FINISHED, output
+        cut = output < asked
+        whole.fate[request], whole.cause[request] = (Fate.CUT, Cause.CONTEXT) if cut else (Fate.FINISHED, Cause.NONE)
+        whole.generated_tokens[request] = output
 
 
 def least_step_s(step: StepModel, tokens: int = 1) -> float:

@@ -7,7 +7,7 @@ mean stands in one table, ``actions``, to which those add who let engines come a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, Sequenc
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes
-from fineserve_sim.cluster.scenario import Fate
+from fineserve_sim.cluster.scenario import Cause, Fate
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import MemoryDomain
 from fineserve_sim.latency.sharing import Demand
@@ -59,8 +59,8 @@ class Fleet:
 
 class Cluster:
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
-    itself and the schedulers are asked at each of them; with ``check`` every memory is checked at every step. Who tells engines
-    to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+    itself and the schedulers are asked at each of them. ``context_tokens`` by model. With ``check`` every memory is checked at
+    every step. Who tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
 
     stopped: Callable[[Engine, float], None]
     leaves: Callable[[Engine, Lane, SequenceState, float], None]
@@ -70,6 +70,7 @@ class Cluster:
         clock: Clock,
         controller: Controller,
         contention: Contention,
+        context_tokens: Mapping[str, int],
         *,
         merging: bool = True,
         check: bool = False,
@@ -91,10 +92,13 @@ class Cluster:
         self._scope_of: dict[int, Scope] = {}
         self._domain_of: dict[int, MemoryDomain] = {}
         self._check = check
+        self._context_tokens = context_tokens
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
         self._waiting: dict[int, Waiting] = {}
-        self._returned: dict[int, SequenceState] = {}  # those that wait for an engine again
+        self._returned: dict[
+            int, tuple[str, SequenceState]
+        ] = {}  # those that wait for an engine again, and their models
         self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
@@ -153,7 +157,7 @@ class Cluster:
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
         """These wait for an engine again, with what they generated as part of their prompts."""
         for sequence in sequences:
-            self._returned[sequence.index] = sequence
+            self._returned[sequence.index] = engine.model, sequence
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
             if (engine_id := self.controller.engine_of(again.id)) is not None:
@@ -167,7 +171,14 @@ class Cluster:
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
         self.outcomes.engine[sequence.index] = engine.columns[0]  # it may have moved
-        self.outcomes.end(sequence.index, now, Fate.FINISHED, sequence.output_tokens)
+        generated_tokens, fate, cause = sequence.generated_tokens, Fate.FINISHED, Cause.NONE
+        if generated_tokens < sequence.asked_tokens:
+            fate, cause = Fate.CUT, self._bounds(engine.model, sequence.prompt_tokens + generated_tokens)
+        self.outcomes.end(sequence.index, now, fate, cause, generated_tokens=generated_tokens)
+
+    def _bounds(self, model: str, tokens: int) -> Cause:
+        """Why a sequence of the model has no more tokens than these."""
+        return Cause.CONTEXT if tokens >= self._context_tokens[model] else Cause.MEMORY
 
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
         """It lost its KV; at ``now``, unless its engine is lost with it. Its scheduler sees another state of the engine: those
@@ -356,7 +367,7 @@ class Cluster:
 
     def _dispatch(self, command: Dispatch, now: float) -> None:
         engine = self.engines[command.engine]
-        sequence = self._waited(command.request_id)
+        _, sequence = self._waited(command.request_id)
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
             self.returned(engine, [sequence], now)
             return
@@ -371,14 +382,17 @@ class Cluster:
             engine.replan(now)
 
     def _refuse(self, command: Drop | Reject, now: float) -> None:
-        self._waited(command.request_id)
-        fate = Fate.REJECTED if isinstance(command, Reject) else Fate.DROPPED
-        self.outcomes.end(command.request_id, now, fate)
+        model, sequence = self._waited(command.request_id)
+        if isinstance(command, Drop):
+            self.outcomes.end(command.request_id, now, Fate.DROPPED, Cause.DEADLINE)
+            return
+        cause = Cause.PLACEMENT if command.unplaced else self._bounds(model, sequence.target_tokens)
+        self.outcomes.end(command.request_id, now, Fate.REJECTED, cause)
 
-    def _waited(self, index: int) -> SequenceState:
-        """A request waits no longer."""
+    def _waited(self, index: int) -> tuple[str, SequenceState]:
+        """A request waits no longer: its model, and what it is in an engine."""
         waiting = self._waiting.pop(index, None)
         if waiting is None:
             return self._returned.pop(index)
         self.outcomes.arrive(index, waiting.engine)
-        return waiting.sequence()
+        return waiting.request.model, waiting.sequence()

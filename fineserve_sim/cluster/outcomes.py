@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fineserve_sim.cluster.scenario import Ended, Fate
+from fineserve_sim.cluster.scenario import Cause, Ended, Fate
 
 NEVER = float("nan")
 BATCH = 8192
 """Ended requests that are handed on together."""
-_DTYPES = (np.int64, np.float64, np.float64, np.int8, np.int64, np.int32, np.int64)
+_DTYPES = (np.int64, np.float64, np.float64, np.int8, np.int64, np.int32, np.int8, np.int64)
 """Of the columns of ``Ended``."""
 
 
@@ -28,7 +28,7 @@ class Outcomes:
         self.first_token_s: dict[int, float] = {}
         self.engine: dict[int, int] = {}
         self.preemptions: defaultdict[int, int] = defaultdict(int)
-        self._ended: list[tuple[int, float, float, int, int, int, int]] = []
+        self._ended: list[tuple[int, float, float, int, int, int, int, int]] = []
 
     def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
         """So many will come; what becomes of them goes to ``sink``."""
@@ -44,14 +44,15 @@ class Outcomes:
         if index not in self.first_token_s:
             self.first_token_s[index] = now
 
-    def end(self, index: int, now: float, fate: Fate, output_tokens: int = 0) -> None:
-        """``output_tokens``: of a request that finished."""
+    def end(self, index: int, now: float, fate: Fate, cause: Cause = Cause.NONE, *, generated_tokens: int = 0) -> None:
+        """``generated_tokens``: of a request that finished or was cut."""
         engine = self.engine.pop(index, None)
         if engine is None:
             raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
         first_token_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
-        finish_s = now if fate is Fate.FINISHED else NEVER
-        self._ended.append((index, first_token_s, finish_s, int(fate), preemptions, engine, output_tokens))
+        finish_s = now if generated_tokens else NEVER
+        moments = index, first_token_s, finish_s
+        self._ended.append((*moments, int(fate), preemptions, engine, int(cause), generated_tokens))
         self.last_end_s = max(self.last_end_s, now)
         self.open -= 1
         if len(self._ended) >= BATCH:

@@ -51,7 +51,8 @@ class WholeTrace:
         self.fate = np.zeros(requests, dtype=np.int8)
         self.preemptions = np.zeros(requests, dtype=np.int64)
         self.engine = np.full(requests, -1, dtype=np.int32)
-        self.output_tokens = np.zeros(requests, dtype=np.int64)
+        self.cause = np.zeros(requests, dtype=np.int8)
+        self.generated_tokens = np.zeros(requests, dtype=np.int64)
 
     def __call__(self, ended: Ended) -> None:
         for name, column in vars(self).items():

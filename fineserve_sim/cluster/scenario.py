@@ -152,12 +152,28 @@ class Scenario:
 
 
 class Fate(IntEnum):
-    """How a request ended. Everything but FINISHED is an SLO miss (systems.md 1.4)."""
+    """How a request ended. Everything but FINISHED is an SLO miss (systems.md 1.4). CUT: its output ended before it was as
+    long as asked."""
 
     UNFINISHED = 0
     FINISHED = 1
     DROPPED = 2
     REJECTED = 3
+    CUT = 4
+
+
+class Cause(IntEnum):
+    """Why a request was cut or rejected, or was dropped.
+
+    MEMORY: its engine (any engine of its model, if rejected) cannot hold so many tokens; CONTEXT: the model's context ends
+    there; PLACEMENT: its model has no engine; DEADLINE: its scheduler gave it up.
+    """
+
+    NONE = 0
+    MEMORY = 1
+    CONTEXT = 2
+    PLACEMENT = 3
+    DEADLINE = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,11 +187,12 @@ class Ended:
     fate: NDArray[np.int8]
     preemptions: Ints
     engine: NDArray[np.int32]
-    output_tokens: Ints
+    cause: NDArray[np.int8]
+    generated_tokens: Ints
 
 
 class EndedRequests(NamedTuple):
-    """Ended requests with what they were: columns of their trace, (n,) each; ``output_tokens`` as ``outputs`` has them."""
+    """Ended requests with what they were: columns of their trace, (n,) each."""
 
     ended: Ended
     model: NDArray[np.int32]
@@ -229,7 +246,8 @@ class GpuUse:
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came; of no length where requests stream in) and
-    counters of the run. ``output_tokens``: what finished requests generated, up to an engine's longest sequence; 0 of others.
+    counters of the run. ``cause`` (``Cause``): why a request was cut, rejected or dropped. ``generated_tokens``: of finished
+    requests what they asked for, of cut ones fewer, of others 0.
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
@@ -243,7 +261,8 @@ class RunResult:
     fate: NDArray[np.int8]
     preemptions: Ints
     engine: NDArray[np.int32]
-    output_tokens: Ints
+    cause: NDArray[np.int8]
+    generated_tokens: Ints
     placement: Placement
     kv_capacity_bytes: tuple[int, ...]
     timeline: Timeline
@@ -255,8 +274,3 @@ class RunResult:
     step_samples: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     gpu_use: tuple[GpuUse, ...] = ()
-
-
-def outputs(asked: Ints, came: Ended | RunResult) -> Ints:
-    """Tokens of each output: those that a finished request generated, and what any other asked for."""
-    return np.where(came.fate == Fate.FINISHED, came.output_tokens, asked)

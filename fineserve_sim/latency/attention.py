@@ -8,7 +8,7 @@ the compute rate and its KV over the bandwidth.
 
 By tables, prefill is that of prompts of equal length with as many keys per query, 2 * pairs / tokens - 1: exact for equal
 prompts without a prefix. A chunk after a cached prefix, which no table has, counts as the part of such a prompt that its
-tokens are, and takes at least the time to read the prefix's KV (assumed).
+tokens are. It takes at least what it takes without the prefix, and the time to read the prefix's KV (assumed).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TableAttention(RooflineAttention):
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         if self.prefill_table is None:
             return super().prefill_s(tokens, pairs, context)
-        attend_s = self.prefill_table.beyond_floor_s(tokens, pairs)
+        attend_s = self.prefill_table.beyond_floor_s(tokens, pairs, context)
         read_s = (context + tokens) * self.kv_s
         return attend_s if attend_s > read_s else read_s
 

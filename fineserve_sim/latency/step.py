@@ -28,6 +28,7 @@ from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
+from fineserve_sim.policy.interfaces import prompt_pairs
 
 INITIAL_ENTRIES = 512
 SCALAR_STEPS = 64  # below, a loop is faster than numpy's fixed cost
@@ -260,22 +261,26 @@ class StepModel:
         memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
         return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s), 1.0, step_s)
 
-    def prefill_s(self, tokens: int, decoding: int, budget: int) -> float:
-        """Predicted seconds to prefill ``tokens`` prompt tokens in chunks of ``budget - decoding``.
+    def prefill_s(self, tokens: int, decoding: int, budget: int, pairs: int | None = None) -> float:
+        """Predicted seconds to prefill prompts with ``tokens`` tokens and ``pairs`` query-key pairs in all, by default one
+        prompt, in chunks of ``budget - decoding``.
 
-        Non-decreasing in ``tokens``; infinite when the decodes leave nothing. A scheduler's estimate from counts alone:
-        each chunk attends to itself only, and the decodes' own contexts are not charged.
+        Non-decreasing in prompts and in their lengths; infinite when the decodes leave nothing. A scheduler's estimate from
+        sums: a chunk is of one prompt, behind as long a prefix as the mean of all; the decodes' own contexts are not charged.
         """
         if tokens <= 0:
             return 0.0
         chunk = budget - decoding
         if chunk <= 0:
             return math.inf
+        pairs = prompt_pairs(tokens) if pairs is None else pairs
         full, last = (tokens - 1) // chunk, (tokens - 1) % chunk + 1
-        seconds = self.step_s(decoding, 0, last, last * (last + 1) // 2, 0, decoding + 1)
-        if full:
-            seconds += full * self.step_s(decoding, 0, chunk, chunk * (chunk + 1) // 2, 0, decoding + 1)
-        return seconds
+
+        def chunk_s(size: int) -> float:
+            behind = max(0, pairs * size // tokens - prompt_pairs(size))
+            return self.step_s(decoding, 0, size, prompt_pairs(size) + behind, behind // size, decoding + 1)
+
+        return chunk_s(last) + full * chunk_s(chunk) if full else chunk_s(last)
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these step times, with its source."""

@@ -20,10 +20,11 @@ class Drop(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Refuse the request at the door: no engine could ever serve it."""
+    """Refuse the request at the door: no engine could ever serve it. ``unplaced``: its model has none."""
 
     request_id: int
     reason: str
+    unplaced: bool = False
 
 
 class Survey(NamedTuple):

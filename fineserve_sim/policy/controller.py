@@ -171,7 +171,7 @@ class Controller:
             return self._deliver(request, route.engine)
         limits = [route.max_tokens for route in self._routes[request.model].instances]
         if not limits:
-            return [Reject(request.id, f"no instance of {request.model} is placed")]
+            return [Reject(request.id, f"no instance of {request.model} is placed", unplaced=True)]
         return [Reject(request.id, f"prompt of {request.prompt_tokens} tokens, at most {max(0, max(limits) - 1)}")]
 
     def _expected(self, event: RequestArrived | RequestReturned) -> Request:

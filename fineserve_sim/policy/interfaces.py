@@ -59,9 +59,15 @@ class EngineLoad(NamedTuple):
         return self.capacity_blocks - self.used_blocks
 
 
-PrefillLatency = Callable[[int, int], float]
-"""Predicted seconds, without contention, to prefill so many prompt tokens by chunked prefill beside so many running decodes.
-Non-decreasing in the tokens; infinite when the decodes leave none of a step to a prompt."""
+PrefillLatency = Callable[[int, int, int], float]
+"""Predicted seconds, without contention, to prefill prompts by chunked prefill: their tokens, the decodes that run beside them,
+and the prompts' query-key pairs. Non-decreasing in prompts and in their lengths; infinite when the decodes leave no token of a
+step to a prompt."""
+
+
+def prompt_pairs(tokens: int) -> int:
+    """Query-key pairs of one prompt: a token attends to itself and to all before it."""
+    return tokens * (tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)

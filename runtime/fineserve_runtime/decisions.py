@@ -62,7 +62,7 @@ def read_entries(lines: Iterable[str]) -> Iterator[Entry]:
             raise LogError(f"line {number} is no JSON: {line[:60]!r}") from None
         if not isinstance(entry, dict):
             raise LogError(f"line {number} is no JSON object: {line[:60]!r}")
-        if "lost" in entry:
+        if set(entry) == {"lost"}:  # an engine's death has a field of that name, too
             raise LogError(f"line {number}: {entry['lost']} lines were lost here, so what follows cannot be replayed")
         yield entry
 

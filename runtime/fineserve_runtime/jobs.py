@@ -125,7 +125,7 @@ class Observer(Protocol):
 
 
 def finish_end(chunk: TokenChunk) -> End:
-    """The end that an engine reports with a request's last chunk; with a ``problem`` it did not take the request."""
+    """The end that an engine reports with a request's last chunk; with a ``problem`` the request itself is wrong."""
     reason = chunk.finish_reason
     if chunk.problem:
         return End("refused", "rejected", chunk.problem)

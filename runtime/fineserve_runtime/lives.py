@@ -64,7 +64,7 @@ class Owner(Protocol):
 
 @dataclass(slots=True)
 class _Delayed:
-    """An activation that waits for its process's back-off."""
+    """An activation that waits for its process's back-off: it died, or found no memory for its weights in one piece."""
 
     command: Activate
     due_s: float
@@ -143,7 +143,7 @@ class EngineLives:
         wait_s = self._backoff.wait_s(self._places.place(engine), now)
         if command.model in self._stopped:
             self._delayed[engine] = _Delayed(command, math.inf)
-        elif wait_s > 0 and not self._places.handle(engine).alive:
+        elif wait_s > 0:
             self._delayed[engine] = _Delayed(command, now + wait_s)
             if wait_s > _PATIENCE_S:
                 self._turn_away(command.model)
@@ -198,8 +198,7 @@ class EngineLives:
     def _stays_down(self, engine: int, model: str, facts: dict[str, object]) -> None:
         self._owner.incident("activation failed", facts)
         dead = not self._places.handle(engine).alive
-        if dead:
-            self._backoff.down(self._places.place(engine), self._owner.now())
+        self._backoff.down(self._places.place(engine), self._owner.now())
         self._desk.close(engine)
         self._places.leave(engine)
         if dead:

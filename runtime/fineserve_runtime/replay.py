@@ -25,7 +25,7 @@ from fineserve_runtime.engines.api import Logprobs, Sampling
 from fineserve_runtime.jobs import End, Job, Refused
 from fineserve_runtime.launch import Running, StartHost, launch
 from fineserve_sim.cluster.samples import sample_time_s
-from fineserve_sim.cluster.scenario import Fate, RunResult, Scenario, Timeline
+from fineserve_sim.cluster.scenario import Cause, Fate, RunResult, Scenario, Timeline
 from fineserve_sim.experiment.file.document import read_yaml
 from fineserve_sim.experiment.file.errors import ConfigError
 from fineserve_sim.experiment.run.files import write_json
@@ -119,6 +119,7 @@ class _Play:
         lengths = scenario.whole_trace.prompt_tokens.tolist()
         self._prompts = [tuple(random.Random(i).choices(_TOKENS, k=length)) for i, length in enumerate(lengths)]
         self._fate = np.zeros(requests, dtype=np.int8)
+        self._cause = np.zeros(requests, dtype=np.int8)
         self._finish_s = np.full(requests, np.nan)
         self._open = requests
         self._changed = threading.Condition()
@@ -232,6 +233,10 @@ class _Play:
         if self._scenario.sample_s == 0:  # each request was alone: its arrival is when it was submitted
             submitted_s = np.array([job.arrival_s if job else np.nan for job in self._jobs])
             shift_s = submitted_s - self._scenario.whole_trace.arrival_s
+        generated_tokens = np.array([len(job.generated) if job else 0 for job in self._jobs], dtype=np.int64)
+        generated_tokens[self._fate != Fate.FINISHED] = 0
+        cut = (generated_tokens > 0) & (generated_tokens < self._scenario.whole_trace.output_tokens)
+        self._fate[cut], self._cause[cut] = Fate.CUT, Cause.CONTEXT  # a server promises no more than max_model_len
         hosts = self._running.hosts
         steps = sum(handle.stats().steps for host in hosts.values() for handle in host.engines.values())
         return RunResult(
@@ -240,7 +245,8 @@ class _Play:
             fate=self._fate,
             preemptions=np.array([job.preemptions if job else 0 for job in self._jobs], dtype=np.int64),
             engine=np.array([self._engine(job) for job in self._jobs], dtype=np.int32),
-            output_tokens=np.array([len(job.generated) if job else 0 for job in self._jobs], dtype=np.int64),
+            cause=self._cause,
+            generated_tokens=generated_tokens,
             placement=self._running.placement,
             kv_capacity_bytes=self._running.capacity_bytes,
             timeline=self._timeline(),

@@ -70,8 +70,9 @@ class StepTimes:
         base_s, per_token_s, per_decode_s = self.fit()
         return base_s + per_token_s * prefill_tokens + per_decode_s * decodes
 
-    def __call__(self, tokens: int, decoding: int) -> float:
-        """Seconds to prefill ``tokens`` prompt tokens in chunks beside ``decoding`` decodes (a ``PrefillLatency``)."""
+    def __call__(self, tokens: int, decoding: int, pairs: int = 0) -> float:
+        """Seconds to prefill ``tokens`` prompt tokens in chunks beside ``decoding`` decodes (a ``PrefillLatency``).
+        Measured steps do not say what attention to earlier chunks takes, so ``pairs`` counts for nothing."""
         if not tokens:
             return 0.0
         chunk = self._token_budget - decoding

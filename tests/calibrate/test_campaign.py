@@ -15,26 +15,22 @@ from typing import Any
 
 import pytest
 from fineserve_calibrate import cli
-from fineserve_calibrate.campaign import command
-from fineserve_calibrate.campaign.archive import opened
-from fineserve_calibrate.campaign.bench import side_by_side
-from fineserve_calibrate.campaign.command import Request, campaign
-from fineserve_calibrate.campaign.crew import kv_bytes, settings
-from fineserve_calibrate.campaign.items import Item, Seat, Spot, Take, parse_seat, seat_text
-from fineserve_calibrate.campaign.journal import Journal, read_journal
-from fineserve_calibrate.campaign.plan import BF16, GPU, plan
-from fineserve_calibrate.campaign.report import conclude
-from fineserve_calibrate.campaign.run import LOST
-from fineserve_calibrate.campaign.simulated import SimulatedBench, slowdown
-from fineserve_calibrate.campaign.slowdowns import slowdowns
-from fineserve_calibrate.campaign.steps import Steps, statistics, steady, stretches
-from fineserve_calibrate.probes.backend import Identity, ProbeError, Unavailable
 from fineserve_calibrate.probes.engine_worker import ROUND
-from fineserve_calibrate.probes.engines import Composition
-from fineserve_calibrate.probes.models import LLAMA_8B, TINY
-from fineserve_calibrate.probes.simulated import SimulatedDevice
+from fineserve_calibrate.probes.engines import LLAMA_8B, TINY, Composition
+from fineserve_calibrate.probes.schema import Identity, ProbeError, Unavailable
+from fineserve_evidence.campaign import command
+from fineserve_evidence.campaign.bench import side_by_side
+from fineserve_evidence.campaign.command import Request, campaign
+from fineserve_evidence.campaign.crew import Steps, kv_bytes, settings, statistics, steady, stretches
+from fineserve_evidence.campaign.items import Item, Seat, Spot, Take, parse_seat, seat_text
+from fineserve_evidence.campaign.plan import BF16, GPU, plan
+from fineserve_evidence.campaign.predictions import slowdowns
+from fineserve_evidence.campaign.record import Journal, opened, read_journal
+from fineserve_evidence.campaign.report import conclude
+from fineserve_evidence.campaign.run import LOST
 from hypothesis import given
 from hypothesis import strategies as st
+from simulatedkit import SimulatedBench, SimulatedDevice, slowdown
 
 from fineserve_sim.catalog import gpu
 
@@ -193,7 +189,7 @@ def test_a_whole_campaign_in_commands_of_nine_minutes(tmp_path: Path) -> None:
     while True:
         found = bench()
         lines = measure(tmp_path, found)
-        assert found.now_s() <= 9 * 60 + command.OVERDUE_S and found.device.closed
+        assert found.device.now_s() <= 9 * 60 + command.OVERDUE_S and found.device.closed
         measured += [item.key for item in found.measured]
         commands += 1
         if lines[-1] == "complete: nothing is left":
@@ -221,7 +217,7 @@ def test_expectations_follow_what_was_measured(tmp_path: Path) -> None:
     slow = bench(setup_ratio=4.0)
     measure(tmp_path, slow, minutes=9, only="pairs-time_slice-bfloat16+bfloat16,pairs-mps-bfloat16+bfloat16")
     assert slow.started == ["pairs-time_slice-bfloat16+bfloat16"]
-    assert slow.now_s() <= 9 * 60
+    assert slow.device.now_s() <= 9 * 60
 
 
 def test_what_cannot_be_measured_is_said_and_tried_again_on_request(tmp_path: Path) -> None:
@@ -417,7 +413,7 @@ def test_the_command_from_end_to_end(
     def on_a_bench(request: Request, say: Callable[[str], None]) -> Path:
         return campaign(request, say, lambda *_: bench())
 
-    monkeypatch.setattr("fineserve_calibrate.campaign.command.campaign", on_a_bench)
+    monkeypatch.setattr("fineserve_evidence.campaign.command.campaign", on_a_bench)
     out = str(tmp_path / "out")
     assert run_cli(monkeypatch, "campaign", "--gpu", "h100", "--minutes", "9", "--out", out, "--only", "layouts") == 0
     said = capsys.readouterr().out
@@ -481,12 +477,12 @@ BARE = """
 import sys
 for name in ("pyarrow", "pandas", "scipy", "matplotlib", "typer", "simpy", "rich", "torch", "vllm"):
     sys.modules[name] = None
-from fineserve_calibrate.probes import devices, libcuda
+from fineserve_calibrate.probes import nvidia
 def load():
-    raise libcuda.DriverError("there is no NVIDIA driver")
-devices.load = load
-import fineserve_calibrate.campaign.bench
-from fineserve_calibrate.campaign.__main__ import main
+    raise nvidia.DriverError("there is no NVIDIA driver")
+nvidia.load_driver = load
+import fineserve_evidence.campaign.bench
+from fineserve_evidence.campaign.__main__ import main
 sys.exit(main())
 """
 
@@ -502,7 +498,7 @@ def test_measuring_needs_few_packages(tmp_path: Path, more: list[str], code: int
 
 
 def test_where_tables_cannot_be_written_the_journal_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fineserve_calibrate.campaign.tables", None)
+    monkeypatch.setitem(sys.modules, "fineserve_calibrate.probes.store", None)
     measure(tmp_path, bench(), only="layouts")
     with tarfile.open(tmp_path / command.NAME) as tar:
         assert set(tar.getnames()) == {"manifest.json", "journal.jsonl"}

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fineserve_calibrate.campaign.bench import DeviceBench
-from fineserve_calibrate.campaign.crew import Crew, Member, settings
-from fineserve_calibrate.campaign.items import Take, Trial
-from fineserve_calibrate.campaign.plan import plan
-from fineserve_calibrate.campaign.trial_files import CPU_PLAY, GPU_PLAY, draw_trace, shapes, write_play
-from fineserve_calibrate.campaign.trials import ended, metrics, run_trial
-from fineserve_calibrate.probes import mps
-from fineserve_calibrate.probes.backend import Unavailable
-from fineserve_calibrate.probes.engines import Composition
-from fineserve_calibrate.probes.models import LLAMA_8B, TINY
+from fineserve_calibrate.probes import nvidia
+from fineserve_calibrate.probes.engines import LLAMA_8B, TINY, Composition
+from fineserve_calibrate.probes.schema import Unavailable
+from fineserve_evidence.campaign.bench import DeviceBench
+from fineserve_evidence.campaign.crew import Crew, Member, settings
+from fineserve_evidence.campaign.items import Take, Trial
+from fineserve_evidence.campaign.plan import plan
+from fineserve_evidence.campaign.trial_runs import CPU_PLAY, GPU_PLAY, draw_trace, shapes, write_play
+from fineserve_evidence.campaign.trials import ended, metrics, run_trial
 
 from fineserve_sim.cluster import ServedModel
 from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
@@ -74,7 +73,7 @@ def test_loads_begin_and_end_at_the_same_instants(scripted: Path) -> None:
         from_s, (first, second) = crew.take([DECODE, Composition(0, 0, 256), None], hold_s=2.0)
         assert [len(first), len(second)] == [8, 4]
         assert first[0][0] == pytest.approx(from_s + 0.25) and second[-1][0] == pytest.approx(from_s + 2.0)
-        assert crew.start_s == [1.5] * 3
+        assert [member.start_s for member in crew._members] == [1.5] * 3
     finally:
         crew.close()
 
@@ -108,7 +107,7 @@ def test_one_that_does_not_start_takes_the_others_with_it(scripted: Path, monkey
             super().__post_init__()
             pids.append(self._process.pid)
 
-    monkeypatch.setattr("fineserve_calibrate.campaign.crew.Member", Noted)
+    monkeypatch.setattr("fineserve_evidence.campaign.crew.Member", Noted)
     with pytest.raises(Unavailable, match="no start"):
         Crew([seat(scripted), seat(scripted, fails="start"), seat(scripted)], scripted / "logs")
     assert len(pids) == 3 and all(gone(pid) for pid in pids)
@@ -117,8 +116,8 @@ def test_one_that_does_not_start_takes_the_others_with_it(scripted: Path, monkey
 PARENT = """
 import json, sys
 from pathlib import Path
-from fineserve_calibrate.campaign.command import _signals
-from fineserve_calibrate.campaign.crew import Crew, Member
+from fineserve_evidence.campaign.command import _signals
+from fineserve_evidence.campaign.crew import Crew, Member
 Member.worker = "scripted_engine"
 crew = Crew(json.loads(sys.argv[1]), Path("logs"))
 with _signals(60.0):
@@ -140,7 +139,7 @@ def test_engines_end_with_the_command_however_it_ends(scripted: Path, how: signa
         engines = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(engines) == 2
         parent.send_signal(how)
-        assert parent.wait(20) != 0
+        assert parent.wait(300) != 0
     assert all(gone(pid) for pid in engines)
 
 
@@ -164,7 +163,7 @@ def test_engines_are_asked_for_what_a_scene_needs() -> None:
 def test_a_daemon_that_a_killed_campaign_left_is_ended_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon, log = tmp_path / mps.MPS, tmp_path / "log"
+    daemon, log = tmp_path / nvidia.MPS, tmp_path / "log"
     daemon.write_text(f'#!/bin/sh\n[ -n "$1" ] || {{ read word; echo "$word" >> {log}; }}\n', encoding="utf-8")
     daemon.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -213,7 +212,7 @@ def test_weights_of_a_trial_do_not_stay(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "trials" / "overhead" / "model.safetensors").write_bytes(b"much")
         return 'a word of a library\n{"added_us_1": 2.5}\n'
 
-    monkeypatch.setattr("fineserve_calibrate.campaign.trials.ended", fake)
+    monkeypatch.setattr("fineserve_evidence.campaign.trials.ended", fake)
     rows = run_trial(Trial("overhead", TINY.name), tmp_path, None)
     assert rows == [{"trial": "overhead", "quantity": "added_us_1", "value": 2.5}]
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fineserve_calibrate.campaign.archive import opened
-from fineserve_calibrate.campaign.crew import settings
-from fineserve_calibrate.campaign.items import Take
-from fineserve_calibrate.campaign.plan import plan
-from fineserve_calibrate.probes.models import LLAMA_8B
+from fineserve_calibrate.probes.engines import LLAMA_8B
 from fineserve_calibrate.probes.torch_device import package_version
+from fineserve_evidence.campaign.crew import settings
+from fineserve_evidence.campaign.items import Take
+from fineserve_evidence.campaign.plan import plan
+from fineserve_evidence.campaign.record import opened
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # those libraries warn of themselves

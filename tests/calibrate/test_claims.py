@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.claims import EVALUATORS, ClaimError, Evidence, Verdict, ids_of, read_probes
-from fineserve_calibrate.claims_cli import claims
 from fineserve_calibrate.probes.schema import KEYS
+from fineserve_evidence.claims import EVALUATORS, ClaimError, Evidence, Verdict, ids_of, read_probes, verdict_of
+from fineserve_evidence.commands import claims
 
 from fineserve_sim.latency.tables import TableError, shipped
 
@@ -26,7 +26,7 @@ LEDGER = Path(__file__).parents[3] / "shared" / "spec" / "claims.yaml"
 def verdict(name: str, **probes: pd.DataFrame) -> Verdict:
     for operator, rows in probes.items():
         assert set(rows) <= {*KEYS[operator], "latency_s"}  # as the probes write them
-    return EVALUATORS[name](Evidence(shipped(), probes))
+    return verdict_of(name, Evidence(shipped(), probes))
 
 
 def vmm(call_us: float, pages: tuple[int, ...] = (2 * 2**20, 2**30)) -> pd.DataFrame:

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.sharing.caps import AUTHORS_FILES, FILE, cap_errors, read_authors_caps, read_caps
-from fineserve_calibrate.validate import error_rows, predict_set, read_set
-from fineserve_calibrate.validate.errors import relative
+from fineserve_evidence.sharing.caps import AUTHORS_FILES, FILE, cap_errors, read_authors_caps, read_caps
+from fineserve_evidence.validate.errors import error_rows, relative
+from fineserve_evidence.validate.layouts import read_set
+from fineserve_evidence.validate.predict import predict_set
 
 from docs.generate.errors import cap_table, error_table
 from docs.generate.markdown import cell

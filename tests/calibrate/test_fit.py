@@ -17,25 +17,17 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.fit import (
-    ContentionFit,
-    Fit,
-    HalfShare,
-    RowError,
-    Unknown,
+from fineserve_calibrate.cli import fit
+from fineserve_calibrate.fit.contention import ContentionFit, HalfShare, fit_contention, half_shares, with_references
+from fineserve_calibrate.fit.least_squares import Fit, Unknown, fit_curve
+from fineserve_calibrate.fit.rows import RowError, read_authors, read_decodes
+from fineserve_calibrate.fit.step_costs import (
+    device_s,
     fit_chunk_cost,
-    fit_contention,
-    fit_curve,
     fit_host_overhead,
-    half_shares,
-    read_authors,
     read_chunks,
-    read_decodes,
     simulated_chunks,
-    with_references,
 )
-from fineserve_calibrate.fit.host_overhead import device_s
-from fineserve_calibrate.fit_cli import fit
 
 from fineserve_sim.catalog import deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel

@@ -12,24 +12,13 @@ import pytest
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.validate import (
-    Case,
-    ClosedLoop,
-    MeasuredSet,
-    Predicted,
-    StaticBatch,
-    aegaeon,
-    authors,
-    campaign,
-    kvcached,
-    predict_set,
-    read_set,
-)
-from fineserve_calibrate.validate.cases import Label, Serving
-from fineserve_calibrate.validate.errors import relative
-from fineserve_calibrate.validate.generations import fit_eager, fit_floor, fit_prompt, fit_whole_batches
-from fineserve_calibrate.validate.profile_fit import Profile
-from fineserve_calibrate.validate.readings import FIVE, GENERATOR, READINGS, reading_of
+from constantskit import Profile, fit_eager, fit_floor, fit_prompt, fit_whole_batches
+from fineserve_evidence.validate import aegaeon, authors, kvcached
+from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, OpenLoop, Serving, StaticBatch
+from fineserve_evidence.validate.errors import relative
+from fineserve_evidence.validate.layouts import read_set
+from fineserve_evidence.validate.predict import Predicted, campaign, predict_set
+from fineserve_evidence.validate.silicon import FIVE, GENERATOR, READINGS, reading_of
 
 from fineserve_sim.catalog import Deployment, Quantity, deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel
@@ -73,7 +62,7 @@ def test_aegaeon(tmp_path: Path) -> None:
     assert [reason for _, _, reason in found.unsupported] == [
         "a prompt of 4096 tokens leaves no output within 4096 tokens of context"
     ]
-    assert found.kind == "fitted on part of the set"  # the row of 1,024 tokens is neither
+    assert found.fitted  # the row of 1,024 tokens is neither
 
 
 def test_whole_prompts_are_prefilled_in_groups_before_any_decode() -> None:
@@ -257,10 +246,11 @@ def test_closed_loops_at_tp4(backend: str, tpot: float, ttft: float) -> None:
 
 
 @needs_sets
-def test_two_models_take_turns() -> None:
+def test_two_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sixth of the runs that kvcached's host time and the cost of a switch were fitted on."""
-    path = E2E / "kvcached_multi_llm_summary.csv.gz"
-    some = kvcached.fitted_cases(pd.read_csv(path), path)[::6]
+    monkeypatch.setattr(kvcached, "FITTED_MODELS", 0)
+    every = read_set(E2E / "kvcached_multi_llm_summary.csv.gz", by_tables).cases
+    some = [case for case in every if isinstance(case.load, OpenLoop) and case.load.models == 2][::6]
     tpot, ttft = medians(predict_set(MeasuredSet("two models", tuple(some)), by_tables))
     assert tpot < 0.08
     assert ttft < 0.12

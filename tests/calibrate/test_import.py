@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from fineserve_calibrate.cli import app
 from fineserve_calibrate.compaction import compact
-from fineserve_calibrate.crossvalidation import curve
 from fineserve_calibrate.importers.aiconfigurator import Wheel, import_tables, weight_only
 from fineserve_calibrate.tables import Table, read_table
+from fineserve_evidence.crossvalidation import curve
 from typer.testing import CliRunner
 
 from fineserve_sim.catalog import gpu

@@ -11,20 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fineserve_calibrate.checks import check
-from fineserve_calibrate.probes.backend import Identity, Prepared, ProbeError, Unavailable
-from fineserve_calibrate.probes.conclusion import conclude
-from fineserve_calibrate.probes.parts import collect
+from fineserve_calibrate.probes.parts import QUICK, Effort, Part, collect, measure, run_part, shuffled, summary
 from fineserve_calibrate.probes.plan import GIB, grid, plan, powers
-from fineserve_calibrate.probes.roofline import ideal_s, measured_spec
-from fineserve_calibrate.probes.runner import QUICK, Effort, Part, measure, run_part, shuffled, summary
-from fineserve_calibrate.probes.schema import KEYS, MEASURED, Point
+from fineserve_calibrate.probes.report import conclude, ideal_s, measured_spec
+from fineserve_calibrate.probes.schema import KEYS, MEASURED, Identity, Point, Prepared, ProbeError, Unavailable
 from fineserve_calibrate.probes.session import Session, default_folder, select
-from fineserve_calibrate.probes.simulated import NOISE, SimulatedDevice
-from fineserve_calibrate.tables import COLUMNS, read_table
+from fineserve_calibrate.tables import COLUMNS, check, read_table
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from simulatedkit import NOISE, SimulatedDevice
 
 from fineserve_sim.catalog import deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel
@@ -335,10 +331,10 @@ import sys
 for name in ("pyarrow", "pandas", "scipy", "matplotlib", "typer", "simpy", "torch", "vllm"):
     sys.modules[name] = None
 sys.argv = ["probes", "--gpu", "h100", "--only", "gemm"]
-from fineserve_calibrate.probes import devices, libcuda
+from fineserve_calibrate.probes import nvidia
 def load():
-    raise libcuda.DriverError("there is no NVIDIA driver")
-devices.load = load
+    raise nvidia.DriverError("there is no NVIDIA driver")
+nvidia.load_driver = load
 from fineserve_calibrate.probes.__main__ import main
 sys.exit(main())
 """

@@ -15,22 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 from fineserve_calibrate import cli
-from fineserve_calibrate.probes import devices, libcuda, mps, streams
-from fineserve_calibrate.probes.backend import ProbeError, Unavailable
-from fineserve_calibrate.probes.conclusion import conclude
+from fineserve_calibrate.probes import kernels, nvidia
 from fineserve_calibrate.probes.engine_points import side_by_side
 from fineserve_calibrate.probes.engine_worker import Stopwatch, Work
-from fineserve_calibrate.probes.engines import Composition, EnginePool, EngineProcess, EngineSpec, worker_settings
-from fineserve_calibrate.probes.libcuda import Driver, DriverError
-from fineserve_calibrate.probes.models import LLAMA_8B, ONE_LAYER, TINY, model_from
+from fineserve_calibrate.probes.engines import (
+    LLAMA_8B,
+    ONE_LAYER,
+    TINY,
+    Composition,
+    EnginePool,
+    EngineProcess,
+    EngineSpec,
+    model_from,
+    worker_settings,
+)
+from fineserve_calibrate.probes.nvidia import Driver, DriverError
 from fineserve_calibrate.probes.plan import CPU_FULL, GIB, plan
+from fineserve_calibrate.probes.report import conclude
+from fineserve_calibrate.probes.schema import ProbeError, Unavailable
 from fineserve_calibrate.probes.session import Session
-from fineserve_calibrate.probes.simulated import SimulatedDevice, step_s
 from fineserve_calibrate.probes.torch_device import TorchDevice
 from fineserve_calibrate.probes.transfers import Handles
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from simulatedkit import SimulatedDevice, step_s
 
 from fineserve_sim.catalog import gpu, model_from_hf_config, precision
 from fineserve_sim.latency.measured_steps import MeasuredStepModel, fit_steps, load_step_model, read_steps
@@ -58,7 +67,7 @@ H100 = gpu("h100-sxm")
     ],
 )
 def test_names_of_drivers(device: str, name: str | None) -> None:
-    assert devices.catalog_name(device) == name
+    assert nvidia.catalog_name(device) == name
 
 
 @pytest.fixture
@@ -71,7 +80,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
                 raise DriverError("there is no NVIDIA driver")
             return SimpleNamespace(device_name=lambda ordinal: device, version=lambda: "13.0")
 
-        monkeypatch.setattr(devices, "load", load)
+        monkeypatch.setattr(nvidia, "load_driver", load)
 
     return find
 
@@ -79,7 +88,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 @pytest.mark.parametrize("wanted", ["auto", "h100", "h100-sxm"])
 def test_the_gpu_that_is_there(found: Callable[[str | None], None], wanted: str) -> None:
     found("NVIDIA H100 80GB HBM3")
-    gpu_found = devices.find_gpu(wanted)
+    gpu_found = nvidia.find_gpu(wanted)
     assert (gpu_found.device, gpu_found.driver, gpu_found.spec) == ("NVIDIA H100 80GB HBM3", "CUDA 13.0", H100)
 
 
@@ -87,14 +96,14 @@ def test_the_gpu_that_is_there(found: Callable[[str | None], None], wanted: str)
 def test_another_gpu_than_asked_for(found: Callable[[str | None], None], wanted: str) -> None:
     found("NVIDIA H100 80GB HBM3")
     with pytest.raises(ProbeError, match=f"--gpu {wanted}: this machine has a NVIDIA H100 80GB HBM3"):
-        devices.find_gpu(wanted)
+        nvidia.find_gpu(wanted)
 
 
 def test_a_gpu_that_the_catalog_does_not_have(found: Callable[[str | None], None]) -> None:
     found("NVIDIA RTX 9000")
-    assert devices.find_gpu("auto").spec is None
+    assert nvidia.find_gpu("auto").spec is None
     with pytest.raises(ProbeError, match="this machine has a NVIDIA RTX 9000"):
-        devices.find_gpu("h100")
+        nvidia.find_gpu("h100")
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -188,9 +197,9 @@ def test_no_driver_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(libcuda.ctypes, "CDLL", missing)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", missing)
     with pytest.raises(DriverError, match="there is no NVIDIA driver"):
-        libcuda.load()
+        nvidia.load_driver()
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -514,7 +523,7 @@ def test_a_product_is_timed_while_its_neighbour_runs(neighbour: str, outlasts: b
     device.random = lambda *size, dtype=None: SimpleNamespace(dtype="bfloat16")  # type: ignore[method-assign]
     cuda = device.torch.cuda
     cuda.Event, cuda.Stream, cuda.stream = lambda enable_timing: Event(), object, stream
-    prepared = streams.streams(device, {"kernel": "compute", "neighbour": neighbour})
+    prepared = kernels.streams(device, {"kernel": "compute", "neighbour": neighbour})
     if outlasts:
         assert prepared.sample(2) == pytest.approx([1e-3] * 2)
     else:
@@ -545,18 +554,18 @@ def test_torch_is_missed_in_one_line(
 def test_mps_is_started_in_a_folder_of_its_own_and_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="nvidia-cuda-mps-control is not installed"):
-        mps.start_mps()
-    daemon, log = tmp_path / mps.MPS, tmp_path / "log"
+        nvidia.start_mps()
+    daemon, log = tmp_path / nvidia.MPS, tmp_path / "log"
     daemon.write_text(
         f'#!/bin/sh\necho "$1 $CUDA_MPS_PIPE_DIRECTORY" >> {log}\n[ -n "$1" ] || read word\n', encoding="utf-8"
     )
     daemon.chmod(0o755)
-    environment = mps.start_mps()
+    environment = nvidia.start_mps()
     folder = dict(environment)["CUDA_MPS_PIPE_DIRECTORY"]
     assert Path(folder).is_dir()
-    mps.stop_mps(environment)
+    nvidia.stop_mps(environment)
     assert not Path(folder).exists()
     assert log.read_text(encoding="utf-8").splitlines() == [f"-d {folder}", f" {folder}"]
     daemon.write_text("#!/bin/sh\necho no GPU >&2\nexit 1\n", encoding="utf-8")
     with pytest.raises(Unavailable, match="does not start: no GPU"):
-        mps.start_mps()
+        nvidia.start_mps()

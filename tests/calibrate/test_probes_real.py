@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from fineserve_calibrate.probes import attention
-from fineserve_calibrate.probes.backend import Unavailable
-from fineserve_calibrate.probes.models import ONE_LAYER, TINY
+from fineserve_calibrate.probes.engines import ONE_LAYER, TINY
 from fineserve_calibrate.probes.operators import PREPARE, TorchBackend
 from fineserve_calibrate.probes.plan import CPU_QUICK, LAYOUTS, grid, plan
-from fineserve_calibrate.probes.schema import KEYS
+from fineserve_calibrate.probes.schema import KEYS, Unavailable
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

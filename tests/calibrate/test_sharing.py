@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.sharing.caps import (
+from fineserve_evidence.commands import SharingError, sharing
+from fineserve_evidence.sharing.caps import (
     AUTHORS_FILES,
     FILE,
     cap_errors,
@@ -23,8 +24,7 @@ from fineserve_calibrate.sharing.caps import (
     read_authors_caps,
     read_caps,
 )
-from fineserve_calibrate.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas, errors
-from fineserve_calibrate.sharing_cli import SharingError, sharing
+from fineserve_evidence.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
 
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import MEMORY_SATURATION
@@ -33,6 +33,13 @@ from fineserve_sim.latency.tables import shipped
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "sharing"
 needs_files = pytest.mark.skipif(not FOLDER.is_dir(), reason="the shared/ folder with the measurements is absent")
 by_tables = partial(StepModel, tables=shipped())
+
+
+def errors(compared: list[Compared]) -> np.ndarray:
+    """predicted / measured - 1 of the rows that have both and were not fitted on."""
+    pairs = [(one.predicted, one.measured) for one in compared if not one.fitted]
+    return np.array([p / m - 1 for p, m in pairs if p is not None and m is not None])
+
 
 CAPS = (
     "model,tp,mps_percentage,batch,seq_len,prefill_ms,decode_ms\n"

@@ -9,11 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fineserve_calibrate.checks import check, despiked
 from fineserve_calibrate.compaction import compact, dense, kept_m, rounded
-from fineserve_calibrate.crossvalidation import curve
-from fineserve_calibrate.crossvalidation_figure import draw_curve
-from fineserve_calibrate.tables import COLUMNS, Fingerprint, Table, read_table, write_table
+from fineserve_calibrate.tables import COLUMNS, Fingerprint, Table, check, despiked, read_table, write_table
+from fineserve_evidence.crossvalidation import curve, draw_curve
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.validate.cases import Ints
-from fineserve_calibrate.validate.turns import conversations
+from fineserve_evidence.validate.cases import Ints
+from fineserve_evidence.validate.lmbench import conversations
 
 
 def asked_in_turn(rng: np.random.Generator, turns: list[int], longest_question: int) -> tuple[Ints, Ints, Ints]:

@@ -19,32 +19,23 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
 
-from fineserve_calibrate.validate import (
-    KNOWN_FILES,
-    Case,
-    ClosedLoop,
-    ErrorRow,
+from constantskit import Profile, fit_host, fit_rate, fit_shares
+from fineserve_evidence.commands import validate
+from fineserve_evidence.validate.authors import SmShare, fitted_on, sm_shares
+from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, OpenLoop, Serving, StaticBatch
+from fineserve_evidence.validate.errors import ErrorRow, error_rows, moves
+from fineserve_evidence.validate.kvcached import ends_of
+from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
+from fineserve_evidence.validate.lmbench import FITTED_QPS, SYNCHRONOUS_V1
+from fineserve_evidence.validate.predict import Predicted, predict_set, sensitivity
+from fineserve_evidence.validate.rows import (
+    FRONT_END_S,
     LayoutError,
-    MeasuredSet,
-    OpenLoop,
-    Predicted,
-    Serving,
-    StaticBatch,
-    error_rows,
-    predict_set,
-    read_set,
-    sensitivity,
+    UnsupportedRow,
+    gpu_named,
+    model_named,
+    precision_named,
 )
-from fineserve_calibrate.validate.authors import fitted_on
-from fineserve_calibrate.validate.cases import Label
-from fineserve_calibrate.validate.hosts import FRONT_END_S, SYNCHRONOUS_V1
-from fineserve_calibrate.validate.kvcached import ends_of
-from fineserve_calibrate.validate.lmbench import FITTED_QPS
-from fineserve_calibrate.validate.names import UnsupportedRow, gpu_named, model_named, precision_named
-from fineserve_calibrate.validate.profile_fit import Profile, fit_host, fit_rate, fit_shares
-from fineserve_calibrate.validate.sm_share import SmShare, sm_shares
-from fineserve_calibrate.validate.text import moves
-from fineserve_calibrate.validate_cli import validate
 
 from fineserve_sim.catalog import deployment, gpu, gpus, kernel_rates, model, precision, precisions
 from fineserve_sim.latency import StepModel
@@ -166,7 +157,7 @@ def test_lmbench(tmp_path: Path) -> None:
     assert one.load.replicas == 2
     assert np.isnan(one.tpot_s[0])  # one token has no time per token
     assert one.tpot_s[1] == pytest.approx(0.015)
-    assert found.kind == "fitted on part of the set"  # the run at 1 request/s is neither a case nor unsupported
+    assert found.fitted  # the run at 1 request/s is neither a case nor unsupported
     (row,) = error_rows(predict_set(found, StepModel))
     assert row.n == 2
     assert one.serving.deployment.name == "vllm-v1"
@@ -209,7 +200,7 @@ def test_distserve(tmp_path: Path) -> None:
     assert one.tpot_s.tolist() == pytest.approx([0.033, 0.023])
     assert one.serving.deployment.name == "vllm-v0"
     assert found.unsupported.total() == 1
-    assert found.kind == "fitted on part of the set"  # the run at 1 request/s is neither a case nor unsupported
+    assert found.fitted  # the run at 1 request/s is neither a case nor unsupported
 
 
 def test_kvcached(tmp_path: Path) -> None:
@@ -258,13 +249,13 @@ def test_runs_with_two_copies_were_fitted_on(tmp_path: Path) -> None:
     lines = [line.replace("num-3", "num-2") for line in KVCACHED.splitlines() if "x-completion_16-3" not in line]
     found = read(tmp_path, "\n".join(lines) + "\n")
     assert not found.cases
-    assert found.kind == "fitted on part of the set"
+    assert found.fitted
 
 
 def test_authors_rows_that_were_fitted_on_are_not_reported(tmp_path: Path) -> None:
     text = authors_rows()
     found = read(tmp_path, text)
-    assert found.kind == "fitted on part of the set"
+    assert found.fitted
     assert [one.load for one in found.cases] == [StaticBatch(1, 512, 8), StaticBatch(16, 512, 8)] * 2
     assert found.cases[0].serving.deployment.name == "vllm-v1-eager"
     assert (
@@ -272,7 +263,7 @@ def test_authors_rows_that_were_fitted_on_are_not_reported(tmp_path: Path) -> No
     )  # 20 % of the SMs
     without = read(tmp_path, "".join(line for line in text.splitlines(keepends=True) if ",256," not in line))
     assert [one.serving for one in without.cases] == [one.serving for one in found.cases]  # its own rows teach nothing
-    assert without.kind == "prediction"
+    assert not without.fitted
 
 
 def test_authors_rows_of_other_models_are_predictions_or_counted(tmp_path: Path) -> None:
@@ -640,6 +631,7 @@ def test_authors_profile() -> None:
             assert (row.tpot_median_abs or 1) < 0.08, row
 
 
+@pytest.mark.slow
 @needs_sets
 def test_what_was_fitted_on_the_profile_comes_out_again() -> None:
     """The constants in the catalog and in sm_shares.yaml are what the fits give on the rows with 256 input tokens."""

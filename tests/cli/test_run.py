@@ -121,7 +121,7 @@ def test_ctrl_c_ends_a_process_with_one_line(spawn: Callable[..., subprocess.Pop
     started = [process.stderr.readline(), process.stderr.readline()]
     assert "4 cells of 2 systems" in started[1]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"fineserve-sim: interrupted.*run the same command again to go on\n", err)
 

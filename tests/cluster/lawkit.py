@@ -31,7 +31,18 @@ LONGEST_LOG = 100_000
 CALM_S = 5.0
 """Longer than any copy takes that was under way for a request that ended meanwhile."""
 
-RESULTS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "output_tokens", "iterations", "end_s")
+ENDED = (Fate.FINISHED, Fate.CUT)
+RESULTS = (
+    "first_token_s",
+    "finish_s",
+    "fate",
+    "preemptions",
+    "engine",
+    "cause",
+    "generated_tokens",
+    "iterations",
+    "end_s",
+)
 TIMELINES = ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes")
 
 
@@ -177,11 +188,11 @@ def _wrong_ends(scenario: Scenario, run: Run) -> Iterator[str]:
     told = Counter((line["command"], line["request_id"]) for line in commands_of(run.log) if "request_id" in line)
     for request, fate in enumerate(result.fate.tolist()):
         first_s, finish_s = result.first_token_s[request], result.finish_s[request]
-        if (fate == Fate.FINISHED) != bool(np.isfinite(finish_s)):
+        if (fate in ENDED) != bool(np.isfinite(finish_s)):
             yield f"request {request} is {Fate(fate).name} and its finish {finish_s}"
-        if fate == Fate.FINISHED and not arrival_s[request] < first_s <= finish_s <= result.end_s:
+        if fate in ENDED and not arrival_s[request] < first_s <= finish_s <= result.end_s:
             yield f"request {request} comes at {arrival_s[request]}, answers at {first_s} and ends at {finish_s}"
-        if fate == Fate.FINISHED and not told["Dispatch", request]:
+        if fate in ENDED and not told["Dispatch", request]:
             yield f"request {request} finished and was never dispatched"
         for kind, command in refused.items():
             if told[command, request] != (fate == kind):

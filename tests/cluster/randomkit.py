@@ -12,6 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 from fineserve_traces import Trace
 from lawkit import Verdict, judge
 from simkit import H100, Row, fixed_bytes, geometry, pinned, served, trace_of, with_kv_blocks, with_usable_bytes
@@ -106,10 +107,10 @@ def _with_prefixes(trace: Trace) -> Trace:
     """Every third request begins alike, up to 40 tokens, answers included; the rest of each is its own."""
     tokens = (trace.prompt_tokens + trace.output_tokens).tolist()
     ids = [
-        tuple(row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(count // 8))
+        tuple(row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(-(-count // 8)))
         for row, count in enumerate(tokens)
     ]
-    return replace(trace, prefix_hashes=tuple(ids), prefix_block_tokens=8)
+    return replace(trace, prefix_hashes=tuple(ids), prefix_block_tokens=8, prefix_tokens=np.array(tokens))
 
 
 # --- fleets ------------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def assert_lawful(scenario: Scenario, run: Logged) -> None:
     assert fates[Fate.REJECTED] == decided["Reject"] and fates[Fate.DROPPED] == decided["Drop"]
     ids = Counter(line["request_id"] for line in run.commands)
     assert max(ids.values(), default=0) <= 1
-    finished = result.fate == Fate.FINISHED
+    finished = np.isin(result.fate, (Fate.FINISHED, Fate.CUT))
     assert finished.sum() <= decided["Dispatch"] <= len(arrival_s) - decided["Reject"] - decided["Drop"]
     assert np.array_equal(np.isfinite(result.finish_s), finished)
     refused = (result.fate == Fate.DROPPED) | (result.fate == Fate.REJECTED)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference_engine import ReferenceEngine
 from simkit import assert_lawful, assert_memory_returned, logged, served, solo, step_model, with_kv_blocks
 
-from fineserve_sim.cluster import EngineSettings, Fate, simulate
+from fineserve_sim.cluster import Cause, EngineSettings, Fate, simulate
 from fineserve_sim.cluster.compose.memory import geometry
 
 M = served()
@@ -111,14 +111,15 @@ def test_kv_is_taken_in_whole_blocks() -> None:
 def test_output_is_cut_at_the_longest_sequence() -> None:
     settings = with_kv_blocks([M], 4)  # 64 tokens of KV, far below the model's context
     run = simulate(solo([(0.0, 50, 1000)], settings, m=M))
-    assert run.fate.tolist() == [Fate.FINISHED]
-    assert run.iterations == 64 - 50 == run.output_tokens[0]
+    assert (run.fate.tolist(), run.cause.tolist()) == ([Fate.CUT], [Cause.MEMORY])
+    assert run.iterations == 64 - 50 == run.generated_tokens[0]
 
 
 def test_output_is_cut_at_the_context_of_the_model() -> None:
     short = served("s", "yi-6b")
     run = simulate(solo([(0.0, 4000, 1000)], m=short))
-    assert run.output_tokens.tolist() == [96]
+    assert (run.fate.tolist(), run.cause.tolist()) == ([Fate.CUT], [Cause.CONTEXT])
+    assert run.generated_tokens.tolist() == [96]
     assert run.iterations == 2 + 95  # two chunks of at most 2048, the second yields token 1 of 96
 
 
@@ -134,7 +135,8 @@ def test_a_prompt_longer_than_the_engine_can_ever_hold_is_rejected(scheduler: st
 def test_the_longest_prompt_that_leaves_room_for_a_token_runs() -> None:
     settings = with_kv_blocks([M], 4)
     run = simulate(solo([(0.0, 63, 5), (1.0, 64, 5)], settings, m=M))
-    assert run.fate.tolist() == [Fate.FINISHED, Fate.REJECTED]
+    assert run.fate.tolist() == [Fate.CUT, Fate.REJECTED]
+    assert run.generated_tokens.tolist() == [1, 0] and run.cause.tolist() == [Cause.MEMORY] * 2
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(139, 21), (140, 20), (144, 16)])

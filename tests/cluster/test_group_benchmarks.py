@@ -57,5 +57,5 @@ def test_two_checkouts_take_turns(engine: ModuleType, monkeypatch: pytest.Monkey
 )
 def test_wrong_use_is_told(arguments: list[str], words: str) -> None:
     command = [sys.executable, "benchmarks/engine.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2 and words in done.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fineserve_calibrate.validate import predict
-from fineserve_calibrate.validate.cases import Serving
+from fineserve_evidence.validate import predict
+from fineserve_evidence.validate.cases import Serving
 from hypothesis import example, given
 from hypothesis import strategies as st
 

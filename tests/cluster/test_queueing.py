@@ -54,6 +54,7 @@ def test_lindleys_recursion(scheduler: str) -> None:
     assert (run.finish_s - arrival_s).max() > 0.2  # there was a queue
 
 
+@pytest.mark.slow
 def test_mean_wait_of_m_d_1() -> None:
     """Pollaczek-Khinchine: at load r the mean wait is r / (2 (1 - r)) services."""
     load, requests = 0.5, 200_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,21 +95,23 @@ def test_contiguous_memory_holds_as_many_requests_as_maximum_lengths_fit() -> No
 BIG = EngineSettings(token_budget=16384)
 
 
+@pytest.mark.parametrize(("prompt", "output"), [(2048, 2048), (256, 7937), (301, 877), (1, 1040), (5, 9)])
 @pytest.mark.parametrize("memory", ["vtensor", {"policy": "private", "prefix_cache": True}])
-def test_the_second_turn_computes_what_is_new(memory: object) -> None:
-    """2,048 tokens in, 2,048 out; the second prompt is 6,144. The last generated token has no KV, so of 4,096 tokens the
-    blocks in front of the one that holds it are cached."""
-    scenario = solo([(0.0, 2048, 2048)], BIG, m=M, memory=memory, sample_s=0, check=True)
+def test_the_second_turn_computes_what_is_new(memory: object, prompt: int, output: int) -> None:
+    """The second prompt is the first, its answer and as much again as the first. The last generated token has no KV, so of all
+    that was said the blocks in front of the one that holds it are cached."""
+    log: list[dict[str, Any]] = []
+    scenario = solo([(0.0, prompt, output)], BIG, m=M, memory=memory, sample_s=0, check=True, log=log.append)
     scenario = replace(scenario, trace=conversations(scenario.trace, turns=2, gap_s=500.0))
     result = simulate(scenario)
     assert result.finish_s[0] < 500.0
     block = 1024 if memory == "vtensor" else 16
-    cached = 4095 // block * block
-    new = 6144 - cached
+    cached = (prompt + output - 1) // block * block
+    new = 2 * prompt + output - cached
+    assert sum(line["prefill_tokens"] for line in log if line.get("span") == "EngineComputed") == prompt + new
     pairs = new * cached + new * (new + 1) // 2
     expected_s = step_model(M, BIG).step_s(0, 0, new, pairs, cached, 1)
     assert result.first_token_s[1] - 500.0 == pytest.approx(expected_s, rel=1e-9)
-    assert expected_s < step_model(M, BIG).step_s(0, 0, 6144, 6144 * 6145 // 2, 0, 1)
 
 
 def test_a_prefix_that_all_share_is_computed_once() -> None:

@@ -65,6 +65,7 @@ def bytes_a_request(scenario: Scenario) -> float:
     return (after - before) / REQUESTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("system", "ttft_s", "most_bytes"),
     [

@@ -27,7 +27,7 @@ class Browser:
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> Any:
         data = None if method != "POST" else json.dumps(body or {}).encode()
-        with urlopen(Request(self._url + path, data, method=method), timeout=60) as answer:
+        with urlopen(Request(self._url + path, data, method=method), timeout=3000) as answer:
             return json.load(answer)["value"]
 
     def open(self, page: Path) -> None:
@@ -83,7 +83,7 @@ def browser(folder: Path) -> Iterator[Browser]:
         yield from _session(server, folder)
     finally:
         driver.terminate()
-        driver.communicate(timeout=30)
+        driver.communicate(timeout=300)
 
 
 def _session(server: str, folder: Path) -> Iterator[Browser]:
@@ -97,7 +97,7 @@ def _session(server: str, folder: Path) -> Iterator[Browser]:
     options = {"binary": CHROMIUM, "args": [*arguments, "--proxy-server=127.0.0.1:9"]}
     wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
     body = json.dumps({"capabilities": {"alwaysMatch": wanted}}).encode()
-    with urlopen(Request(f"{server}/session", body), timeout=60) as answer:
+    with urlopen(Request(f"{server}/session", body), timeout=3000) as answer:
         session = json.load(answer)["value"]["sessionId"]
     found = Browser(server, session)
     try:

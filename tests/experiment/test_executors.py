@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -150,6 +150,7 @@ def test_small_runs_are_not_taken_apart(file: Path, tmp_path: Path) -> None:
         assert not multiprocessing.active_children(), "a small run starts no process"
 
 
+@pytest.mark.slow
 def test_a_killed_process_changes_no_byte(file: Path, tmp_path: Path) -> None:
     """What it had begun to write is gone, too."""
 
@@ -205,7 +206,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def kill_a_busy_worker(cluster: Any) -> None:
     """SIGKILL to a process of this cluster that is at work."""
     raylets = {str(node.all_processes["raylet"][0].process.pid) for node in cluster.list_all_nodes()}
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         for process in Path("/proc").iterdir():
             with suppress(OSError):
@@ -245,6 +246,43 @@ def test_ray_gives_the_same_bytes_though_workers_are_killed(
             ray.remote(lambda: [place for place in sys.path if Path(place, "fineserve_sim").exists()]).remote()
         )
     assert any(Path(place).is_relative_to(cluster.folder) for place in places), "Ray brought our code"
+
+
+class ShrinkingCluster:
+    """Ray's functions as ``RayCluster`` calls them: four CPUs until the first wait, one from then on."""
+
+    def __init__(self) -> None:
+        self.cpus = 4
+        self.exceptions = SimpleNamespace(RayError=OSError, RayTaskError=OSError)
+
+    def remote(self, *given: Any, **options: Any) -> Any:
+        """A task whose reference is a new object; an actor likewise."""
+        call = SimpleNamespace(remote=lambda *arguments: object())
+        actor = SimpleNamespace(note=call, read=call)
+        return SimpleNamespace(remote=lambda *arguments: object() if arguments else actor) if given else self.remote
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus}
+
+    def wait(self, tasks: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        self.cpus = 1
+        return tasks[:1], tasks[1:]
+
+    def get(self, task: object, timeout: float | None = None) -> Any:
+        return {} if timeout else ({}, "done")
+
+
+@needs_ray
+def test_a_lost_node_leaves_more_under_way_than_the_rest_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself does the work of the lost node again."""
+    from fineserve_sim.experiment.run import on_ray
+
+    monkeypatch.setattr(on_ray, "ray", ShrinkingCluster())
+    works = [SimpleNamespace(packed=lambda: None) for _ in range(20)]
+    done = [(work, found) for work, found in on_ray.RayCluster(None).each(works, tmp_path, print)]
+    assert len(done) == 20 and {found for _, found in done} == {"done"}
 
 
 @needs_ray

@@ -10,6 +10,7 @@ from fineserve_sim.experiment import load_experiment, run_loaded
 FIG10 = Path(__file__).parents[2] / "experiments" / "fig10.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slo_scale", [5, 20])
 def test_merged_and_plain_write_the_same_files(tmp_path: Path, slo_scale: int) -> None:
     sweeps = f"[{{name: point, axes: {{load: [A, B]}}, at: {{rate_scale: 8, slo_scale: {slo_scale}}}}}]"

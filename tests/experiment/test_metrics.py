@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.cluster import Fate
+from fineserve_sim.cluster import Cause, Fate
 from fineserve_sim.experiment.file.metric_names import PERCENTILES
 from fineserve_sim.experiment.results.hits import Hits
 from fineserve_sim.experiment.results.metrics import counts, estimate, measure
@@ -41,6 +41,8 @@ def run_of(
         fate=np.array(fate, dtype=np.int8),
         preemptions=np.ones(count, dtype=np.int64),
         engine=np.zeros(count, dtype=np.int32),
+        cause=np.where(np.equal(fate, Fate.CUT), Cause.MEMORY, Cause.NONE).astype(np.int8),
+        generated_tokens=np.where(np.isnan(finish_s), 0, output_tokens),
         warmup=warmup,
         engine_models=("A", "B"),
         sample_s=np.array([0.0, 2.0, 4.0, 99.0]),
@@ -52,7 +54,7 @@ def run_of(
 
 
 NAN = math.nan
-F, D, U = Fate.FINISHED, Fate.DROPPED, Fate.UNFINISHED
+F, D, U, C = Fate.FINISHED, Fate.DROPPED, Fate.UNFINISHED, Fate.CUT
 
 
 def example() -> RunData:
@@ -76,7 +78,7 @@ def example() -> RunData:
 def test_the_example_by_hand() -> None:
     found = measure(example(), {"A": 1.0, "B": 1.0}, {"A": 0.1, "B": 0.1})
     assert found.counts == {
-        "arrived": 5, "finished": 3, "dropped": 1, "rejected": 0, "unfinished": 1, "preemptions": 5,
+        "arrived": 5, "finished": 3, "dropped": 1, "rejected": 0, "cut": 0, "unfinished": 1, "preemptions": 5,
     }  # fmt: skip
     assert estimate([found], "ttft_attainment").mean == pytest.approx(2 / 5)
     assert estimate([found], "ttft_attainment", "A").mean == pytest.approx(1 / 4)
@@ -99,6 +101,17 @@ def test_the_example_by_hand() -> None:
     assert values["kv_use_mean"] == pytest.approx(0.4)
     assert values["kv_use_peak"] == pytest.approx(0.5)
     assert values["gpu_hours_per_mtoken"] == pytest.approx(2 * 1e6 / (4.5 * 3600))
+
+
+def test_a_cut_output_is_a_miss_unless_it_is_accepted() -> None:
+    """Its first token came, it has a time per token, and no end: what was asked for never came."""
+    run = run_of([1, 3], [1.5, 3.5], [2, 4], [3, 3], [F, C])
+    limits = ({"A": 1.0, "B": 1.0}, None, {"A": 9.0, "B": 9.0})
+    strict, lenient = measure(run, *limits), measure(run, *limits, True)
+    assert strict.misses[""] == dict.fromkeys(CAUSES, 0) | {"cut_memory": 1}
+    assert (strict.counts["cut"], strict.hits["e2e_attainment"][""].sum()) == (1, 1)
+    assert strict.values["ttft_p99_s"][""] == pytest.approx(0.5) and strict.values["e2e_p99_s"][""] == math.inf
+    assert lenient.misses[""] == dict.fromkeys(CAUSES, 0) and lenient.values["e2e_p99_s"][""] == pytest.approx(1.0)
 
 
 def test_every_miss_has_one_cause() -> None:
@@ -150,7 +163,7 @@ requests = st.lists(
 def test_laws(rows: list[tuple[float, float, float, int, Fate, int]], limit_s: float) -> None:
     """Fates add up, models add up to the whole, goodput <= throughput, a looser limit is met at least as often."""
     arrival_s = np.cumsum([row[0] for row in rows]) + np.arange(len(rows))
-    first_s = [at + row[1] if row[4] is F else NAN for at, row in zip(arrival_s, rows, strict=True)]
+    first_s = [at + row[1] if row[4] in (F, C) else NAN for at, row in zip(arrival_s, rows, strict=True)]
     finish_s = [first + row[2] * (row[3] > 1) for first, row in zip(first_s, rows, strict=True)]
     run = run_of(list(arrival_s), first_s, finish_s, [r[3] for r in rows], [r[4] for r in rows], [r[5] for r in rows])
     tight, loose = (measure(run, {"A": scale * limit_s, "B": scale * limit_s}, None) for scale in (1, 2))
@@ -166,7 +179,7 @@ def test_laws(rows: list[tuple[float, float, float, int, Fate, int]], limit_s: f
         parts = tight.values[metric]
         assert parts["A"] + parts["B"] == pytest.approx(parts[""])
     decoded = tight.values["decode_throughput_tokens_per_s"][""] * (arrival_s[-1] - arrival_s[0])
-    assert decoded <= sum(row[3] - 1 for row in rows if row[4] is F) + 1e-6
+    assert decoded <= sum(row[3] - 1 for row in rows if row[4] in (F, C)) + 1e-6
 
 
 def test_student_interval_over_runs() -> None:

@@ -295,6 +295,7 @@ def test_a_time_a_token_is_of_requests_of_several_tokens_whatever_became_of_them
     dropped = replace(
         data,
         output_tokens=np.where(np.arange(len(data.fate)) < 10, 1, data.output_tokens),
+        generated_tokens=np.where(np.arange(len(data.fate)) < 10, 1, data.generated_tokens),
         fate=np.full_like(data.fate, Fate.DROPPED),
         finish_s=np.where(np.arange(len(data.fate)) < 20, np.nan, data.finish_s),
     )

@@ -70,6 +70,27 @@ def test_a_model_without_a_gpu_is_named_with_the_reason_and_its_requests_are_its
     assert {*placed, *(entry["model"] for entry in roomy["unplaced"])} == {"big", "mid", "small"}
 
 
+TOO_LARGE = """\
+fineserve: 1
+title: A model whose footprint FineServe finds no room for, though its engine would fit
+cluster: {gpu: h100-sxm, count: 1}
+models: [{id: big, model: qwen2.5-32b, precision: fp16, rate_per_s: 0.02}]
+workload: {lengths: {prompt_tokens: 1000, output_tokens: 24000}, requests: 3}
+slo: {ttft_s: 5}
+systems: [fineserve, clairvoyant]
+seeds: 1
+"""
+
+
+def test_a_cluster_on_which_no_model_has_a_place_is_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "big.yaml").write_text(TOO_LARGE, encoding="utf-8")
+    run_experiment(tmp_path / "big.yaml", tmp_path / "out", jobs=1)
+    found, bound = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
+    assert found["misses"]["unplaced"] == found["requests"] == 3
+    assert [entry["model"] for entry in found["unplaced"]] == ["big"]
+    assert [(gpu["gpu"], gpu["models"]) for gpu in found["gpus"]] == [(0, [])] and bound["gpus"] == []
+
+
 def test_gpus_tell_models_memory_and_time(summary: Any) -> None:
     for gpus in (1, 2):
         found = cell(summary, "fineserve", gpus)
@@ -225,12 +246,12 @@ def test_where_no_degree_leaves_gpus_for_all_the_reason_is_their_number(tmp_path
 
 
 def test_an_open_degree_is_that_of_the_gpus_to_which_a_model_is_pinned(tmp_path: Path) -> None:
-    pins = "{busy: [[0, 1]], calm: [[2], [3]], small: [[3]]}"
+    pins = "{busy: [[0, 1]], calm: [[2], [3]], small: [[1]]}"
     system = f"[{{base: fineserve, name: mine, placement: {{policy: pinned, groups: {pins}}}}}]"
     (tmp_path / "pins.yaml").write_text(APART.replace("[fineserve, dedicated]", system), encoding="utf-8")
     run_experiment(tmp_path / "pins.yaml", tmp_path / "out", jobs=1)
     (cell,) = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["cells"]
-    assert [model["instances"] for model in cell["models"].values()] == [[[0, 1]], [[2], [3]], [[3]]]
+    assert [model["instances"] for model in cell["models"].values()] == [[[0, 1]], [[2], [3]], [[1]]]
     for groups in ("[[0, 1], [2]]", "[[0, 1, 2]]"):
         text = APART.replace("[fineserve, dedicated]", system.replace("[[0, 1]]", groups))
         (tmp_path / "wrong.yaml").write_text(text, encoding="utf-8")

@@ -115,7 +115,7 @@ def test_ctrl_c_keeps_what_is_done(folder: Path) -> None:
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"fineserve-sim: interrupted after \d+ of 40 simulations, which are kept; .*\n", err)
     assert not list(folder.glob("results/reproduce/small/**/.*"))

@@ -215,7 +215,7 @@ def test_an_unguarded_script_is_told_so(write_file, tmp_path: Path) -> None:
         f"run_experiment(Path({str(write_file())!r}), Path({str(tmp_path / 'out')!r}), quick=True, jobs=2)\n",
         encoding="utf-8",
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
     assert done.stderr.count("Traceback") == 1
     assert (
         'no worker process could start; a script runs experiments in parallel under `if __name__ == "__main__":`'

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +15,24 @@ from hypothesis import strategies as st
 
 from fineserve_sim.experiment import ConfigError
 from fineserve_sim.experiment.results.hits import Hits
-from fineserve_sim.experiment.results.metrics import Measures
-from fineserve_sim.experiment.sizing import Answer, Attained, Goal, SizingError, axis_of, cheapest, goal, size, to_take
+from fineserve_sim.experiment.results.metrics import Measures, measure
+from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.sizing import (
+    Answer,
+    Attained,
+    Goal,
+    SizingError,
+    axis_of,
+    cheapest,
+    goal,
+    probe,
+    size,
+    to_take,
+)
 from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Prober, _sure, _sure_of
 from fineserve_sim.experiment.sizing.report import headline, reasons
-from fineserve_sim.experiment.sizing.search import least_gpus
+from fineserve_sim.experiment.sizing.search import fewest_gpus, least_gpus
 from fineserve_sim.experiment.sizing.variants import size_all, variants
 
 ONE = """\
@@ -128,6 +142,36 @@ def test_the_answer_holds_and_its_neighbours_tell_why(file: Path, tmp_path: Path
     assert max(probe.value for probe in tighter) >= answer.best.value / 1.2 - 1e-9
     assert any(probe.early and probe.seeds == 1 for probe in tighter)
     assert answer.best.gpu_hours_per_mtoken
+
+
+def test_one_seed_is_judged_by_the_limits_of_all(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that come from reference runs come from every seed of the file, though the first answers alone."""
+    derived = "ttft: {reference: {system: static*, load: alone, quantile: 0.9}, scale: 2}"
+    file.write_text(ONE.replace("ttft_s: 0.3", derived), encoding="utf-8")
+    judged: list[tuple[int, dict[str, float]]] = []
+
+    def spied(run: RunData, limits_s: dict[str, float], *given: Any) -> Measures:
+        judged.append((len(run.arrival_s), limits_s))
+        return measure(run, limits_s, *given)
+
+    monkeypatch.setattr(probe, "measure", spied)
+    prober = Prober(file, tmp_path / "out", [goal("ttft:0.2")], jobs=1)
+    early, full = (prober.ask("static*", "rate_scale", 1.0, fully=fully) for fully in (False, True))
+    assert (early.seeds, full.seeds) == (1, 3) and early.holds and full.holds
+    assert len(judged) == 1 + 1 + 3 and all(each == judged[0] for each in judged)
+
+
+def test_an_answer_that_does_not_hold_over_all_seeds_is_searched_on(file: Path, tmp_path: Path) -> None:
+    """At 3 the first seed holds, and another one cannot run."""
+
+    @dataclass(frozen=True, slots=True)
+    class Doubts(Prober):
+        def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
+            return Attained(value, value > 3 or (value == 3 and not fully), {}, None, 3 if fully else 1, not fully)
+
+    found = fewest_gpus(Doubts(file, tmp_path, []), "static*", "Static*", 1, 8)
+    assert found.best is not None and found.best.holds and found.best.value == 4
+    assert [each.holds for each in found.probes if each.value == 3] == [False]
 
 
 def test_gpus_that_do_not_hold_the_models_do_not_hold(file: Path, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ TRACES = st.builds(
     source=st.sampled_from(["here", "there"]),
     prefix_hashes=st.none() | HASHES,
     prefix_block_tokens=st.sampled_from([8, 16]),
+    prefix_tokens=st.none() | st.just([0, 0]).map(np.array),
     dropped_rows=st.integers(0, 1),
 )
 

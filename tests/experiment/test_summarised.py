@@ -204,6 +204,7 @@ def test_how_requests_are_drawn_travels(kind: tuple[str, str, str], tmp_path: Pa
     assert kind != STEADY or len(packed) < 28 * len(here) / 10
 
 
+@pytest.mark.slow
 def test_four_times_as_many_requests_keep_no_more(most_kept: Callable[[Path, Path], int], tmp_path: Path) -> None:
     path, most = tmp_path / "streams.yaml", []
     for requests in ("400", "1600"):
@@ -252,6 +253,7 @@ def test_a_trace_file_streams_in_and_changes_no_byte(
     assert contents(tmp_path / "streamed") == contents(tmp_path / "held")
 
 
+@pytest.mark.slow
 def test_an_output_that_is_cut_counts_as_long_as_it_came(tmp_path: Path) -> None:
     """A request for a million tokens ends at its model's context: tokens that it did not get are in no metric."""
     write_recorded(tmp_path / "trace.dat", 60)
@@ -261,7 +263,9 @@ def test_an_output_that_is_cut_counts_as_long_as_it_came(tmp_path: Path) -> None
     (tmp_path / "replays.yaml").write_text(text, encoding="utf-8")
     rows, summary = both(tmp_path / "replays.yaml", tmp_path)
     found = pq.read_table(tmp_path / "rows" / "requests.parquet").to_pandas()
-    assert set(found.output_tokens[found.prompt_tokens == 330]) == {131_072 - 330}
+    long = found[found.prompt_tokens == 330]
+    assert set(long.output_tokens) == {1_000_000} and set(long.generated_tokens) == {131_072 - 330}
+    assert set(long.fate) == {"cut"} and set(long.cause) == {"context"} and set(long.miss) == {"cut_context"}
     for document in (rows, summary):
         for cell in document["cells"]:
             assert 0.003 < cell["metrics"]["tpot_p50_s"]["mean"] < 0.1
@@ -270,6 +274,7 @@ def test_an_output_that_is_cut_counts_as_long_as_it_came(tmp_path: Path) -> None
     assert not [text for text in found if ".runs." not in text]
 
 
+@pytest.mark.slow
 def test_four_times_as_long_a_trace_file_keeps_no_more(
     most_kept: Callable[[Path, Path], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracekit import Chunked
 
-from fineserve_sim.cluster import Fate
+from fineserve_sim.cluster import Cause, Fate
 from fineserve_sim.cluster.scenario import Ended, EndedRequests
 from fineserve_sim.experiment.file.metric_names import PERCENTILES
 from fineserve_sim.experiment.results.histogram import RELATIVE_ERROR, Histograms
@@ -38,8 +38,10 @@ def random_run(seed: int, requests: int, warmup: int) -> tuple[Trace, RunData]:
     )
     first_s = arrival_s + rng.lognormal(-1, 1, requests)
     finish_s = first_s + rng.lognormal(-4, 0.5, requests) * (trace.output_tokens - 1)
-    fate = rng.choice([*Fate], requests, p=[0.05, 0.8, 0.1, 0.05]).astype(np.int8)
-    ended = fate == Fate.FINISHED
+    fate = rng.choice([*Fate], requests, p=[0.05, 0.75, 0.1, 0.05, 0.05]).astype(np.int8)
+    ended = np.isin(fate, (Fate.FINISHED, Fate.CUT))
+    cause = np.where(fate == Fate.CUT, rng.integers(1, 3, requests), Cause.NONE).astype(np.int8)
+    generated_tokens = np.where(fate == Fate.CUT, 1 + trace.output_tokens // 2, trace.output_tokens) * ended
     run = RunData(
         MODELS,
         trace.model,
@@ -51,6 +53,8 @@ def random_run(seed: int, requests: int, warmup: int) -> tuple[Trace, RunData]:
         fate,
         rng.integers(0, 3, requests),
         trace.model.copy(),
+        cause,
+        generated_tokens,
         warmup=warmup,
         engine_models=MODELS,
         sample_s=np.empty(0),
@@ -70,7 +74,7 @@ def tallied(trace: Trace, run: RunData, rows: int, seed: int) -> Tally:
         ended = Ended(
             part,
             *(getattr(run, name)[part] for name in ("first_token_s", "finish_s", "fate")),
-            *(getattr(run, name)[part] for name in ("preemptions", "engine", "output_tokens")),
+            *(getattr(run, name)[part] for name in ("preemptions", "engine", "cause", "generated_tokens")),
         )
         columns = (run.model, run.arrival_s, run.prompt_tokens, run.output_tokens)
         tally.add(EndedRequests(ended, *(column[part] for column in columns)))

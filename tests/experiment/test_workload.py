@@ -15,7 +15,7 @@ from fineserve_sim.experiment import ConfigError, experiment_for_trace, load_exp
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import length_source
 from fineserve_sim.experiment.run.rates import base_rates, expected_rates, mean_lengths
-from fineserve_sim.experiment.run.streams import stream
+from fineserve_sim.experiment.run.streams import stream, stream_names
 from fineserve_sim.experiment.run.workload import alone_trace, build_requests, build_trace, isolated_trace
 
 LENGTHS = ("lengths: {prompt_tokens: 512, output_tokens: 20}", "lengths: sharegpt_v3_first_turn")
@@ -29,6 +29,23 @@ def test_streams_depend_on_seed_and_name_alone() -> None:
     draws = {(seed, name): stream(seed, name).random() for seed in (0, 1) for name in ("arrivals/A", "arrivals/B")}
     assert len(set(draws.values())) == 4
     assert stream(0, "arrivals/A").random() == draws[0, "arrivals/A"]
+
+
+ALIKE = ("gnyijstj", "etislvlf")
+"""Names of the same hash."""
+
+
+def test_models_whose_names_share_a_hash_share_no_stream(write_file) -> None:
+    """The one that comes first has the streams of its name, whether the other is there or not."""
+    one, other = stream_names(ALIKE).values()
+    assert one == ALIKE[0] and other == ALIKE[1] + "'" and stream_names(ALIKE[1:]) == {ALIKE[1]: ALIKE[1]}
+    assert stream_names("ABC") == {name: name for name in "ABC"}
+    assert len(set(stream_names([*ALIKE, other]).values())) == 3, "a model may be called as another one's streams"
+    path = write_file(LENGTHS, ("share: 3", "share: 2"))
+    path.write_text(path.read_text().replace("id: A", f"id: {ALIKE[0]}").replace("id: B", f"id: {ALIKE[1]}"))
+    trace = build_trace(setup_of(path), "A", 1.0, 0)
+    first_s = [trace.arrival_s[trace.model == model][0] for model in (0, 1)]
+    assert first_s[0] != first_s[1]
 
 
 @pytest.mark.parametrize("lengths", ["sharegpt_v3_first_turn", "burstgpt", "{prompt_tokens: 512, output_tokens: 20}"])

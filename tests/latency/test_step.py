@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepkit import batches, chunk, engine, engines, part_s
 
 from fineserve_sim.catalog import deployment, gpu, kv_token_bytes, model, precision, weight_bytes
-from fineserve_sim.latency import Batch, StepModel
+from fineserve_sim.latency import Batch, StepModel, batch_prefill_s
 from fineserve_sim.latency.attention import TableAttention
 from fineserve_sim.latency.step import INITIAL_ENTRIES
 from fineserve_sim.latency.table_operators import TableOperators
@@ -165,7 +165,26 @@ def test_no_step_gets_shorter_with_more_work(
     assert seconds(decodes + more, context, tokens) >= least
     assert seconds(decodes, context, tokens + more) >= least
     assert seconds(decodes, context, tokens, sampled=more) >= least
-    assert step.step_s(decodes, decodes * context, *chunk(tokens)[:2], more, decodes) >= least
+
+
+@given(
+    engines,
+    st.integers(1, 64),
+    st.integers(1, 3000),
+    st.integers(0, 20_000),
+    st.integers(1, 20_000) | st.integers(1, 20),
+    st.integers(0, 100),
+)
+def test_a_longer_prefix_makes_no_step_shorter(
+    step: StepModel, chunks: int, tokens: int, prefix: int, more: int, decodes: int
+) -> None:
+    """So many equal chunks, each behind its own prefix, beside decodes at 500 tokens."""
+
+    def seconds(prefix: int) -> float:
+        sums = (chunks * each for each in chunk(tokens, prefix))
+        return step.step_s(decodes, 500 * decodes, *sums, decodes + chunks)
+
+    assert seconds(0) * (1 - 1e-12) <= seconds(prefix) <= seconds(prefix + more) * (1 + 1e-12)
 
 
 @given(engines, st.integers(1, 600), st.integers(0, 2_000_000), st.integers(0, 40))
@@ -230,6 +249,17 @@ def test_prefill_prediction_never_falls(step: StepModel, tokens: int, more: int,
     assert step.prefill_s(tokens + more, decoding, budget) >= step.prefill_s(tokens, decoding, budget)
 
 
+@given(engines, st.lists(st.integers(1, 9000), min_size=2, max_size=30), st.integers(0, 300))
+def test_prefill_prediction_never_falls_with_a_longer_prompt_more(
+    step: StepModel, prompts: list[int], decoding: int
+) -> None:
+    """Prompts come into a set in the order of their lengths."""
+    tokens = list(itertools.accumulate(sorted(prompts)))
+    pairs = itertools.accumulate(prompt * (prompt + 1) // 2 for prompt in sorted(prompts))
+    seconds = [step.prefill_s(each, decoding, 2048, some) for each, some in zip(tokens, pairs, strict=True)]
+    assert seconds == sorted(seconds)
+
+
 def test_prefill_prediction_never_falls_token_by_token() -> None:
     step = engine(fmt="fp8", by="vllm-0.9.1-authors")  # host-bound: chunks of any size cost the same
     predictions = [step.prefill_s(tokens, 13, 50) for tokens in range(2000)]
@@ -237,12 +267,24 @@ def test_prefill_prediction_never_falls_token_by_token() -> None:
 
 
 def test_prefill_prediction_counts_chunks() -> None:
+    """Prompts shorter than a chunk count as one that fills it."""
     step = engine()
-    chunk_s = step.step_s(12, 0, 500, 500 * 501 // 2, 0, 13)
-    rest_s = step.step_s(12, 0, 200, 200 * 201 // 2, 0, 13)
-    assert step.prefill_s(1700, 12, 512) == rest_s + 3 * chunk_s
+    chunk_s, rest_s = (step.step_s(12, 0, *chunk(size), 13) for size in (500, 200))
+    assert step.prefill_s(1700, 12, 512, 17 * 5050) == rest_s + 3 * chunk_s
     assert step.prefill_s(0, 12, 512) == 0.0
     assert step.prefill_s(1, 512, 512) == math.inf
+
+
+@pytest.mark.parametrize("budget", [512, 2048, 8192])
+@pytest.mark.parametrize(("name", "fmt", "tp"), [("llama-3.1-8b", "fp16", 1), ("llama-3.1-70b", "fp8", 2)])
+def test_prefill_prediction_is_what_prompts_take_on_an_idle_engine(name: str, fmt: str, tp: int, budget: int) -> None:
+    """Prompts longer than a step, alone and several, whose later chunks attend to the earlier ones."""
+    step = engine(name, fmt, tp, latency="tables")
+    for prompts, tokens in ((1, 8192), (1, 32_768), (1, 65_536), (1, 131_072), (3, 10_000), (20, 9000)):
+        takes_s, pairs = batch_prefill_s(step, prompts, tokens, budget), prompts * tokens * (tokens + 1) // 2
+        assert step.prefill_s(prompts * tokens, 0, budget, pairs) == pytest.approx(takes_s, rel=0.01)
+        if prompts == 1:
+            assert step.prefill_s(tokens, 0, budget) == step.prefill_s(tokens, 0, budget, pairs)
 
 
 def test_other_gpus_keep_the_fraction_of_peak() -> None:

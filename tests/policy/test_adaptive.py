@@ -17,14 +17,19 @@ SLO_S = 3.0
 BLOCK_TOKENS = 16
 
 
-def chunked(tokens: int, decoding: int) -> float:
+def chunked(tokens: int, decoding: int, pairs: int = 0) -> float:
     """Iterations of 1/16 s: a staircase in tokens, exact in binary, so that ties with deadlines do occur."""
     return math.ceil(tokens / (BUDGET_TOKENS - decoding)) / 16 if decoding < BUDGET_TOKENS else math.inf
 
 
-def linear(tokens: int, decoding: int) -> float:
+def linear(tokens: int, decoding: int, pairs: int = 0) -> float:
     """Not exact in binary: rounding matters."""
     return 0.003 + tokens * 0.0007 * (1 + 0.1 * decoding)
+
+
+def attending(tokens: int, decoding: int, pairs: int) -> float:
+    """A long prompt takes longer than short ones with as many tokens; exact in binary."""
+    return chunked(tokens, decoding) + pairs / 2**22
 
 
 IDLE = EngineState(running=0, decoding=0, prefill_tokens=0, free_slots=8, free_kv_tokens=10_000, slowdown=1.0)
@@ -43,11 +48,12 @@ class Algorithm2:
         """Ids admitted, in order, and ids dropped."""
         if state.prefill_tokens > 0 and not self.union:
             return [], []
-        if self.prefill(1, state.decoding) == math.inf:
+        if self.prefill(1, state.decoding, 1) == math.inf:
             state = state._replace(decoding=0, free_slots=0)
 
-        def ttft(tokens: int) -> float:
-            return self.prefill(tokens, state.decoding) * state.slowdown
+        def ttft(*prompts: int) -> float:
+            pairs = sum(tokens * (tokens + 1) // 2 for tokens in prompts)
+            return self.prefill(sum(prompts), state.decoding, pairs) * state.slowdown
 
         def d(r: Request) -> float:
             return r.arrival_s + self.slo_s
@@ -55,7 +61,7 @@ class Algorithm2:
         dropped = [r for r in self.waiting if not t + ttft(r.prompt_tokens) < d(r)]
         self.waiting = [r for r in self.waiting if r not in dropped]
         s = sorted(self.waiting, key=lambda r: (d(r), r.arrival_s, r.id))
-        while s and t + ttft(sum(r.prompt_tokens for r in s) + state.prefill_tokens) >= d(s[0]):
+        while s and t + ttft(state.prefill_tokens, *(r.prompt_tokens for r in s)) >= d(s[0]):
             s.remove(max(s, key=lambda r: (r.prompt_tokens, d(r), r.arrival_s, r.id)))
         n_max, t_max = state.free_slots, state.free_kv_tokens - BLOCK_TOKENS * state.running
         while len(s) > max(n_max, 0) or sum(r.prompt_tokens for r in s) > t_max:
@@ -99,7 +105,7 @@ steps = st.lists(
 )
 
 
-@given(steps=steps, prefill=st.sampled_from([chunked, linear]), union=st.booleans())
+@given(steps=steps, prefill=st.sampled_from([chunked, linear, attending]), union=st.booleans())
 def test_equals_the_listing_on_any_history(
     steps: list[tuple[float, list[int], int | None, EngineState]], prefill: PrefillLatency, union: bool
 ) -> None:

@@ -202,7 +202,7 @@ def test_nobody_waiting_means_no_moment_to_ask() -> None:
 
 
 def adaptive() -> LocalScheduler:
-    return AdaptiveBatching(0.5, lambda tokens, decoding: tokens / 1000 * (1 + decoding / 10))
+    return AdaptiveBatching(0.5, lambda tokens, decoding, pairs: tokens / 1000 * (1 + decoding / 10))
 
 
 def new_controller(kind: str) -> Controller:

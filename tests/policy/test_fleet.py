@@ -344,6 +344,14 @@ class TestLife:
         assert isinstance(reject, Reject) and "at most 39" in reject.reason
 
 
+def test_of_models_that_wait_since_one_moment_that_of_the_first_request_comes_first() -> None:
+    driver, script = fleet()
+    for id, model in enumerate(("c", "a", "b")):
+        driver.arrive(id, model)
+    driver.tell(driver.tick())
+    assert script.seen and [pending.model for pending in script.seen.pending] == ["c", "a", "b"], "names decide nothing"
+
+
 def test_without_a_scheduler_requests_go_on_to_the_engine() -> None:
     """First come, first served: the engine's own queue does the rest."""
     script = Script([Start("a", (0,))])

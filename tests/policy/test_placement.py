@@ -253,7 +253,7 @@ class TestPinnedPlacement:
             ({"p": [(1, 1)]}, r"needs 2 distinct GPUs"),
             ({"a": [(7,)]}, r"pinned to GPUs \(7,\), but the cluster has \[0, 1\]"),
             ({"x": [(0,)]}, r"pins \['x'\]"),
-            ({"a": [(0,)], "p": [(0, 1)]}, "pinned to GPU 0 need"),
+            ({"a": [(0,)], "p": [(0, 1)]}, "GPU 0 has .* does not fit"),
         ],
     )
     def test_pins_that_cannot_be_are_refused(self, groups: dict[str, list[tuple[int, ...]]], message: str) -> None:

@@ -19,6 +19,9 @@ from fineserve_runtime.step_times import MeasuredStep
 from fineserve_sim.systems.spec import AdaptiveSpec, DedicatedPlacementSpec, ResidencySpec, SchedulerSpec
 
 BLOCK_TOKENS = 16
+HANGS_S = 300.0
+"""After so long something hangs. No test passes or fails by a shorter time of the machine."""
+
 QUICK = (MeasuredStep(64, 0, 0.001), MeasuredStep(8, 4, 0.0002))
 
 
@@ -159,7 +162,7 @@ def runtime(
         driver.close()
 
 
-def eventually(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def eventually(true: Callable[[], bool], timeout_s: float = HANGS_S) -> None:
     """Wait for another thread, which on a busy machine may have no core for seconds."""
     end_s = time.monotonic() + timeout_s
     while not true():

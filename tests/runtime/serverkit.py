@@ -18,7 +18,7 @@ from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.service import Key, Service
 from fineserve_runtime.server.serving import DrainingServer, Tls, bind
-from runtimekit import Runtime, core_spec, eventually, runtime
+from runtimekit import HANGS_S, Runtime, core_spec, eventually, runtime
 
 
 class ByteTokenizer:
@@ -32,10 +32,10 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return bytes(token - 2 for token in token_ids if 2 <= token < 258).decode(errors="replace")
 
-    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         if messages[0]["role"] == "untemplated":
             raise ValueError("the model has no chat template; use /v1/completions")
-        return self.encode("".join(f"[{each['role']}] {each['content']}\n" for each in messages))
+        return "".join(f"[{each['role']}] {each['content']}\n" for each in messages)
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Served:
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **headers}
-        return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=HANGS_S)
 
     def metric(self, name: str, **labels: str) -> float:
         value = self.service.metrics.registry.get_sample_value(name, labels)

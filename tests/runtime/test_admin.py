@@ -72,3 +72,11 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         eventually(lambda: here.runtime.host.engines[0].asleep)
         wrong = CliRunner().invoke(app, ["model", "sleep", "C", "--url", here.url])
         assert isinstance(wrong.exception, ValueError) and "does not exist" in str(wrong.exception)
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", ""])
+def test_a_name_that_is_another_path_is_refused(name: str) -> None:
+    """Clients and proxies make ``/admin/models/..`` another path, so that nobody could remove the model."""
+    with served(RESIDENT, admin_secret="root") as here:
+        added = here.post("/admin/models", {"model": name, "path": "x"}, authorization="Bearer root")
+        assert added.status_code == 400 and added.json()["error"]["param"] == "model", added.text

@@ -29,6 +29,7 @@ def campaign(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
 
 
+@pytest.mark.slow
 def test_a_slice_breaks_nothing_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     first = campaign(tmp_path, "--requests", "250")

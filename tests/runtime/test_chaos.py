@@ -94,7 +94,7 @@ class Chaos:
         asked = self.ask(model)
         if asked is None:
             return False
-        eventually(lambda: asked[1].end is not None, 20)
+        eventually(lambda: asked[1].end is not None)
         return asked[1].end is not None and asked[1].end.kind == "finished"
 
 
@@ -117,9 +117,9 @@ def test_every_request_ends_once_and_right_whatever_strikes(
             host.failing_restarts = 0
         for model in models:
             here.driver.resume(model)
-        eventually(lambda: all(heard.end for _, heard in chaos.asked), 30)
+        eventually(lambda: all(heard.end for _, heard in chaos.asked))
         for model in models:
-            eventually(lambda model=model: chaos.serves_again(model), 30)  # type: ignore[misc]
+            eventually(lambda model=model: chaos.serves_again(model))  # type: ignore[misc]
         assert not [facts for what, facts in here.incidents if what == "internal error"]
         eventually(lambda: not any(e.used_blocks for host in here.hosts.values() for e in host.engines.values()))
         assert here.driver.wait_empty(0)

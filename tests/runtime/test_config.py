@@ -130,7 +130,7 @@ def test_mistakes_are_found_before_anything_slow_is_imported(tmp_path: Path) -> 
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert "expected a model folder" in ran.stderr and ran.stdout == "[]\n"
@@ -200,6 +200,8 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
     for item, problem in (
         ("{base: fineserve, name: p, memory: {policy: kvcached}}", "memory kvcached is simulated only"),
         (prism, "evicts models: set it to true"),
+        ("clairvoyant", "clairvoyant: a bound, not a scheduler"),
+        ("{base: fineserve, name: p, memory: {policy: private, split: demand}}", "split demand is simulated only"),
     ):
         with pytest.raises(ConfigError, match=problem):
             load_file(file, [("systems", f"[{item}]")])

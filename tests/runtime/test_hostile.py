@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
@@ -26,7 +25,7 @@ from fineserve_runtime.server.responses import ResponsesRequest
 from fineserve_runtime.server.schema import ChatRequest, CompletionRequest
 from fineserve_runtime.server.service import Key
 from fineserve_runtime.server.serving import Tls
-from runtimekit import core_spec, eventually
+from runtimekit import HANGS_S, core_spec, eventually
 from serverkit import Served, served
 
 from fineserve_sim.systems.spec import FcfsSpec
@@ -56,7 +55,6 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice"),
     ({"structured_outputs": {"guide": "a"}}, "structured_outputs.guide"),
     ({"priority": 10**9}, "priority"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
 ]
 
@@ -170,10 +168,10 @@ def test_what_is_no_text_is_400_in_openais_shape(body: bytes) -> None:
 
 def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
     with served() as here:
-        begun_s = time.monotonic()
-        response = here.post("/v1/completions", ASK | {"prompt": "x" * 20_000_000})
-        assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
-        assert time.monotonic() - begun_s < 5
+        with connected(here) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n{")
+            status, error = answer_on(connection)
+        assert (status, error["code"]) == (413, "request_too_large")
 
         def chunks() -> Iterator[bytes]:
             yield from (b"x" * 65536 for _ in range(200))
@@ -185,7 +183,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
 @contextmanager
 def connected(here: Served) -> Iterator[socket.socket]:
     host, port = here.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANGS_S) as connection:
         yield connection
 
 
@@ -224,8 +222,8 @@ def test_a_connection_is_kept_between_requests_for_as_long_as_one_may_be_silent(
     with served(limits=HttpLimits(silent_s=0.2)) as here, connected(here) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-        connection.settimeout(4)  # uvicorn's own patience is 5
         assert connection.recv(4096) == b""
+        assert here.server.config.timeout_keep_alive == 1, "uvicorn's own patience is 5"
     assert HttpLimits().silent_s > 5, (
         "clients keep idle connections for 5 s; who is the first to close loses no request"
     )
@@ -238,9 +236,8 @@ def test_who_sends_half_a_request_is_closed() -> None:
         for sent in (b"GET /ver", post, post + b"Content-Length: 100\r\n\r\n{"):
             with connected(here) as connection:
                 connection.sendall(sent)
-                begun_s = time.monotonic()
                 status, error = answer_on(connection)
-                assert status == 408 and time.monotonic() - begun_s < 20
+                assert status == 408
                 assert "0.2 s" in error["message"]
         with httpx.Client() as kept:  # a connection that is kept alive may be silent between two requests
             assert [kept.post(here.url + "/v1/completions", json=ASK).status_code for _ in range(3)] == [200] * 3
@@ -315,7 +312,7 @@ def test_a_client_that_reads_nothing_is_cut_and_its_memory_is_back() -> None:
             connection.connect((host, int(port)))
             connection.sendall(head.encode() + body)
             eventually(lambda: len(here.server.server_state.connections) == 1)
-            eventually(lambda: not here.server.server_state.connections, 20)
+            eventually(lambda: not here.server.server_state.connections)
         eventually(lambda: here.runtime.driver.wait_empty(0))
         eventually(lambda: here.runtime.host.ledger().used_bytes == 0)
 
@@ -431,7 +428,7 @@ def test_with_tls_the_server_speaks_https_alone(tmp_path: Path) -> None:
         f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     )
     command += f" -out {files.certificate} -keyout {files.key}"
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=60)
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=HANGS_S)
     with served(tls=files) as here:
         trusted = ssl.create_default_context(cafile=files.certificate)
         assert httpx.post(here.url + "/v1/completions", json=ASK, verify=trusted).status_code == 200
@@ -456,7 +453,9 @@ def test_a_draining_server_answers_503_and_streams_end_with_an_error_event() -> 
             ends.append((response.status_code, response.headers.get("retry-after"), response.json()["error"]["code"]))
 
         def streamed() -> None:
-            with httpx.stream("POST", here.url + "/v1/completions", json=body | {"stream": True}, timeout=30) as stream:
+            with httpx.stream(
+                "POST", here.url + "/v1/completions", json=body | {"stream": True}, timeout=HANGS_S
+            ) as stream:
                 if stream.status_code == 200:
                     *_, last, done = [line for line in stream.iter_lines() if line]
                     ends.append((json.loads(last.removeprefix("data: "))["error"]["code"], done))
@@ -474,7 +473,7 @@ def test_a_draining_server_answers_503_and_streams_end_with_an_error_event() -> 
         assert httpx.get(here.url + "/ready").status_code == 503 and httpx.get(here.url + "/health").status_code == 200
         here.server.handle_exit(signal.SIGTERM, None)  # whose patience is at an end
         for client in clients:
-            client.join(10)
+            client.join(HANGS_S)
         good = {(503, "1", "shutdown"), ("shutdown", "data: [DONE]")}
         assert len(ends) == 26 and set(ends) == good
         assert not [facts for event, facts in here.logged if event in ("internal error", "library")]
@@ -496,6 +495,6 @@ def test_a_model_that_is_down_is_seen_and_its_clients_are_told_when_to_come_back
         assert here.metric("fineserve:engine_deaths_total", model_name="A", cause="gone") == 1
         assert here.metric("fineserve:model_ready", model_name="A") == 0
         assert here.metric("fineserve:requests_unfinished_total", model_name="A", reason="model_down") == 1
-        eventually(lambda: here.post("/v1/completions", ASK).status_code == 200, 10)
+        eventually(lambda: here.post("/v1/completions", ASK).status_code == 200)
         assert here.metric("fineserve:engine_restarts_total", model_name="A") == 1
         assert here.metric("fineserve:model_down_seconds_total", model_name="A") > 0

@@ -73,7 +73,7 @@ def test_tokens_are_right_while_engines_take_memory_from_one_another(tmp_path: P
         free = host.ledger().free_bytes
         submit(host)
         all_there.set()
-        eventually(lambda: heard.ended == 2 * REQUESTS, 60)
+        eventually(lambda: heard.ended == 2 * REQUESTS)
         assert heard.preempted > 0, "memory was never short"
         for (_, number), tokens in heard.tokens.items():
             assert tokens == continuation(prompt(number), TOKENS)
@@ -90,7 +90,7 @@ def test_bytes_that_somebody_else_wrote_show_in_the_tokens(tmp_path: Path) -> No
     heard = Heard(spoil)
     with started(tmp_path, heard) as host:
         submit(host)
-        eventually(lambda: heard.ended == 2 * REQUESTS, 60)
+        eventually(lambda: heard.ended == 2 * REQUESTS)
     wrong = [number for (_, number), tokens in heard.tokens.items() if tokens != continuation(prompt(number), TOKENS)]
     assert len(wrong) > REQUESTS
 

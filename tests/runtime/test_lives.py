@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engines import REFUSED_TOKEN, FakeHost, continuation
+from fineserve_runtime import lives, places
 from fineserve_runtime.alarm import Alarm
 from fineserve_runtime.backoff import FIRST_S, GOOD_S, MOST_S, Backoff
 from fineserve_runtime.bounds import Bounds
@@ -92,11 +93,30 @@ def test_who_waits_for_a_model_that_does_not_come_back_is_told_at_once() -> None
 def test_a_model_that_was_down_comes_back_and_the_time_is_counted() -> None:
     with runtime(core_spec(), step_s=0.001) as here:
         down(here)
-        eventually(lambda: here.driver.health("A").condition == "ready", 10.0)
+        eventually(lambda: here.driver.health("A").condition == "ready")
         health = here.driver.health("A")
         assert len(here.host.restarts) == 3 and health.down_s >= FIRST_S and health.retry_after_s == 0
         assert here.driver.health("B").down_s == 0
         _, heard = here.ask("A", tokens=3)
+        eventually(lambda: heard.end is not None)
+        assert heard.tokens_ == continuation(PROMPT, 3)
+
+
+def test_a_model_whose_weights_find_no_memory_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough memory may be free, but in pieces. The core asked for the same device again at once, until the requests' time
+    was over."""
+    monkeypatch.setattr(places, "_WAKE_S", 0.0)
+    monkeypatch.setattr(lives, "_PATIENCE_S", 0.5)
+    residency = PrismResidencySpec(idle_s=1000.0, tick_s=0.01)
+    with runtime(core_spec(weight_bytes=16 * 1024, resident=("A",), residency=residency), step_s=0.001) as here:
+        here.host.engines[1].asleep, here.host.engines[1].fails_to_wake = True, 2
+        _, heard = here.ask("B", tokens=3)
+        eventually(lambda: heard.end is not None)
+        failed = [facts for what, facts in here.incidents if what == "activation failed"]
+        assert len(failed) == 2 and heard.end and heard.end[:2] == ("refused", "model_down")
+        assert here.driver.health("B").condition == "down" and here.host.engines[1].alive
+        eventually(lambda: here.driver.health("B").condition == "ready")
+        _, heard = here.ask("B", tokens=3)
         eventually(lambda: heard.end is not None)
         assert heard.tokens_ == continuation(PROMPT, 3)
 

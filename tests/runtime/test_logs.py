@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from fineserve_runtime.decisions import LogError
 from fineserve_runtime.logs import EventLog, FileTarget, LineLog, LoggingHandler, StreamTarget, log_parts
 from fineserve_runtime.replay_log import replay_file
-from runtimekit import core_spec, eventually, runtime
+from runtimekit import HANGS_S, core_spec, eventually, runtime
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -49,10 +48,8 @@ def test_a_pipe_that_nobody_reads_blocks_nobody() -> None:
     reading, writing = os.pipe()
     with suppress(BrokenPipeError), open(writing, "w") as stream:  # noqa: PTH123  # a descriptor; its reader leaves first
         log = LineLog(StreamTarget(stream), "events", most_lines=100)
-        begun_s = time.monotonic()
         for number in range(50_000):
             log({"number": number, "text": "x" * 100})
-        assert time.monotonic() - begun_s < 5
         assert log.lost > 40_000
         with open(reading) as reader:  # noqa: PTH123
             while '"lost"' not in (line := reader.readline()):
@@ -86,7 +83,7 @@ def test_an_engine_that_prints_is_not_stopped_by_a_pipe_that_nobody_reads() -> N
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", CHATTY], env=environment, text=True, **pipes) as process:
         assert process.stdout.readline() == "done\n", "a megabyte was printed, and nobody has read"
-        _, errors = process.communicate("x", timeout=60)
+        _, errors = process.communicate("x", timeout=HANGS_S)
     *logged, last = errors.splitlines()
     texts = [event["text"] for event in map(json.loads, logged) if event.get("event") == "printed"]
     assert texts[0].startswith("one more") and texts[1].startswith("twoxxx") and "y" * 100 in texts

@@ -353,7 +353,7 @@ def test_a_lost_node_is_left_and_its_device_comes_back_on_another(
     for host in hosts:
         host.engines[0].submit(submission(1, tokens=200))
     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
-    eventually(lambda: any(len(each.deaths) == 2 for each in heard), 30)
+    eventually(lambda: any(len(each.deaths) == 2 for each in heard))
     lost, left = (0, 1) if heard[0].deaths else (1, 0)
     assert hosts[left].engines[0].drain(20)
     assert heard[left].tokens[0, 1] == continuation(prompt(1), 200) and not heard[left].deaths
@@ -380,7 +380,7 @@ def test_streams_over_a_killed_actor_go_on_where_they_were(nodes: Any, tmp_path:
     ):
         heard = [ask(running, model, number) for number in range(3) for model in MODELS]
         kill_device_of(running, "tiny-bf16")
-        eventually(lambda: all(each.end for each in heard) and len(incidents) == 2, 30)
+        eventually(lambda: all(each.end for each in heard) and len(incidents) == 2)
     assert incidents == ["engine died", "activated"]
     for number, each in enumerate(heard):
         assert each.ends == 1 and each.tokens_ == continuation(prompt(number // 2), TOKENS)
@@ -393,13 +393,13 @@ def test_real_engines_on_two_nodes_answer_as_those_of_this_process(nodes: Any, t
     path = make_demo(tmp_path, 0)
     with launch(file := on_one_device(path), served_scenario(file, None)) as running:
         alone = [ask(running, model, number) for number in range(3) for model in MODELS]
-        eventually(lambda: all(each.end for each in alone), 60)
+        eventually(lambda: all(each.end for each in alone))
     file = on_two_devices(path, ("runtime.cluster", f"{{ray: '{nodes.address}'}}"), ("runtime.poison_freed", "true"))
     with launch(file, served_scenario(file, None)) as running:
         heard = [ask(running, model, number) for number in range(3) for model in MODELS]
-        eventually(lambda: all(len(each.tokens_) > 20 for each in heard), 60)
+        eventually(lambda: all(len(each.tokens_) > 20 for each in heard))
         kill_device_of(running, "tiny-bf16")
-        eventually(lambda: all(each.end for each in heard), 120)
+        eventually(lambda: all(each.end for each in heard))
     assert all(len(each.tokens_) == TOKENS for each in alone)
     assert_same_but_for_ties([each.tokens_ for each in heard], [each.tokens_ for each in alone])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -234,6 +235,24 @@ def test_forced_calls_go_with_every_model(url: str) -> None:
     assert {call["function"]["name"] for (call,) in called} <= {"weather", "time_of_day"}
 
 
+def test_tools_of_nested_models_go_with_a_required_call(url: str) -> None:
+    """As pydantic writes them; two tools may have different definitions of one name."""
+    tools = []
+    for name, values in (("ride", ["bus", "tram"]), ("eat", ["soup", "rice"])):
+        definitions = {"In": {"type": "object", "properties": {"what": {"enum": values}}, "required": ["what"]}}
+        definitions["In"]["additionalProperties"] = False
+        parameters = {"type": "object", "properties": {"in": {"$ref": "#/$defs/In"}}, "$defs": definitions}
+        parameters |= {"required": ["in"], "additionalProperties": False}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1}
+    answers = [chat(url, seed=seed, **options) for seed in range(8)]
+    called = [each["message"]["tool_calls"][0]["function"] for each in answers if each["finish_reason"] == "tool_calls"]
+    assert called
+    for call in called:
+        what = json.loads(call["arguments"])["in"]["what"]
+        assert what in (("bus", "tram") if call["name"] == "ride" else ("soup", "rice"))
+
+
 def test_the_openai_client_streams_a_forced_call(url: str) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
@@ -336,3 +355,17 @@ def test_calls_of_a_models_own_will_are_read_by_vllms_parser(tmp_path: Path) -> 
     assert json.loads("".join(call.arguments for part in parts for call in part.calls)) == {"place": "Oslo"}
     with pytest.raises(ValueError, match="tool_parser nobody"):
         parser_maker("nobody", tokenizer.native)
+
+
+def test_all_that_the_tokenizer_takes_beside_variables_of_the_template_is_refused() -> None:
+    from fineserve_runtime.server.errors import ApiError
+    from fineserve_runtime.server.limits import HttpLimits
+    from fineserve_runtime.server.schema import ChatRequest
+    from transformers import PreTrainedTokenizerBase
+
+    known = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.values()
+    names = {each.name for each in known if each.kind != inspect.Parameter.VAR_KEYWORD}
+    for name in names - {"self", "tools", "documents", "add_generation_prompt", "continue_final_message"}:
+        body = {"model": "A", "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {name: "x"}}
+        with pytest.raises(ApiError):
+            ChatRequest.model_validate(body).check(HttpLimits())

@@ -14,7 +14,7 @@ import fineserve_runtime
 import pytest
 from fineserve_runtime.core import EVENTS
 from fineserve_runtime.decisions import Entry, LogError, decode_event, event_entry
-from fineserve_runtime.replay_log import replay
+from fineserve_runtime.replay_log import replay, replay_file
 from runtimekit import core_spec, eventually, runtime
 
 from fineserve_sim.experiment import run_experiment
@@ -111,6 +111,21 @@ def test_an_altered_event_changes_the_commands(log: list[Entry], event: str) -> 
             break
     result = replay(altered)
     assert result.difference is not None
+
+
+def test_the_death_of_an_engine_is_no_gap(tmp_path: Path) -> None:
+    """``EngineFailed`` has a field ``lost``, as the mark of lost lines has."""
+    with runtime(core_spec()) as here:
+        here.ask("A")
+        here.host.kill(0)
+        eventually(lambda: here.host.engines[0].alive)
+        here.run()
+        assert any(entry.get("event") == "EngineFailed" for entry in here.log)
+    path = tmp_path / "decisions.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in here.log))
+    result = replay_file(path)
+    assert result.difference is None
+    assert result.events["EngineFailed"] == 1
 
 
 def test_a_missing_line_is_noticed(log: list[Entry]) -> None:

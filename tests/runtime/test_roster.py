@@ -23,7 +23,7 @@ from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.replay_log import replay
 from fineserve_runtime.serve import _service, served_scenario
 from fineserve_runtime.server.serving import DrainingServer, bind
-from runtimekit import eventually
+from runtimekit import HANGS_S, eventually
 from serverkit import ByteTokenizer
 from typer.testing import CliRunner
 
@@ -68,13 +68,13 @@ class Here:
     log: list[dict[str, Any]]
 
     def add(self, **model: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/admin/models", json=model, headers=ROOT, timeout=60)
+        return httpx.post(f"{self.url}/admin/models", json=model, headers=ROOT, timeout=HANGS_S)
 
     def remove(self, name: str) -> httpx.Response:
-        return httpx.delete(f"{self.url}/admin/models/{name}", headers=ROOT, timeout=60)
+        return httpx.delete(f"{self.url}/admin/models/{name}", headers=ROOT, timeout=HANGS_S)
 
     def ask(self, model: str, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **ASK, **options}, timeout=60)
+        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **ASK, **options}, timeout=HANGS_S)
 
     @property
     def models(self) -> set[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
 from fineserve_runtime.server.schema import CompletionRequest
 from pydantic import ValidationError
-from serverkit import served
+from serverkit import ByteTokenizer, Served, served
 
 ASK: dict[str, Any] = {"model": "A", "prompt": "hello", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "A", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -105,3 +106,111 @@ def test_a_wrong_method_is_405_with_the_right_ones(path: str, method: str, allow
         answer = httpx.request(method, here.url + path)
         assert answer.status_code == 405 and answer.json()["error"]["code"] == "bad_method"
         assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"chat_template": "{% for i in range(100000) %}{% endfor %}"}, "--trust-request-chat-template is not set"),
+        ({"chat_template": None}, "Found unexpected chat template kwargs from request: chat_template"),
+        (
+            {"tokenize": True, "truncation": True},
+            "Found unexpected chat template kwargs from request: tokenize, truncation",
+        ),
+    ],
+)
+def test_a_template_of_the_clients_own_is_never_run(variables: dict[str, Any], message: str) -> None:
+    """A template is a program: two requests with a long loop in theirs held up all models."""
+    with served() as here:
+        for path, body in ((CHATS, CHAT), (RESPONSES, {"model": "A", "input": "hello", "max_output_tokens": 4})):
+            answer = here.post(path, body | {"chat_template_kwargs": variables})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert message in error["message"] and error["param"] == "chat_template_kwargs"
+            assert here.post(path, body | {"chat_template_kwargs": {"enable_thinking": False}}).status_code == 200
+
+
+def test_a_chat_too_long_to_fit_is_never_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of it is long: 4 MB of a role took 5 s and 350 MB."""
+    encoded: list[int] = []
+    encode = ByteTokenizer.encode
+
+    def noting(self: ByteTokenizer, text: str, *, special: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, special=special)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", noting)
+    with served() as here:
+        for message in ({"role": "x" * 100_000, "content": "hi"}, {"role": "user", "content": "x" * 100_000}):
+            for path in (CHATS, "/tokenize"):
+                answer = here.post(path, {"model": "A", "messages": [message]})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert here.post(CHATS, CHAT).status_code == 200
+    assert encoded == [len("[user] hello\n")]
+
+
+def test_usage_in_each_chunk_where_a_client_wants_it_so() -> None:
+    """guidellm counts tokens by it. Each chunk has the tokens of its own choice, as vLLM tells them; the last one all."""
+
+    def usages(here: Served, path: str, body: dict[str, Any], **options: bool) -> list[dict[str, Any]]:
+        asked = here.post(path, body | {"n": 2, "stream": True, "stream_options": options})
+        assert asked.status_code == 200, asked.text
+        chunks = [json.loads(line[6:]) for line in asked.text.splitlines() if line.startswith("data: {")]
+        return [chunk.get("usage") for chunk in chunks]
+
+    with served() as here:
+        for path, body in ((COMPLETIONS, ASK), (CHATS, CHAT)):
+            *each, last = usages(here, path, body, include_usage=True, continuous_usage_stats=True)
+            counts = sorted(usage["completion_tokens"] for usage in each)
+            assert counts == ([0, 0] if path == CHATS else []) + [1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
+            prompt = last["prompt_tokens"]
+            assert all(usage["prompt_tokens"] == prompt for usage in each)
+            assert all(usage["total_tokens"] == prompt + usage["completion_tokens"] for usage in each)
+            assert last["completion_tokens"] == 8
+            *each, _ = usages(here, path, body, include_usage=True)
+            assert set(each) == {None}
+            assert set(usages(here, path, body, continuous_usage_stats=True)) == {None}
+
+
+def test_references_within_a_tool_lead_to_its_own_parameters() -> None:
+    """Pydantic's nested models are such; the grammar library found no ``#/$defs/In`` at the root of the list of calls."""
+
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        properties = {"in": {"$ref": "#/$defs/In"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
+        parameters = {"type": "object", "properties": properties, "$defs": {"In": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    with served() as here:
+        tools = [tool("f", "string"), tool("g", "integer")]
+        assert here.post(CHATS, CHAT | {"tools": tools, "tool_choice": "required"}).status_code == 200
+        (submission,) = here.runtime.host.engines[0].submitted
+    kind, text = submission.sampling.constraint or ("", "")
+    schema = json.loads(text)
+
+    def found(reference: str) -> Any:
+        at = schema
+        for part in reference.removeprefix("#/").split("/"):
+            at = at[part]
+        return at
+
+    assert kind == "json"
+    for call, name, inner in zip(schema["items"]["anyOf"], ("f", "g"), ("string", "integer"), strict=True):
+        assert call["properties"]["name"] == {"const": name}
+        parameters = found(call["properties"]["parameters"]["$ref"])
+        assert found(parameters["properties"]["in"]["$ref"]) == {"type": inner}
+        assert found(parameters["properties"]["next"]["anyOf"][0]["$ref"]) == parameters
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed() -> None:
+    """A proxy that goes by the other length would take the second request for a body."""
+    with served() as here:
+        host, port = here.url.removeprefix("http://").split(":")
+        for path in ("/v1/completions", "/health"):
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+            behind = "GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(f"{head}0\r\n\r\n{behind}".encode())
+                told = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert told.count(b"HTTP/1.1") == 1 and told.startswith(b"HTTP/1.1 400"), told
+            assert b"Transfer-Encoding and Content-Length" in told

@@ -1,6 +1,7 @@
 """Arrival processes against their laws, and scaling against the counts that it promises."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,7 +142,9 @@ def test_upscale_keeps_originals_and_spreads_copies(rng):
 
 
 def test_upscale_keeps_models_lengths_and_prefix_reuse(rng, small):
+    small = replace(small, prefix_hashes=((1,), (2, 3), (2, 4), (5,)), prefix_tokens=small.prompt_tokens % 7)
     scaled = upscale(small, 4.0, rng)
+    assert scaled.prefix_tokens.tolist() == (scaled.prompt_tokens % 7).tolist()
     assert describe(scaled).model_shares == describe(small).model_shares
     assert sorted(scaled.output_tokens.tolist()) == sorted(small.output_tokens.tolist() * 4)
     assert describe(scaled).prefix_hit_ratio == pytest.approx(describe(small).prefix_hit_ratio)

@@ -27,16 +27,25 @@ def test_two_sessions_of_three_turns() -> None:
     assert trace.output_tokens.tolist() == [4, 4, 4, 2, 2, 2]
     assert trace.prefix_hashes is not None and trace.prefix_block_tokens == 4
     first, second, third, other, *_ = trace.prefix_hashes
+    assert trace.prefix_tokens is not None
+    assert trace.prefix_tokens.tolist() == (trace.prompt_tokens + trace.output_tokens).tolist()
     assert len(first) == 2 and second[:2] == first and third[:4] == second  # the answer is part of the next prompt
     assert not set(third) & set(other)
     assert prefix_hit_ratio(trace) == (8 + 16 + 8 + 16) / 78
+
+
+def test_a_turn_finds_all_that_was_said_before_it() -> None:
+    """Turns of 3 + 2 tokens: the second and third prompt, 8 and 13 tokens, begin with 5 and 10 that are known."""
+    trace = conversations(opening([3], [2]), turns=3, gap_s=1.0, hash_tokens=4)
+    assert trace.prompt_tokens.tolist() == [3, 8, 13]
+    assert prefix_hit_ratio(trace) == (5 + 10) / 24
 
 
 def test_a_prefix_shared_by_all() -> None:
     trace = conversations(opening([8, 8], [1, 1]), shared_tokens=12, hash_tokens=4)
     assert trace.prompt_tokens.tolist() == [20, 20]
     a, b = trace.prefix_hashes or ()
-    assert a[:3] == b[:3] and not set(a[3:]) & set(b[3:]) and len(a) == len(b) == 5
+    assert a[:3] == b[:3] and not set(a[3:]) & set(b[3:]) and len(a) == len(b) == 6
 
 
 def test_without_anything_it_is_the_same_trace() -> None:
@@ -70,7 +79,7 @@ def test_ids_are_equal_where_tokens_are(lengths: list[tuple[int, int]], turns: i
     assert trace.prefix_hashes is not None
     assert np.all(np.diff(trace.arrival_s) >= 0)
     for ids, prompt, output in zip(trace.prefix_hashes, trace.prompt_tokens, trace.output_tokens, strict=True):
-        assert len(ids) == (prompt + output) // 4 and len(set(ids)) == len(ids)
+        assert len(ids) == -(-(prompt + output) // 4) and len(set(ids)) == len(ids)
     for one in trace.prefix_hashes:
         for other in trace.prefix_hashes:
             common = sum(1 for _ in zip(one, other, strict=False) if _[0] == _[1])

@@ -41,8 +41,15 @@ def trace_of(arrival_s, name="t", model="m", hashes=None):
         ("model", [0, 1, 2, 0], "small, row 3, column model: 2 is no index into the 2 models"),
         ("model", [0, 0.5, 1, 0], "small, column model: give integer indices into models, not float64"),
         ("models", ("a", "a"), "small: a model is named twice"),
-        ("prefix_hashes", ((1,), (2, 3, 4), (2,), ()), "small, row 2, column prefix_hashes: 3 blocks of 10 tokens"),
+        ("prefix_hashes", ((1,), (2, 3, 4, 5), (2,), ()), "small, row 2, column prefix_hashes: 4 blocks of 10 tokens"),
         ("prefix_hashes", ((1,),), "small, column prefix_hashes: 1 rows, not 4"),
+        (
+            "prefix_tokens",
+            [5, 20, 16, 0],
+            "small, row 3, column prefix_tokens: 16 tokens, but only 15 lie in the blocks",
+        ),
+        ("prefix_tokens", [5, 20], "small, column prefix_tokens: 2 rows, but arrival_s has 4"),
+        ("prefix_tokens", [5, -1, 2, 0], "small, row 2, column prefix_tokens: -1 is too few tokens"),
         ("prefix_block_tokens", None, "small: prefix_hashes need prefix_block_tokens"),
     ],
 )
@@ -81,6 +88,22 @@ def test_head_window_and_models(small):
         small.window(2, 60)
     renamed = small.with_models(["x", "y", "z"], [2, 2, 0, 1])
     assert [renamed.models[index] for index in renamed.model] == ["z", "z", "x", "y"]
+
+
+def test_ids_cover_prompts_unless_the_trace_says_more(small):
+    """The first prompt ends within its block, and ids of the third leave out its last two tokens."""
+    assert small.prefix_tokens.tolist() == [5, 20, 12, 0]
+    assert replace(small, prefix_hashes=((1,), (2,), (2,), ()), prefix_tokens=None).prefix_tokens.tolist() == [
+        5,
+        10,
+        10,
+        0,
+    ]
+    answers = replace(small, prefix_hashes=((1,), (2, 3, 5), (2, 4), ()), prefix_tokens=np.array([6, 22, 12, 0]))
+    assert answers.head(2).prefix_tokens.tolist() == [6, 22]
+    assert answers.window(1.0, 61.0).prefix_tokens.tolist() == [22, 12]
+    assert replace(answers, prefix_hashes=None).prefix_tokens is None
+    assert merge([answers, small]).prefix_tokens.tolist() == [6, 5, 22, 12, 20, 12, 0, 0]
 
 
 def test_csv_round_trip(small, tmp_path):

@@ -62,6 +62,8 @@ def test_the_requests_are_those_of_the_whole_file(kind: str, packed: bool, block
     for name in COLUMNS:
         assert getattr(held, name).tobytes() == getattr(streamed, name).tobytes(), name
     assert (held.models, held.source, held.prefix_hashes) == (streamed.models, streamed.source, streamed.prefix_hashes)
+    covered = [trace.prefix_tokens is not None and trace.prefix_tokens.tolist() for trace in (held, streamed)]
+    assert covered[0] == covered[1]
     assert all(chunk.models == opened.models and chunk.source == opened.source for chunk in chunks)
 
 

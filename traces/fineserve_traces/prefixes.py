@@ -1,7 +1,7 @@
 """Prompts that have something in common: a prefix shared by all requests, and conversations of several turns.
 
 A turn's prompt is all that was said before, answers included, and something new. So its KV is known from the turn before,
-and prefix hashes cover answers too.
+and prefix hashes cover answers too, to their last token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def conversations(
     """Every request of ``trace`` opens a conversation of ``turns`` turns, each with as many new prompt and output tokens as the
     first. All prompts begin with the same ``shared_tokens``; turn k arrives ``k * gap_s`` after the first.
 
-    The new columns hold whole prompts. Raises TraceError when shared tokens are no whole number of hashes of ``hash_tokens``,
-    or turns or gap are out of range.
+    The new columns hold whole prompts, and ids of all tokens of prompts and answers. Raises TraceError when shared tokens are
+    no whole number of hashes of ``hash_tokens``, or turns or gap are out of range.
     """
     if turns < 1 or gap_s < 0 or hash_tokens < 1 or shared_tokens < 0 or shared_tokens % hash_tokens:
         raise TraceError(
@@ -37,10 +37,11 @@ def conversations(
     session, turn = session[order], turn[order]
     new, output = trace.prompt_tokens[session], trace.output_tokens[session]
     prompt = shared_tokens + new + turn * (new + output)
-    longest = int((prompt + output).max()) // hash_tokens
+    blocks = -(-(prompt + output) // hash_tokens)
+    longest = int(blocks.max())
     hashes = tuple(
-        _hashes(opened, tokens, shared_tokens // hash_tokens, longest)
-        for opened, tokens in zip(session.tolist(), ((prompt + output) // hash_tokens).tolist(), strict=True)
+        _hashes(opened, count, shared_tokens // hash_tokens, longest)
+        for opened, count in zip(session.tolist(), blocks.tolist(), strict=True)
     )
     return replace(
         trace,
@@ -50,10 +51,11 @@ def conversations(
         output_tokens=output,
         prefix_hashes=hashes,
         prefix_block_tokens=hash_tokens,
+        prefix_tokens=prompt + output,
     )
 
 
 def _hashes(session: int, count: int, shared: int, longest: int) -> tuple[int, ...]:
-    """Ids of the first ``count`` full blocks of a session: those of the shared prefix, then its own."""
+    """Ids of the first ``count`` blocks of a session: those of the shared prefix, then its own."""
     own = shared + session * longest
     return (*range(min(shared, count)), *range(own, own + max(0, count - shared)))

@@ -48,6 +48,7 @@ def upscale(trace: Trace, factor: float, rng: Generator) -> Trace:
         prompt_tokens=trace.prompt_tokens[origin[order]],
         output_tokens=trace.output_tokens[origin[order]],
         prefix_hashes=_copied_hashes(trace, origin[order], copy[order]),
+        prefix_tokens=None if trace.prefix_tokens is None else trace.prefix_tokens[origin[order]],
         source=f"{trace.source}, {factor:g} times the requests",
     )
 

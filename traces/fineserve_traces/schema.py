@@ -110,9 +110,10 @@ class Trace:
 
     arrival_s: float64 (n,), seconds, >= 0, non-decreasing. model: int32 (n,), index into ``models``.
     prompt_tokens, output_tokens: int64 (n,), >= 1. prefix_hashes, where known: one id per block of
-    ``prefix_block_tokens`` prompt tokens (the last block may be partial), and where known of full blocks of prompt and
-    output together; equal ids mean equal tokens from the first one up to the end of the block. source: where the rows come
-    from, for people. dropped_rows: rows of the source that are no requests (zero tokens).
+    ``prefix_block_tokens`` tokens of prompt and output together. prefix_tokens: int64 (n,), how many tokens the ids of each
+    request cover, by default its prompt as far as the blocks reach. Equal ids mean equal tokens from the first one up to the
+    end of the block, as far as both requests cover it. source: where the rows come from, for people. dropped_rows: rows of
+    the source that are no requests (zero tokens).
 
     Raises TraceError on construction when a column is wrong.
     """
@@ -125,6 +126,7 @@ class Trace:
     source: str
     prefix_hashes: tuple[tuple[int, ...], ...] | None = None
     prefix_block_tokens: int | None = None
+    prefix_tokens: IntArray | None = None
     dropped_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -159,6 +161,7 @@ class Trace:
 
     def _check_hashes(self) -> None:
         if self.prefix_hashes is None:
+            object.__setattr__(self, "prefix_tokens", None)
             return
         if self.prefix_block_tokens is None or self.prefix_block_tokens < 1:
             raise TraceError(
@@ -167,14 +170,32 @@ class Trace:
         if len(self.prefix_hashes) != len(self):
             raise TraceError(f"{self.source}, column prefix_hashes: {len(self.prefix_hashes)} rows, not {len(self)}")
         blocks = np.fromiter(map(len, self.prefix_hashes), np.int64, len(self))
-        in_prompt = -(-self.prompt_tokens // self.prefix_block_tokens)
-        in_all = (self.prompt_tokens + self.output_tokens) // self.prefix_block_tokens
-        most = np.maximum(in_prompt, in_all)
+        tokens = self.prompt_tokens + self.output_tokens
+        most = -(-tokens // self.prefix_block_tokens)
         wrong = np.flatnonzero(blocks > most)
         if wrong.size:
             row = int(wrong[0])
             problem = f"{blocks[row]} blocks of {self.prefix_block_tokens} tokens, but prompt and output fill only {most[row]}"
             raise cell_error(self.source, row, "prefix_hashes", problem)
+        self._set_prefix_tokens(np.minimum(blocks * self.prefix_block_tokens, tokens))
+
+    def _set_prefix_tokens(self, most: IntArray) -> None:
+        """Check the column, or fill it in; ``most`` tokens of each request lie in its blocks."""
+        if self.prefix_tokens is None:
+            covered = np.minimum(most, self.prompt_tokens)
+        else:
+            covered = token_column(self.prefix_tokens, self.source, "prefix_tokens", minimum=0)
+            if len(covered) != len(self):
+                raise TraceError(
+                    f"{self.source}, column prefix_tokens: {len(covered)} rows, but arrival_s has {len(self)}"
+                )
+            beyond = np.flatnonzero(covered > most)
+            if beyond.size:
+                row = int(beyond[0])
+                problem = f"{covered[row]} tokens, but only {most[row]} lie in the blocks of prefix_hashes"
+                raise cell_error(self.source, row, "prefix_tokens", problem)
+        covered.setflags(write=False)
+        object.__setattr__(self, "prefix_tokens", covered)
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -186,7 +207,7 @@ class Trace:
     def take(self, rows: npt.NDArray[np.intp]) -> Trace:
         """The requests at these 0-based ``rows``, whose arrivals must be in order. Raises TraceError when there are
         none."""
-        hashes = self.prefix_hashes
+        hashes, covered = self.prefix_hashes, self.prefix_tokens
         return replace(
             self,
             arrival_s=self.arrival_s[rows],
@@ -194,6 +215,7 @@ class Trace:
             prompt_tokens=self.prompt_tokens[rows],
             output_tokens=self.output_tokens[rows],
             prefix_hashes=None if hashes is None else tuple(hashes[row] for row in rows),
+            prefix_tokens=None if covered is None else covered[rows],
         )
 
     def head(self, requests: int) -> Trace:
@@ -243,6 +265,7 @@ def merge(traces: Sequence[Trace]) -> Trace:
     arrival_s = np.concatenate([trace.arrival_s for trace in traces])
     order = np.argsort(arrival_s, kind="stable")
     hashes = _merged_hashes(traces)
+    covered = [trace.prefix_tokens for trace in traces if trace.prefix_tokens is not None]
     return Trace(
         arrival_s=arrival_s[order],
         model=np.concatenate([np.array([position[name] for name in t.models])[t.model] for t in traces])[order],
@@ -252,6 +275,7 @@ def merge(traces: Sequence[Trace]) -> Trace:
         source=" + ".join(trace.source for trace in traces),
         prefix_hashes=None if hashes is None else tuple(hashes[row] for row in order),
         prefix_block_tokens=None if hashes is None else traces[0].prefix_block_tokens,
+        prefix_tokens=None if hashes is None else np.concatenate(covered)[order],
         dropped_rows=sum(trace.dropped_rows for trace in traces),
     )
 

@@ -34,9 +34,11 @@ def whole(requests: Requests) -> Trace:
         raise TraceError(f"{requests.source}: no request comes; give at least one")
     if len(chunks) == 1:
         return chunks[0]
+    covered = [chunk.prefix_tokens for chunk in chunks if chunk.prefix_tokens is not None]
     return replace(
         chunks[0],
         prefix_hashes=_hashes(chunks),
+        prefix_tokens=np.concatenate(covered) if covered else None,
         arrival_s=np.concatenate([chunk.arrival_s for chunk in chunks]),
         model=np.concatenate([chunk.model for chunk in chunks]),
         prompt_tokens=np.concatenate([chunk.prompt_tokens for chunk in chunks]),

@@ -69,14 +69,18 @@ def describe(trace: Trace) -> TraceStats:
 def prefix_hit_ratio(trace: Trace) -> float | None:
     """The share of prompt tokens that an infinite prefix cache, filled in arrival order, would not compute again: the
     leading blocks whose id came before (all models share it, as the ids do). None without prefix hashes."""
-    if trace.prefix_hashes is None or trace.prefix_block_tokens is None:
+    if trace.prefix_hashes is None or trace.prefix_tokens is None or trace.prefix_block_tokens is None:
         return None
-    seen: set[int] = set()
-    hit_tokens = 0
-    for blocks, prompt in zip(trace.prefix_hashes, trace.prompt_tokens.tolist(), strict=True):
-        hits = next((index for index, block in enumerate(blocks) if block not in seen), len(blocks))
-        hit_tokens += min(hits * trace.prefix_block_tokens, prompt)
-        seen.update(blocks)
+    ends: dict[int, int] = {}  # by id, the tokens that are known up to the end of its block, or of what covers it
+    hit_tokens, each = 0, trace.prefix_block_tokens
+    rows = zip(trace.prefix_hashes, trace.prefix_tokens.tolist(), trace.prompt_tokens.tolist(), strict=True)
+    for blocks, covered, prompt in rows:
+        hit = 0
+        for place, block in enumerate(blocks):
+            if hit == place * each:
+                hit = min(ends.get(block, hit), hit + each)
+            ends[block] = max(ends.get(block, 0), min((place + 1) * each, covered))
+        hit_tokens += min(hit, covered, prompt)
     return hit_tokens / int(trace.prompt_tokens.sum())
 
 

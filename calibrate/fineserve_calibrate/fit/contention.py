@@ -1,19 +1,19 @@
-"""How a step slows down with the share of the SMs that it gets, and what processor sharing makes of that.
+"""The slowdown of a step under a share of the SMs, beside what processor sharing predicts.
 
-Memory-bound work slows when too few SMs are left to keep the memory busy; until the slower device time outgrows the step
-measured with all SMs, which the host bounds, nothing shows:
+Memory-bound work slows when too few SMs are left to keep the memory busy. The host bounds the step measured with all SMs, so
+nothing shows until the slower device time outgrows that step:
 
     decode(share)  = max(decode(1), device * max(1, saturation / share))
 
-Compute-bound work slows in proportion. A prefill step is compute for a part of its time; launches, memory, and clocks that
-fall when all SMs are busy make up the rest:
+Compute-bound work slows in proportion. A prefill step is compute for a part of its time. Launches, memory, and clocks that fall
+when all SMs are busy make up the rest:
 
     prefill(share) = prefill(1) * (1 - compute + compute / share)
 
 ``compute`` is thus the measured counterpart of the share ``uc`` that processor sharing (systems.md 1.3) takes from the step
 model. Prefills under 2048 tokens are left out: with all SMs their time does not grow in proportion to their tokens.
 
-Both curves start from the row's own time with all SMs, in the rows held out too: the errors are those of the slowdown.
+Both curves start from the row's own time with all SMs, in the rows held out too: errors are errors of the slowdown.
 Residuals of one batch size share that measurement, so intervals are somewhat narrower than repeats would give.
 """
 
@@ -25,9 +25,9 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from fineserve_calibrate.fit.host_overhead import device_s
 from fineserve_calibrate.fit.least_squares import Fit, Floats, Unknown, fit_curve, with_held_out
 from fineserve_calibrate.fit.rows import FITTED_INPUT, REPORTED_INPUT, RowError
+from fineserve_calibrate.fit.step_costs import device_s
 from fineserve_sim.catalog import Deployment, GpuSpec, model, precision
 from fineserve_sim.latency import StepModel
 
@@ -39,7 +39,7 @@ Phase = Literal["decode", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class ContentionFit:
-    """One phase of one precision; the fit's ``held_out`` are the rows with 512 input tokens."""
+    """A fit of one phase of one precision. The rows with 512 input tokens are held out."""
 
     precision: str
     phase: Phase
@@ -53,8 +53,8 @@ class ContentionFit:
 class HalfShare:
     """Slowdown of a batch against its time with all SMs.
 
-    ``measured``: alone on half of the SMs; ``fitted``: the curve's; ``processor_sharing``: what the simulator predicts
-    for two equal engines, max(1, 2 uc, 2 um), with the step model's shares ``compute`` and ``bandwidth``.
+    ``measured`` is the batch alone on half of the SMs, ``fitted`` the curve's value. ``processor_sharing`` is the simulator's
+    prediction for two equal engines: max(1, 2 uc, 2 um), with the step model's shares ``compute`` and ``bandwidth``.
     """
 
     precision: str
@@ -77,10 +77,9 @@ class HalfShare:
 
 
 def with_references(profile: pd.DataFrame, gpu: GpuSpec) -> pd.DataFrame:
-    """The profile's rows with ``device_s`` (decode) and the times with all SMs, ``full_tpot_s`` and ``full_prefill_s``.
+    """Add ``device_s`` (decode) and the times with all SMs, ``full_tpot_s`` and ``full_prefill_s``, to the profile's rows.
 
-    Precisions measured with all SMs only are dropped. Raises RowError when a row has no counterpart with all SMs, or
-    more than one.
+    Precisions measured with all SMs only are dropped. Raises RowError when a row has no counterpart with all SMs, or several.
     """
     profile = profile[profile.groupby("precision").share.transform("min") < 1]
     key = ["model", "precision", "tp", "batch", "input_tokens"]
@@ -100,9 +99,9 @@ def with_references(profile: pd.DataFrame, gpu: GpuSpec) -> pd.DataFrame:
 
 
 def fit_contention(profile: pd.DataFrame) -> list[ContentionFit]:
-    """Both phases of every precision: fitted on the rows with 256 input tokens, reported on those with 512.
+    """Fit both phases of every precision on the rows with 256 input tokens; rows with 512 report the errors.
 
-    ``profile``: as ``with_references`` gives it. Rows with all SMs are references and neither fitted nor reported.
+    ``profile`` has rows as ``with_references`` gives them. Rows with all SMs are references, neither fitted nor reported.
     """
     partial = profile[profile.share < 1]
     return [
@@ -115,7 +114,7 @@ def fit_contention(profile: pd.DataFrame) -> list[ContentionFit]:
 def half_shares(
     profile: pd.DataFrame, fits: list[ContentionFit], gpu: GpuSpec, deployment: Deployment
 ) -> list[HalfShare]:
-    """The held-out rows at half of the SMs against the fit and against the simulator's processor sharing.
+    """Compare the held-out rows at half of the SMs with the fit and with the simulator's processor sharing.
 
     Precisions and phases whose fit was refused are left out.
     """
@@ -155,12 +154,12 @@ def _fit_phase(name: str, phase: Phase, rows: pd.DataFrame) -> ContentionFit:
 
 
 def rows_of(profile: pd.DataFrame, fitted: ContentionFit) -> pd.DataFrame:
-    """The rows of the fit's precision that its phase is fitted or reported on."""
+    """Select the rows of the fit's precision that its phase uses."""
     return _of_phase(profile[profile.precision == fitted.precision], fitted.phase)
 
 
 def curve_s(rows: pd.DataFrame, phase: Phase, parameters: Floats) -> Floats:
-    """Seconds of the rows, shape (n,), with ``parameters`` of shape (1,): the saturation or the compute share."""
+    """Compute the rows' seconds, shape (n,). ``parameters`` has shape (1,): the saturation or the compute share."""
     share = rows.share.to_numpy(dtype=np.float64)
     alone_s = rows[columns_of(phase)[0]].to_numpy(dtype=np.float64)
     if phase == "decode":
@@ -172,7 +171,7 @@ def curve_s(rows: pd.DataFrame, phase: Phase, parameters: Floats) -> Floats:
 
 
 def columns_of(phase: Phase) -> tuple[str, str]:
-    """Columns with the seconds of all SMs, and of the row's share."""
+    """Name the columns with the seconds of all SMs, and of the row's share."""
     return ("full_tpot_s", "tpot_s") if phase == "decode" else ("full_prefill_s", "prefill_s")
 
 

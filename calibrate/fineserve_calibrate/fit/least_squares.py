@@ -1,9 +1,9 @@
 """One least-squares fit of step times, with what it can and cannot tell.
 
-The sum of squared relative errors is minimised, since the noise of a timing grows with the timing. At the minimum, with
-Jacobian J (rows x parameters) and residual variance s^2 = RSS / (n - p), the covariance of the parameters is
-s^2 (J'J)^-1, and an interval is the value plus or minus Student's t with n - p degrees of freedom times the standard error.
-That is exact for linear curves with independent Gaussian noise, and an approximation at the kinks of a ``max``.
+A fit minimises the sum of squared relative errors, since the noise of a timing grows with the timing. J is the Jacobian at the
+minimum (rows x parameters), s^2 = RSS / (n - p) the residual variance. The covariance of the parameters is s^2 (J'J)^-1. An
+interval is the value plus or minus the standard error times Student's t with n - p degrees of freedom. That is exact for linear
+curves with independent Gaussian noise, and an approximation at the kinks of a ``max``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A parameter to fit. ``starts``: non-zero magnitudes to start from, each tried."""
+    """A parameter to fit. Each of ``starts``, non-zero magnitudes to start from, is tried."""
 
     name: str
     unit: str
@@ -58,10 +58,10 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fit, or the reason in one line why there is none (``refused``; then no parameters, residuals or fitted values).
+    """A fit, or the reason in one line why there is none.
 
-    ``rows``: numbers of the rows used, 0 being the first row of data in the file; ``measured_s`` and
-    ``fitted_s``: one value each. ``held_out``: errors on rows that the fit has not seen, where there are such rows.
+    A ``refused`` fit has no parameters, residuals or fitted values. ``rows`` numbers the rows used; 0 is the first row of data
+    in the file. ``measured_s`` and ``fitted_s`` have one value a row. ``held_out`` holds the errors on unseen rows.
     """
 
     what: str
@@ -74,7 +74,7 @@ class Fit:
     refused: str | None = None
 
     def __getitem__(self, name: str) -> Parameter:
-        """The parameter of this name. Raises ValueError when the fit was refused, KeyError for another name."""
+        """Get a parameter by name. Raises ValueError when the fit was refused, KeyError for an unknown name."""
         if self.refused:
             raise ValueError(f"{self.what}: {self.refused}")
         for parameter in self.parameters:
@@ -92,14 +92,14 @@ class Fit:
 
 
 def relative_errors(predicted_s: Floats, measured_s: Floats) -> Residuals:
-    """Statistics of predicted / measured - 1; both of shape (n,), n > 0."""
+    """Summarise predicted / measured - 1; both of shape (n,), n > 0."""
     errors = predicted_s / measured_s - 1
     size = np.abs(errors)
     return Residuals(len(errors), float(np.median(size)), float(np.quantile(size, 0.9)), float(np.median(errors)))
 
 
 def with_held_out(fit: Fit, predicted_s: ArrayLike, measured_s: ArrayLike) -> Fit:
-    """The fit with its errors on unseen rows; unchanged when it was refused or there are none."""
+    """Add the errors on unseen rows to a fit. A refused fit, or one without such rows, stays as it is."""
     measured = np.asarray(measured_s, dtype=np.float64)
     if fit.refused or not len(measured):
         return fit
@@ -115,7 +115,7 @@ def fit_curve(
 ) -> Fit:
     """Fit ``curve`` (parameters of shape (p,) to seconds of shape (n,)) to positive ``measured_s``, shape (n,).
 
-    Refused with fewer than three rows a parameter, or where the rows do not tell the parameters apart.
+    The fit is refused with fewer than three rows a parameter, or where the rows do not tell the parameters apart.
     """
     refusal = Fit(what, tuple(map(int, rows)), tuple(measured_s.tolist()))
     needed = ROWS_PER_PARAMETER * len(unknowns)

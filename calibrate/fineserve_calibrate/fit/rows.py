@@ -1,4 +1,4 @@
-"""Reading measured rows for a fit. Seconds and tokens; ``row`` numbers the rows of the file from 0."""
+"""Measured rows for a fit, in seconds and tokens. ``row`` numbers the rows of the file from 0."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MAY_BE_ZERO = ("prefix_tokens", "context_tokens")
 
 
 class RowError(ValueError):
-    """Measured rows that cannot be fitted; the text is one line: what was wrong, where, what would be right."""
+    """Measured rows cannot be fitted. The text is one line: what was wrong, where, what would be right."""
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """Raises RowError for a file that is missing, empty or no CSV."""
+    """Read a CSV file. Raises RowError for a file that is missing, empty or no CSV."""
     try:
         return pd.read_csv(path)
     except OSError as error:
@@ -38,7 +38,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def checked(frame: pd.DataFrame, columns: Sequence[str], where: str) -> pd.DataFrame:
-    """The columns with a ``row`` number. Raises RowError for a missing column or an impossible number."""
+    """Keep these columns and add a ``row`` number. Raises RowError for a missing column or an impossible number."""
     missing = [name for name in columns if name not in frame]
     if missing:
         raise RowError(f"{where}: no column {', '.join(missing)}; expected {', '.join(columns)}")
@@ -58,9 +58,10 @@ def checked(frame: pd.DataFrame, columns: Sequence[str], where: str) -> pd.DataF
 
 
 def read_authors(path: Path) -> pd.DataFrame:
-    """The authors' profile as ``model, precision, tp, share, batch, input_tokens, context_tokens, tpot_s, prefill_s, row``.
+    """Read the authors' profile.
 
-    ``share`` in (0, 1]; ``context_tokens``: mean tokens cached before a decode step, a sequence. Raises RowError.
+    Columns are ``model, precision, tp, share, batch, input_tokens, context_tokens, tpot_s, prefill_s, row``. ``share`` is in
+    (0, 1]. ``context_tokens`` is the mean number of tokens cached before a decode step, a sequence. Raises RowError.
     """
     frame = checked(read_csv(path), AUTHORS, str(path))
     out = pd.DataFrame(
@@ -81,9 +82,9 @@ def read_authors(path: Path) -> pd.DataFrame:
 
 
 def read_decodes(path: Path) -> pd.DataFrame:
-    """Decode rows ``model, precision, tp, batch, context_tokens, tpot_s, row, held_out``, measured with all SMs.
+    """Read decode rows ``model, precision, tp, batch, context_tokens, tpot_s, row, held_out``, measured with all SMs.
 
-    Of the authors' profile, which is understood too, the rows with 512 input tokens are held out. Raises RowError.
+    The authors' profile is understood, too: its rows with 512 input tokens are held out. Raises RowError.
     """
     frame = read_csv(path)
     if "qformat" in frame:

@@ -1,1 +1,26 @@
-"""Readers of latency tables that others published."""
+"""Readers of latency tables that others published, and the options of the commands that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import typer
+
+SYSTEMS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "h100_sxm": ("h100-sxm", "NVIDIA H100 80GB HBM3"),
+        "h200_sxm": ("h200-sxm", "NVIDIA H200"),
+        "a100_sxm": ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+    }
+)
+"""The systems of ``aiconfigurator-core`` whose tables can be imported: the catalog's GPU, and the name its driver reports."""
+
+WheelOption = Annotated[str, typer.Option(help="Wheel file of aiconfigurator-core, or 'installed'.")]
+SystemOption = Annotated[str, typer.Option(help=f"One of {', '.join(SYSTEMS)}.")]
+BackendOption = Annotated[str, typer.Option(help="vllm, trtllm or sglang.")]
+Int4Option = Annotated[
+    Path | None, typer.Option(help="CSV file with int4_wo GEMM rows (gemm_perf of aiconfigurator 0.5.0).")
+]

@@ -2,7 +2,7 @@
 
 Layout of 0.12.0: ``aiconfigurator_core/systems/data/SYSTEM/OPERATOR/BACKEND/VERSION/*_perf.parquet``, latencies in
 milliseconds. Kept: GEMM, full (not windowed) prefill and decode attention, and the all-reduce that CUDA graphs replay.
-The package has no int4 rows; those of ``aiconfigurator`` 0.5.0 (``gemm_perf.txt``, TensorRT-LLM) come as a CSV file.
+The package has no int4 rows. A CSV file brings the rows of ``aiconfigurator`` 0.5.0 (``gemm_perf.txt``, TensorRT-LLM).
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from fineserve_calibrate.checks import check
-from fineserve_calibrate.importers.systems import SYSTEMS
-from fineserve_calibrate.tables import Column, Fingerprint, Table, check_columns, typed
+from fineserve_calibrate.importers import SYSTEMS
+from fineserve_calibrate.tables import Column, Fingerprint, Table, check, check_columns, typed
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import TableError
 
@@ -34,20 +32,8 @@ _ATTENTION = ("attn_dtype", "kv_cache_dtype", "num_heads", "num_key_value_heads"
 _HEADS = ("dtype", "kv_dtype", "q_heads", "kv_heads", "head_dim", "batch")
 
 
-class Source(Protocol):
-    """The package's files."""
-
-    version: str
-
-    def names(self) -> list[str]:
-        """Paths of all files, from the package's root."""
-
-    def read(self, name: str) -> bytes:
-        """Contents of one file."""
-
-
 class Wheel:
-    """A wheel file that was downloaded."""
+    """The package's files in a wheel that was downloaded. Raises TableError for another file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -62,16 +48,16 @@ class Wheel:
         self.version = dist_info[0].split("-")[1].removesuffix(".dist")
 
     def names(self) -> list[str]:
-        """Paths of all files in the wheel."""
+        """List the paths of all files in the wheel."""
         return self._archive.namelist()
 
     def read(self, name: str) -> bytes:
-        """Contents of one file of the wheel."""
+        """Read one file of the wheel."""
         return self._archive.read(name)
 
 
 class Installed:
-    """The package as installed beside this one."""
+    """The package's files as installed beside this package. Raises TableError where it is not."""
 
     def __init__(self) -> None:
         try:
@@ -82,12 +68,15 @@ class Installed:
         self._root = Path(str(distribution.locate_file("")))
 
     def names(self) -> list[str]:
-        """Paths of the package's data files."""
+        """List the paths of the package's data files."""
         return [path.relative_to(self._root).as_posix() for path in (self._root / DATA).rglob("*.parquet")]
 
     def read(self, name: str) -> bytes:
-        """Contents of one data file."""
+        """Read one data file."""
         return (self._root / name).read_bytes()
+
+
+Source = Wheel | Installed
 
 
 def _version_key(version: str) -> list[int]:
@@ -145,7 +134,7 @@ class _Importer:
         return _table(operator, named, columns, fingerprint)
 
     def all_reduce(self) -> Table:
-        """All-reduce; where eager and graph launches were measured apart, those of a graph. Sizes come in elements."""
+        """All-reduce, as CUDA graphs launch it where eager launches were measured apart. Sizes come in elements."""
         wanted = ("kernel_source", "allreduce_dtype", "num_gpus", "message_size")
         columns, fingerprint = self.read("comm", "custom_allreduce_perf.parquet", wanted)
         eager = np.array([str(kernel).endswith("_eager") for kernel in columns["kernel_source"]])
@@ -164,9 +153,9 @@ def _table(
 
 
 def weight_only(path: Path, device: str) -> Table:
-    """The int4_wo rows of a ``gemm_perf`` CSV file (columns gemm_dtype, m, n, k and latency or latency_ms, milliseconds).
+    """Read the int4_wo rows of a ``gemm_perf`` CSV file (columns gemm_dtype, m, n, k and latency or latency_ms).
 
-    Raises TableError for another file, or one without such rows.
+    Latencies are milliseconds there. Raises TableError for another file, or one without such rows.
     """
     try:
         data = pyarrow.csv.read_csv(path)  # decompresses .gz by its name
@@ -184,7 +173,7 @@ def weight_only(path: Path, device: str) -> Table:
 
 
 def import_tables(source: Source, system: str, backend: str, int4_csv: Path | None = None) -> list[Table]:
-    """Every table of ``system`` and ``backend``, checked.
+    """Import every table of ``system`` and ``backend``, checked.
 
     Raises TableError for an unknown system or backend, other columns, another GPU, or implausible rows.
     """
@@ -203,3 +192,9 @@ def import_tables(source: Source, system: str, backend: str, int4_csv: Path | No
     for table in tables:
         check(table, device, gpu(gpu_name))
     return tables
+
+
+def imported(wheel: str, system: str, backend: str, int4_csv: Path | None) -> list[Table]:
+    """Import from a wheel file, or from the package where ``wheel`` is ``installed``. Raises TableError."""
+    source = Installed() if wheel == "installed" else Wheel(Path(wheel))
+    return import_tables(source, system, backend, int4_csv)

@@ -1,7 +1,7 @@
 """``python3 -m fineserve_calibrate.probes --gpu NAME --out DIR``: measure, and no more.
 
-For a GPU machine that has torch, and not all that the project needs: beside torch (and vLLM) this takes numpy, pydantic,
-PyYAML and rich. ``fineserve-calibrate report DIR`` makes tables and report of what it wrote, on any machine.
+A GPU machine may have torch, but not all that the project needs. Beside torch (and vLLM) this takes numpy, pydantic, PyYAML and
+rich. ``fineserve-calibrate report DIR`` makes tables and report of what it wrote, on any machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fineserve_calibrate.probes.backend import ProbeError
-from fineserve_calibrate.probes.command import probe
+from fineserve_calibrate.probes.schema import ProbeError
+from fineserve_calibrate.probes.session import probe
 
 
 def main() -> int:
-    """Exit status: 0, or 2 with one line on stderr."""
+    """Run the probes. Return the exit status: 0, or 2 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python3 -m fineserve_calibrate.probes")
     parser.add_argument("--gpu", required=True)
     parser.add_argument("--quick", action="store_true")

@@ -1,9 +1,8 @@
 """Paged attention of one layer: vLLM's FlashAttention or CPU kernel, else torch's attention over contiguous keys.
 
-The blocks of a sequence lie anywhere in the cache, as they do in an engine that has served a while. On a GPU the cache, its
-layouts and the call are those of vLLM's FlashAttention backend (0.32): keys and values share a row, axes are layers L,
-blocks B, KV heads H, tokens of a block N and that row C, a layout is their order in memory, and what FlashAttention 3 plans
-for a batch is planned once, not in every layer.
+The blocks of a sequence lie anywhere in the cache, as they do in an engine that has served a while. On a GPU, cache, layouts
+and call follow vLLM's FlashAttention backend (0.32). Keys and values share a row. The axes are layers L, blocks B, KV heads H,
+tokens of a block N and that row C; a layout is their order in memory. FlashAttention 3 plans a batch once, not in every layer.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import Call, TorchDevice
@@ -25,7 +23,7 @@ LAYERS = 32  # of a cache whose layouts are compared
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A batch of equal sequences: ``new`` queries each, over ``keys`` keys, the new ones included."""
+    """A batch of equal sequences: ``new`` queries each, over ``keys`` keys with the new ones."""
 
     batch: int
     new: int
@@ -58,7 +56,7 @@ def _pages(device: TorchDevice, shape: Shape, block: int) -> tuple[int, Any, Any
 
 
 def cache_layers(device: TorchDevice, layout: str, layers: int, blocks: int, shape: Shape) -> list[tuple[Any, Any]]:
-    """Keys and values of each layer, shape (blocks, tokens, KV heads, head dimension), as views of one cache."""
+    """Make keys and values of each layer, shape (blocks, tokens, KV heads, head dimension), as views of one cache."""
     sizes = {"L": layers, "B": blocks, "H": shape.kv_heads, "N": CUDA_BLOCK, "C": 2 * shape.head_dim}
     dtype = device.torch.float8_e4m3fn if shape.kv_dtype == "fp8" else device.torch.bfloat16
     cache = device.random(*(sizes[axis] for axis in layout), dtype=dtype)
@@ -195,18 +193,18 @@ def _prepare(device: TorchDevice, shape: Shape) -> Prepared:
 
 
 def prefill(device: TorchDevice, point: Point) -> Prepared:
-    """Causal attention of new tokens over themselves and a cached prefix."""
+    """Prepare causal attention of new tokens over themselves and a cached prefix."""
     new, cached = int(point["new_tokens"]), int(point["cached_tokens"])
     return _prepare(device, _shape(point, new, new + cached))
 
 
 def decode(device: TorchDevice, point: Point) -> Prepared:
-    """Attention of one new token a sequence over its context."""
+    """Prepare attention of one new token a sequence over its context."""
     return _prepare(device, _shape(point, 1, int(point["context"])))
 
 
 def kv_layout(device: TorchDevice, point: Point) -> Prepared:
-    """Decode attention of one layer, taken over all layers of a cache in one layout after the other."""
+    """Prepare decode attention over all layers of a cache in one layout; a sample is one layer."""
     if device.on_cpu or device.ops is None:
         raise Unavailable("layouts are those of vLLM's caches on a GPU")
     shape = _shape(point, 1, int(point["context"]))

@@ -1,4 +1,4 @@
-"""Points that a real vLLM engine answers: start, host overhead, steps, and steps beside another engine."""
+"""Points on a real vLLM engine: start, host overhead, steps, and steps beside another engine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
 from fineserve_calibrate.probes.engine_worker import ROUND
-from fineserve_calibrate.probes.engines import Composition, EngineProcess, EngineSpec
-from fineserve_calibrate.probes.models import ONE_LAYER
-from fineserve_calibrate.probes.mps import Environment, start_mps
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.engines import ONE_LAYER, Composition, EngineProcess, EngineSpec
+from fineserve_calibrate.probes.nvidia import Environment, start_mps
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import TorchDevice
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 HOLD_S = 1.0
 LONGEST_HOLD_S = 16.0
 KV_OF = {"bfloat16": "bfloat16", "fp8": "fp8", "int4_wo": "bfloat16"}
-"""The KV dtype that goes with a weight dtype where a point does not say."""
+"""The KV dtype that goes with a weight dtype, unless a point names one."""
 
 
 def _engines(device: TorchDevice, *specs: EngineSpec) -> list[EngineProcess]:
@@ -58,7 +56,7 @@ def _name(device: TorchDevice) -> str:
 
 
 def step(device: TorchDevice, point: Point) -> Prepared:
-    """One step of an engine."""
+    """Prepare one step of an engine."""
     model, dtype, kv_dtype, mode = (str(point[name]) for name in ("model", "dtype", "kv_dtype", "mode"))
     names = ("decodes", "context", "prefill_tokens", "cached_tokens")
     wanted = Composition(*(int(point[name]) for name in names))
@@ -66,13 +64,13 @@ def step(device: TorchDevice, point: Point) -> Prepared:
 
 
 def host_overhead(device: TorchDevice, point: Point) -> Prepared:
-    """One decode step of an engine whose one small layer leaves the host to be timed."""
+    """Prepare one decode step of an engine with one small layer: its time is the host's."""
     spec = EngineSpec(ONE_LAYER.name, "bfloat16", "bfloat16", str(point["mode"]))
     return _steps(device, spec, Composition(int(point["decodes"]), 32, 0), _name(device))
 
 
 def engine_start(device: TorchDevice, point: Point) -> Prepared:
-    """Seconds until an engine takes requests. Caches of earlier starts (vLLM's, Python's) help, as they do in service."""
+    """Start an engine and take its seconds. Caches of earlier starts (vLLM's, Python's) help, as they do in service."""
     dtype = str(point["dtype"])
     spec = EngineSpec(str(point["model"]), dtype, KV_OF[dtype], str(point["mode"]))
     (engine,) = _engines(device, spec)
@@ -91,7 +89,7 @@ def _shared(device: TorchDevice, sharing: str) -> Environment:
 
 
 def contention(device: TorchDevice, point: Point) -> Prepared:
-    """One step of an engine while another one runs its own steps; ``neighbour`` none: alone."""
+    """Prepare one step of an engine while another engine runs its own steps; alone where ``neighbour`` is none."""
     environment = _shared(device, str(point["sharing"]))
     dtype, other, model = (str(point[name]) for name in ("dtype", "neighbour", "model"))
     mine = Composition(*(int(point[name]) for name in ("decodes", "context", "prefill_tokens")))
@@ -124,10 +122,10 @@ def _both(
 
 
 def side_by_side(run: Callable[[float], tuple[Steps, Steps]], count: int) -> list[float]:
-    """Seconds of ``count`` steps of the first engine that lie wholly within the time in which both ran.
+    """Collect the seconds of ``count`` steps of the first engine that lie wholly within the time in which both ran.
 
-    ``run`` lets both work for some seconds and gives (end, seconds) of their steps; it is asked for longer until there are
-    enough. Raises Unavailable when even ``LONGEST_HOLD_S`` is too short.
+    ``run`` lets both work for some seconds and gives (end, seconds) of their steps. It is called for longer until there are
+    enough steps. Raises Unavailable when ``LONGEST_HOLD_S`` is too short.
     """
     hold_s = HOLD_S
     while hold_s <= LONGEST_HOLD_S:

@@ -1,12 +1,20 @@
 """A vLLM engine in a process of its own, that times steps of a wanted composition.
 
-Started by ``engines`` with one JSON object as its argument. It answers a line of JSON for a line of JSON: first
-``{"import_s", "start_s"}``, then ``{"steps": [[end, seconds], ...]}`` for each composition asked. Whatever libraries print
-goes to stderr.
+``engines`` starts it with one JSON object as its argument. It answers a line of JSON for a line of JSON:
 
-Time of a step: from the end of the one before (or from the moment work was given to an idle engine) to the moment when the
-scheduler gets its tokens. That is the step's period whether or not vLLM schedules ahead. What a step computed is read from
-vLLM's own scheduler output, and only steps of the wanted composition count.
+==============================================  ========================================================================
+asked                                           answer
+==============================================  ========================================================================
+(nothing)                                       ``{"import_s"}`` when vLLM is imported
+``{"start"}``                                   ``{"start_s"}`` when the engine takes requests
+a composition, with ``count`` and ``hold_s``    ``{"steps": [[end, seconds], ...]}``
+==============================================  ========================================================================
+
+An answer with ``error`` says what failed. The libraries print to stderr.
+
+A step's time runs from the end of the step before (or from the moment an idle engine got work) to the moment when the scheduler
+gets its tokens. That is the step's period whether or not vLLM schedules ahead. vLLM's own scheduler output says what a step
+computed. Only steps of the wanted composition count.
 """
 
 from __future__ import annotations
@@ -16,9 +24,10 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no message passing in the times
@@ -38,7 +47,7 @@ PATIENCE = 8  # steps of another composition, for each sample, before a composit
 
 
 class Work(NamedTuple):
-    """What one step computed: sums over its sequences, as the simulator's step models take them."""
+    """The work of one step: sums over its sequences, as the simulator's step models take them."""
 
     decodes: int
     prefill_tokens: int
@@ -46,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Stopwatch:
-    """Notes the steps of an engine that have a wanted composition."""
+    """A clock that notes the steps of an engine that have a wanted composition."""
 
     def __init__(self, scheduler: Any) -> None:
         self.last: Work | None = None
@@ -62,11 +71,11 @@ class Stopwatch:
         self._wanted, self.found = work, []
 
     def expect(self, request: str, prompt_tokens: int) -> None:
-        """Tell how long the prompt of a new request is."""
+        """Note how long the prompt of a new request is."""
         self._prompts[request] = prompt_tokens
 
     def idle(self) -> None:
-        """The engine has nothing to do; the next step is timed from now."""
+        """Time the next step from now: the engine has nothing to do."""
         self._last_s = time.monotonic()
 
     def _update(self, scheduled: Any, output: Any) -> Any:
@@ -136,8 +145,9 @@ class Engine:
             self._step()
 
     def steps(self, wanted: Work, context: int, count: int, hold_s: float) -> list[tuple[float, float]]:
-        """(end, seconds) of ``count`` steps of the wanted composition, and of more until ``hold_s`` are over. The decodes'
-        cached tokens are ``context`` each, in the mean over ``count`` steps, or ``ROUND`` of them.
+        """Run ``count`` steps of the wanted composition, and more until ``hold_s`` are over. Return (end, seconds) of each.
+
+        The decodes' cached tokens are ``context`` each, in the mean over ``count`` steps, or over ``ROUND`` of them.
 
         Raises ValueError when the engine does not run such steps.
         """
@@ -146,6 +156,11 @@ class Engine:
             missing = count - len(found)
             found += self._round(wanted, context, min(missing, ROUND) if missing > 0 else ROUND)
         return found
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Answer one question of the parent."""
+        wanted = Work(asked["decodes"], asked["prefill_tokens"], asked["cached_tokens"])
+        return {"steps": self.steps(wanted, asked["context"], asked["count"], asked["hold_s"])}
 
     def _round(self, wanted: Work, context: int, count: int) -> list[tuple[float, float]]:
         """``count`` steps around one context length."""
@@ -194,42 +209,48 @@ class Engine:
         self._engine.abort_request([request], internal=True)  # the front end forgets it, too
 
 
-def _reply(channel: Any, answer: dict[str, Any]) -> None:
-    channel.write(json.dumps(answer) + "\n")
-    channel.flush()
-
-
-def _serve(engine: Engine, channel: Any) -> None:
-    for line in sys.stdin:
-        asked = json.loads(line)
-        wanted = Work(asked["decodes"], asked["prefill_tokens"], asked["cached_tokens"])
-        try:
-            found = engine.steps(wanted, asked["context"], asked["count"], asked["hold_s"])
-            _reply(channel, {"steps": found})
-        except Exception as error:  # reported to the parent, which decides
-            _reply(channel, {"error": f"{type(error).__name__}: {error}"})
-
-
-def main() -> None:
-    """Start the engine that the argument describes, and serve until stdin ends."""
+def serve(engine_class: type[Engine]) -> None:
+    """Start the engine that the argument describes, and answer until stdin ends."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+
+    def reply(answer: dict[str, Any]) -> None:
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+    def reply_error(error: Exception) -> None:
+        """The parent decides what becomes of the engine."""
+        traceback.print_exc()
+        reply({"error": f"{type(error).__name__}: {error}"})
+
     settings = json.loads(sys.argv[1])
     os.environ.update(ENVIRONMENT | settings["environment"])
     try:
-        start_s = time.monotonic()
+        begun_s = time.monotonic()
         import vllm  # noqa: F401
 
-        imported_s = time.monotonic()
-        engine = Engine(settings)
-        _reply(channel, {"import_s": imported_s - start_s, "start_s": time.monotonic() - imported_s})
-    except Exception as error:  # reported to the parent, which decides
-        _reply(channel, {"error": f"{type(error).__name__}: {error}"})
+        reply({"import_s": time.monotonic() - begun_s})
+        if not sys.stdin.readline():
+            return
+        begun_s = time.monotonic()
+        engine = engine_class(settings)
+        reply({"start_s": time.monotonic() - begun_s})
+    except Exception as error:
+        reply_error(error)
         return
-    _serve(engine, channel)
+    for line in sys.stdin:
+        try:
+            reply(engine.answer(json.loads(line)))
+        except Exception as error:
+            reply_error(error)
+
+
+def main(engine_class: type[Engine] = Engine) -> NoReturn:
+    """Serve, and end at once: tidying up takes vLLM seconds of the device's time, and the memory is free without it."""
+    serve(engine_class)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
-    sys.stderr.flush()
-    os._exit(0)  # what vLLM tidies up takes seconds that the device's time pays for; the memory is free without it

@@ -1,7 +1,7 @@
-"""vLLM engines in processes of their own: started when a point needs them, kept for the next one.
+"""vLLM engines in processes of their own, and the models that they run.
 
-One engine a process, so that an engine that fails takes nothing with it, and two engines are two processes as in a
-deployment. The process's side is ``engine_worker``.
+A point that needs an engine starts it, and the pool keeps it for the next point. Each engine has a process. So an engine that
+fails takes nothing with it, and two engines are two processes as in a deployment. ``engine_worker`` is the process's side.
 """
 
 from __future__ import annotations
@@ -12,14 +12,94 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from fineserve_calibrate.probes.backend import Unavailable
-from fineserve_calibrate.probes.models import ProbedModel
+from fineserve_calibrate.probes.schema import ProbeError, Unavailable
+from fineserve_sim.catalog import CatalogError, model_from_hf_config
 
-START_LIMIT_S = 420.0
+Config = Mapping[str, Any]
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_8B = {
+    **_LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+}
+_TINY = {
+    **_LLAMA,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1024,
+}
+QUANTIZATION: Mapping[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "int4_wo": {
+        **{"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+        "modules_to_not_convert": ["lm_head"],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """A model by its Hugging Face configuration, without weights."""
+
+    name: str
+    config: Config
+
+    def quantized(self, dtype: str) -> dict[str, Any]:
+        """Make the configuration of a checkpoint in ``dtype``: bfloat16, fp8 or int4_wo (AWQ)."""
+        quantization = QUANTIZATION[dtype]
+        return {**self.config, **({"quantization_config": quantization} if quantization else {})}
+
+
+LLAMA_8B = ProbedModel("llama-3.1-8b", _8B)
+TINY = ProbedModel("tiny-llama", _TINY)
+ONE_LAYER = ProbedModel("one-layer", {**_TINY, "num_hidden_layers": 1, "max_position_embeddings": 131072})
+"""A model so small that a step is the host's work."""
+
+
+def model_from(path: Path) -> ProbedModel:
+    """Read the model of a folder with a ``config.json``, or of such a file. The folder names it.
+
+    Raises ProbeError for an unreadable file, or an architecture that the simulator lacks.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        spec = model_from_hf_config(file)
+    except CatalogError as error:
+        raise ProbeError(f"--model {error}") from None
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # the probes choose the dtype
+    return replace(TINY, name=spec.name, config={"torch_dtype": "bfloat16", **config})
+
+
 STEPS_LIMIT_S = 180.0
 GIB = 2**30
 KEPT = 2
@@ -27,7 +107,7 @@ KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is. ``place`` tells engines apart that are otherwise the same."""
+    """The setting of an engine. ``place`` tells engines apart that are otherwise the same."""
 
     model: str
     dtype: str
@@ -39,7 +119,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A step that an engine is asked for; ``context`` is the cached tokens of each decode."""
+    """A step to run on an engine. ``context`` is the cached tokens of each decode."""
 
     decodes: int
     context: int
@@ -48,31 +128,37 @@ class Composition:
 
 
 def worker_settings(spec: EngineSpec, model: ProbedModel, on_cpu: bool) -> dict[str, Any]:
-    """The argument of ``engine_worker``: configuration, vLLM arguments and environment."""
+    """Make the argument of ``engine_worker``: configuration, vLLM arguments and environment."""
     small = on_cpu or model.config["hidden_size"] < 1024
-    arguments: dict[str, Any] = {
-        "enforce_eager": spec.mode == "eager",
-        "enable_prefix_caching": True,
-        "kv_cache_dtype": "fp8" if spec.kv_dtype == "fp8" else "auto",
-        "kv_cache_memory_bytes": (1 if small else 16) * GIB,
-    }
     longest: int = model.config["max_position_embeddings"]
-    environment = dict(spec.environment)
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": (1 if small else 16) * GIB}
     if on_cpu:
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        arguments |= {"block_size": 32, "max_num_seqs": 80, "max_num_batched_tokens": 2304}
-        arguments |= {"max_model_len": min(longest, 4096)}
+        arguments |= {"max_num_seqs": 80, "max_num_batched_tokens": 2304, "max_model_len": min(longest, 4096)}
     else:  # room for a second engine: vLLM compares this fraction with what is free
         arguments |= {"gpu_memory_utilization": 0.45, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
         arguments |= {"max_model_len": min(longest, 16384)}
-    return {"config": model.quantized(spec.dtype), "arguments": arguments, "environment": environment}
+    return settings_with(arguments, spec, model, on_cpu)
+
+
+def settings_with(arguments: dict[str, Any], spec: EngineSpec, model: ProbedModel, on_cpu: bool) -> dict[str, Any]:
+    """Complete the vLLM arguments of a worker: those that every probed engine has."""
+    given = {
+        "enforce_eager": spec.mode == "eager",
+        "enable_prefix_caching": True,
+        "kv_cache_dtype": "fp8" if spec.kv_dtype == "fp8" else "auto",
+        **({"block_size": 32} if on_cpu else {}),
+    }
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if on_cpu else {}
+    config = model.quantized(spec.dtype)
+    return {"config": config, "arguments": given | arguments, "environment": environment | dict(spec.environment)}
 
 
 @dataclass
 class EngineProcess:
-    """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run what it is asked."""
+    """A running engine. Raises Unavailable when it does not start, does not answer, or cannot run a step."""
 
     worker: ClassVar[str] = "fineserve_calibrate.probes.engine_worker"
+    start_limit_s: ClassVar[float] = 420.0
     settings: dict[str, Any]
     import_s: float = 0.0
     start_s: float = 0.0
@@ -88,9 +174,10 @@ class EngineProcess:
         )
 
     def started(self) -> None:
-        """Wait until the engine is up."""
-        answer = self.answer(START_LIMIT_S)
-        self.import_s, self.start_s = answer["import_s"], answer["start_s"]
+        """Wait until vLLM is imported, then start the engine."""
+        self.import_s = self.answer(self.start_limit_s)["import_s"]
+        self.tell({"start": True})
+        self.start_s = self.answer(self.start_limit_s)["start_s"]
 
     def ask(self, wanted: Composition, count: int, hold_s: float = 0.0) -> None:
         """Begin ``count`` steps of a composition, and go on with them for ``hold_s``."""
@@ -107,7 +194,7 @@ class EngineProcess:
             raise Unavailable(f"the engine's process ended: {self._last_words()}") from None
 
     def steps(self) -> list[tuple[float, float]]:
-        """(end on the machine's monotonic clock, seconds) of each step asked for."""
+        """Get (end on the machine's monotonic clock, seconds) of each step asked for."""
         return [(end, seconds) for end, seconds in self.answer(STEPS_LIMIT_S)["steps"]]
 
     def close(self) -> None:
@@ -125,7 +212,7 @@ class EngineProcess:
         self._log.close()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """The process's next line; the process is killed when none comes within ``limit_s``."""
+        """Read the process's next line. Kill the process when none comes within ``limit_s``."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -143,7 +230,7 @@ class EngineProcess:
         return answer
 
     def log(self) -> str:
-        """What the process and its libraries have printed."""
+        """Read what the process and its libraries have printed."""
         self._log.seek(0)
         return self._log.read()
 
@@ -153,7 +240,7 @@ class EngineProcess:
 
 
 class EnginePool:
-    """The engines that ran last, at most ``KEPT``: an engine that waits takes memory, but no time."""
+    """The engines that ran last, at most ``KEPT``. An engine that waits takes memory, but no time."""
 
     def __init__(self, models: dict[str, ProbedModel], on_cpu: bool) -> None:
         self._models, self._on_cpu = models, on_cpu
@@ -161,7 +248,7 @@ class EnginePool:
         self._failed: dict[EngineSpec, str] = {}
 
     def get(self, *specs: EngineSpec) -> list[EngineProcess]:
-        """The engines of these specs. Raises Unavailable when one does not start, now or earlier."""
+        """Get the engines of these specs. Raises Unavailable when one does not start, now or earlier."""
         for spec in specs:
             if spec in self._failed:
                 raise Unavailable(self._failed[spec])
@@ -172,7 +259,7 @@ class EnginePool:
         return [self._running[spec] for spec in specs]
 
     def longest(self, spec: EngineSpec) -> int:
-        """Tokens that a sequence of this engine may have."""
+        """Tell the tokens that a sequence of this engine may have."""
         arguments = worker_settings(spec, self._models[spec.model], self._on_cpu)["arguments"]
         tokens: int = arguments["max_model_len"]
         return tokens
@@ -200,7 +287,7 @@ class EnginePool:
         return process
 
     def discard(self, spec: EngineSpec) -> None:
-        """End an engine; the next point that needs it starts it anew."""
+        """End an engine. The next point that needs it starts it anew."""
         if spec in self._running:
             self._running.pop(spec).close()
 

@@ -1,15 +1,26 @@
-"""Matrix products and the small kernels around them: vLLM's operators where there are any, else torch's."""
+"""Matrix products, alone and two at once, and the small kernels around them: vLLM's operators where installed, else torch's.
+
+``streams`` runs two products on two streams of one process and shows how much the first slows down. The SMs, the memory or
+neither limits the pair: a product of many rows needs the tensor cores, one of few rows the memory. Engines share a GPU by time
+slices or MPS (``contention``); streams show what the kernels alone do to each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import Call, TorchDevice
+
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fineserve_calibrate.probes.torch_device import Call, TorchDevice
+
 
 GROUP = 128  # int4 weights with one scale
 EPSILON = 1e-5
@@ -94,7 +105,7 @@ def _product(device: TorchDevice, dtype: str) -> Product:
 
 
 def int4_gemm(device: TorchDevice, point: Point) -> Prepared:
-    """x (m, k) times 4-bit weights (k, n), by the kernel that the point names."""
+    """Prepare x (m, k) times 4-bit weights (k, n), by the kernel that the point names."""
     if device.on_cpu or device.ops is None:
         raise Unavailable("Machete and Marlin are vLLM's kernels on a GPU")
     if point["kernel"] == "machete" and device.capability != HOPPER:
@@ -109,7 +120,7 @@ WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5}
 
 
 def gemm(device: TorchDevice, point: Point) -> Prepared:
-    """x (m, k) times a weight (k, n)."""
+    """Prepare x (m, k) times a weight (k, n)."""
     m, n, k = (int(point[axis]) for axis in "mnk")
     make, name = _product(device, str(point["dtype"]))
     buffers = device.buffers(n * k * WEIGHT_BYTES[str(point["dtype"])] + 2 * m * (n + k))
@@ -174,9 +185,63 @@ ELEMENTWISE: dict[str, tuple[Callable[[TorchDevice, int, int], Call], int, bool]
 
 
 def elementwise(device: TorchDevice, point: Point) -> Prepared:
-    """Norm, rotary embedding, activation and sampling. vLLM samples at random as torch does here, without top-k or top-p."""
+    """Prepare a norm, rotary embedding, activation or sampling. Random sampling is vLLM's without top-k or top-p."""
     tokens, width = int(point["tokens"]), int(point["width"])
     make, element_bytes, own = ELEMENTWISE[str(point["operation"])]
     buffers = device.buffers(2 * element_bytes * tokens * width)
     calls: list[Any] = [make(device, tokens, width) for _ in range(buffers)]
     return device.timed(calls, "vllm" if own and device.ops is not None else "torch")
+
+
+ROWS = {"compute": 4096, "memory": 8}
+WIDTH = 8192
+CALLS = {"compute": 2, "memory": 16}
+"""Products in a graph: about a millisecond on a large GPU."""
+LONGER = 8  # how much longer the neighbour is at work
+
+
+def _graph(device: TorchDevice, kernel: str, calls: int) -> Any:
+    """Products in a captured graph, by weights that no cache holds."""
+    rows, torch = ROWS[kernel], device.torch
+    x = device.random(rows, WIDTH)
+    weights = [device.random(WIDTH, WIDTH) for _ in range(device.buffers(2.0 * WIDTH * WIDTH))]
+    out = torch.empty(rows, WIDTH, device=device.name, dtype=x.dtype)
+
+    def product(weight: Any) -> Call:
+        return lambda: torch.mm(x, weight, out=out)
+
+    products = [product(weight) for weight in weights]
+    for run in products:
+        run()
+    device.synchronize()
+    return device.captured([products[place % len(products)] for place in range(calls)])
+
+
+def streams(device: TorchDevice, point: Point) -> Prepared:
+    """Prepare a product while its neighbour's products run on another stream; ``none``: alone.
+
+    Raises Unavailable on the CPU.
+    """
+    if device.on_cpu:
+        raise Unavailable("streams are a GPU's")
+    kernel, neighbour = str(point["kernel"]), str(point["neighbour"])
+    mine = _graph(device, kernel, CALLS[kernel])
+    theirs = _graph(device, neighbour, LONGER * CALLS[neighbour]) if neighbour != "none" else None
+    cuda, other = device.torch.cuda, device.torch.cuda.Stream()
+
+    def once() -> float:
+        start, end, done = (cuda.Event(enable_timing=True) for _ in range(3))
+        if theirs is not None:
+            with cuda.stream(other):
+                theirs.replay()
+                done.record(other)
+        start.record()
+        mine.replay()
+        end.record()
+        end.synchronize()
+        if theirs is not None and done.query():
+            raise Unavailable("the neighbour ended first")
+        device.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / CALLS[kernel]
+
+    return Prepared(lambda count: [once() for _ in range(count)], "torch mm")

@@ -1,13 +1,12 @@
-"""Which function prepares the points of an operator, and the real backend that asks it."""
+"""The functions that prepare the points of an operator, and the real backend that calls them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from fineserve_calibrate.probes import attention, engine_points, kernels, streams, transfers
-from fineserve_calibrate.probes.backend import Prepared
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes import attention, engine_points, kernels, transfers
+from fineserve_calibrate.probes.schema import Point, Prepared
 from fineserve_calibrate.probes.torch_device import TorchDevice
 
 PREPARE: Mapping[str, Callable[[TorchDevice, Point], Prepared]] = MappingProxyType(
@@ -18,7 +17,7 @@ PREPARE: Mapping[str, Callable[[TorchDevice, Point], Prepared]] = MappingProxyTy
         "prefill_attention": attention.prefill,
         "decode_attention": attention.decode,
         "kv_layout": attention.kv_layout,
-        "streams": streams.streams,
+        "streams": kernels.streams,
         "copy": transfers.copy,
         "weight_load": transfers.weight_load,
         "all_reduce": transfers.all_reduce,

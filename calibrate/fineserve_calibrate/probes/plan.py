@@ -1,22 +1,22 @@
-"""What is measured: grids of points, cut into parts of at most ``PART_LIMIT_S``.
+"""The plan of the probes: grids of points, cut into parts of at most ``PART_LIMIT_S``.
 
-The grids of matrix products and attention are products of axes (attention's batches and contexts powers of two), as the
-simulator's tables want them; what would not fit into memory or time is left out.
+The grids of matrix products and attention are products of axes, as the simulator's tables want them. Attention's batches and
+contexts are powers of two. Points that would not fit into memory or time are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from fineserve_calibrate.probes.runner import FULL, ONCE, QUICK, Effort, Part
+from fineserve_calibrate.probes.kernels import ROWS
+from fineserve_calibrate.probes.parts import FULL, ONCE, QUICK, Effort, Part
 from fineserve_calibrate.probes.schema import KEYS, Point, Value
-from fineserve_calibrate.probes.streams import ROWS
 from fineserve_calibrate.probes.transfers import CALLS
 
 PART_LIMIT_S, ENGINE_LIMIT_S = 420.0, 270.0
-"""Behind the first point, which may start an engine: with the point in flight, parts end within eight minutes."""
+"""Seconds after the first point, which may start an engine. With the point in flight, parts end within eight minutes."""
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 Axis = Sequence[Value]
 HEADS = ("q_heads", "kv_heads", "head_dim")
@@ -26,14 +26,14 @@ LAYOUT_TOKENS = 2**17  # over 32 layers of an 8B model 16 GiB
 
 
 def grid(operator: str, keep: Callable[..., bool] = lambda **point: True, /, **axes: Axis) -> tuple[Point, ...]:
-    """Every combination of the axes that ``keep`` allows, in the operator's columns."""
+    """Combine the axes to every point that ``keep`` allows, in the operator's columns."""
     names = KEYS[operator]
     points = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
     return tuple({name: point[name] for name in names} for point in points if keep(**point))
 
 
 def powers(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
-    """first, first * factor, ... up to last."""
+    """List first, first * factor, ... up to last."""
     values = [first]
     while values[-1] * factor <= last:
         values.append(values[-1] * factor)
@@ -120,9 +120,9 @@ GPU_FULL = Grids(
     int4={"m": (1, 8, 16, 32, 64, 128, 256, 1024, 4096), "n": (4096, 14336), "k": (4096, 14336)},
     layouts={"batch": powers(1, 64, 4), "context": powers(128, 8192, 4)},
 )
-GPU_QUICK = Grids(
+GPU_QUICK = replace(
+    GPU_FULL,
     gemm={"m": (1, 16, 64, 256, 1024, 4096), "n": (4096, 14336), "k": (4096, 14336)},
-    gemm_dtypes=(_BF16, _FP8, _INT4),
     gemm_flops=2e12,
     heads=((32, 8, 128),),
     prefill={"batch": (1, 4), "new_tokens": powers(64, 4096, 4), "cached_tokens": (0, 4096)},
@@ -130,9 +130,7 @@ GPU_QUICK = Grids(
     attention_tokens=2**18,
     prefill_pairs=2**26,
     tokens=(1, 64, 4096),
-    widths=_WIDTHS_8B,
     copy_bytes=powers(64 * KIB, 64 * MIB, 8),
-    copies=_ACROSS,
     weight_bytes=(256 * MIB,),
     handle_bytes=(2 * MIB, 128 * MIB),
     handles=(1, 8),
@@ -174,9 +172,9 @@ CPU_FULL = Grids(
     int4={},
     layouts={},
 )
-CPU_QUICK = Grids(
+CPU_QUICK = replace(
+    CPU_FULL,
     gemm={"m": powers(1, 1024, 4), "n": powers(256, 1024), "k": powers(256, 1024)},
-    gemm_dtypes=(_BF16, _INT4, _FP8),
     gemm_flops=3e9,
     heads=((4, 2, 64),),
     prefill={"batch": (1, 4), "new_tokens": powers(16, 1024, 4), "cached_tokens": (0, 512)},
@@ -184,13 +182,8 @@ CPU_QUICK = Grids(
     attention_tokens=2**15,
     prefill_pairs=2**20,
     tokens=(1, 16, 256),
-    widths=_WIDTHS_TINY,
     copy_bytes=powers(4 * KIB, 64 * MIB, 16),
-    copies=(("host_to_host", "pageable"),),
     weight_bytes=(16 * MIB,),
-    handle_bytes=(2 * MIB,),
-    handles=(1,),
-    message_bytes=(MIB,),
     decodes=(1, 4, 16, 32, 64),
     contexts=(64, 512),
     chunks=(16, 64, 256, 1024),
@@ -198,8 +191,6 @@ CPU_QUICK = Grids(
     context_tokens=20_000,
     engines=((_BF16, "eager"),),
     pairs=((_BF16, _BF16),),
-    int4={},
-    layouts={},
 )
 
 
@@ -263,7 +254,7 @@ class Planner:
         return Part(name, operator, points, effort, limit_s, expected_s)
 
     def kernels(self) -> Iterator[Part]:
-        """Operators of a layer."""
+        """Plan the operators of a layer."""
         grids = self.grids
         for dtype in grids.gemm_dtypes:
             points = grid("gemm", lambda m, n, k, **_: 2.0 * m * n * k <= grids.gemm_flops, dtype=[dtype], **grids.gemm)
@@ -318,7 +309,7 @@ class Planner:
         yield self._part(f"decode-attention-kv-{kv_dtype}", "decode_attention", decode, 4)
 
     def transfers(self) -> Iterator[Part]:
-        """What moves bytes or memory."""
+        """Plan the copies, loads and driver calls."""
         grids = self.grids
         points: tuple[Point, ...] = ()
         for direction, memory in grids.copies:
@@ -339,7 +330,7 @@ class Planner:
         yield self._part("point-to-point", "point_to_point", grid("point_to_point", **messages), 2)
 
     def engines(self) -> Iterator[Part]:
-        """What takes real engines; an engine that one part leaves running serves the next."""
+        """Plan the points on real engines. An engine that one part leaves running serves the next."""
         grids, repeated = self.grids, Effort(1, 10, 30, 0.15) if self.quick else Effort(1, 20, 60, 0.8)
         start_s = 12.0 if self.on_cpu else 40.0 if self.quick else 120.0
         for dtype, mode in grids.engines:
@@ -364,9 +355,9 @@ class Planner:
 
 
 def plan(on_cpu: bool, quick: bool, model: str) -> list[Part]:
-    """Every part, in order of worth where time is short: in a full run the steps of real engines come first.
+    """List every part, the most important first. In a full run the steps of real engines come first.
 
-    ``model`` names the one whose steps are timed.
+    ``model`` names the model whose steps are timed.
     """
     grids = (CPU_QUICK if quick else CPU_FULL) if on_cpu else (GPU_QUICK if quick else GPU_FULL)
     planner = Planner(grids, on_cpu, quick, model)

@@ -1,8 +1,7 @@
-"""Operators that probes measure: the columns of their tables.
+"""The operators that probes measure, with the columns of their tables, and the interface of a device.
 
-``gemm``, ``prefill_attention``, ``decode_attention`` and ``all_reduce`` are those of the imported tables
-(``fineserve_calibrate.tables``, which measuring does without: it needs pyarrow). Every table has besides ``latency_s``
-(seconds, median) the columns of ``MEASURED``.
+``fineserve_calibrate.tables`` says what the columns of ``gemm``, ``prefill_attention``, ``decode_attention`` and ``all_reduce``
+mean. Measuring does without that module, which needs pyarrow. Every table also has the columns of ``MEASURED``.
 
 ================== =========================================================================================
 operator           columns; ``latency_s`` is the time of ...
@@ -28,16 +27,22 @@ contention         sharing (time_slicing, mps), model, dtype, neighbour (dtype o
                    decodes, context, prefill_tokens, neighbour_decodes, neighbour_prefill_tokens: one step of the first
                    engine while the other runs its own steps
 ================== =========================================================================================
+
+A ``Backend`` is a device under test: torch on CUDA or on the CPU (``operators``), or a simulated one in the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
+
+from fineserve_sim.catalog import GpuSpec
 
 Value = str | int
 Point = Mapping[str, Value]
-"""One measurement asked for: the operator's key columns."""
+"""A measurement to make: the operator's key columns."""
 
 LATENCY = "latency_s"
 MEASURED = ("latency_s", "spread", "repeats", "implementation")
@@ -68,3 +73,62 @@ KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
+
+
+class ProbeError(ValueError):
+    """Probing cannot start or go on. The text is one line: what was wrong, where, what would be right."""
+
+
+class Unavailable(Exception):
+    """A point cannot be measured here. The text is the reason, for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Device and software of a measurement. Finished parts are kept while it stays the same.
+
+    ``device`` is the name that the driver reports, ``gpus`` the number of GPUs. ``vllm`` is ``none`` where it is missing.
+    """
+
+    device: str
+    gpus: int
+    driver: str
+    cuda: str
+    torch: str
+    vllm: str
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A point that is ready to run. ``sample(n)`` measures it n times and returns n positive seconds."""
+
+    sample: Callable[[int], list[float]]
+    implementation: str
+    close: Callable[[], None] = _nothing
+
+
+class Backend(Protocol):
+    """A device under test."""
+
+    identity: Identity
+    spec: GpuSpec | None
+    """The data sheet; None for a device that the catalog lacks."""
+
+    def prepare(self, operator: str, point: Point) -> Prepared:
+        """Allocate what the point needs. Raises Unavailable, or an error of the libraries."""
+
+    def now_s(self) -> float:
+        """Read a clock that only grows."""
+
+    def clocks(self) -> str:
+        """Tell the clock rates seen now, in words."""
+
+    def healthy(self) -> bool:
+        """Say whether the device still works after an error."""
+
+    def close(self) -> None:
+        """Give back processes and memory that points shared. Probing is over."""

@@ -1,4 +1,4 @@
-"""Tables made of finished parts."""
+"""Tables made of finished parts, one an operator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fineserve_calibrate.probes.backend import Identity
-from fineserve_calibrate.probes.parts import Finished, Measured
-from fineserve_calibrate.probes.runner import Row
-from fineserve_calibrate.probes.schema import KEYS, MEASURED
+from fineserve_calibrate.probes.parts import Finished, Measured, Row
+from fineserve_calibrate.probes.schema import KEYS, MEASURED, Identity
 from fineserve_calibrate.tables import Fingerprint, Table, write_table
 
 
@@ -42,7 +40,7 @@ def fingerprint(parts: Sequence[Finished], identity: Identity, rows: Sequence[Ro
 
 
 def tables(measured: Measured) -> list[Table]:
-    """One table an operator that has rows, sorted by its key columns."""
+    """Make one table an operator that has rows, sorted by its key columns."""
     by_operator: dict[str, list[Finished]] = {}
     for part in measured.parts:
         if part.rows:
@@ -57,7 +55,7 @@ def tables(measured: Measured) -> list[Table]:
 
 
 def write_tables(found: Iterable[Table], folder: Path) -> list[Path]:
-    """One Parquet file an operator."""
+    """Write one Parquet file an operator. Return the files."""
     paths = []
     for table in found:
         path = folder / f"{table.operator}.parquet"

@@ -1,8 +1,8 @@
 """A CPU or a CUDA GPU, through torch and, where it is installed, vLLM's own operators.
 
 Kernels on a GPU are timed inside a captured CUDA graph, as an engine replays them: events around one replay, divided by the
-calls in it. Where a kernel cannot be captured, events surround plain launches, and the implementation says ``eager``.
-On the CPU the clock is ``time.perf_counter`` around each call.
+calls in it. If a kernel cannot be captured, events surround plain launches, and the implementation says ``eager``. On the CPU
+the clock is ``time.perf_counter`` around each call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fineserve_calibrate.probes.backend import Identity, Prepared, ProbeError
-from fineserve_calibrate.probes.devices import FoundGpu
-from fineserve_calibrate.probes.engines import EnginePool
-from fineserve_calibrate.probes.models import ProbedModel
-from fineserve_calibrate.probes.mps import Environment, stop_mps
+from fineserve_calibrate.probes.engines import EnginePool, ProbedModel
+from fineserve_calibrate.probes.nvidia import Environment, FoundGpu, stop_mps
+from fineserve_calibrate.probes.schema import Identity, Prepared, ProbeError
 from fineserve_sim.catalog import GpuSpec
 
 Call = Callable[[], object]
@@ -36,7 +34,7 @@ FALLBACK_CACHE_BYTES = 64 * 2**20
 
 
 def package_version(name: str) -> str:
-    """Version of an installed package, or ``none``."""
+    """Tell the version of an installed package, or ``none``."""
     for distribution in (name, f"{name}-cpu"):
         try:
             return importlib.metadata.version(distribution)
@@ -46,7 +44,7 @@ def package_version(name: str) -> str:
 
 
 def import_torch() -> Any:
-    """torch. Raises ProbeError where it is not installed."""
+    """Import torch. Raises ProbeError where it is not installed."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:
@@ -56,8 +54,10 @@ def import_torch() -> Any:
 
 
 def import_vllm_operators(on_cpu: bool) -> Any:
-    """``vllm._custom_ops``, or None where vLLM is not installed or does not load. Loads the attention kernels, too, so that
-    no point pays for it."""
+    """Import ``vllm._custom_ops``; None where vLLM is not installed or does not load.
+
+    The attention kernels are loaded, too, so that no point pays for it.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         operators = importlib.import_module("vllm._custom_ops")
@@ -70,14 +70,14 @@ def import_vllm_operators(on_cpu: bool) -> Any:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the CPU's last-level cache as Linux tells it, or a generous guess."""
+    """Read the size of the CPU's last-level cache from Linux, or guess generously."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     kib = [int(size[:-1]) for size in sizes if size[-1:] == "K"]
     return max(kib) * 1024 if kib else FALLBACK_CACHE_BYTES
 
 
 def cpu_name() -> str:
-    """The processor as Linux names it."""
+    """Name the processor as Linux does."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -87,7 +87,7 @@ def cpu_name() -> str:
 
 
 class TorchDevice:
-    """One device; ``gpu`` None means the CPU. Raises ProbeError where torch is missing or cannot use the GPU."""
+    """A device: the GPU, or the CPU where ``gpu`` is None. Raises ProbeError where torch is missing or cannot use the GPU."""
 
     def __init__(self, gpu: FoundGpu | None, models: dict[str, ProbedModel]) -> None:
         self.torch = import_torch()
@@ -121,7 +121,7 @@ class TorchDevice:
         return time.perf_counter()
 
     def clocks(self) -> str:
-        """SM and memory clocks, temperature and power of the GPU; mean core clock and load of the CPU."""
+        """Tell SM and memory clocks, temperature and power of the GPU, or mean core clock and load of the CPU."""
         if not self.on_cpu:
             return _smi("clocks.sm,clocks.mem,temperature.gpu,power.draw") or "unknown"
         try:
@@ -132,7 +132,7 @@ class TorchDevice:
         return f"{sum(mhz) / len(mhz) if mhz else 0:.0f} MHz, load {os.getloadavg()[0]:.1f}"
 
     def healthy(self) -> bool:
-        """Whether a small computation still works: a GPU that lost its context fails every call from then on."""
+        """Try a small computation: a GPU that lost its context fails every call from then on."""
         try:
             ones = self.torch.ones(8, device=self.name)
             return float((ones + ones).sum()) == 16.0
@@ -157,7 +157,7 @@ class TorchDevice:
             self.torch.cuda.synchronize()
 
     def random(self, *shape: int, dtype: Any = None) -> Any:
-        """A tensor of normal numbers on the device; 8-bit floats are rounded from 16-bit ones."""
+        """Draw a tensor of normal numbers on the device. 8-bit floats are rounded from 16-bit ones."""
         torch, wanted = self.torch, dtype or self.torch.bfloat16
         narrow = wanted.itemsize == 1
         tensor = torch.randn(
@@ -166,19 +166,19 @@ class TorchDevice:
         return tensor.to(wanted) if narrow else tensor
 
     def random_bits(self, *shape: int) -> Any:
-        """A tensor of random 32-bit words."""
+        """Draw a tensor of random 32-bit words."""
         torch = self.torch
         high = 2**31
         return torch.randint(-high, high, shape, device=self.name, dtype=torch.int32, generator=self._random)
 
     def buffers(self, one_bytes: float) -> int:
-        """How many sets of operands to rotate so that no cache holds the next one."""
+        """Count the sets of operands to rotate so that no cache holds the next one."""
         wanted = math.ceil(2 * self.cache_bytes / one_bytes) + 1
         affordable = int(MOST_BUFFER_BYTES / one_bytes)
         return max(1, min(wanted, MOST_BUFFERS, affordable))
 
     def timed(self, calls: Sequence[Call], implementation: str) -> Prepared:
-        """Kernels to be measured: the calls take turns, one a buffer."""
+        """Prepare kernels to be measured. The calls take turns, one a buffer."""
         if self.on_cpu:
             return Prepared(_wall_clock(calls), implementation)
         for call in calls:
@@ -197,7 +197,7 @@ class TorchDevice:
         return Prepared(self._events(graph.replay, len(repeated)), implementation, close=graph.reset)
 
     def waited(self, call: Call, implementation: str, close: Callable[[], None] | None = None) -> Prepared:
-        """A call whose effect the host waits for, by the host's clock."""
+        """Prepare a call whose effect the host waits for, by the host's clock."""
 
         def finished() -> None:
             call()
@@ -206,7 +206,7 @@ class TorchDevice:
         return Prepared(_wall_clock([finished]), implementation, *([close] if close else []))
 
     def captured(self, calls: Sequence[Call]) -> Any:
-        """A CUDA graph of these calls. Raises RuntimeError for what cannot be captured."""
+        """Capture these calls as a CUDA graph. Raises RuntimeError for a call that cannot be captured."""
         torch = self.torch
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

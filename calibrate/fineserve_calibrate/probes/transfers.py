@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fineserve_calibrate.probes.backend import Prepared, Unavailable
-from fineserve_calibrate.probes.libcuda import Driver, load
-from fineserve_calibrate.probes.schema import Point
+from fineserve_calibrate.probes.nvidia import Driver, load_driver
+from fineserve_calibrate.probes.schema import Point, Prepared, Unavailable
 
 if TYPE_CHECKING:
     from fineserve_calibrate.probes.torch_device import TorchDevice
@@ -20,7 +19,7 @@ CALLS = ("create", "map", "set_access", "unmap", "release")
 
 
 def copy(device: TorchDevice, point: Point) -> Prepared:
-    """One copy, as long as the host waits for it."""
+    """Prepare one copy, timed while the host waits for it."""
     torch, size = device.torch, int(point["bytes"])
     direction, pinned = str(point["direction"]), point["host_memory"] == "pinned"
     if device.on_cpu != (direction == "host_to_host"):
@@ -43,7 +42,7 @@ def copy(device: TorchDevice, point: Point) -> Prepared:
 
 
 def weight_load(device: TorchDevice, point: Point) -> Prepared:
-    """A safetensors file to tensors on the device; it was just written, so the page cache holds it."""
+    """Prepare loading a safetensors file to the device. It was just written, so the page cache holds it."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError:
@@ -64,7 +63,7 @@ def weight_load(device: TorchDevice, point: Point) -> Prepared:
 
 
 def all_reduce(device: TorchDevice, point: Point) -> Prepared:
-    """NCCL's all-reduce over the first GPUs of the machine."""
+    """Prepare NCCL's all-reduce over the first GPUs of the machine."""
     torch, gpus, size = device.torch, int(point["gpus"]), int(point["message_bytes"])
     if device.identity.gpus < gpus:
         raise Unavailable(f"{device.identity.gpus} GPUs, needs {gpus}")
@@ -81,7 +80,7 @@ def all_reduce(device: TorchDevice, point: Point) -> Prepared:
 
 
 def point_to_point(device: TorchDevice, point: Point) -> Prepared:
-    """A copy from one GPU to another."""
+    """Prepare a copy from one GPU to another."""
     torch, size = device.torch, int(point["message_bytes"])
     if device.identity.gpus < 2:
         raise Unavailable(f"{device.identity.gpus} GPUs, needs 2")
@@ -96,7 +95,7 @@ def point_to_point(device: TorchDevice, point: Point) -> Prepared:
 
 
 class Handles:
-    """One life of some handles: create, map, set access, unmap, release, each call timed over all handles."""
+    """The life of some handles: create, map, set access, unmap, release. Each call is timed over all handles."""
 
     def __init__(self, driver: Driver, size_bytes: int, count: int) -> None:
         self._driver, self._size, self._count = driver, size_bytes, count
@@ -122,7 +121,7 @@ class Handles:
         self._driver.release(self._handles.pop())
 
     def life(self) -> dict[str, float]:
-        """Seconds of one call of each kind, the mean over the handles. Leaves nothing behind, whatever fails."""
+        """Time one call of each kind, the mean over the handles. Nothing is left behind when a call fails."""
         steps = (self._create, self._map, self._set_access, self._unmap, self._release)
         self._base = self._driver.reserve(self._size * self._count)
         seconds = {}
@@ -142,10 +141,10 @@ class Handles:
 
 
 def vmm(device: TorchDevice, point: Point) -> Prepared:
-    """A VMM call of the driver, on an idle GPU or while products keep it busy."""
+    """Prepare a VMM call of the driver, on an idle GPU or while products keep it busy."""
     if device.on_cpu:
         raise Unavailable("the CPU has no CUDA driver")
-    driver, size = load(), int(point["bytes"])
+    driver, size = load_driver(), int(point["bytes"])
     if size % driver.granularity_bytes():
         raise Unavailable(f"handles are multiples of {driver.granularity_bytes()} bytes")
     device.torch.ones(1, device=device.name)  # the primary context becomes current

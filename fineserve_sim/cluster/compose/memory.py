@@ -2,8 +2,9 @@
 
     capacity = weights + activation peak + context of each engine + KV memory        (systems.md 1.2)
 
-A private pool's share is the GPU's usable memory times the model's part of all footprints, less what the model itself needs;
-other managers take all that is left, for everybody. What virtual memory costs comes from the catalog (``driver.yaml``).
+A private pool's share is the GPU's usable memory times the engine's part of all footprints, less what the engine itself needs
+(systems.md 3); a footprint below what the engine takes counts as that, so that every share holds its engine. Other managers
+take all that is left, for everybody. What virtual memory costs comes from the catalog (``driver.yaml``).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass, replace
 from fineserve_sim import catalog
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
-from fineserve_sim.policy.interfaces import Instance, ModelDemand
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry, plan_slabs
 from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager
 from fineserve_sim.policy.memory.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
@@ -118,6 +120,19 @@ def tenants_on(
     return tenants
 
 
+def claimed(
+    slots: Sequence[GpuSlot], instances: Sequence[Instance], served: Mapping[str, ServedModel], settings: EngineSettings
+) -> MemoryLedger:
+    """The GPUs with what these engines, 0, 1, ... in their order, claim of them. Raises ScenarioError if they do not fit."""
+    ledger = MemoryLedger.of(slots)
+    for engine, instance in enumerate(instances):
+        try:
+            ledger.claim(engine, instance.gpus, fixed_bytes(served[instance.model], settings))
+        except ValueError as error:
+            raise ScenarioError(f"model {instance.model}: {error}") from error
+    return ledger
+
+
 def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: int) -> int:
     """The footprint F_M of an engine in a cluster of so many GPUs."""
     return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes
@@ -131,12 +146,13 @@ def build_manager(
     *,
     virtual: int | None = None,
 ) -> GpuMemory:
-    """The KV memory of one GPU with ``usable`` bytes under a system's memory policy. Raises ScenarioError when it cannot be.
+    """The KV memory of one GPU with ``usable`` bytes, of which these tenants leave some, under a system's memory policy. Raises
+    ScenarioError when it cannot be.
 
     ``loners`` are engines that share none of their GPUs; ``virtual`` bytes are the most that there may ever be for KV, by
     default what there is now.
     """
-    kv_bytes = max(0, usable - sum(tenant.fixed_bytes for tenant in tenants))
+    kv_bytes = usable - sum(tenant.fixed_bytes for tenant in tenants)
     blocks = {tenant.engine: tenant.block for tenant in tenants}
     if isinstance(spec, specs.KvSlabSpec):
         return _build_slab(spec, kv_bytes, {engine: block.block_bytes for engine, block in blocks.items()}, loners)
@@ -202,12 +218,12 @@ def _build_kvcached(
 
 
 def _build_pools(spec: specs.PrivatePoolsSpec, usable: int, kv_bytes: int, tenants: Sequence[Tenant]) -> PrivatePools:
-    """A share that does not even hold the model leaves it no KV memory."""
-    footprints, parts, shares = sum(tenant.footprint_bytes for tenant in tenants), {}, {}
+    footprint_bytes = {tenant.engine: max(tenant.footprint_bytes, tenant.fixed_bytes) for tenant in tenants}
+    footprints, parts, shares = sum(footprint_bytes.values()), {}, {}
     for tenant in tenants:
         block = tenant.block
         if spec.split == "footprint":
-            parts[tenant.engine] = max(0, usable * tenant.footprint_bytes // footprints - tenant.fixed_bytes)
+            parts[tenant.engine] = usable * footprint_bytes[tenant.engine] // footprints - tenant.fixed_bytes
         elif spec.split == "equal":
             shares[tenant.engine] = Share(1.0, 0)
         else:

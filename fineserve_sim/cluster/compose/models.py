@@ -11,6 +11,7 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     caches_prefixes,
+    claimed,
     engine_block_tokens,
     engine_kv,
     fixed_bytes,
@@ -44,6 +45,7 @@ from fineserve_sim.latency.sharing import LAWS
 from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
+from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, PrivatePoolsSpec, VTensorSpec
@@ -98,7 +100,7 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
         models,
         slots,
         build.placement.instances,
-        build_residency(residency, scenario.system.placement, demands, slots),
+        _residency(scenario, demands, slots),
         build.schedulers,
         tick_s=residency.tick_s,
         rate_window_s=getattr(residency, "rate_window_s", 60.0),
@@ -112,31 +114,42 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
         alone = [Instance(model, 0, (0,), demands[model].rate_per_s, 0) for model in loading.values()]
         tenants = tenants_on(scenario, alone, placed[1])[0]
         here = [replace(tenant, engine=id) for id, tenant in zip(loading, tenants, strict=True)]
-        pools = build_manager(memory, free_bytes + sum(tenant.fixed_bytes for tenant in here), here)
+        usable = free_bytes + sum(tenant.fixed_bytes for tenant in here)
+        if sum(max(tenant.footprint_bytes, tenant.fixed_bytes) for tenant in here) > usable:
+            here = [replace(tenant, footprint_bytes=tenant.fixed_bytes) for tenant in here]  # footprints have no room
+        pools = build_manager(memory, usable, here)
         assert isinstance(pools, PrivatePools)
         return pools
 
-    usable = {slot.id: slot.memory_bytes for slot in slots}
-    left = {
-        gpu: bytes - sum(tenant.fixed_bytes for tenant in build.tenants.get(gpu, ())) for gpu, bytes in usable.items()
-    }
     fleet = ModelFleet(
         cluster,
         controller,
-        FleetMemory(left, build.managers, divide),
+        FleetMemory(build.ledger, build.managers, divide),
         Loader(build_activation_cost(residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
         bytes_of,
         engine,
     )
     fleet.begin([(instance.model, instance.gpus) for instance in build.placement.instances])
     columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in build.served]
-    return build.parts(cluster, columns, tuple(usable.values()))
+    return build.parts(cluster, columns, tuple(build.ledger.usable_bytes.values()))
+
+
+def _residency(scenario: Scenario, demands: Mapping[str, ModelDemand], slots: Sequence[GpuSlot]) -> ResidencyPolicy:
+    """Raises ScenarioError for GPUs that the policy cannot divide among these models."""
+    assert scenario.system.residency is not None
+    try:
+        return build_residency(scenario.system.residency, scenario.system.placement, demands, slots)
+    except ValueError as error:
+        raise ScenarioError(f"system {scenario.system.name}: {error}") from error
 
 
 def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, contention: Contention) -> Cluster:
     """A cluster without engines yet, which looks as closely as the scenario asks."""
     merging = not scenario.exact_steps and scenario.engine.contention == "composition"
-    return Cluster(clock, controller, contention, merging=merging, check=scenario.check, log=scenario.log)
+    context_tokens = {served.id: served.model.max_context_tokens for served in scenario.models}
+    return Cluster(
+        clock, controller, contention, context_tokens, merging=merging, check=scenario.check, log=scenario.log
+    )
 
 
 def slots_of(scenario: Scenario) -> list[GpuSlot]:
@@ -145,8 +158,9 @@ def slots_of(scenario: Scenario) -> list[GpuSlot]:
 
 
 class Builder:
-    """What the engines of a scenario and their schedulers are built from. ``tenants`` of the placement and ``managers``, the KV
-    memories, by GPU: those with engines, or all where engines come and go."""
+    """What the engines of a scenario and their schedulers are built from. ``ledger``: what engines claim of each GPU, and its
+    KV memory. ``tenants`` of the placement and ``managers``, the KV memories, by GPU: those with engines, or all where
+    engines come and go."""
 
     def __init__(self, scenario: Scenario, placed: Placed) -> None:
         self.placement, demands = placed
@@ -162,12 +176,16 @@ class Builder:
         shared = {tenant.engine for members in self.tenants.values() if len(members) > 1 for tenant in members}
         loners = set(range(len(self.placement.instances))) - shared
         memory, comes_and_goes = scenario.system.memory, scenario.system.residency is not None
+        slots = slots_of(scenario)
+        self.ledger = claimed(slots, self.placement.instances, self.served, scenario.engine)
         self.managers = {}
-        for slot in slots_of(scenario):
+        for slot in slots:
             if comes_and_goes or slot.id in self.tenants:
                 here = self.tenants.get(slot.id, ())
                 virtual = slot.memory_bytes if comes_and_goes else None
-                self.managers[slot.id] = build_manager(memory, slot.memory_bytes, here, loners, virtual=virtual)
+                manager = build_manager(memory, slot.memory_bytes, here, loners, virtual=virtual)
+                self.ledger.set_pool(slot.id, manager.ledger().total_bytes)
+                self.managers[slot.id] = manager
 
     def seats(self) -> list[Seat]:
         """All of the placement."""
@@ -211,7 +229,7 @@ class Builder:
             engine=engine.engine,
             gpu=engine.gpus[0],
             slo_s=self.served[engine.model].ttft_slo_s,
-            prefill=lambda tokens, decoding: step.prefill_s(tokens, decoding, budget),
+            prefill=lambda tokens, decoding, pairs: step.prefill_s(tokens, decoding, budget, pairs),
             prefill_tokens_per_s=budget / step.prefill_s(budget, 0, budget),
             kv_capacity_tokens=engine.kv_tokens,
             block_tokens=self._block_tokens(engine.model),

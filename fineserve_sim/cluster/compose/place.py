@@ -27,6 +27,7 @@ from fineserve_sim.cluster.compose.profiling import operating_points, sharing_of
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
+from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.policy.placement.mme import mme_slope
 from fineserve_sim.systems import load_systems
@@ -60,16 +61,16 @@ def place(scenario: Scenario) -> Placed:
 
 def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None:
     groups = tp_groups(slots, demand.tp)
-    budget = {slot.id: slot.memory_bytes for slot in slots}
     if not groups:
         raise ScenarioError(
             f"model {demand.id} needs {demand.tp} GPUs of one node (tp); the cluster has {len(slots)} GPUs"
         )
-    if all(min(budget[gpu] for gpu in group) < demand.weight_bytes for group in groups):
-        largest = max(budget.values()) / 2**30
+    empty = MemoryLedger.of(slots)
+    if not any(empty.has_room(group, demand.engine_bytes) for group in groups):
+        largest = max(slot.memory_bytes for slot in slots) / 2**30
         raise ScenarioError(
-            f"model {demand.id} fits on no GPU: it needs {demand.weight_bytes / 2**30:.1f} GiB for weights at tp={demand.tp}, "
-            f"a GPU has {largest:.1f} GiB usable; raise its tp or choose a smaller precision"
+            f"model {demand.id} fits on no GPU: its engine takes {demand.engine_bytes / 2**30:.1f} GiB beside KV at "
+            f"tp={demand.tp}, a GPU has {largest:.1f} GiB usable; raise its tp or choose a smaller precision"
         )
 
 

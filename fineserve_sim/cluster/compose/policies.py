@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fineserve_sim.cluster.compose.sources import sources_digest
 from fineserve_sim.cluster.fleet.loader import ActivationCost, activation_cost
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
@@ -93,6 +94,10 @@ _SCHEDULERS: dict[type, tuple[Scope, SchedulerBuilder]] = {
 back, the engine's own queue is first come first served)."""
 
 
+_SOURCES: dict[type, str] = {}
+"""The hash of the sources of each policy that was registered from outside, as they were then."""
+
+
 def register_scheduler(spec: type[specs.Spec], build: SchedulerBuilder, *, scope: Scope = "engine") -> None:
     """Make a local scheduler one that every system can name: ``build(spec, sheets)`` gives the scheduler of one scope.
 
@@ -101,12 +106,19 @@ def register_scheduler(spec: type[specs.Spec], build: SchedulerBuilder, *, scope
     """
     specs.add_choice("scheduler", spec)
     _SCHEDULERS[spec] = (scope, build)
+    _SOURCES[spec] = sources_digest(spec.__module__, build.__module__)
 
 
 def register_placement(spec: type[specs.Spec], build: Callable[[Any], PlacementPolicy]) -> None:
     """As ``register_scheduler``, for a placement: ``build(spec)`` gives the policy."""
     specs.add_choice("placement", spec)
     _PLACEMENTS[spec] = build
+    _SOURCES[spec] = sources_digest(spec.__module__, build.__module__)
+
+
+def registered_sources(system: specs.SystemSpec) -> list[str]:
+    """A hash of the sources of each policy of the system that was registered from outside."""
+    return [_SOURCES[type(spec)] for spec in (system.placement, system.scheduler) if type(spec) in _SOURCES]
 
 
 def build_schedulers(

@@ -196,14 +196,19 @@ class Engine(ABC):
         return [sequence for queue in self.queues for sequence in queue.prefilling]
 
     def accept(self, sequence: SequenceState) -> None:
-        """A dispatched request joins the queue, that of the lane with the fewest; it starts at the next iteration. It ends at
-        ``max_tokens`` at the latest, as vLLM's requests do at max_model_len."""
-        sequence.output_tokens = min(sequence.output_tokens, self.max_tokens - sequence.prompt_tokens)
+        """A dispatched request joins the queue, that of the lane with the fewest; it starts at the next iteration."""
+        self._bound_output(sequence)
         queue = self.queues[0]
         if len(self.queues) > 1:
             queue = min(self.lanes, key=lambda lane: lane.started + len(lane.queue.waiting)).queue
         queue.append(sequence)
         self._backlog_tokens += sequence.target_tokens
+
+    def _bound_output(self, sequence: SequenceState) -> None:
+        """Here it ends at ``max_tokens`` at the latest, as vLLM's requests do at max_model_len, and after one token more at the
+        earliest. What another engine bound it to counts no more."""
+        most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
+        sequence.output_tokens = min(sequence.asked_tokens, most)
 
     @abstractmethod
     def start(self, now: float) -> None:
@@ -223,6 +228,7 @@ class Engine(ABC):
     def adopt(self, sequence: SequenceState, now: float) -> None:
         """A sequence with its KV in place goes on: to decode, or with its prefill."""
         self.stalled.pop(sequence, None)
+        self._bound_output(sequence)
         self.kv.keep(sequence)
         lane = min(self.lanes, key=lambda lane: lane.started)
         if sequence.prefilled:

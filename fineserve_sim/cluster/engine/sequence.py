@@ -34,7 +34,8 @@ class Prefix(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One request inside an engine. ``output_tokens`` is the oracle: the engine alone holds it, no policy sees it.
+    """One request inside an engine. ``asked_tokens``, its output if nothing cuts it off, is the oracle: the engine alone holds
+    it, no policy sees it. ``output_tokens``: where its present engine ends it, which is there unless that holds fewer.
 
     ``target_tokens`` are to be prefilled: the prompt, and after a loss of KV the generated tokens too. ``cached_tokens`` have
     their KV in memory, or in a step that is under way. Of a sequence that decodes, ``Decodes`` knows both ``cached_tokens`` and
@@ -45,8 +46,9 @@ class SequenceState:
     index: int
     arrival_s: float
     prompt_tokens: int
-    output_tokens: int
+    asked_tokens: int
     prefix: Prefix | None = None
+    output_tokens: int = field(init=False)
     target_tokens: int = field(init=False)
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -56,6 +58,7 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.target_tokens = self.prompt_tokens
+        self.output_tokens = self.asked_tokens
 
     @property
     def prefilled(self) -> bool:

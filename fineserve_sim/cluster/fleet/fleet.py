@@ -22,6 +22,7 @@ from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized, GpusRepaired, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 TICK = order_of(Kind.TIMER, 1)
@@ -40,21 +41,22 @@ class EngineBytes:
 
 
 class FleetMemory:
-    """The bytes of every GPU: what engines take beside KV, and the KV memory in the rest. ``managers`` by GPU serve the engines
-    that are there from the start, which leave ``left_bytes`` for KV: the limit under kvcached. What is free when an engine of
-    private pools comes later, neither weights nor pools of others, is for it and for those that load: ``divide`` so many bytes
-    among engines, with the model of each."""
+    """The memory of every GPU while engines come and go: their claims in ``ledger``, and ``managers`` of the KV memory in the
+    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. What is free when an engine of
+    private pools comes later is for it and for those that load: ``divide`` so many bytes among engines, with their models."""
 
     def __init__(
         self,
-        left_bytes: Mapping[int, int],
+        ledger: MemoryLedger,
         managers: Mapping[int, GpuMemory],
         divide: Callable[[int, Mapping[int, str]], PrivatePools],
     ) -> None:
         self.managers = dict(managers)
-        self._left_bytes = dict(left_bytes)
+        self._ledger = ledger
         self._divide = divide
-        self._loading: dict[int, dict[int, str]] = {gpu: {} for gpu in left_bytes}  # the models of engines, by GPU
+        self._loading: dict[int, dict[int, str]] = {gpu: {} for gpu in managers}  # the models of engines, by GPU
+        for gpu in self.managers:
+            self._set_pool(gpu)
 
     def expect(self, engine: int, model: str, gpus: Iterable[int]) -> None:
         """The engine loads."""
@@ -66,14 +68,25 @@ class FleetMemory:
         for gpu in gpus:
             del self._loading[gpu][engine]
 
-    def take(self, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
-        """An engine, loading or loaded, takes so much of each GPU beside KV; negative: it gives that back."""
+    def claim(self, engine: int, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
+        """An engine that begins to load takes so much of each GPU."""
+        self._ledger.claim(engine, gpus, fixed_bytes)
+        self._set_limits(gpus, now)
+
+    def release(self, engine: int, now: float) -> None:
+        """An engine, loading or loaded, gives back what it took."""
+        self._set_limits(self._ledger.release(engine), now)
+
+    def _set_limits(self, gpus: Iterable[int], now: float) -> None:
         for gpu in gpus:
-            self._left_bytes[gpu] -= fixed_bytes
             manager = self.managers[gpu]
             if isinstance(manager, KvCachedManager):
                 manager.advance(now)
-                manager.set_limit(max(0, self._left_bytes[gpu]))
+                manager.set_limit(self._ledger.left_bytes(gpu))
+
+    def _set_pool(self, gpu: int) -> None:
+        manager = self.managers[gpu]
+        self._ledger.set_pool(gpu, manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0)
 
     def join(self, engine: int, gpus: Sequence[int], block: VirtualKV | int, now: float) -> None:
         """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
@@ -85,9 +98,9 @@ class FleetMemory:
                 manager.join(engine, block)
             else:
                 assert isinstance(manager, PrivatePools) and isinstance(block, int)
-                free_bytes = max(0, self._left_bytes[gpu] - manager.ledger().total_bytes)
-                parts = self._divide(free_bytes, self._loading[gpu])
+                parts = self._divide(self._ledger.free_bytes(gpu), self._loading[gpu])
                 manager.join(engine, block, parts.pool(engine).memory.limit_bytes)
+                self._set_pool(gpu)
         self.give_up(engine, gpus)
 
     def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
@@ -98,17 +111,15 @@ class FleetMemory:
             if isinstance(manager, KvCachedManager):
                 manager.advance(now)
             manager.leave(engine)
+            self._set_pool(gpu)
 
     def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
         """By GPU, what the weights of another engine could take now. ``serving`` are the GPUs of the engines with requests:
         others hold no KV."""
-        free = dict(self._left_bytes)
+        free = {gpu: self._ledger.free_bytes(gpu) for gpu in self.managers}
         for engine, gpus in serving.items():
             for gpu in gpus:
                 free[gpu] -= self.held_bytes(engine, gpu)
-        for gpu, manager in self.managers.items():
-            if isinstance(manager, PrivatePools):
-                free[gpu] -= manager.ledger().total_bytes
         return free
 
     def held_bytes(self, engine: int, gpu: int) -> int:
@@ -117,12 +128,9 @@ class FleetMemory:
         return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
 
     def check(self) -> None:
-        """Raise AssertionError if more is taken than there is."""
-        for gpu, left_bytes in self._left_bytes.items():
-            manager = self.managers[gpu]
+        """Raise AssertionError if a KV memory contradicts itself; that claims and pools fit is always checked."""
+        for manager in self.managers.values():
             manager.check()
-            pools_bytes = manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0
-            assert pools_bytes <= left_bytes, f"GPU {gpu}: pools of {pools_bytes} bytes, engines leave {left_bytes}"
 
 
 @dataclass(slots=True)
@@ -227,7 +235,7 @@ class ModelFleet(Fleet):
         self._residents[command.engine] = _Resident(command.model, command.gpus)
         for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
             cluster.settle_now(cluster.engines[engine], now)
-        self._memory.take(command.gpus, bytes.fixed_bytes, now)
+        self._memory.claim(command.engine, command.gpus, bytes.fixed_bytes, now)
         self._memory.expect(command.engine, command.model, command.gpus)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
@@ -287,7 +295,7 @@ class ModelFleet(Fleet):
             cluster.contention.leave(id)
             cluster.disconnect(engine)
             self._memory.leave(id, resident.gpus, now)
-        self._memory.take(resident.gpus, -self._bytes_of[resident.model].fixed_bytes, now)
+        self._memory.release(id, now)
         self._cluster.unformed.update(resident.gpus)
         return lost
 

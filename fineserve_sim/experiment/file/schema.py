@@ -256,13 +256,15 @@ class TpotSlo(Strict):
 
 class Slo(Strict):
     """TTFT limits, absolute or derived (times the slo_scale axis either way); TPOT limits, absolute or derived; an absolute
-    limit from arrival to the last token."""
+    limit from arrival to the last token. ``cut``: what an output counts as that ends before it is as long as asked, at the end
+    of an engine's KV memory or of the model's context."""
 
     ttft_s: Positive | None = None
     ttft: TtftSlo | None = None
     tpot_s: Positive | None = None
     tpot: TpotSlo | None = None
     e2e_s: Positive | None = None
+    cut: Literal["missed", "whole"] = "missed"
 
 
 class SystemVariant(Strict):

@@ -41,7 +41,11 @@ def _causes(model: Mapping[str, Any], gpus: Sequence[Use]) -> dict[str, int]:
     """Misses of one model by what binds."""
     missed = model["misses"]
     queued = sum(missed[cause] for cause in ("late", "slow", "overdue", "dropped", "unfinished"))
-    causes = {"placement": missed["unplaced"], "KV memory": missed["rejected"]}
+    causes = {
+        "placement": missed["unplaced"],
+        "KV memory": missed["rejected"] + missed["cut_memory"],
+        "context": missed["cut_context"],
+    }
     what = _resource(missed, gpus, queued) if gpus else "weights"
     return causes | {what: causes.get(what, 0) + queued}
 

@@ -41,7 +41,7 @@ class Measures:
     """All metrics of one run: hits among measured requests for the attainments, one number each for the rest.
 
     Keys of the inner mappings are model ids; ``""`` stands for all models together. ``misses`` counts requests by cause,
-    ``tokens`` are prompt and output tokens of measured requests (output: of those that finished).
+    ``tokens`` are prompt and output tokens of measured requests (output: what those got that finished or were cut).
     """
 
     counts: dict[str, int]
@@ -59,8 +59,8 @@ def counts(run: RunData) -> dict[str, int]:
     arrived = int(measured.sum())
     if arrived != sum(found.values()):
         raise AssertionError(f"{arrived} requests arrived, but their fates add up to {found}")
-    if np.any(np.isnan(run.finish_s) == (run.fate == Fate.FINISHED)):
-        raise AssertionError("a finished request has no finish time, or another one has")
+    if np.any(np.isnan(run.finish_s) == np.isin(run.fate, (Fate.FINISHED, Fate.CUT))):
+        raise AssertionError("a finished or cut request has no finish time, or another one has")
     return {"arrived": arrived, **found, "preemptions": int(run.preemptions[measured].sum())}
 
 
@@ -69,10 +69,13 @@ def measure(
     ttft_slo_s: Mapping[str, float],
     tpot_slo_s: Mapping[str, float] | None = None,
     e2e_slo_s: Mapping[str, float] | None = None,
+    accept_cut: bool = False,
     unplaced: Collection[str] = (),
 ) -> Measures:
-    """Evaluate one run under the TTFT limits of all models and, if given, TPOT and end-to-end limits. ``unplaced`` models had
-    no instance. AssertionError as in ``counts``."""
+    """Evaluate one run under the TTFT limits of all models and, if given, TPOT and end-to-end limits; with ``accept_cut`` a cut
+    output is a whole one. ``unplaced`` models had no instance. AssertionError as in ``counts``."""
+    if accept_cut:
+        run = run.accepting_cuts()
     met = misses.met(run, Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s))
     codes = misses.causes(run, met, unplaced)
     groups = {"": np.ones(len(run.model), dtype=np.bool_)}
@@ -105,8 +108,7 @@ def measure(
 
 
 def _tokens(run: RunData, group: Mask) -> dict[str, int]:
-    finished = group & (run.fate == Fate.FINISHED)
-    return {"prompt": int(run.prompt_tokens[group].sum()), "output": int(run.output_tokens[finished].sum())}
+    return {"prompt": int(run.prompt_tokens[group].sum()), "output": int(run.generated_tokens[group].sum())}
 
 
 def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, float]:
@@ -119,7 +121,7 @@ def _request_values(run: RunData, group: Mask, met_ttft: Mask) -> dict[str, floa
     values = rates(span_s, decoded, *(float(np.sum(each)) for each in sums))
     own = group & run.measured
     due = {"ttft": own, "tpot": own & (run.output_tokens > 1), "e2e": own}
-    latencies = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.finish_s - run.arrival_s}
+    latencies = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.e2e_s}
     for moment, latency_s in latencies.items():
         all_s = np.nan_to_num(latency_s[due[moment]], nan=np.inf)
         for percent in PERCENTILES:
@@ -157,13 +159,13 @@ def _percentile(latency_s: Floats, percent: float) -> float:
 
 
 def decoded_tokens(run: Columns, start_s: float, end_s: float) -> Floats:
-    """Output tokens after the first that each finished request produced inside the window."""
+    """Output tokens after the first that each request which ended with one produced inside the window."""
     duration_s = run.finish_s - run.first_token_s
     inside_s = np.minimum(run.finish_s, end_s) - np.maximum(run.first_token_s, start_s)
     at_once = (run.finish_s >= start_s) & (run.finish_s <= end_s)
     with np.errstate(divide="ignore", invalid="ignore"):
         part = np.where(duration_s > 0, np.clip(inside_s / duration_s, 0, 1), at_once)
-    return np.where(run.fate == Fate.FINISHED, (run.output_tokens - 1) * part, 0.0)
+    return np.where(run.generated_tokens > 0, (run.generated_tokens - 1) * part, 0.0)
 
 
 def _timeline_values(run: RunData, name: str) -> dict[str, float]:

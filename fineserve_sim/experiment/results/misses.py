@@ -2,6 +2,8 @@
 
 * unplaced: turned away because its model had no instance; rejected: turned away for another reason (a prompt that no engine of
   its model can hold). dropped: its scheduler gave it up. unfinished: it had not ended when the run did.
+* cut_memory, cut_context: its output ended before it was as long as asked, where the KV memory of its engine or the context of
+  its model ended, unless such outputs are accepted.
 * late: it finished, its first token after the TTFT limit. slow: in time, but above the TPOT limit. overdue: both met, but
   above the end-to-end limit.
 """
@@ -13,18 +15,18 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.cluster import Fate
+from fineserve_sim.cluster import Cause, Fate
 from fineserve_sim.experiment.run.run_data import Columns, Floats, Limits, Mask
 
-CAUSES = ("late", "slow", "overdue", "dropped", "rejected", "unplaced", "unfinished")
+CAUSES = ("late", "slow", "overdue", "cut_memory", "cut_context", "dropped", "rejected", "unplaced", "unfinished")
 
 
 def met(run: Columns, limits: Limits) -> dict[str, Mask]:
     """Which requests finished and met each limit that is given, and all of them, by metric."""
     finished = run.fate == Fate.FINISHED
-    over = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.finish_s - run.arrival_s}
+    over = {"ttft": run.ttft_s, "tpot": run.tpot_s, "e2e": run.e2e_s}
     found = {}
-    for (moment, latency_s), limit_s in zip(over.items(), limits, strict=True):
+    for (moment, latency_s), limit_s in zip(over.items(), limits.moments, strict=True):
         if limit_s:
             found[f"{moment}_attainment"] = finished & ~(latency_s > _by_request(run, limit_s))
     return found | {"slo_attainment": np.logical_and.reduce([finished, *found.values()])}
@@ -46,6 +48,8 @@ def causes(run: Columns, hits: Mapping[str, Mask], unplaced: Collection[str]) ->
         "rejected": rejected,
         "dropped": run.fate == Fate.DROPPED,
         "unfinished": run.fate == Fate.UNFINISHED,
+        "cut_memory": (run.fate == Fate.CUT) & (run.cause == Cause.MEMORY),
+        "cut_context": (run.fate == Fate.CUT) & (run.cause == Cause.CONTEXT),
         "late": ~hits.get("ttft_attainment", everything),
         "slow": ~hits.get("tpot_attainment", everything),
         "overdue": ~hits.get("e2e_attainment", everything),

@@ -22,6 +22,7 @@ from fineserve_sim.experiment.file.degrees import AUTO, least_degree
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.run.run_data import RunData
 from fineserve_sim.policy.groups.drop_plan import even_split
+from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.systems.spec import DedicatedPlacementSpec, SystemSpec
 
 _GIB = 2**30
@@ -77,11 +78,10 @@ class Places:
     @cached_property
     def left_bytes(self) -> list[int]:
         """By GPU, what its engines leave for KV."""
-        left = list(self.usable_bytes)
-        for instance in self.instances:
-            for gpu in instance["gpus"]:
-                left[gpu] -= self._bytes_of(instance)[1]
-        return [max(0, bytes) for bytes in left]
+        ledger = MemoryLedger(dict(enumerate(self.usable_bytes)))
+        for number, instance in enumerate(self.instances):
+            ledger.claim(number, instance["gpus"], self._bytes_of(instance)[1])
+        return [ledger.left_bytes(gpu) for gpu in range(len(self.usable_bytes))]
 
     def on(self, gpu: int) -> list[Mapping[str, Any]]:
         """The instances on a GPU."""

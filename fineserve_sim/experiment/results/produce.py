@@ -15,7 +15,7 @@ from fineserve_sim.experiment.results.summarised import summarised
 from fineserve_sim.experiment.results.writer import write_results
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.executors import lent
-from fineserve_sim.experiment.run.files import prepare, unwritable
+from fineserve_sim.experiment.run.files import alone_in, prepare, unwritable
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.slo import reference_runs
 from fineserve_sim.experiment.run.store import Store
@@ -58,9 +58,9 @@ def run_loaded(
     percentiles are right to half a percent; runs that limits are taken from keep theirs. Raises ConfigError (unusable output
     folder included), ScenarioError for a cell that cannot run, Interrupted after Ctrl-C; finished simulations are kept then.
     """
-    prepare(out)
     progress = Progress(len(reference_runs(experiment)) + len(experiment.points) * experiment.file.seeds, on_progress)
-    with _disk_errors(out), lent(executor, jobs) as lender:
+    with alone_in(out), _disk_errors(out), lent(executor, jobs) as lender:
+        prepare(out)
         try:
             session = Session(Store(out), out, lender, decisions, simulate, progress, summarised if summary else None)
             outcomes = session.simulate_all(experiment)

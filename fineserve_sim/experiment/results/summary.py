@@ -26,7 +26,7 @@ from fineserve_sim.experiment.results.summarised import NOTE
 from fineserve_sim.experiment.run.rates import mean_lengths
 from fineserve_sim.experiment.run.runner import Outcome
 from fineserve_sim.experiment.run.store import Store
-from fineserve_sim.systems.spec import ClairvoyantSpec
+from fineserve_sim.systems.spec import ClairvoyantSpec, SystemSpec
 
 SCHEMA = 2
 """Raised whenever summary.json loses or changes what its readers ask for."""
@@ -136,6 +136,9 @@ def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any], unplaced: Seque
         yield "attainment without interval: too few requests"
     elif round(half_width, 3) > ENOUGH_PRECISION:
         yield f"attainment half-width {100 * half_width:.1f} points > {100 * ENOUGH_PRECISION:.0f}"
+    cut = sum(run.counts["cut"] for run in runs)
+    if cut:
+        yield f"{cut} outputs cut short of what was asked, at the end of KV memory or context"
     for fate in ("rejected", "unfinished"):
         count = sum(run.counts[fate] for run in runs)
         if count:
@@ -165,7 +168,9 @@ def summary_of(
         "workload": _workload(experiment),
         "slo": _slo(outcomes),
         "price": price_of(setup)._asdict(),
-        "answer": answer_of(listed, setup.bought, _bounds(experiment), targets),
+        "answer": answer_of(
+            listed, setup.bought, [name for name, system in setup.systems.items() if is_bound(system)], targets
+        ),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
         "step_times": step_times,
@@ -180,10 +185,9 @@ def _kept(outcomes: Sequence[Outcome], store: Store) -> list[str]:
     return [NOTE] if any(store.summary(key) is not None for outcome in outcomes for key in outcome.keys) else []
 
 
-def _bounds(experiment: Experiment) -> list[str]:
-    """Systems that nobody can run."""
-    systems = experiment.setup.systems.items()
-    return [name for name, system in systems if isinstance(system.scheduler, ClairvoyantSpec)]
+def is_bound(system: SystemSpec) -> bool:
+    """The system bounds what others reach: it cannot run, so it uses no GPU."""
+    return isinstance(system.scheduler, ClairvoyantSpec)
 
 
 def _workload(experiment: Experiment) -> dict[str, Any]:

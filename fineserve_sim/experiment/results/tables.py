@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fineserve_sim.cluster import Fate
+from fineserve_sim.cluster import Cause, Fate
 from fineserve_sim.experiment.file.axes import LOAD_AXES
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment
@@ -25,6 +25,7 @@ from fineserve_sim.experiment.run.store import PARQUET
 
 _MOMENTS = ("ttft", "tpot", "e2e")
 _FATES = [fate.name.lower() for fate in sorted(Fate)]
+_CAUSES = ["", *(cause.name.lower() for cause in sorted(Cause) if cause)]
 
 
 def axis_names(experiment: Experiment) -> list[str]:
@@ -60,6 +61,7 @@ class RequestWriter:
 
     def _table(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str]) -> Any:
         count = len(run.arrival_s)
+        judged = run.accepting_cuts() if outcome.limits.accept_cut else run
         axes = outcome.point.axes
         columns = {"system": _constant(outcome.point.system, count)}
         columns |= {axis: _constant(_column_value(axis, axes.get(axis)), count) for axis in self._axes}
@@ -70,10 +72,12 @@ class RequestWriter:
             "arrival_s": pa.array(run.arrival_s),
             "prompt_tokens": pa.array(run.prompt_tokens),
             "output_tokens": pa.array(run.output_tokens),
+            "generated_tokens": pa.array(run.generated_tokens),
             "first_token_s": pa.array(run.first_token_s),
             "finish_s": pa.array(run.finish_s),
             "fate": _words(_FATES, run.fate.astype(np.int32)),
-            "miss": _words(["", *misses.CAUSES], misses.causes(run, misses.met(run, outcome.limits), unplaced)),
+            "cause": _words(_CAUSES, run.cause.astype(np.int32)),
+            "miss": _words(["", *misses.CAUSES], misses.causes(judged, misses.met(judged, outcome.limits), unplaced)),
             "preemptions": pa.array(run.preemptions),
             "engine": pa.array(run.engine),
             "measured": pa.array(run.measured),
@@ -112,7 +116,10 @@ def model_rows(run: Measures, limits: Limits, instances: Mapping[str, int]) -> l
         row: dict[str, Any] = {"model": name, "instances": instances.get(name, 0)}
         row |= {"requests": len(hits), "within": hits.sum()}
         row |= {f"missed_{cause}": count for cause, count in run.misses[name].items()}
-        row |= {f"{moment}_slo_s": (limit_s or {}).get(name) for moment, limit_s in zip(_MOMENTS, limits, strict=True)}
+        row |= {
+            f"{moment}_slo_s": (limit_s or {}).get(name)
+            for moment, limit_s in zip(_MOMENTS, limits.moments, strict=True)
+        }
         row |= {f"{side}_tokens": tokens for side, tokens in run.tokens[name].items()}
         row |= {metric: estimate([run], metric, name).mean for metric in present([run]) if metric not in CLUSTER_WIDE}
         rows.append(row)

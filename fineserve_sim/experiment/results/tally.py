@@ -43,16 +43,17 @@ class Tally:
     def add(self, came: EndedRequests) -> None:
         """Requests that have ended, in any order."""
         run, number = _columns(self._batches.models, came), came.ended.request
+        if self._limits.accept_cut:
+            run = run.accepting_cuts()
         measured = number >= self._batches.warmup
         met = misses.met(run, self._limits)
         self._count_window(run, met["ttft_attainment"])
         np.add.at(self._misses, (run.model[measured], misses.causes(run, met, ())[measured]), 1)
         self._fates += np.bincount(run.fate[measured], minlength=len(Fate))
         self._count_hits(run.model[measured], number[measured], {name: hit[measured] for name, hit in met.items()})
-        finished = run.fate == Fate.FINISHED
         self._add("preemptions", run.model, run.preemptions, measured)
         self._add("prompt", run.model, run.prompt_tokens, measured)
-        self._add("output", run.model, run.output_tokens, measured & finished)
+        self._add("output", run.model, run.generated_tokens, measured)
         self._count_latencies(run, measured)
 
     def _count_window(self, run: Columns, in_time: Mask) -> None:
@@ -80,7 +81,7 @@ class Tally:
         for moment, latency_s, due in (
             ("ttft", run.ttft_s, measured),
             ("tpot", run.tpot_s, several),
-            ("e2e", run.finish_s - run.arrival_s, measured),
+            ("e2e", run.e2e_s, measured),
         ):
             self._latencies[moment].add(run.model[due], latency_s[due])
             known = due & np.isfinite(latency_s)
@@ -154,4 +155,6 @@ def _columns(models: tuple[str, ...], came: EndedRequests) -> Columns:
         ended.fate,
         ended.preemptions,
         ended.engine,
+        ended.cause,
+        ended.generated_tokens,
     )

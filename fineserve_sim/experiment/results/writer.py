@@ -26,7 +26,7 @@ from fineserve_sim.experiment.results.metrics import measure
 from fineserve_sim.experiment.results.places import Places, kv_left
 from fineserve_sim.experiment.results.resolved import write_resolved
 from fineserve_sim.experiment.results.summarised import measures_of
-from fineserve_sim.experiment.results.summary import Judged, cell_entry, runs_told, summary_of
+from fineserve_sim.experiment.results.summary import Judged, cell_entry, is_bound, runs_told, summary_of
 from fineserve_sim.experiment.results.tables import RequestWriter, model_rows, place_row, run_row
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.runner import Outcome
@@ -68,7 +68,8 @@ def _judged(experiment: Experiment, outcome: Outcome, seed: int, store: Store, r
     key = outcome.keys[seed]
     meta, summary = store.meta(key), store.summary(key)
     setup = experiment.setup_of(outcome.point)
-    places = Places(setup, meta["placement"], setup.systems[outcome.point.system])
+    system = setup.systems[outcome.point.system]
+    places = Places(setup, meta["placement"], system)
     if summary is not None:
         measures, left = measures_of(summary), summary["kv_left"]
     else:
@@ -76,7 +77,7 @@ def _judged(experiment: Experiment, outcome: Outcome, seed: int, store: Store, r
         requests.write(outcome, seed, run, unplaced)
         measures, left = measure(run, outcome.limits_s, *outcome.limits[1:], unplaced), kv_left(run)
     uses = [GpuUse(**use) for use in meta["gpu_use"]]
-    return Judged(measures, places, places.gpus(uses, left) if meta["engine_models"] else [])
+    return Judged(measures, places, [] if is_bound(system) else places.gpus(uses, left))
 
 
 def _add_rows(

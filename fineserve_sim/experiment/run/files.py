@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import platform
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -28,8 +32,9 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def temporaries(out: Path, pids: Collection[int | None]) -> list[Path]:
-    """What processes of these ids have begun to write below ``out``."""
-    return [path for path in out.rglob(".*.tmp") if int(path.suffixes[-2][1:]) in pids]
+    """What processes of these ids have begun to write below ``out``; temporary files of other programs are left alone."""
+    names = [f".*.{pid}.tmp" for pid in pids]
+    return [path for path in out.rglob(".*.tmp") if any(path.match(name) for name in names)]
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -38,20 +43,88 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+_held: set[tuple[Path, int]] = set()
+"""Results folders that this process writes, each with the thread that does."""
+
+
 @contextmanager
-def gone_if_unused(out: Path) -> Iterator[None]:
-    """A results folder that is new goes with an error that comes before any simulation has finished; so do the folders that
-    were made to hold it, as far as nobody else has put anything there."""
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+def alone_in(out: Path) -> Iterator[None]:
+    """Make the results folder and keep other runs out of it, for their tables would mix. Calls of one thread may nest.
+
+    The operating system drops the lock with its process, so a crashed run locks nothing. Raises MachineError when another run
+    is in the folder, or when it cannot be written.
+    """
+    key = out.resolve(), threading.get_ident()
+    if key in _held:
+        yield
+        return
+    path = out / ".lock"
+    try:
+        (out / "cells").mkdir(parents=True, exist_ok=True)
+        lock = _locked(path)
+    except OSError as refusal:
+        raise unwritable(out, refusal) from None
+    if lock is None:
+        holder = path.read_text(encoding="utf-8") if path.exists() else ""
+        if holder == _process(os.getppid()):
+            yield  # a worker that imports an unguarded script: its executor ends it
+            return
+        problem = f"{holder or 'another process'} writes results into this folder; wait for it, or name another folder"
+        raise MachineError(str(out), "", problem)
+    _held.add(key)
     try:
         yield
-    except ValueError:
-        if made and not any((out / "cells").glob("*.json")):
-            rmtree(out, ignore_errors=True)
-            with suppress(OSError):
-                for folder in made[1:]:
-                    folder.rmdir()
-        raise
+    finally:
+        _held.discard(key)
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """The locked file, which names this process; None when another one holds it. A file system without locks locks nothing."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+        if _is_at(path, file):  # not one that its last holder has just removed
+            os.truncate(file, 0)
+            os.write(file, _process(os.getpid()).encode())
+            return file
+        os.close(file)
+
+
+def _process(pid: int) -> str:
+    return f"process {pid} on {platform.node()}"
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def gone_if_unused(out: Path) -> Iterator[None]:
+    """Be alone in a results folder. One that is new goes with an error that comes before any simulation has finished; so do
+    the folders that were made to hold it, unless something else is there."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    with alone_in(out):
+        try:
+            yield
+        except ValueError:
+            if made and not any((out / "cells").glob("*.json")):
+                rmtree(out, ignore_errors=True)
+                with suppress(OSError):
+                    for folder in made[1:]:
+                        folder.rmdir()
+            raise
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -102,7 +102,9 @@ class RayCluster:
         left, running = iter(works), dict[Any, tuple[int, W]]()
         while True:
             room = self._jobs or 2 * self.workers  # the next work is there before a CPU is free
-            for work in islice(left, room - len(running)):
+            for work in islice(
+                left, max(0, room - len(running))
+            ):  # a lost node may leave more running than there is room
                 number = next(self._numbers)
                 ref = self._carry_out.remote(work.packed(), number, self._board, self._libraries)
                 running[ref] = number, work

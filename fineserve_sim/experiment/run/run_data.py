@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.cluster import GpuUse
+from fineserve_sim.cluster import Fate, GpuUse
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -17,16 +17,24 @@ Mask = NDArray[np.bool_]
 
 
 class Limits(NamedTuple):
-    """Seconds by model; None or nothing where a moment has no limit. A model that a limit does not name has none."""
+    """Seconds by model; None or nothing where a moment has no limit. A model that a limit does not name has none.
+    ``accept_cut``: an output that was cut is as good as a whole one."""
 
     ttft_s: Mapping[str, float] | None
     tpot_s: Mapping[str, float] | None = None
     e2e_s: Mapping[str, float] | None = None
+    accept_cut: bool = False
+
+    @property
+    def moments(self) -> tuple[Mapping[str, float] | None, ...]:
+        """Of the first token, the time per token and the last token."""
+        return self[:3]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Requests and what became of them, an entry each; ``model`` indexes ``models``. NaN where a moment never came."""
+    """Requests and what became of them, an entry each; ``model`` indexes ``models``. NaN where a moment never came.
+    ``output_tokens``: what was asked for; ``generated_tokens``: what finished and cut requests got, 0 of others."""
 
     models: tuple[str, ...]
     model: NDArray[np.int32]
@@ -38,6 +46,8 @@ class Columns:
     fate: NDArray[np.int8]
     preemptions: Ints
     engine: NDArray[np.int32]
+    cause: NDArray[np.int8]
+    generated_tokens: Ints
 
     @property
     def ttft_s(self) -> Floats:
@@ -45,10 +55,20 @@ class Columns:
 
     @property
     def tpot_s(self) -> Floats:
-        """Seconds per output token after the first; NaN for requests of one token and for those that did not finish."""
-        later = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
+        """Seconds per output token after the first; NaN for requests of one token and for those that did not end with one."""
+        later = np.where(self.generated_tokens > 1, self.generated_tokens - 1, np.nan)
         result: Floats = (self.finish_s - self.first_token_s) / later
         return result
+
+    @property
+    def e2e_s(self) -> Floats:
+        """Seconds from arrival to the last token; NaN for requests that did not get what they asked for."""
+        result: Floats = np.where(self.fate == Fate.FINISHED, self.finish_s - self.arrival_s, np.nan)
+        return result
+
+    def accepting_cuts(self) -> Self:
+        """The same, cut outputs being whole ones."""
+        return replace(self, fate=np.where(self.fate == Fate.CUT, Fate.FINISHED, self.fate).astype(np.int8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,6 +31,7 @@ class Outcome:
     tpot_slos: Mapping[str, BaseSlo]
     keys: tuple[str, ...]
     e2e_limits_s: Mapping[str, float] = field(default_factory=dict)
+    accept_cut: bool = False
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -42,7 +43,7 @@ class Outcome:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s)
+        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s, self.accept_cut)
 
 
 class Progress:
@@ -79,8 +80,10 @@ class Session:
     progress: Progress
     summarise: Summarise | None = None
 
-    def simulate_all(self, experiment: Experiment) -> list[Outcome]:
-        """Reference runs first, then every cell under the SLOs that they give; the outcome of each point."""
+    def simulate_all(self, experiment: Experiment, seeds: int | None = None) -> list[Outcome]:
+        """Reference runs first, then every cell under the SLOs that they give; the outcome of each point. ``seeds``: run the
+        cells with the first seeds alone. The references have all seeds of the file, so the SLOs stay the same."""
+        count = experiment.file.seeds if seeds is None else seeds
         references = reference_runs(experiment)
         key_of_reference = dict(zip(references, self._ensure(references, decisions=False), strict=True))
         stored = lru_cache(maxsize=32)(self.store.read)
@@ -91,9 +94,12 @@ class Session:
         points = experiment.points
         slos = [base_slos(experiment, point, read) for point in points]
         tpots = [tpot_slos(experiment, point, read) for point in points]
-        cells = [_cells(experiment, *limits) for limits in zip(points, slos, tpots, strict=True)]
+        cells = [_cells(experiment, *limits, count) for limits in zip(points, slos, tpots, strict=True)]
         limits = zip(points, slos, tpots, strict=True)
-        outcomes = [Outcome(point, slo, tpot, (), e2e_limits(experiment, point)) for point, slo, tpot in limits]
+        accept_cut = experiment.file.slo.cut == "whole"
+        outcomes = [
+            Outcome(point, slo, tpot, (), e2e_limits(experiment, point), accept_cut) for point, slo, tpot in limits
+        ]
         summed = [
             None if self.summarise is None else Summed(outcome.limits, self.summarise)
             for outcome, runs in zip(outcomes, cells, strict=True)
@@ -125,7 +131,7 @@ class Session:
 
 
 def _cells(
-    experiment: Experiment, point: Point, slos: Mapping[str, BaseSlo], tpot_slos: Mapping[str, BaseSlo]
+    experiment: Experiment, point: Point, slos: Mapping[str, BaseSlo], tpot_slos: Mapping[str, BaseSlo], seeds: int
 ) -> list[Run]:
     setup = experiment.setup_of(point)
 
@@ -134,4 +140,4 @@ def _cells(
 
     where = (setup, point.overrides, point.system, point.load, point.rate_scale)
     of_tokens = limits_s(tpot_slos) if tpot_slos else None
-    return [Run(*where, seed, limits_s(slos), tpot_slo_s=of_tokens) for seed in range(experiment.file.seeds)]
+    return [Run(*where, seed, limits_s(slos), tpot_slo_s=of_tokens) for seed in range(seeds)]

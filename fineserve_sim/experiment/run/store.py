@@ -28,27 +28,29 @@ from pydantic import BaseModel
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse, RunResult, Scenario
-from fineserve_sim.cluster.scenario import boards, outputs
+from fineserve_sim.cluster.compose.policies import registered_sources
+from fineserve_sim.cluster.scenario import boards
 from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
-FORMAT = 5
+FORMAT = 6
 """Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
 
 _COMPILED = (".so", ".pyd")
-_REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine")
-_TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens")
+_REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "cause", "generated_tokens")
+_TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 
 def key_of(scenario: Scenario, warmup: int) -> str:
-    """The name of a run: a hash of all that determines it, its requests and our code and data files included."""
+    """The name of a run: a hash of all that determines it, its requests, our code and data files and the sources of registered
+    policies included."""
     fields = (field.name for field in dataclasses.fields(scenario) if field.name not in ("trace", "log", "tell"))
     described = {name: plain(getattr(scenario, name)) for name in fields} | {
         "trace": _digests(scenario.trace),
         "warmup": warmup,
-        "code": [__version__, code_digest(), FORMAT],
+        "code": [__version__, code_digest(), FORMAT, *registered_sources(scenario.system)],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -127,7 +129,6 @@ class Store:
         """Store a finished run. Raises OSError when the disk refuses; then the run is not there."""
         trace = scenario.whole_trace
         requests = {column: getattr(trace, column) for column in _TRACE_COLUMNS}
-        requests |= {"output_tokens": outputs(trace.output_tokens, result)}
         requests |= {column: getattr(result, column) for column in _REQUEST_COLUMNS}
         self._write_table(self._cells / f"{key}.parquet", requests)
         if len(result.timeline.time_s):
@@ -249,9 +250,11 @@ def _by_engine(samples: Any, name: str, engines: int) -> Any:
 
 
 def _columns(samples: Any, name: str) -> Any:
-    """Shape (samples, GPUs with KV memory)."""
+    """Shape (samples, GPUs with KV memory), of which there are none where no model has a place."""
     names = [] if samples is None else [column for column in samples.column_names if column.startswith(f"{name}.")]
-    return np.stack([samples.column(each).to_numpy() for each in names], axis=1) if names else np.empty((0, 0))
+    if not names:
+        return np.empty((0 if samples is None else len(samples), 0), dtype=np.int64)
+    return np.stack([samples.column(each).to_numpy() for each in names], axis=1)
 
 
 def plain(value: Any) -> Any:

@@ -43,8 +43,8 @@ class Summed(NamedTuple):
     @property
     def digest(self) -> str:
         """One for each limits and each way to measure: metrics are of both, other than rows."""
-        told = [None if each is None else sorted(each.items()) for each in self.limits]
-        return hashlib.sha256(json.dumps([told, metrics_digest()]).encode()).hexdigest()[:8]
+        told = [None if each is None else sorted(each.items()) for each in self.limits.moments]
+        return hashlib.sha256(json.dumps([told, self.limits.accept_cut, metrics_digest()]).encode()).hexdigest()[:8]
 
 
 class Work(Protocol):

@@ -33,7 +33,7 @@ from fineserve_sim.experiment.file.sources import (
 from fineserve_sim.experiment.file.sources import held as held_trace
 from fineserve_sim.experiment.run.rates import base_rates, phased_s, stretch
 from fineserve_sim.experiment.run.replay import Replay
-from fineserve_sim.experiment.run.streams import stream
+from fineserve_sim.experiment.run.streams import stream, stream_names
 
 ISOLATED_REQUESTS = 4096  # common to all models: what sampling error is left moves all base SLOs alike
 
@@ -75,16 +75,20 @@ def _requests(setup: Setup, load: str | None, rate_scale: float, seed: int, *, h
     return requests
 
 
+def _stream_names(setup: Setup) -> dict[str, str]:
+    return stream_names(model.id for model in setup.models)
+
+
 def _stationary(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Drawn:
     """The first requests of the merged processes of all models, whose order does not depend on the rate scale."""
     work, lengths, rates = setup.workload, length_source(setup), base_rates(setup, load)
     count, rate_per_s = (work.requests or 0) + work.warmup_requests, sum(rates.values())
-    process = work.arrivals or schema.Poisson()
+    process, named = work.arrivals or schema.Poisson(), _stream_names(setup)
     draws = [
         Draw(
             name,
-            partial(_renewals, process, own_per_s, max(16, int(ROWS * own_per_s / rate_per_s)), seed, name),
-            partial(_lengths, lengths, seed, name, count),
+            partial(_renewals, process, own_per_s, max(16, int(ROWS * own_per_s / rate_per_s)), seed, named[name]),
+            partial(_lengths, lengths, seed, named[name], count),
         )
         for name, own_per_s in rates.items()
     ]
@@ -112,13 +116,13 @@ def _lengths(lengths: LengthSource, seed: int, name: str, count: int) -> NextLen
 
 def _phased(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Drawn:
     """Poisson arrivals through the phases; a model without phases keeps its rate for as long as they last."""
-    rates, span_s = base_rates(setup, load), phased_s(setup)
+    rates, span_s, named = base_rates(setup, load), phased_s(setup), _stream_names(setup)
     arrivals = {}
     for model in setup.models:
         steady = [(span_s, rates[model.id])]
         phases = [(phase.duration_s, phase.rate_per_s) for phase in model.entry.phases or ()] or steady
         scaled = [(duration_s, rate * rate_scale) for duration_s, rate in phases]
-        arrivals[model.id] = partial(_segments, scaled, seed, model.id)
+        arrivals[model.id] = partial(_segments, scaled, seed, named[model.id])
     return _until_they_end(setup, arrivals, span_s, seed, "no request arrives in any phase")
 
 
@@ -127,8 +131,9 @@ def _segments(segments: list[tuple[float, float]], seed: int, name: str) -> Iter
 
 
 def _many_models(setup: Setup, duration_s: float, scale: float, seed: int) -> Drawn:
+    named = _stream_names(setup)
     arrivals = {
-        model.id: partial(_pieces, process, duration_s, scale, seed, model.id)
+        model.id: partial(_pieces, process, duration_s, scale, seed, named[model.id])
         for model, process in zip(setup.models, processes_of(setup), strict=True)
     }
     problem = f"no request comes to any model in {duration_s:g} s"
@@ -146,9 +151,9 @@ def _until_they_end(
     counts = {name: sum(map(len, begin())) for name, begin in arrivals.items()}
     if not any(counts.values()):
         raise ValueError(problem)
-    lengths, count = length_source(setup), sum(counts.values())
+    lengths, count, named = length_source(setup), sum(counts.values()), _stream_names(setup)
     draws = [
-        Draw(name, begin, partial(_lengths, lengths, seed, name, counts[name]))
+        Draw(name, begin, partial(_lengths, lengths, seed, named[name], counts[name]))
         for name, begin in arrivals.items()
         if counts[name]
     ]

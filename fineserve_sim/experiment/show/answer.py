@@ -14,6 +14,8 @@ MEANINGS = {
     "late": "late (first token)",
     "slow": "slow (time a token)",
     "overdue": "overdue (last token)",
+    "cut_memory": "cut (KV memory of the engine)",
+    "cut_context": "cut (context of the model)",
     "dropped": "dropped",
     "rejected": "rejected (no engine can hold the prompt)",
     "unplaced": "unplaced",
@@ -26,6 +28,7 @@ _WHATS = {
     "bursts": "bursts, too short for a queue to be seen",
     "weights": "weights that are not on a GPU when requests come",
     "slots": "slots (engine.max_sequences)",
+    "context": "the context of the model",
 }
 
 

@@ -2,8 +2,9 @@
 
 The first seed is run by itself, the others together, and a cell is given up, or accepted, as soon as the seeds that are left
 cannot change the answer: a target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly
-that of all seeds: where these have unlike numbers of requests (phases, arrivals of many models), all are run. Simulations are
-kept in the folder, so that a search goes on where it stopped.
+that of all seeds. Limits are the same at any number of seeds: reference runs have all seeds of the file. Where seeds have
+unlike numbers of requests (phases, arrivals of many models), all are run. Simulations are kept in the folder, so that a search
+goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
+from fineserve_sim.experiment.run.slo import reference_runs
 from fineserve_sim.experiment.run.store import Store
 
 METRICS = {"ttft": "ttft_attainment", "tpot": "tpot_attainment", "e2e": "e2e_attainment", "all": "slo_attainment"}
@@ -160,10 +162,10 @@ class Prober:
 
     def _ask(self, system: str, key: str, value: float, fully: bool) -> Attained:
         place = {**(self.at or {}), key: value}
-        seeds = self._experiment(system, place, None).file.seeds
+        experiment = self._experiment(system, place)
+        seeds = experiment.file.seeds
         for count in (1, seeds):
-            experiment = self._experiment(system, place, count)
-            runs, unplaced = self._run(experiment)
+            runs, unplaced = self._run(experiment, count)
             sure = [_sure_of(runs, seeds, goal, alike=_alike(experiment)) for goal in self.goals]
             if not fully and (False in sure or all(sure)):
                 break
@@ -187,16 +189,15 @@ class Prober:
             unplaced=unplaced,
         )
 
-    def _run(self, experiment: Experiment) -> tuple[list[Measures], tuple[str, ...]]:
-        """The runs of the one cell of an experiment, and the models that had no instance in the first (none where models come
-        and go)."""
+    def _run(self, experiment: Experiment, seeds: int) -> tuple[list[Measures], tuple[str, ...]]:
+        """The first runs of the one cell of an experiment, and the models that had no instance in the first (none where models
+        come and go)."""
         store = Store(self.out)
         prepare(self.out)
+        progress = Progress(len(reference_runs(experiment)) + seeds, self.on_progress)
         with lent(self.executor, self.jobs) as executor:
-            session = Session(
-                store, self.out, executor, False, simulate, Progress(experiment.file.seeds, self.on_progress)
-            )
-            (outcome,) = session.simulate_all(experiment)
+            session = Session(store, self.out, executor, False, simulate, progress)
+            (outcome,) = session.simulate_all(experiment, seeds)
         placements = [store.meta(key)["placement"] for key in outcome.keys]
         runs = [
             measure(store.read(key), outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
@@ -207,16 +208,16 @@ class Prober:
 
     def experiment(self, system: str, key: str, value: float) -> Experiment:
         """One system at one value, with all seeds."""
-        return self._experiment(system, {**(self.at or {}), key: value}, None)
+        return self._experiment(system, {**(self.at or {}), key: value})
 
-    def _experiment(self, system: str, place: Mapping[str, Any], seeds: int | None) -> Experiment:
+    def _experiment(self, system: str, place: Mapping[str, Any]) -> Experiment:
         """One system at one place."""
         axes = {axis: given for axis, given in place.items() if axis != "cluster.count"}
         sweep = [{"name": "size", "at": axes, "systems": [system]}]
         overrides = [*self.overrides, *_BARE, ("sweeps", json.dumps(sweep))]
         if "cluster.count" in place:
             overrides.append(("cluster.count", str(int(place["cluster.count"]))))
-        return load_experiment(self.path, overrides, self.quick, seeds)
+        return load_experiment(self.path, overrides, self.quick)
 
 
 _BARE = (("claims", "[]"), ("figures", "[]"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from fineserve_sim.experiment.file.plan import Experiment, default_axes
@@ -63,14 +64,14 @@ class Answer:
 def fewest_gpus(prober: Prober, system: str, title: str, least: int, most: int) -> Answer:
     """The fewest GPUs from ``least`` to ``most``, with all seeds run at the answer."""
     asked = Asked(prober, system, GPUS)
-    return asked.answer(title, first_integer(least, most, asked.holds))
+    return asked.answer(title, partial(first_integer, least, most, asked.holds))
 
 
 def turning_point(prober: Prober, system: str, title: str, axis: Axis, start: float, precision: float) -> Answer:
     """The highest rate or the tightest SLO, to within a factor of 1 + ``precision``, with all seeds run at the answer."""
     asked = Asked(prober, system, axis)
     easier = 1 / STEP if axis.best == "highest" else STEP
-    return asked.answer(title, easiest_turn(start, easier, LIMIT, precision, asked.holds))
+    return asked.answer(title, partial(easiest_turn, start, easier, LIMIT, precision, asked.holds))
 
 
 class Asked:
@@ -85,9 +86,10 @@ class Asked:
             self._found[value] = self._prober.ask(self._system, self._axis.key, value)
         return self._found[value].holds
 
-    def answer(self, title: str, value: float | None) -> Answer:
-        """The probe at ``value``, over all seeds, so that its interval is as narrow as the seeds allow."""
-        if value is not None and self._found[value].early:
+    def answer(self, title: str, search: Callable[[], float | None]) -> Answer:
+        """The probe at the value that ``search`` finds, over all seeds, so that its interval is as narrow as the seeds allow.
+        Where it does not hold over all of them (a seed cannot run), search on: what was asked is known."""
+        while (value := search()) is not None and self._found[value].early:
             self._found[value] = self._prober.ask(self._system, self._axis.key, value, fully=True)
         return Answer(self._system, title, None if value is None else self._found[value], tuple(self._found.values()))
 

@@ -147,6 +147,35 @@ class DecodeTable:
         return PiecewiseLinear(starts, values, values[-1] / starts[-1])
 
 
+class _Rate(NamedTuple):
+    """Seconds beyond the floor for each token of a prompt: ``rest / length + slope * (length + TOKEN_KEYS)`` between two
+    measured lengths. It is least at ``lowest``; beyond the longer one it is ``beyond`` or more."""
+
+    rest: float
+    slope: float
+    lowest: float
+    beyond: float
+
+    def at(self, length: float) -> float:
+        """The least of this length and of all longer ones, which never falls."""
+        length = max(length, self.lowest)
+        rate_s = self.rest / length + self.slope * (length + TOKEN_KEYS)
+        return rate_s if rate_s < self.beyond else self.beyond
+
+
+def _rates(line: PiecewiseLinear, lengths: list[float], floor_s: float) -> list[_Rate]:
+    """By measured length, the rate from there on; ``line`` has the seconds by work."""
+    rates: list[_Rate] = []
+    beyond = inf
+    pieces = zip(line.starts, line.values, line.slopes, lengths, [*lengths[1:], inf], strict=True)
+    for work, value, slope, start, end in reversed([*pieces]):
+        rest = value - floor_s - work * slope
+        lowest = start if rest <= 0 else min(max(start, (rest / slope) ** 0.5 if slope else end), end)
+        rates.append(_Rate(rest, slope, lowest, beyond))
+        beyond = rates[-1].at(start)
+    return rates[::-1]
+
+
 class PrefillTable:
     """Prefill attention of one pair of head counts over ``layers`` layers.
 
@@ -154,7 +183,7 @@ class PrefillTable:
     the work of a prompt, length * (length + TOKEN_KEYS); beyond the longest prompt and the largest batch in proportion.
     """
 
-    __slots__ = ("_batch", "_factor", "_pieces", "_work", "exact", "floor_s", "longest")
+    __slots__ = ("_batch", "_factor", "_pieces", "_rates", "_work", "exact", "floor_s", "longest")
 
     def __init__(self, grid: Grid, match: HeadMatch, layers: int, slowdown: float) -> None:
         lengths = grid.axes["new_tokens"]
@@ -170,16 +199,27 @@ class PrefillTable:
         self._factor = match.batch_factor
         self.exact, self.longest = match.exact, int(lengths[-1])
         self.floor_s: float = lines[0].values[0]
+        self._rates = [_rates(line, lengths.tolist(), self.floor_s) for line in lines]
 
-    def beyond_floor_s(self, tokens: int, pairs: float) -> float:
-        """Seconds beyond ``floor_s`` of prompt chunks with ``tokens`` tokens and ``pairs`` query-key pairs in all.
+    def beyond_floor_s(self, tokens: int, pairs: float, context: int = 0) -> float:
+        """Seconds beyond ``floor_s`` of prompt chunks with ``tokens`` tokens and ``pairs`` query-key pairs in all, behind
+        ``context`` cached tokens.
 
-        They count as prompts of equal length with as many keys per query, 2 * pairs / tokens - 1; chunks after a prefix
-        are less than one such prompt, and take that part of its seconds.
+        They count as equal chunks with as many keys per query, 2 * pairs / tokens - 1, which is the length of a prompt
+        without a prefix. A chunk behind a prefix takes the part of such a longer prompt that its tokens are, and at least
+        what it takes without the prefix.
         """
-        length = 2.0 * pairs / tokens - 1.0
-        length = max(length, 1.0)
-        batch, work = tokens * self._factor / length, length * (length + TOKEN_KEYS)
+        length = max(2.0 * pairs / tokens - 1.0, 1.0)
+        if not context:
+            return self._alone_s(tokens * self._factor / length, length)
+        chunks = max((2.0 * context + tokens) / length, 1.0)
+        batch, each = chunks * self._factor, tokens / chunks
+        alone_s, behind_s = self._alone_s(batch, each), self._behind_s(batch, length) * each
+        return behind_s if behind_s > alone_s else alone_s
+
+    def _alone_s(self, batch: float, length: float) -> float:
+        """Of ``batch`` prompts without a prefix."""
+        work = length * (length + TOKEN_KEYS)
         place = bisect_right(self._work, work) - 1
         more, pieces = work - self._work[place], self._pieces[place]
         if batch <= 1.0:
@@ -193,3 +233,13 @@ class PrefillTable:
         value, slope = pieces[row + 1]
         weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
         return low_s + (value + more * slope - low_s) * weight - self.floor_s
+
+    def _behind_s(self, batch: float, length: float) -> float:
+        """Of one more token of each of ``batch`` chunks, which see the keys of prompts of this length."""
+        place = bisect_right(self._work, length * (length + TOKEN_KEYS)) - 1
+        row = bisect_right(self._batch, batch) - 1
+        low_s = self._rates[row][place].at(length)
+        if row + 1 == len(self._rates):
+            return low_s * (batch / self._batch[-1])
+        weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
+        return low_s + (self._rates[row + 1][place].at(length) - low_s) * weight

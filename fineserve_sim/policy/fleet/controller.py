@@ -259,9 +259,10 @@ class FleetController(Controller):
             for id, model in self._models.items()
             if model.held and not model.is_coming
         ]
+        first = {pending.model: min(self._models[pending.model].held) for pending in pending}
         return FleetView(
             tuple(self._engines.values()),
-            tuple(sorted(pending, key=lambda pending: (pending.since_s, pending.model))),
+            tuple(sorted(pending, key=lambda pending: (pending.since_s, first[pending.model]))),
             {id: model.rate.per_s(now) for id, model in self._models.items()},
             event.free_bytes,
             frozenset(self._pressed),

@@ -77,7 +77,7 @@ class QlmSwapping:
             here = [*{engine.engine: engine for gpu in gpus for engine in engines_on[gpu]}.values()]
             late = self._is_late(now, worker, here, groups)
             if late:
-                self._queues[worker].sort(key=lambda model: (self._deadline_s(groups[model]), model))
+                self._queues[worker].sort(key=lambda model: self._deadline_s(groups[model]))
             suggestions += self._serve(now, worker, here, taken, closes=late)
         return suggestions
 

@@ -20,8 +20,9 @@ from heapq import heappop, heappush, heapreplace
 def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
     """The keys of the full blocks among the first ``tokens`` tokens of a sequence.
 
-    ``prefix_ids`` identify its prefixes, one id for each ``id_tokens`` tokens: equal ids mean equal tokens from the first one
-    up to there. A block's key is the first id that covers all of it, so that equal keys at one place never lie.
+    ``prefix_ids`` identify its prefixes, one id for each ``id_tokens`` tokens. Equal ids mean equal tokens from the first one
+    up to there, as far as both sequences are known. A block's key is the first id that covers all of it, so that equal keys at
+    one place never lie.
     """
     known = min(tokens, len(prefix_ids) * id_tokens)
     blocks = known // block_tokens

@@ -7,8 +7,8 @@ leaves S until the batch is on time. With slots and memory for it, what is left 
 Why this need not walk the queue. Requests leave S in one fixed order: longest first, among equals the latest deadline
 first. So S is always a prefix of the queue in *length order* (tokens, deadline, id). A longer prefix has more tokens and
 no later anchor; hence "on time" holds up to some prefix and for none beyond, and that prefix is found by bisection over
-sums of tokens and minima of deadlines, kept per block of rows. The same blocks tell where a request may have become
-infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
+sums of tokens and of query-key pairs and minima of deadlines, kept per block of rows. The same blocks tell where a request
+may have become infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
 """
 
 from __future__ import annotations
@@ -17,16 +17,29 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import accumulate, chain, islice
-from typing import Literal
+from itertools import accumulate, islice
+from typing import Literal, NamedTuple, Protocol
 
-from fineserve_sim.policy.interfaces import Admission, EngineState, PrefillLatency, Request
+from fineserve_sim.policy.interfaces import Admission, EngineState, PrefillLatency, Request, prompt_pairs
 
 _Row = tuple[int, float, int]
 """(prompt tokens, deadline_s, request id): sorts by length."""
 
 _BLOCK_ROWS = 128
 """Rows of a full block: around the square root of the longest queue that we care about (10^4)."""
+
+
+class _Ttft(Protocol):
+    def __call__(self, tokens: int, pairs: int | None = None) -> float:
+        """TTFT of prompts with so many tokens and query-key pairs in all, by default of one prompt."""
+
+
+class _Sums(NamedTuple):
+    """Of some rows: tokens, query-key pairs, and the earliest deadline."""
+
+    tokens: int
+    pairs: int
+    earliest_s: float
 
 
 class AdaptiveBatching:
@@ -37,10 +50,12 @@ class AdaptiveBatching:
     a step, nobody starts, and a request is dropped only if it would be late even beside no decode.
 
     ``slo_s``: TTFT SLO of the model. ``prefill``: its chunked-prefill latency; TTFT of a set is the latency of its
-    total prompt tokens beside the running decodes, times the present slowdown.
+    prompts beside the running decodes, times the present slowdown.
     ``when_prefilling``: while admitted prompts are not yet computed, "skip" admits and drops nothing; "union" counts
-    their tokens into the batch (not into the test of a request alone). ``block_tokens``: KV tokens that every running
-    request is left for its next block. Raises ValueError for an SLO or block size that is not positive, or an unknown option.
+    their tokens into the batch as one prompt (not into the test of a request alone). ``block_tokens``: KV tokens that every
+    running request is left for its next block.
+
+    Raises ValueError for an SLO or block size that is not positive, or an unknown option.
     """
 
     def __init__(
@@ -110,8 +125,9 @@ class AdaptiveBatching:
             deadline_s, id, tokens = next(self._in_batch(last))
             if tokens <= self._max_tokens(state):
                 return soon
-            through = state.prefill_tokens + self._by_length.tokens_through((tokens, deadline_s, id))
-            change_s = min(change_s, _before(deadline_s, ttft(through)))
+            through, pairs = self._by_length.through((tokens, deadline_s, id))
+            begun = state.prefill_tokens
+            change_s = min(change_s, _before(deadline_s, ttft(begun + through, prompt_pairs(begun) + pairs)))
         return max(soon, change_s)
 
     def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
@@ -125,10 +141,13 @@ class AdaptiveBatching:
             return state._replace(decoding=0, free_slots=0)
         return state
 
-    def _ttft(self, state: EngineState) -> Callable[[int], float]:
-        """TTFT by number of tokens."""
+    def _ttft(self, state: EngineState) -> _Ttft:
         prefill, decoding, slowdown = self._prefill, state.decoding, state.slowdown
-        return lambda tokens: prefill(tokens, decoding) * slowdown
+
+        def ttft(tokens: int, pairs: int | None = None) -> float:
+            return prefill(tokens, decoding, prompt_pairs(tokens) if pairs is None else pairs) * slowdown
+
+        return ttft
 
     def _max_tokens(self, state: EngineState) -> int:
         return state.free_kv_tokens - self._block_tokens * state.running
@@ -141,7 +160,7 @@ class AdaptiveBatching:
         del self._by_deadline[bisect_left(self._by_deadline, (deadline_s, request.id))]
         return request
 
-    def _infeasible(self, now: float, ttft: Callable[[int], float]) -> list[int]:
+    def _infeasible(self, now: float, ttft: _Ttft) -> list[int]:
         """Ids, in deadline order, of the requests that miss their deadline even alone (D of the listing)."""
         found: list[tuple[float, int]] = []
         for block in self._by_length.blocks:
@@ -152,14 +171,16 @@ class AdaptiveBatching:
                         found.append((deadline_s, id))
         return [id for _, id in sorted(found)]
 
-    def _batch_end(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> _Row | None:
+    def _batch_end(self, now: float, state: EngineState, ttft: _Ttft) -> _Row | None:
         """Last row, in length order, of the batch that is on time for its anchor. None when the batch is empty, or when
         slots or memory let nobody start."""
         blocks = self._by_length.blocks
         if not blocks or state.free_slots <= 0 or self._max_tokens(state) < blocks[0].rows[0][0]:
             return None
+        begun = state.prefill_tokens
         return self._by_length.longest_prefix(
-            lambda tokens, anchor_s: now + ttft(tokens) < anchor_s, state.prefill_tokens
+            lambda sums: now + ttft(sums.tokens, sums.pairs) < sums.earliest_s,
+            _Sums(begun, prompt_pairs(begun), math.inf),
         )
 
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
@@ -169,7 +190,7 @@ class AdaptiveBatching:
             if row[2] <= longest and (row[2], row[0], row[1]) <= last:
                 yield row
 
-    def _startable(self, now: float, state: EngineState, ttft: Callable[[int], float]) -> list[int]:
+    def _startable(self, now: float, state: EngineState, ttft: _Ttft) -> list[int]:
         """Ids of the requests to start, in deadline order: the batch, cut to slots and memory. A first request that
         finds no memory holds back those behind it."""
         last = self._batch_end(now, state, ttft)
@@ -182,7 +203,7 @@ class AdaptiveBatching:
             ids.append(id)
         return ids
 
-    def _first_expiry(self, ttft: Callable[[int], float]) -> float:
+    def _first_expiry(self, ttft: _Ttft) -> float:
         """A time before which no waiting request becomes infeasible."""
         first_s = math.inf
         for block in sorted(self._by_length.blocks, key=lambda block: block.earliest_s - ttft(block.longest)):
@@ -196,11 +217,12 @@ class AdaptiveBatching:
 
 
 class _Block:
-    """Some rows in length order, with what the searches need: the sum of their tokens, their earliest deadline."""
+    """Some rows in length order, with what the searches need: their sums."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self.rows = rows
         self.tokens = sum(row[0] for row in rows)
+        self.pairs = sum(prompt_pairs(row[0]) for row in rows)
         self.earliest_s = min(row[1] for row in rows)
 
     @property
@@ -222,6 +244,7 @@ class _LengthOrder:
         block = self.blocks[index]
         insort(block.rows, row)
         block.tokens += row[0]
+        block.pairs += prompt_pairs(row[0])
         block.earliest_s = min(block.earliest_s, row[1])
         if len(block.rows) > _BLOCK_ROWS:
             half = _BLOCK_ROWS // 2
@@ -232,29 +255,30 @@ class _LengthOrder:
         block = self.blocks[index]
         del block.rows[bisect_left(block.rows, row)]
         block.tokens -= row[0]
+        block.pairs -= prompt_pairs(row[0])
         if not block.rows:
             del self.blocks[index]
         elif row[1] == block.earliest_s:
             block.earliest_s = min(other[1] for other in block.rows)
 
-    def longest_prefix(self, on_time: Callable[[int, float], bool], tokens: int) -> _Row | None:
-        """Last row of the longest prefix for which ``on_time(tokens + its tokens, its earliest deadline)`` holds; None
-        when it holds for no row. ``on_time`` must turn false once, from shorter to longer prefixes."""
-        parts = [(block.tokens, block.earliest_s) for block in self.blocks]
-        whole, tokens, earliest_s = _accepted(parts, on_time, tokens, math.inf)
+    def longest_prefix(self, on_time: Callable[[_Sums], bool], before: _Sums) -> _Row | None:
+        """Last row of the longest prefix for which ``on_time(before and its sums)`` holds; None when it holds for no row.
+        ``on_time`` must turn false once, from shorter to longer prefixes."""
+        parts = [(block.tokens, block.pairs, block.earliest_s) for block in self.blocks]
+        whole, sums = _accepted(parts, on_time, before)
         if whole < len(self.blocks):
             rows = self.blocks[whole].rows
-            count, _, _ = _accepted([row[:2] for row in rows], on_time, tokens, earliest_s)
+            count, _ = _accepted([(row[0], prompt_pairs(row[0]), row[1]) for row in rows], on_time, sums)
             if count:
                 return rows[count - 1]
         return self.blocks[whole - 1].rows[-1] if whole else None
 
-    def tokens_through(self, row: _Row) -> int:
-        """Tokens of all rows up to and with ``row``."""
+    def through(self, row: _Row) -> tuple[int, int]:
+        """Tokens and query-key pairs of all rows up to and with ``row``."""
         index = self._index(row)
         rows = self.blocks[index].rows
-        head = (other[0] for other in rows[: bisect_left(rows, row) + 1])
-        return sum(chain((block.tokens for block in self.blocks[:index]), head))
+        parts = [*self.blocks[:index], _Block(rows[: bisect_left(rows, row) + 1])]
+        return sum(part.tokens for part in parts), sum(part.pairs for part in parts)
 
     def _index(self, row: _Row) -> int:
         """The first block whose last row is not before ``row``."""
@@ -262,14 +286,19 @@ class _LengthOrder:
 
 
 def _accepted(
-    parts: Iterable[tuple[int, float]], on_time: Callable[[int, float], bool], tokens: int, earliest_s: float
-) -> tuple[int, int, float]:
-    """How many leading (tokens, deadline) parts are on time after what came before, and the sums through them."""
-    lengths, deadlines_s = zip(*parts, strict=True)
-    sums = list(accumulate(lengths, initial=tokens))
-    firsts = list(accumulate(deadlines_s, min, initial=earliest_s))
-    count = bisect_left(range(1, len(sums)), True, key=lambda i: not on_time(sums[i], firsts[i]))
-    return count, sums[count], firsts[count]
+    parts: Iterable[tuple[int, int, float]], on_time: Callable[[_Sums], bool], before: _Sums
+) -> tuple[int, _Sums]:
+    """How many leading (tokens, pairs, deadline) parts are on time after what came before, and the sums through them."""
+    tokens, pairs, deadlines_s = zip(*parts, strict=True)
+    all_tokens = list(accumulate(tokens, initial=before.tokens))
+    all_pairs = list(accumulate(pairs, initial=before.pairs))
+    earliest_s = list(accumulate(deadlines_s, min, initial=before.earliest_s))
+
+    def sums(count: int) -> _Sums:
+        return _Sums(all_tokens[count], all_pairs[count], earliest_s[count])
+
+    count = bisect_left(range(1, len(all_tokens)), True, key=lambda count: not on_time(sums(count)))
+    return count, sums(count)
 
 
 def _before(deadline_s: float, duration_s: float) -> float:

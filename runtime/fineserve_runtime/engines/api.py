@@ -143,8 +143,9 @@ Logprobs = tuple[tuple[int, float], ...]
 
 
 class TokenChunk(NamedTuple):
-    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: why it ends with "error";
-    ``logprobs``: one entry a token, where they were asked for; ``vector``: the whole answer of an engine that embeds."""
+    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: what is wrong with a request
+    that ends with "error"; ``logprobs``: one entry a token, where they were asked for; ``vector``: the whole answer of an
+    engine that embeds."""
 
     request_id: int
     token_ids: tuple[int, ...]

@@ -6,6 +6,7 @@ can be looked up at any time. `LocalDevice` is a device of this machine; ray_dev
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from fineserve_runtime.engines.table import MAX_ENGINES, SlabTable, lock_holder
 from fineserve_runtime.engines.vllm_engine import prepare_environment
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
+
+_LOG = logging.getLogger("fineserve.engines")
 
 
 class EngineFacts(NamedTuple):
@@ -282,19 +285,27 @@ class LocalDevice:
         self._links[number] = link
 
     def _receive(self, message: Message) -> None:
-        """A dead engine's slabs are free before anybody hears of its death, and nobody writes into them any more."""
-        if isinstance(message, Died):
-            self._end_ranks(message.engine)
+        """A dead engine's slabs are free before its death is told, unless a rank of it may still write into them."""
+        if isinstance(message, Died) and self._end_ranks(message.engine):
             for memory in self._memory_of(message.engine):
                 with memory.table.lock():
                     memory.table.reclaim(message.engine)
         self._deliver(message)
 
-    def _end_ranks(self, number: int) -> None:
+    def _end_ranks(self, number: int) -> bool:
+        """Kill the ranks of an engine. False when one is still there; the log has a line then."""
+        ended = True
         for memory in self._memory_of(number):
             row = memory.table.counters[number]
-            if pid := row.get("rank_pid"):
-                end_rank(pid, row.get("pid"))
+            pid = row.get("rank_pid")
+            if pid and not end_rank(pid, row.get("pid")):
+                ended = False
+                _LOG.error(
+                    "engine %s: rank process %d was killed and does not end; its memory stays taken",
+                    self._engines[number].config.name,
+                    pid,
+                )
+        return ended
 
 
 class _Memory(NamedTuple):
@@ -370,5 +381,5 @@ def _check_space(folder: Path, size_bytes: int) -> None:
     if there.f_bavail * there.f_frsize < size_bytes:
         raise ValueError(
             f"region_bytes is {size_bytes}, but {folder} has room for {there.f_bavail * there.f_frsize}; "
-            "lower it, or set region_dir to a larger shared-memory folder"
+            "lower it, or enlarge the shared memory there"
         )

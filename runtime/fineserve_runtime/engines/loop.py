@@ -230,7 +230,8 @@ class EngineLoop:
         report = core.step()
         if report is None:
             return bool(core.starved)
-        self._step_s[engine] = report.ended_s - report.started_s
+        if report.prefill_tokens or report.decodes:
+            self._step_s[engine] = report.ended_s - report.started_s
         core.publish()
         state = report.state._replace(slowdown=self._slowdown(engine))
         self._emit(Stepped(self._seen[engine], report._replace(state=state)))

@@ -14,6 +14,7 @@ from typing import Any
 from fineserve_runtime.engines.api import EngineConfig
 from fineserve_runtime.engines.links import PipeInbox
 from fineserve_runtime.engines.loop import EngineLoop, Message
+from fineserve_runtime.engines.model_files import read_config
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.vllm_engine import SteppedCore, prepare_environment, slab_arguments
 from fineserve_runtime.engines.vllm_engine import build_core as build_vllm_core
@@ -23,6 +24,7 @@ def build_slab_core(
     config: EngineConfig, model_dir: Path, settings: SlabSettings, region_bytes: int, eos_token_ids: tuple[int, ...]
 ) -> SteppedCore:
     """An engine over the slab region, in this process."""
+    read_config(model_dir)  # vLLM would ask a hub for a folder that is gone
     prepare_environment()
     if (
         settings.device == "cpu"

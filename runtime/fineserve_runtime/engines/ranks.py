@@ -128,20 +128,26 @@ def free_in_all(tables: Sequence[SlabTable]) -> int:
     return int(np.count_nonzero(np.logical_and.reduce([table.free_marks() for table in tables])))
 
 
-def end_rank(pid: int, engine_pid: int) -> None:
-    """Kill a rank that outlived its engine, and wait until it is gone: it could still write into slabs that others get. Another
-    process may have its number by now; a rank is in the session that its engine's process leads."""
+GONE_S = 10.0
+"""How long a killed rank is waited for. One that a driver holds in the kernel may never go."""
+
+
+def end_rank(pid: int, engine_pid: int) -> bool:
+    """Kill a rank that outlived its engine, and wait until it is gone: it could still write into slabs that others get. False
+    when it is not gone after ``GONE_S``. Another process may have its number by now; a rank is in the session that its
+    engine's process leads."""
     try:
         file = os.pidfd_open(pid)
     except ProcessLookupError:
-        return
+        return True
     try:
-        if os.getsid(pid) == engine_pid:
-            signal.pidfd_send_signal(file, signal.SIGKILL)
-            gone = select.poll()
-            gone.register(file, select.POLLIN)
-            gone.poll()
+        if os.getsid(pid) != engine_pid:
+            return True
+        signal.pidfd_send_signal(file, signal.SIGKILL)
+        gone = select.poll()
+        gone.register(file, select.POLLIN)
+        return bool(gone.poll(1000 * GONE_S))
     except ProcessLookupError:
-        pass
+        return True
     finally:
         os.close(file)

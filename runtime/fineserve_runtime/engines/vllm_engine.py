@@ -28,17 +28,22 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_XGRAMMAR_CACHE_MB": "128",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Set, where the user has not, before vllm is imported: engine cores in process, nothing fetched or sent, one thread an
-engine (two threads of two engines on two cores turn steps of 3 ms into 50) on whatever core is free (else vLLM
-wants a NUMA node a rank)."""
+"""Set, where the user has not, before vllm is imported: engine cores in process, nothing fetched or sent, 128 MB of compiled
+grammars at most, one thread an engine (two threads of two engines on two cores turn steps of 3 ms into 50) on whatever core is
+free (else vLLM wants a NUMA node a rank)."""
 
 _SCHEDULER = {"cpu": "SlabScheduler", "cuda": "SlabAsyncScheduler"}
 _WORKER = {"cpu": "vllm_cpu.SlabCPUWorker", "cuda": "vllm_worker.SlabWorker"}
 _PACKAGE = "fineserve_runtime.engines"
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+
+
+_WORD_S = 0.01
+"""So often an engine reports that only waits for grammars."""
 
 
 def prepare_environment() -> None:
@@ -109,16 +114,21 @@ class SteppedCore:
     """An engine core and the requests in it. ``engine`` goes into its reports; ids are ints outside, strings in vLLM."""
 
     def __init__(self, core: Any, engine: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        from fineserve_runtime.engines.vllm_grammars import Grammars
+
         self.core = core
         self.engine = engine
         self._eos = eos_token_ids
         self._arrivals = 0
         self._aborted: list[TokenChunk] = []
+        self._grammars = Grammars(core)
+        self._next_word_s = 0.0
         self.steps = 0
         self.preemptions = 0
 
     def add(self, submission: Submission) -> None:
-        """Raises ValueError for what vLLM's own check finds: its front end, which would have asked, is not there."""
+        """Raises ValueError for what vLLM's own check finds: its front end, which would have asked, is not there. Constraints
+        are checked later, beside the steps."""
         from vllm.v1.engine import EngineCoreRequest
 
         self._arrivals += 1
@@ -141,7 +151,7 @@ class SteppedCore:
         sampling = vllm_sampling(submission.sampling, self._eos)
         config = self.core.vllm_config
         tokenizer = getattr(self.core.structured_output_manager, "tokenizer", None)
-        sampling.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+        sampling.verify(config.model_config, config.speculative_config, None, tokenizer)
         return sampling
 
     def _pooling(self) -> Any:
@@ -155,12 +165,14 @@ class SteppedCore:
         """A request that ``add`` failed on: it ends with reason "error" in the next report, and leaves nothing behind."""
         if str(request_id) in self.core.scheduler.requests:
             self.core.abort_requests([str(request_id)])
+        self._grammars.forget(str(request_id))
         self._aborted.append(TokenChunk(request_id, (), "error", problem))
 
     def abort(self, request_id: int) -> None:
         """The request ends with reason "abort" in the next report. Unknown ids are ignored."""
         if str(request_id) in self.core.scheduler.requests:
             self.core.abort_requests([str(request_id)])
+            self._grammars.forget(str(request_id))
             self._aborted.append(TokenChunk(request_id, (), "abort"))
 
     @property
@@ -193,11 +205,13 @@ class SteppedCore:
         except Exception:
             self._check_ranks()
             raise
-        chunks = tuple(_chunk(output) for batch in (outputs or {}).values() for output in batch.outputs)
+        chunks = tuple(self._chunk(output) for batch in (outputs or {}).values() for output in batch.outputs)
+        for request_id, problem in self._grammars.too_slow():
+            self.refuse(int(request_id), problem)
         chunks += tuple(self._aborted)
         self._aborted.clear()
         preempted = tuple(map(int, scheduler.preempted))
-        if not chunks and not preempted and not outputs:
+        if not chunks and not preempted and not outputs and not self._is_heard_of(started_s):
             return None
         self.steps += 1
         self.preemptions += len(preempted)
@@ -215,6 +229,14 @@ class SteppedCore:
             preempted=preempted,
             state=scheduler.engine_state(),
         )
+
+    def _is_heard_of(self, now_s: float) -> bool:
+        """Whether an engine that only waits for grammars is to report all the same: its scheduler is asked at its reports, and
+        may have others to start."""
+        if not self.core.scheduler.requests or self.core.scheduler.starved or now_s < self._next_word_s:
+            return False
+        self._next_word_s = now_s + _WORD_S
+        return bool(self.core.scheduler.waits)
 
     def state(self) -> EngineState:
         self.core.scheduler.lease.look()
@@ -263,12 +285,15 @@ class SteppedCore:
         take the process groups that other engines here still use."""
         if self.core.vllm_config.parallel_config.world_size > 1:
             self.core.model_executor.shutdown()
+        self._grammars.close()
         self.core.scheduler.shutdown()
         self.core.scheduler.lease.close()
 
-
-def _chunk(output: Any) -> TokenChunk:
-    reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
-    found = logprobs(output.new_logprobs)
-    vector = () if output.pooling_output is None else tuple(output.pooling_output.float().tolist())
-    return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason, logprobs=found, vector=vector)
+    def _chunk(self, output: Any) -> TokenChunk:
+        reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
+        problem = self._grammars.problem(output.request_id) if reason == "error" else ""
+        if reason is not None:
+            self._grammars.forget(output.request_id)
+        found = logprobs(output.new_logprobs)
+        vector = () if output.pooling_output is None else tuple(output.pooling_output.float().tolist())
+        return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason, problem, found, vector)

@@ -116,12 +116,16 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         return finished
 
     def engine_state(self) -> EngineState:
-        """What a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator."""
+        """What a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator; prompts
+        whose grammar is being made stand in nobody's way."""
+        status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        compiling = {id for id in self._unprefilled.keys() & self.requests.keys() if self.requests[id].status == status}
+        ready = [left for id, left in self._unprefilled.items() if id not in compiling]
         promised = len(self.requests)
         return EngineState(
             running=promised,
             decoding=promised - len(self._unprefilled),
-            prefill_tokens=sum(self._unprefilled.values()),
+            prefill_tokens=sum(ready),
             free_slots=max(0, self._active_limit - promised),
             free_kv_tokens=self.pool.get_num_free_blocks() * self.block_size,
             slowdown=1.0,

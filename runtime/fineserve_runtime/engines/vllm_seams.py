@@ -63,6 +63,8 @@ CONTRACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm.v1.engine.core", "EngineCore.preprocess_add_request"): ("request",),
     ("vllm.v1.engine.core", "EngineCore.add_request"): ("request",),
     ("vllm.sampling_params", "SamplingParams.verify"): ("model_config", "structured_outputs_config", "tokenizer"),
+    ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"): ("request",),
+    ("vllm.v1.structured_output", "StructuredOutputManager._create_grammar"): ("request",),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"): ("layer", "remove_weight"),
     (f"{_COMMUNICATORS}.shm_broadcast", "sched_yield"): (),
     (f"{_COMMUNICATORS}.cpu_communicator", "CpuCommunicator._all_group_ranks_share_shm_group_name"): (),

@@ -20,9 +20,9 @@ _MODELS = f"{ADMIN}models"
 
 
 class AddRequest(AddedModel):
-    """A model and its name."""
+    """A model and its name, which is a part of paths: ``..`` would be another path."""
 
-    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$")]
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:-]{0,99}$")]
 
 
 def add_admin(app: FastAPI, service: Service) -> None:

@@ -20,7 +20,7 @@ async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
     parts = await collect(choices)
     return head(ask, "chat.completion" if ask.chat else "text_completion") | {
         "choices": [_choice(ask, index, part) for index, part in enumerate(parts)],
-        "usage": usage(ask, sum(part.tokens for part in parts)),
+        "usage": usage(ask.prompt_tokens, sum(part.tokens for part in parts)),
     }
 
 
@@ -73,7 +73,7 @@ class EventStream:
         self._ask = ask
         self._choices = choices
         self._pieces = _merged(choices)
-        self._tokens = 0
+        self._tokens = [0] * len(choices)
         self._opened: set[int] = set()
         self._sent = [0] * len(choices)  # characters
         self._readers: list[ToolParser] | None = None
@@ -117,8 +117,8 @@ class EventStream:
         yield from ()
 
     def _closing(self) -> Iterator[str]:
-        if self._ask.include_usage:
-            yield _event(self._head() | {"choices": [], "usage": usage(self._ask, self._tokens)})
+        if self._ask.usage != "none":
+            yield _event(self._head() | {"choices": [], "usage": usage(self._ask.prompt_tokens, sum(self._tokens))})
 
     def _failure(self, problem: ApiError) -> Iterator[str]:
         yield _event(problem.body)
@@ -129,11 +129,11 @@ class EventStream:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _of_piece(self, index: int, piece: Piece) -> list[str]:
-        self._tokens += piece.tokens
         deltas = []
         if self._ask.chat and index not in self._opened:
             self._opened.add(index)
             deltas.append(self._delta(index, {"role": "assistant", "content": ""}, None, None))
+        self._tokens[index] += piece.tokens
         if self._readers is not None:
             deltas += self._of_calls(index, piece, self._readers[index])
         elif piece.text or piece.finish_reason or piece.tokens:
@@ -164,9 +164,11 @@ class EventStream:
 
     def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
         body = {"delta": content} if self._ask.chat else content
-        return _event(
-            self._head() | {"choices": [{"index": index, **body, "logprobs": found, "finish_reason": reason}]}
-        )
+        choice = {"index": index, **body, "logprobs": found, "finish_reason": reason}
+        counted = {}
+        if self._ask.usage == "each":
+            counted = {"usage": usage(len(self._ask.orders[index].prompt), self._tokens[index])}
+        return _event(self._head() | {"choices": [choice]} | counted)
 
     def _head(self) -> dict[str, Any]:
         return head(self._ask, "chat.completion.chunk" if self._ask.chat else "text_completion")

@@ -134,12 +134,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         served.check_length(len(body.prompt), "prompt")
         tokens = served.tokenizer.encode(body.prompt, special=body.add_special_tokens)
     else:
-        messages = [message.plain() for message in body.messages or []]
-        served.check_length(sum(len(message["content"]) for message in messages), "messages")
-        try:
-            tokens = served.tokenizer.chat(messages, {"add_generation_prompt": body.add_generation_prompt})
-        except ValueError as problem:
-            raise ApiError(400, str(problem), param="messages") from None
+        tokens = served.chat(body.messages or (), {"add_generation_prompt": body.add_generation_prompt})
     strings = [served.tokenizer.decode([token], special=True) for token in tokens] if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens, "token_strs": strings}
 

@@ -11,7 +11,7 @@ from fineserve_runtime.server.constraints import LEVELS, levels
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
-from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from fineserve_runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, Usage
 from fineserve_runtime.server.streams import Order
 from fineserve_runtime.server.tools import ToolUse, tool_use
 
@@ -32,7 +32,7 @@ class Ask:
     prompt_tokens: int
     chat: bool
     stream: bool
-    include_usage: bool
+    usage: Usage
     logprobs: int | None
     tools: ToolUse | None
     created: int
@@ -43,17 +43,12 @@ def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: L
     request.check(bounds)
     tools = tool_use(request, model.tool_parser)
     options = {
+        **(request.chat_template_kwargs or {}),
         **({"tools": tools.template} if tools else {}),
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
-        **(request.chat_template_kwargs or {}),
     }
-    messages = [message.plain() for message in request.messages]
-    model.check_length(sum(len(message["content"]) for message in messages), "messages")
-    try:
-        prompt = model.tokenizer.chat(messages, options)
-    except ValueError as problem:
-        raise ApiError(400, str(problem), param="messages") from None
+    prompt = model.chat(request.messages, options)
     return _ask(request, model, [(prompt, "")], f"chatcmpl-{request_id}", limits, bounds, tools)
 
 
@@ -115,7 +110,7 @@ def _ask(
                     text if isinstance(request, CompletionRequest) and request.echo else "",
                 )
             )
-    usage = request.stream_options is not None and request.stream_options.include_usage
+    usage = request.stream_options.usage if request.stream_options else "none"
     tokens = sum(len(prompt) for prompt, _ in prompts)
     wanted = request.wanted_logprobs
     return Ask(id, model, orders, tokens, chat, request.stream, usage, wanted, tools, int(time.time()))

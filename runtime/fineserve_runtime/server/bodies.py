@@ -13,9 +13,9 @@ def head(ask: Ask, kind: str) -> dict[str, Any]:
     return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model.id}
 
 
-def usage(ask: Ask, completion_tokens: int) -> dict[str, int]:
-    total = ask.prompt_tokens + completion_tokens
-    return {"prompt_tokens": ask.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int = 0) -> dict[str, Any] | None:

@@ -1,5 +1,5 @@
-"""How deep a constraint is nested. vLLM's grammar library takes time that grows with the cube of it, on the thread that steps
-the engine: a JSON schema of 900 levels, 9 KB of text, takes it more than 30 s, and so does a regular expression of 8,000."""
+"""How deep a constraint is nested. vLLM's grammar library takes time that grows with the cube of it: a JSON schema of 900
+levels, 9 KB of text, takes it more than 30 s, and so does a regular expression of 8,000."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 LEVELS = 64
-"""With so many it takes half a second at most, whatever fits into a constraint."""
+"""With so many it takes seconds at most for what fits into a constraint, beside the engine's own thread (vllm_grammars.py)."""
 
 
 def levels(kind: str, text: str) -> float:
-    """Of a JSON schema with the regular expressions in it, or of a regular expression; of other kinds 0, whose grammars the
-    library itself bounds."""
+    """Of a JSON schema with the regular expressions in it, or of a regular expression; of other kinds 0: their nesting
+    costs little, and what an ambiguous one costs shows only as it is followed."""
     if kind == "regex":
         return _groups(text)
     if kind != "json":

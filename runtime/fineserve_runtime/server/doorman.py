@@ -43,6 +43,16 @@ class Gate:
             self._places = None
 
 
+_TWO_LENGTHS = ApiError(
+    400,
+    "the request has both Transfer-Encoding and Content-Length; send one",
+    code="bad_http",
+    reason="bad_http",
+    headers={"Connection": "close"},
+)
+"""A proxy in between may go by the other one, and take for a body what is a request here: the connection is closed."""
+
+
 class Doorman:
     """ASGI middleware: every request has an id, the client's or ours, a line in the log, and the right key. What goes wrong
     is answered in OpenAI's shape. ``/health`` is answered here, before anything that waits. Bodies are read here, into
@@ -57,6 +67,10 @@ class Doorman:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        names = [name for name, _ in scope["headers"]]
+        if b"transfer-encoding" in names and b"content-length" in names:
+            await answer(self._service, _TWO_LENGTHS)(scope, receive, send)
             return
         if scope["path"] == "/health":
             await self._health(scope["method"])(scope, receive, send)

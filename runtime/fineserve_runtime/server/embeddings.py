@@ -56,7 +56,7 @@ def embeddings_ask(
         raise ApiError(400, problem, param="input")
     orders = [Order(model.id, _tokens(text, model), _ONE_TOKEN, limits) for text in inputs]
     tokens = sum(len(order.prompt) for order in orders)
-    return Ask(f"embd-{request_id}", model, orders, tokens, False, False, False, None, None, int(time.time()))
+    return Ask(f"embd-{request_id}", model, orders, tokens, False, False, "none", None, None, int(time.time()))
 
 
 def _tokens(text: str | list[int], model: ServedName) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import Limits
 from fineserve_runtime.server.errors import ApiError
+from fineserve_runtime.server.schema import Message
 from fineserve_runtime.server.text import Tokenizer
 from fineserve_runtime.server.tools import MakeParser
 
@@ -41,6 +43,16 @@ class ServedName:
         """Raises ApiError for a text that is too long whatever its tokens are; to count those would take a while."""
         if characters > self.max_model_len * self.tokenizer.longest_token:
             raise self.too_long(f"the text has {characters} characters", where)
+
+    def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """The prompt. Raises ApiError for messages that the template does not take, or that cannot fit."""
+        plain = [message.plain() for message in messages]
+        try:
+            text = self.tokenizer.chat(plain, options)
+        except ValueError as problem:
+            raise ApiError(400, str(problem), param="messages") from None
+        self.check_length(len(text), "messages")
+        return self.tokenizer.encode(text, special=False)
 
     def too_long(self, what: str, where: str) -> ApiError:
         problem = f"this model's maximum context length is {self.max_model_len} tokens; {what}"

@@ -222,7 +222,7 @@ def _status(reason: str | None) -> str:
 
 def _usage(ask: Ask, tokens: int) -> dict[str, Any]:
     """Cached tokens are not told apart by request."""
-    chat = usage(ask, tokens)
+    chat = usage(ask.prompt_tokens, tokens)
     return {
         "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
@@ -266,7 +266,7 @@ class ResponseStream(EventStream):
 
     def _closing(self) -> Iterator[str]:
         yield from self._end_item(_status(self._reason))
-        body = _response(self._request, self._ask, self._output, self._reason, self._tokens)
+        body = _response(self._request, self._ask, self._output, self._reason, sum(self._tokens))
         yield self._event(f"response.{body['status']}", response=body)
 
     def _failure(self, problem: ApiError) -> Iterator[str]:

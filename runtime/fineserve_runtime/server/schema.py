@@ -30,6 +30,20 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 """Values with which an option that is not here changes nothing."""
 
+_TOKENIZERS_OWN = {
+    "chat_template",
+    "tokenize",
+    "conversation",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+"""Parameters of ``apply_chat_template`` beside the variables of the template: they are the server's to set."""
+
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that is refused for its first wrong entry. Of a million of them each would cost a kilobyte, and together the event
 loop seconds."""
@@ -75,13 +89,25 @@ def _place(error: ErrorDetails, body: Any) -> list[int | str]:
     return [*place, *absent, *unknown]
 
 
+Usage = Literal["none", "last", "each"]
+"""Which chunks of a stream count tokens: an additional last one, or each one as well."""
+
+
 class StreamOptions(BaseModel):
-    """``include_obfuscation``, OpenAI's padding of events, changes no answer."""
+    """``continuous_usage_stats`` is vLLM's, and needs ``include_usage`` there, too; ``include_obfuscation``, OpenAI's padding
+    of events, changes no answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: Given[bool] = False
+    continuous_usage_stats: Given[bool] = False
     include_obfuscation: bool | None = None
+
+    @property
+    def usage(self) -> Usage:
+        if not self.include_usage:
+            return "none"
+        return "each" if self.continuous_usage_stats else "last"
 
 
 class StructuredOutputs(BaseModel):
@@ -342,6 +368,18 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message and self.add_generation_prompt:
             problem = "continue_final_message and add_generation_prompt exclude each other"
             raise ApiError(400, problem, param="continue_final_message")
+        self._check_template_variables()
+
+    def _check_template_variables(self) -> None:
+        """In vLLM's words. A template is a program: that of a client is never run."""
+        given = self.chat_template_kwargs or {}
+        if given.get("chat_template") is not None:
+            problem = "Chat template is passed with request, but --trust-request-chat-template is not set. "
+            problem += "Refused request with untrusted chat template."
+            raise ApiError(400, problem, param="chat_template_kwargs")
+        if unexpected := sorted(_TOKENIZERS_OWN & given.keys()):
+            problem = f"Found unexpected chat template kwargs from request: {', '.join(unexpected)}"
+            raise ApiError(400, problem, param="chat_template_kwargs")
 
 
 class TokenizeRequest(BaseModel):

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
+_REASON_CHARS = 500
+"""Of what a template raises, which may have the whole chat in it."""
+
 
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
@@ -17,8 +20,8 @@ class Tokenizer(Protocol):
         """With or without special tokens."""
         ...
 
-    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """The prompt that asks for the next message; ``options`` are those of the template. Raises ValueError when the model
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        """The text that asks for the next message; ``options`` are those of the template. Raises ValueError when the model
         has no chat template, or it does not take the messages."""
         ...
 
@@ -44,14 +47,15 @@ class LocalTokenizer:
         found: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
         return found
 
-    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions")
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as problem:  # templates are programs: whatever they raise is about these messages
-            raise ValueError(f"the model's chat template does not take this: {problem}") from None
-        return self.encode(text, special=False)
+            reason = str(problem)[:_REASON_CHARS]
+            raise ValueError(f"the model's chat template does not take this: {reason}") from None
+        return text
 
     @property
     def native(self) -> Any:

@@ -115,18 +115,37 @@ def tool_use(request: ChatRequest, make_parser: MakeParser | None) -> ToolUse | 
 
 
 def _list_schema(tools: Sequence[Tool], parallel: bool | None) -> dict[str, Any]:
-    """One call or more; one without ``parallel``."""
+    """One call or more; one without ``parallel``. Each tool's parameters are a definition of their own, so that what refers to
+    their root is led there: two tools may have different schemas of one name."""
+    places = [f"#/$defs/{number}" for number in range(len(tools))]
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": tool.parameters},
+            "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": place}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for tool, place in zip(tools, places, strict=True)
     ]
+    definitions = {
+        str(number): _moved(tool.parameters, place)
+        for number, (tool, place) in enumerate(zip(tools, places, strict=True))
+    }
     most = {"maxItems": 1} if parallel is False else {}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema when its root is at ``place``."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 def call_bodies(calls: Sequence[Call], *, streamed: bool) -> list[dict[str, Any]]:

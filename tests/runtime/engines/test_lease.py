@@ -223,7 +223,7 @@ def test_a_second_host_is_refused_and_a_crash_is_recognised(tmp_path: Path) -> N
         "lock = RegionLock(paths)\n"
         "SlabTable.create(paths.table, 4, 120, 1), CpuRegion.create(paths.bytes_file, 480)\n"
         "print('up', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     server = subprocess.Popen(

@@ -70,7 +70,7 @@ def loop() -> Iterator[tuple[ThreadLink, Callable[[], Message]]]:
     link = ThreadLink({0: BrokenCore}, heard.put)
 
     def next_() -> Message:
-        while isinstance(message := heard.get(timeout=10), Beat):
+        while isinstance(message := heard.get(timeout=300), Beat):
             pass
         return message
 
@@ -164,7 +164,7 @@ def test_an_idle_engine_says_that_it_lives() -> None:
     link = ThreadLink(
         {0: BrokenCore}, lambda message: beats.put(time.monotonic()) if isinstance(message, Beat) else None
     )
-    first, second = beats.get(timeout=10), beats.get(timeout=10)
+    first, second = beats.get(timeout=300), beats.get(timeout=300)
     assert second - first < BEAT_S + 5, "it is not asked for anything"
     link.close()
 
@@ -177,10 +177,10 @@ def stand_still(connection: Connection) -> None:
 def test_a_stopped_process_can_be_ended() -> None:
     heard: queue.Queue[Any] = queue.Queue()
     link = ProcessLink(0, stand_still, (), heard.put)
-    assert heard.get(timeout=30) == "hello"
+    assert heard.get(timeout=300) == "hello"
     os.kill(link.process.pid or 0, signal.SIGSTOP)
     link.kill()
-    assert heard.get(timeout=10) == Died(0, "its process ended with code -9")
+    assert heard.get(timeout=300) == Died(0, "its process ended with code -9")
     link.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fineserve_runtime.engines.api import EngineConfig
 from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, read_config
+from fineserve_runtime.engines.process import build_slab_core
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -70,3 +71,10 @@ def test_end_of_sequence_tokens(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path, {"eos_token_id": 2}) == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert eos_token_ids(tmp_path, {"eos_token_id": 2}) == (7, 8)
+
+
+def test_an_engine_whose_folder_is_gone_says_so(tmp_path: Path) -> None:
+    """vLLM takes it for a name on a hub, and says that it is none."""
+    gone: Any = None
+    with pytest.raises(ValueError, match=r"model folder .*/gone: no config\.json"):
+        build_slab_core(EngineConfig("A", tmp_path / "gone"), tmp_path / "gone", gone, 0, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fineserve_runtime.engines.api import EngineConfig, TinyModel
+from fineserve_runtime.engines import device, ranks
+from fineserve_runtime.engines.api import EngineConfig, HostConfig, TinyModel
 from fineserve_runtime.engines.lease import SlabLease
+from fineserve_runtime.engines.loop import Died, Message
 from fineserve_runtime.engines.model_files import kv_geometry
 from fineserve_runtime.engines.ranks import RankRegions, RankTables, end_rank
 from fineserve_runtime.engines.region import CpuRegion
@@ -115,8 +118,38 @@ def test_a_stopped_rank_is_ended_too_and_neither_one_that_is_gone_nor_a_stranger
         assert rank.poll() is None
         os.kill(rank.pid, signal.SIGSTOP)
         end_rank(rank.pid, engine_pid=rank.pid)
-        assert rank.wait(5) == -signal.SIGKILL
+        assert rank.wait(300) == -signal.SIGKILL
         end_rank(rank.pid, engine_pid=rank.pid)
+
+
+def test_a_rank_that_does_not_end_is_not_waited_for_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a driver holds in the kernel: SIGKILL does nothing to it."""
+    monkeypatch.setattr(ranks, "GONE_S", 0.0)
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda file, number: None)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as rank:
+        assert not end_rank(rank.pid, engine_pid=rank.pid)
+        rank.kill()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_slabs_into_which_a_rank_may_write_stay_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    told: list[Message] = []
+    config = HostConfig((EngineConfig("A", tmp_path),), 64 * 2**20, region_dir=tmp_path, cache_dir=tmp_path)
+    monkeypatch.setattr(device, "end_rank", lambda pid, engine_pid: ends)
+    host = device.LocalDevice(config, told.append)
+    try:
+        table = host._memory[0].table
+        table.take(0, 2)
+        table.counters[0].set("rank_pid", 7)
+        host._receive(Died(0, "killed"))
+        assert [table.owned_slabs(0), len(told)] == [0 if ends else 2, 1]
+        lines = [] if ends else ["engine A: rank process 7 was killed and does not end; its memory stays taken"]
+        assert caplog.messages == lines
+    finally:
+        host.close()
 
 
 CONFIG = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}

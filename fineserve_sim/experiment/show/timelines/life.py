@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fineserve_sim.cluster import Fate
+from fineserve_sim.cluster import Cause, Fate
 from fineserve_sim.experiment.show.timelines.decode import Decode
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
@@ -254,22 +254,33 @@ def _outcomes(run: StoredRun, request: int) -> Iterator[Moment]:
 def _verdict(run: StoredRun, request: int, decode: Decode) -> str:
     """Each latency beside its limit, and what most of a decode above its limit was spent for."""
     data = run.data
-    model, fate = data.models[data.model[request]], Fate(int(data.fate[request]))
+    model, fate, cause = data.models[data.model[request]], Fate(data.fate[request]), Cause(data.cause[request])
     limit_s = run.ttft_slo_s[model]
-    if fate is not Fate.FINISHED:
-        homeless = fate is Fate.REJECTED and model in run.unplaced
-        what = "unplaced, no engine has its model" if homeless else fate.name.lower()
-        return f"{what}: a miss (TTFT limit {limit_s:.3g} s)"
+    if fate not in (Fate.FINISHED, Fate.CUT):
+        return f"{_unserved(fate, cause)}: a miss (TTFT limit {limit_s:.3g} s)"
     parts = [_held("TTFT", float(data.ttft_s[request]), limit_s)]
     tpot_s = float(data.tpot_s[request])
     if math.isfinite(tpot_s):
         parts.append(_held("TPOT", tpot_s, (run.limits.tpot_s or {}).get(model)))
+    if fate is Fate.CUT:
+        where = "the context of its model" if cause is Cause.CONTEXT else "the KV memory of its engine"
+        generated = int(data.generated_tokens[request])
+        parts.insert(0, f"cut after {generated} of {data.output_tokens[request]} tokens, at the end of {where}")
     e2e_s = float(data.finish_s[request] - data.arrival_s[request])
     parts.append(_held("end to end", e2e_s, (run.limits.e2e_s or {}).get(model)))
     if decode.spent_s:
         what, seconds = next(iter(decode.spent_s.items()))
         parts.append(f"{100 * seconds / decode.seconds:.0f} % of the decode went to {what}")
     return "; ".join(parts)
+
+
+def _unserved(fate: Fate, cause: Cause) -> str:
+    if fate is not Fate.REJECTED:
+        return fate.name.lower()
+    if cause is Cause.PLACEMENT:
+        return "unplaced, no engine has its model"
+    where = "the context of its model" if cause is Cause.CONTEXT else "the KV memory of any engine of its model"
+    return f"rejected, its prompt is longer than {where}"
 
 
 def _held(name: str, seconds: float, limit_s: float | None) -> str:

@@ -18,7 +18,7 @@ NOW_S, SLO_S, PREFILL_TOKENS_PER_S, STEP_S = 10.0, 1.0, 40_000.0, 0.01
 """A model of the sets: prompts of up to 8,192 tokens, a prefill rate near that of an 8B model on an H100, host time a batch."""
 
 
-def _prefill_s(tokens: int, decoding: int = 0) -> float:
+def _prefill_s(tokens: int, decoding: int = 0, pairs: int = 0) -> float:
     return STEP_S + tokens / PREFILL_TOKENS_PER_S if tokens else 0.0
 
 

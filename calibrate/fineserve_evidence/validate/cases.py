@@ -1,0 +1,178 @@
+"""A measured set: cases of one engine setting and one load, with the measured TTFT and TPOT of their rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+SEED = 20240711
+PHASES = 8
+"""Runs whose mean predicts single requests. Early or late in a step makes up to a step of a request's TTFT. Steps known to a
+few percent do not tell which, after twenty of them."""
+
+
+class Label(NamedTuple):
+    """The group under which errors are reported."""
+
+    set: str
+    backend: str
+    model: str
+    precision: str
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """One engine setting.
+
+    ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``front_end_s`` is the time a request
+    spends before the engine sees it. ``steps_ahead`` counts the steps that are scheduled already when a request comes; the
+    request waits for them beside the running one.
+    """
+
+    model: ModelSpec
+    precision: PrecisionSpec
+    tp: int
+    gpu: GpuSpec
+    deployment: Deployment
+    token_budget: int
+    max_sequences: int
+    memory_utilization: float = 0.9
+    front_end_s: float = 0.0
+    steps_ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatch:
+    """``batch`` equal prompts on an idle engine.
+
+    The prompts reach the engine one after another, so that it starts on the first alone, unless they come ``together``. An
+    engine of ``whole_prompts`` prefills all that its token budget holds, group by group, before it decodes. The row's times
+    then belong to the first group.
+    """
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    together: bool = False
+    whole_prompts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """``clients`` users send ``requests`` in all. Each user sends its next request when its last one has ended.
+
+    Lengths are uniform between ``shortest`` times the nominal length and the nominal length. The engine runs at most
+    ``max_running`` requests. Clients start ``start_gap_s`` one after another.
+    """
+
+    clients: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    shortest: float = 1.0
+    max_running: int | None = None
+    start_gap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenLoop:
+    """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` on GPUs of their own.
+
+    * ``shared_kv``: the engines draw on one memory.
+    * ``each``: rows are requests; else one row of means a model.
+    * ``conversation``, shape (n,): the shorter of two prompts of one conversation begins the longer, and the engines cache
+      prefixes. None: no prompts are known to begin alike.
+    * ``phases``: the number of runs whose mean predicts single requests. Each run delays requests by a random part of a step;
+      a single run has them at their times.
+    * ``sharing``: the law by which engines of one GPU slow each other (``fineserve_sim.latency.sharing``).
+    * ``starts_s``: when each model's client started, for runs whose throughput counts.
+    """
+
+    arrival_s: Floats
+    model: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    models: int = 1
+    replicas: int = 1
+    shared_kv: bool = False
+    each: bool = True
+    conversation: Ints | None = None
+    phases: int = PHASES
+    sharing: Literal["fluid", "time_slice"] = "fluid"
+    starts_s: tuple[float, ...] = ()
+
+
+Load = StaticBatch | ClosedLoop | OpenLoop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One load on one setting, with what was measured.
+
+    ``ttft_s`` and ``tpot_s`` have shape (rows,), with NaN where a row has no measurement. ``throughput_per_s`` holds requests
+    a second where they are reported, ``parts`` what a row is reported under beside the label. Runs of one ``campaign`` (engine
+    and version) share what is not recorded, and the ``reading`` taken of it.
+    """
+
+    label: Label
+    serving: Serving
+    load: Load
+    ttft_s: Floats
+    tpot_s: Floats
+    campaign: str = ""
+    reading: str = ""
+    throughput_per_s: Floats | None = None
+    parts: tuple[str, ...] = ()
+
+
+Change = Callable[[Case], Case]
+
+
+def with_serving(**changed: Any) -> Change:
+    """Change the engine setting: fields of ``Serving`` by name."""
+    return lambda case: replace(case, serving=replace(case.serving, **changed))
+
+
+def with_load(kind: type[Load], **changed: Any) -> Change:
+    """Change loads of one kind: fields by name. Cases with another kind of load stay as they are."""
+    return lambda case: replace(case, load=replace(case.load, **changed)) if isinstance(case.load, kind) else case
+
+
+without_prefix_cache = with_load(OpenLoop, conversation=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Another reading of something that the set does not record."""
+
+    what: str
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSet:
+    """A file's cases, its rows that cannot be predicted by (backend, model, reason), and the assumptions.
+
+    ``fitted`` counts the rows that gave constants of the engine: then only held-out rows are ``cases``. ``readings`` are named
+    readings of what closed loops do not record. Each is tried on every engine and version.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    unsupported: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    assumptions: tuple[str, ...] = ()
+    sensitivities: tuple[Sensitivity, ...] = ()
+    readings: tuple[Sensitivity, ...] = ()
+    shares_prefixes: bool = False
+    fitted: int = 0

@@ -1,0 +1,191 @@
+"""Engines of the simulator under recorded arrivals, or under clients that wait for their answers.
+
+Engines, memory managers and contention are the same as in ``fineserve_sim.cluster.simulate``. A client of a closed loop sends
+its next request at the moment the last one ends. So an engine that plans its next step then does not see the request yet, as
+with a real client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fineserve_evidence.validate.cases import Floats, Ints
+from fineserve_sim.cluster.clock import Clock
+from fineserve_sim.cluster.compose.memory import engine_kv
+from fineserve_sim.cluster.engine.base import Seat
+from fineserve_sim.cluster.engine.sequence import Prefix
+from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
+from fineserve_sim.cluster.host import ARRIVAL, Cluster, Scope
+from fineserve_sim.cluster.run import WholeTrace
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.sharing.contention import Contention
+from fineserve_sim.cluster.sharing.domain import domains_of
+from fineserve_sim.latency import StepModel
+from fineserve_sim.latency.sharing import LAWS, SharingLaw
+from fineserve_sim.policy.controller import Controller, Route
+from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.policy.memory.geometry import plan_slabs
+from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
+from fineserve_sim.policy.memory.slab import KVSlabManager
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One engine: the model that it serves, its GPU, and its KV memory on each GPU of its TP group."""
+
+    model: int
+    gpu: int
+    step: StepModel
+    kv_bytes: int
+    block_bytes: int
+
+
+MakeMemory = Callable[[Mapping[int, Instance]], GpuMemory]
+"""The KV memory of the engines of one GPU."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Columns of shape (n,): the model of each request, its prompt and output tokens."""
+
+    model: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Times:
+    """Seconds, shape (n,): NaN where a moment never came."""
+
+    arrival_s: Floats
+    first_token_s: Floats
+    finish_s: Floats
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.arrival_s
+
+    def tpot_s(self, output_tokens: Ints) -> Floats:
+        """Compute the mean seconds a token after the first; NaN for outputs of one token."""
+        gaps = np.where(output_tokens > 1, output_tokens - 1, np.nan)
+        result: Floats = (self.finish_s - self.first_token_s) / gaps
+        return result
+
+
+class EngineRun:
+    """One run over ``instances``.
+
+    With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace. With
+    ``prefixes``, one a request, engines have pools of their own that cache them.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        requests: Requests,
+        settings: EngineSettings,
+        *,
+        shared_kv: bool = False,
+        sharing: str = "fluid",
+        prefixes: Sequence[Prefix] = (),
+    ) -> None:
+        n = len(requests.prompt_tokens)
+        self._requests = requests
+        self._arrival_s = np.full(n, np.nan)
+        self._clock, self._ended = Clock(), WholeTrace(n)
+        memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
+        self._cluster = _connect(instances, settings, self._clock, memory, law, caches=caches)
+        self._outcomes = self._cluster.outcomes
+        self._outcomes.begin(n, self._ended)
+        self._prefixes = prefixes
+
+    def open_loop(self, arrival_s: Floats) -> Times:
+        """Run with request i arriving at ``arrival_s[i]``, non-decreasing."""
+        for index, at_s in enumerate(arrival_s.tolist()):
+            self._clock.at(at_s, ARRIVAL, self._arrival(index))
+        while self._outcomes.open:
+            self._clock.step()
+        return self._times()
+
+    def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
+        """Run with the first ``clients`` requests ``start_gap_s`` one after another. Each later one comes when one ends."""
+        total = len(self._arrival_s)
+        sent = min(clients, total)
+        for index in range(sent):
+            self._clock.at(index * start_gap_s, ARRIVAL, self._arrival(index))
+        open_requests = total
+        while self._outcomes.open:
+            self._clock.step()
+            ended, open_requests = open_requests - self._outcomes.open, self._outcomes.open
+            for index in range(sent, min(sent + ended, total)):
+                self._clock.at(self._clock.now, ARRIVAL, self._arrival(index))
+                sent += 1
+        return self._times()
+
+    def _arrival(self, index: int) -> Callable[[float], None]:
+        def arrive(now: float) -> None:
+            self._arrival_s[index] = now
+            prompt, model = int(self._requests.prompt_tokens[index]), str(self._requests.model[index])
+            output = int(self._requests.output_tokens[index])
+            prefix = self._prefixes[index] if self._prefixes else None
+            self._cluster.arrive(Request(index, model, now, prompt), output, now, prefix)
+
+        return arrive
+
+    def _times(self) -> Times:
+        self._outcomes.close()
+        return Times(self._arrival_s, self._ended.first_token_s, self._ended.finish_s)
+
+
+def _connect(
+    instances: Sequence[Instance],
+    settings: EngineSettings,
+    clock: Clock,
+    memory: MakeMemory,
+    law: SharingLaw,
+    *,
+    caches: bool,
+) -> Cluster:
+    contention = Contention({instance.gpu: law for instance in instances})
+    for index, instance in enumerate(instances):
+        contention.join(index, (instance.gpu,))
+    managers = {
+        gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
+        for gpu in sorted({instance.gpu for instance in instances})
+    }
+    kvs = [
+        engine_kv(index, [managers[i.gpu]], settings.block_tokens, caches=caches) for index, i in enumerate(instances)
+    ]
+    limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
+    routes: dict[str, list[Route]] = {}
+    for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
+        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
+    scopes = [Scope((index,)) for index in range(len(instances))]
+    contexts = {str(instance.model): instance.step.model.max_context_tokens for instance in instances}
+    cluster = Cluster(clock, Controller(routes), contention, contexts)
+    wakeups = {gpu: Wakeups(clock) for gpu in managers}
+    seats = [
+        Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)
+    ]
+    engines = [
+        SpanEngine(seat, cluster, wakeups[i.gpu], shares_gpu=contention.contended(seat.engine))
+        for seat, i in zip(seats, instances, strict=True)
+    ]
+    cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
+    return cluster
+
+
+def _pools(here: Mapping[int, Instance]) -> dict[int, tuple[int, int]]:
+    return {index: (instance.block_bytes, instance.kv_bytes) for index, instance in here.items()}
+
+
+def _private(here: Mapping[int, Instance]) -> GpuMemory:
+    return PrivatePools(_pools(here))
+
+
+def _shared(here: Mapping[int, Instance]) -> GpuMemory:
+    owners = {index: instance.block_bytes for index, instance in here.items()}
+    return KVSlabManager(sum(i.kv_bytes for i in here.values()), owners, plan=plan_slabs(owners.values()))

@@ -1,0 +1,148 @@
+"""Sets with open arrivals at one model: BLIS (means of long runs) and DistServe (single requests)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from fineserve_traces import arrivals
+
+from fineserve_evidence.validate.cases import (
+    SEED,
+    Case,
+    Label,
+    MeasuredSet,
+    OpenLoop,
+    Sensitivity,
+    Serving,
+    with_load,
+    with_serving,
+    without_prefix_cache,
+)
+from fineserve_evidence.validate.rows import FRONT_END_S, cases_of, check_positive, model_named, stem, supported
+from fineserve_sim.catalog import deployment, gpu, precision
+
+BLIS_COLUMNS = (
+    "model", "tp", "gt_requests", "gt_ttft_ms", "gt_e2e_ms", "gt_arrival_rate_rps", "gt_input_mean", "gt_output_mean",
+)  # fmt: skip
+BLIS_REQUESTS = 2000
+"""Requests simulated of each run of thousands. The means have settled by then."""
+BLIS_PROMPTS = 44
+"""Different prompts of a run, in turn. inference-perf's shared-prefix load draws the questions of all users once. Each user
+asks the same again (11 groups of 4 users in its code generation profile)."""
+BLIS_SEQUENCES = 128
+
+STEPS_AHEAD = 1
+"""vLLM from 0.14 on schedules the next step while one runs. A request that comes meanwhile is in the step after."""
+FITTED_RATE = 1.0
+DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
+
+
+def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Read one case a row: evenly spaced arrivals at the measured rate, all requests of mean length.
+
+    TPOT is (E2E - TTFT) / (output - 1): the set's ITL column holds half of it. Prompts recur, and vLLM's prefix cache has them.
+
+    The engines' settings and the load generator: inference-sim/inference-sim hypotheses/h-stepml/problem.md @ 2b8e42ccd1ad
+    (vLLM 0.15.1, 2,048 batched tokens, 128 sequences, prefix caching) and its profiles of inference-perf.
+    """
+    check_positive(frame, BLIS_COLUMNS[1:], path)
+    return MeasuredSet(
+        stem(path),
+        *cases_of(
+            frame.to_dict("records"), lambda row: _blis_case(row, stem(path)), lambda row: ("vllm", row["model"])
+        ),
+        assumptions=(
+            f"evenly spaced arrivals at the mean rate (the runs had two rates, not recorded), first {BLIS_REQUESTS} "
+            f"requests, mean lengths, 16-bit, token budget 2048, {BLIS_SEQUENCES} sequences",
+            f"{BLIS_PROMPTS} prompts in turn: from the second time on, all of one but its last block is in the prefix cache",
+            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; steps are scheduled one ahead (vLLM 0.15)",
+        ),
+        sensitivities=(
+            Sensitivity("no prompt is cached", without_prefix_cache),
+            Sensitivity("Poisson arrivals", _poisson),
+            Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),
+            Sensitivity("token budget 8192", with_serving(token_budget=8192)),
+        ),
+        shares_prefixes=True,
+    )
+
+
+def _poisson(case: Case) -> Case:
+    """Arrivals at random, at the same mean rate."""
+    assert isinstance(case.load, OpenLoop)
+    times = case.load.arrival_s
+    rate_per_s = (len(times) - 1) / float(times[-1] - times[0])
+    return with_load(OpenLoop, arrival_s=arrivals.poisson(np.random.default_rng(SEED), rate_per_s, len(times)))(case)
+
+
+def _blis_case(row: dict[Any, Any], name: str) -> Case:
+    tp, served = int(row["tp"]), model_named(row["model"])
+    n = min(BLIS_REQUESTS, int(row["gt_requests"]))
+    load = OpenLoop(
+        arrival_s=np.arange(n) / row["gt_arrival_rate_rps"],
+        model=np.zeros(n, dtype=np.int64),
+        prompt_tokens=np.full(n, round(row["gt_input_mean"])),
+        output_tokens=np.full(n, round(row["gt_output_mean"])),
+        each=False,
+        conversation=np.arange(n) % BLIS_PROMPTS,
+    )
+    host, device = deployment("vllm-cudagraph"), gpu("h100-sxm")
+    engine = Serving(
+        served,
+        precision("fp16"),
+        tp,
+        device,
+        host,
+        2048,
+        BLIS_SEQUENCES,
+        front_end_s=FRONT_END_S,
+        steps_ahead=STEPS_AHEAD,
+    )
+    later = row["gt_output_mean"] - 1 if row["gt_output_mean"] > 1 else np.nan
+    tpot_s = (row["gt_e2e_ms"] - row["gt_ttft_ms"]) / later / 1e3
+    label = Label(name, "vllm", str(row["model"]), "W16A16", tp)
+    return Case(label, supported(engine), load, np.array([row["gt_ttft_ms"] / 1e3]), np.array([tpot_s]))
+
+
+def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Read the requests of vLLM's runs of OPT-13B on one A100.
+
+    DistServe's own runs split prefill and decode, so they are unsupported. The host time of vLLM's first generation was fitted
+    on the run at ``FITTED_RATE``, which is not reported.
+    """
+    cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
+    for (system, rate, _), rows in frame.groupby(["system", "rate", "run_requests"], sort=False):
+        if system != "vllm":
+            unsupported[str(system), "opt-13b", "prefill and decode on different engines"] += len(rows)
+        elif rate == FITTED_RATE:
+            fitted += len(rows)
+        else:
+            cases.append(_distserve_case(rows.sort_values("issue_s", kind="stable"), path))
+    return MeasuredSet(
+        stem(path),
+        tuple(cases),
+        unsupported,
+        assumptions=(
+            "TP 1, 16-bit, token budget 2048 (whole prompts of vLLM 0.2-0.3 read as chunks); 256 sequences",
+            f"host time fitted on the run at {FITTED_RATE:g} requests/s ({fitted} rows, not reported)",
+        ),
+        sensitivities=(Sensitivity("token budget 512", with_serving(token_budget=512)),),
+        fitted=fitted,
+    )
+
+
+def _distserve_case(rows: pd.DataFrame, path: Path) -> Case:
+    check_positive(rows, ("prompt_len", "output_len", "ttft_ms"), path)
+    n, outputs = len(rows), rows.output_len.to_numpy(np.int64)
+    load = OpenLoop(
+        rows.issue_s.to_numpy(np.float64), np.zeros(n, dtype=np.int64), rows.prompt_len.to_numpy(np.int64), outputs
+    )
+    host, device = deployment("vllm-v0"), gpu("a100-80gb")
+    serving = Serving(model_named("opt-13b"), precision("fp16"), 1, device, host, 2048, 256, front_end_s=FRONT_END_S)
+    tpot_s = np.where(outputs > 1, rows.tpot_ms.to_numpy(np.float64) / 1e3, np.nan)
+    label = Label(stem(path), "vllm", "opt-13b", "W16A16", 1)
+    return Case(label, serving, load, rows.ttft_ms.to_numpy(np.float64) / 1e3, tpot_s)

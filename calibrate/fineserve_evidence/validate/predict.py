@@ -1,0 +1,231 @@
+"""The prediction of a case: TTFT and TPOT of the measured rows, from the step model and the engines alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from fineserve_evidence.validate.cases import (
+    SEED,
+    Case,
+    ClosedLoop,
+    Floats,
+    MeasuredSet,
+    OpenLoop,
+    Sensitivity,
+    Serving,
+    StaticBatch,
+)
+from fineserve_evidence.validate.engines import EngineRun, Instance, Requests
+from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, kv_token_bytes
+from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
+from fineserve_sim.cluster.engine.sequence import Prefix
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ServedModel
+from fineserve_sim.latency import StepModel
+
+StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
+"""A class of step models, called with model, precision, TP, GPU and deployment."""
+
+BLOCK_TOKENS = 16
+SEND_GAP_S = 1e-5
+"""The gap between requests of a static batch is shorter than any step, so that only their order matters."""
+MOST_BLOCKS = 2**20
+"""Blocks of a prompt. The limit keeps the block ids of conversations apart."""
+SENSITIVITY_STRIDE = 4
+"""Another assumption is tried on every fourth case."""
+MOST_TRIED = 60
+"""Named readings are tried on every case of an engine and version with at most so many cases."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predicted:
+    """A case with its predicted rows, shapes as measured. Open loops that say when they started have a throughput."""
+
+    case: Case
+    ttft_s: Floats
+    tpot_s: Floats
+    throughput_per_s: Floats | None = None
+
+
+def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
+    """Predict all cases. ``make_step`` is called once for each engine setting."""
+    steps = remembered(make_step)
+    return [_predict(case, steps) for case in measured.cases]
+
+
+def remembered(make_step: StepFactory) -> StepFactory:
+    """Wrap ``make_step`` so that it builds a setting once. Deployments count as equal by name."""
+    built: dict[tuple[str, str, int, GpuSpec, str], StepModel] = {}
+
+    def step(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment) -> StepModel:
+        key = (model.name, precision.name, tp, gpu, deployment.name)
+        if key not in built:
+            built[key] = make_step(model, precision, tp, gpu, deployment)
+        return built[key]
+
+    return step
+
+
+def sensitivity(measured: MeasuredSet, what: Sensitivity) -> tuple[MeasuredSet, MeasuredSet]:
+    """Take every fourth case as assumed, and the same cases read otherwise."""
+    some = measured.cases[::SENSITIVITY_STRIDE]
+    changed = tuple(what.change(case) for case in some)
+    return replace(measured, cases=some), replace(measured, cases=changed)
+
+
+def campaign(measured: MeasuredSet, engine: str) -> MeasuredSet:
+    """Select the cases of one engine and version, at least a quarter of them."""
+    mine = [case for case in measured.cases if case.campaign == engine and case.reading]
+    return replace(measured, cases=tuple(mine[:: SENSITIVITY_STRIDE if len(mine) > MOST_TRIED else 1]))
+
+
+def _predict(case: Case, make_step: StepFactory) -> Predicted:
+    serving, load = case.serving, case.load
+    step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
+    throughput = None
+    if isinstance(load, StaticBatch):
+        ttft, tpot = _static(step, load, serving)
+    elif isinstance(load, ClosedLoop):
+        ttft, tpot = _closed(step, load, serving)
+    elif load.each:
+        ttft, tpot = _open(step, load, serving)
+    else:
+        ttft, tpot, throughput = _means(step, load, serving)
+    ahead_s = serving.steps_ahead * float(np.nan_to_num(_mean(tpot)))
+    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot, throughput)
+
+
+def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
+    """Means over the batch's requests."""
+    if load.whole_prompts:
+        return _static_whole(step, load, serving)
+    n = load.batch
+    requests = Requests(np.zeros(n, dtype=np.int64), np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
+    running = min(serving.max_sequences, serving.token_budget)
+    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
+    times = run.open_loop(np.arange(n, dtype=np.float64) * (0.0 if load.together else SEND_GAP_S))
+    return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _static_whole(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
+    """Of the first group of prompts: its prefill, and the others' with the decodes after it."""
+    tokens, most = load.prompt_tokens, max(1, serving.token_budget // load.prompt_tokens)
+    sizes = [min(most, load.batch - done) for done in range(0, load.batch, most)]
+    first_s, *others_s = (step.step_s(0, 0, n * tokens, n * tokens * (tokens + 1) / 2, 0, n) for n in sizes)
+    gaps = load.output_tokens - 1
+    decodes_s = float(step.decode_steps_s(load.batch, load.batch * tokens, gaps).sum())
+    return np.array([first_s]), np.array([(sum(others_s) + decodes_s) / gaps])
+
+
+def _mean(values: Floats) -> float:
+    """Over the requests that have the value; NaN where none has."""
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else np.nan
+
+
+def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats, Floats]:
+    """Means over all requests, as the benchmark clients report them."""
+    rng = np.random.default_rng(SEED)
+    lengths = [
+        rng.integers(max(1, int(nominal * load.shortest)), nominal + 1, load.requests)
+        for nominal in (load.prompt_tokens, load.output_tokens)
+    ]
+    requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
+    running = min(serving.max_sequences, load.max_running or serving.max_sequences)
+    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
+    times = run.closed_loop(load.clients, load.start_gap_s)
+    return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+    """Of single requests the mean over the phases' runs."""
+    if load.phases == 1:
+        return _open_run(step, load, serving)
+    rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
+    delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
+    runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
+    ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
+    return ttft, tpot
+
+
+def _means(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats, Floats | None]:
+    """Means a model of one run, and its requests a second from the start of its client to the last token."""
+    ttft, tpot = _open_run(step, load, serving)
+    of = [load.model == model for model in range(load.models)]
+    throughput = None
+    if load.starts_s:
+        end_s = load.arrival_s + ttft + np.nan_to_num(tpot) * (load.output_tokens - 1)
+        spans_s = [end_s[mine].max() - start_s for mine, start_s in zip(of, load.starts_s, strict=True)]
+        throughput = np.array([mine.sum() for mine in of]) / np.array(spans_s)
+    ttft, tpot = (np.array([_mean(values[mine]) for mine in of]) for values in (ttft, tpot))
+    return ttft, tpot, throughput
+
+
+def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Floats) -> tuple[Floats, Floats]:
+    """Seconds of each request when the engines see it ``delay_s`` later."""
+    arrival_s = load.arrival_s + delay_s
+    order = np.argsort(arrival_s, kind="stable")
+    columns = {name: getattr(load, name)[order] for name in ("model", "prompt_tokens", "output_tokens")}
+    conversation = None if load.conversation is None else load.conversation[order]
+    delayed = replace(load, arrival_s=arrival_s[order], conversation=conversation, **columns)
+    back = np.argsort(order)
+    ttft, tpot = _open_run(step, delayed, serving)
+    return ttft[back], tpot[back]
+
+
+def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+    """TTFT and TPOT of each request, shape (n,)."""
+    instances = [_instance(model, 0, step, serving) for model in range(load.models)]
+    instances += [_instance(0, gpu, step, serving) for gpu in range(1, load.replicas)]
+    requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
+    settings = _settings(serving, serving.max_sequences)
+    run = EngineRun(
+        instances, requests, settings, shared_kv=load.shared_kv, sharing=load.sharing, prefixes=_prefixes(load)
+    )
+    times = run.open_loop(load.arrival_s)
+    return times.ttft_s, times.tpot_s(load.output_tokens)
+
+
+def _prefixes(load: OpenLoop) -> list[Prefix]:
+    """The known blocks of each request's prompt: its conversation's, as far as it fills them."""
+    if load.conversation is None:
+        return []
+    prefixes = []
+    for conversation, prompt in zip(load.conversation.tolist(), load.prompt_tokens.tolist(), strict=True):
+        blocks = prompt // BLOCK_TOKENS
+        ids = tuple(range(conversation * MOST_BLOCKS, conversation * MOST_BLOCKS + blocks))
+        prefixes.append(Prefix(ids, BLOCK_TOKENS, blocks * BLOCK_TOKENS))
+    return prefixes
+
+
+def kv_bytes(serving: Serving) -> int:
+    """Compute the bytes for KV on each GPU of this engine, as vLLM would. They are negative where the model does not fit."""
+    settings = _settings(serving, serving.max_sequences)
+    return usable_bytes(Gpu(0, 0, serving.gpu), settings) - fixed_bytes(_served(serving), settings)
+
+
+def block_bytes(serving: Serving) -> int:
+    """Compute the bytes of one KV block on each GPU."""
+    return BLOCK_TOKENS * kv_token_bytes(serving.model, serving.precision, serving.tp)
+
+
+def _served(serving: Serving) -> ServedModel:
+    """The model as the cluster's budget takes it, which asks for no load and no SLO."""
+    return ServedModel(serving.model.name, serving.model, serving.precision, serving.tp, 1.0, 1.0, 1.0, 1.0)
+
+
+def _instance(model: int, gpu: int, step: StepModel, serving: Serving) -> Instance:
+    return Instance(model, gpu, step, kv_bytes(serving), block_bytes(serving))
+
+
+def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
+    return EngineSettings(
+        token_budget=serving.token_budget,
+        max_sequences=max_sequences,
+        block_tokens=BLOCK_TOKENS,
+        memory_utilization=serving.memory_utilization,
+        deployment=serving.deployment.name,
+    )

@@ -1,0 +1,228 @@
+"""aiconfigurator's "silicon" points: means of closed-loop benchmark runs by model, TP, lengths and number of clients.
+
+Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no prefix cache, ten requests a client, lengths
+uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients.
+
+A ``Reading`` says the rest of an engine and version, never of a row. The readings of vLLM 0.12.0, SGLang 0.5.1 and
+TensorRT-LLM 1.0.0rc3 were chosen on Qwen3-32B at TP 4 on H100 (``is_fitted``). The reading of SGLang 0.5.6 was chosen on its
+own rows at TP 4. They hold for every model, TP degree and GPU of the engine and version. One version has two campaigns:
+TensorRT-LLM's runs of Llama-3.1-8B leave one request waiting at any time (TTFT exceeds a prefill by a generation divided by
+the clients). Its runs of Qwen3-32B do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fineserve_evidence.validate.cases import (
+    Case,
+    ClosedLoop,
+    Label,
+    MeasuredSet,
+    Sensitivity,
+    Serving,
+    with_load,
+    with_serving,
+)
+from fineserve_evidence.validate.rows import (
+    FRONT_END_S,
+    UnsupportedRow,
+    cases_of,
+    check_positive,
+    gpu_named,
+    model_named,
+    precision_named,
+    stem,
+    supported,
+)
+from fineserve_sim.catalog import PrecisionSpec, deployment, precision
+
+COLUMNS = (
+    "backend", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode", "tp_size", "pp_size",
+    "attention_dp_size", "silicon_ttft_ms", "silicon_tpot_ms", "concurrency", "source_kind",
+)  # fmt: skip
+LOAD, MEASURED = ("isl", "osl", "concurrency"), ("silicon_ttft_ms", "silicon_tpot_ms")
+ROUNDS = 10
+TOKEN_BUDGET = 8192
+INFERENCEMAX_SHORTEST = 0.8
+DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm-1.0", "sglang": "sglang-0.5"}
+"""Host time by backend."""
+GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
+"""Host time of versions that differ."""
+
+
+def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Make a case of each row of aggregated serving of dense models. Other rows are counted as unsupported."""
+
+    def case(placed: tuple[int, dict[Any, Any]]) -> Case:
+        place, row = placed
+        found = _case(row, stem(path))
+        check_positive(frame.iloc[place : place + 1], (*LOAD, *MEASURED), path, may_miss=MEASURED)
+        return found
+
+    records = enumerate(frame.to_dict("records"))
+    return MeasuredSet(
+        stem(path),
+        *cases_of(records, case, lambda placed: (placed[1]["backend"], placed[1]["model_path"])),
+        assumptions=(
+            f"InferenceMAX rows: {ROUNDS} requests a client, token budget {TOKEN_BUDGET}, a slot for every client, lengths "
+            f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
+            "gap runs: nominal lengths; the rest as their engine and version is read, below",
+            "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
+            f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
+        ),
+        sensitivities=(
+            Sensitivity("5 requests a client", _five_rounds),
+            Sensitivity("token budget 2048", with_serving(token_budget=2048)),
+            Sensitivity("nominal lengths everywhere", with_load(ClosedLoop, shortest=1.0)),
+            Sensitivity("FP8 checkpoints with 8-bit KV", _with_8bit_kv),
+            Sensitivity("half of each prompt found in a prefix cache", _half_cached),
+            Sensitivity("steps are scheduled one ahead", with_serving(steps_ahead=1)),
+        ),
+        readings=of_campaigns(),
+    )
+
+
+def _five_rounds(case: Case) -> Case:
+    return with_load(ClosedLoop, requests=5 * case.load.clients)(case) if isinstance(case.load, ClosedLoop) else case
+
+
+def _half_cached(case: Case) -> Case:
+    """Half of every prompt is found in a prefix cache: only the rest is computed."""
+    if not isinstance(case.load, ClosedLoop):
+        return case
+    return with_load(ClosedLoop, prompt_tokens=max(1, int(case.load.prompt_tokens * 0.5)))(case)
+
+
+def _with_8bit_kv(case: Case) -> Case:
+    """FP8 checkpoints keep their KV in 8 bits, too."""
+    return with_serving(precision=precision("W8A8KV8"))(case) if case.serving.precision.name == "W8A8" else case
+
+
+def _quantised(row: dict[Any, Any]) -> str:
+    """The row's quantisation; where it records none, what the checkpoint's name ends on."""
+    for column in ("gemm_quant_mode", "precision"):
+        if isinstance(row[column], str):
+            return str(row[column])
+    return next((name for name in ("fp8", "awq") if str(row["model_path"]).lower().endswith(f"-{name}")), "")
+
+
+def _precision(backend: str, quantised: str) -> PrecisionSpec:
+    """TensorRT-LLM takes the 8-bit KV that NVIDIA's FP8 checkpoints name; vLLM and SGLang keep 16 bits unless told."""
+    return precision_named("fp8_kv8" if backend == "trtllm" and quantised.startswith("fp8") else quantised)
+
+
+def _case(row: dict[Any, Any], name: str) -> Case:
+    if row["mode"] != "agg":
+        raise UnsupportedRow("prefill and decode on different engines")
+    served = model_named(row["model_path"])
+    if row["pp_size"] > 1 or row["attention_dp_size"] > 1:  # empty where a run does not know them
+        raise UnsupportedRow("pipeline or attention data parallelism")
+    if row["backend"] not in DEPLOYMENTS:
+        raise UnsupportedRow(f"backend {row['backend']}")
+    precision = _precision(row["backend"], _quantised(row))
+    if not (row["tp_size"] > 0 and row["concurrency"] > 0):
+        raise UnsupportedRow("TP degree or number of clients not recorded")
+    tp, clients = int(row["tp_size"]), int(row["concurrency"])
+    gpu, version = gpu_named(row["system"]), str(row.get("backend_version", ""))
+    engine = (row["backend"], version)
+    inferencemax = str(row["source_kind"]).startswith("inferencemax")
+    fitted = not inferencemax and is_fitted(*engine, served.name, tp, gpu.name)
+    name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
+    label = Label(name, row["backend"], row["model_path"], precision.name, tp)
+    host = deployment(GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
+    serving = supported(Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S))
+    shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
+    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, clients)
+    ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
+    case = Case(label, serving, load, ttft_s, tpot_s, campaign=" ".join((row["backend"], version, served.name)))
+    return case if inferencemax else reading_of(*engine, served.name).of(case)
+
+
+GENERATOR_MARGIN = 1500
+"""aiconfigurator's generator writes ``max_num_tokens`` as the clients, the input and this margin."""
+START_GAP_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The settings of a closed loop that a set does not record.
+
+    ``token_budget`` None means clients + input + ``GENERATOR_MARGIN``. ``rounds`` counts requests a client, ``fewer_slots`` the
+    clients without a slot. ``start_gap_s`` lies between the starts of two clients.
+    """
+
+    name: str
+    token_budget: int | None
+    rounds: int = 10
+    fewer_slots: int = 0
+    start_gap_s: float = 0.0
+
+    def budget(self, clients: int, prompt_tokens: int) -> int:
+        """Compute the token budget of a step."""
+        return self.token_budget or clients + prompt_tokens + GENERATOR_MARGIN
+
+    def of(self, case: Case) -> Case:
+        """Apply the reading to a case of a closed loop."""
+        load = case.load
+        if not isinstance(load, ClosedLoop):
+            return case
+        running = max(1, load.clients - self.fewer_slots)
+        read = replace(load, requests=self.rounds * load.clients, max_running=running, start_gap_s=self.start_gap_s)
+        budget = self.budget(load.clients, load.prompt_tokens)
+        return replace(case, load=read, serving=replace(case.serving, token_budget=budget), reading=self.name)
+
+
+GENERATOR = Reading("the generator's budget", None)
+FEWER_SLOTS = Reading("the generator's budget, one slot less than clients", None, fewer_slots=1)
+BURST = Reading("budget 8192, one request a client", 8192, rounds=1)
+FIVE = Reading("budget 8192, five requests a client", 8192, rounds=5)
+USUAL = Reading("budget 8192", 8192)
+READINGS = (
+    USUAL,
+    Reading("budget 2048", 2048),
+    Reading("budget 16384", 16384),
+    GENERATOR,
+    FEWER_SLOTS,
+    FIVE,
+    BURST,
+    Reading("budget 8192, clients start one after another", 8192, start_gap_s=START_GAP_S),
+)
+
+CHOSEN: dict[tuple[str, str], Reading] = {
+    ("vllm", "0.12.0"): GENERATOR,
+    ("sglang", "0.5.1.post1"): BURST,
+    ("sglang", "0.5.6.post2"): FIVE,
+    ("trtllm", "1.0.0rc3"): GENERATOR,
+}
+"""Readings by engine and version. Other versions have ``USUAL``, TensorRT-LLM the generator's budget."""
+OWN_CAMPAIGN = {("trtllm", "1.0.0rc3", "llama-3.1-8b"): FEWER_SLOTS}
+FITTED_ON = ("qwen3-32b", 4, "h100-sxm")
+
+
+def reading_of(backend: str, version: str, model: str) -> Reading:
+    """Find the reading of an engine's runs."""
+    usual = GENERATOR if backend == "trtllm" else USUAL
+    return OWN_CAMPAIGN.get((backend, version, model)) or CHOSEN.get((backend, version), usual)
+
+
+def is_fitted(backend: str, version: str, model: str, tp: int, gpu: str) -> bool:
+    """Say whether a row had a say in its reading."""
+    if (backend, version) == ("sglang", "0.5.6.post2"):
+        return tp == FITTED_ON[1]
+    return (backend, version) in CHOSEN and (model, tp, gpu) == FITTED_ON
+
+
+def of_campaigns() -> tuple[Sensitivity, ...]:
+    """Make every reading a change of the cases that have one."""
+    return tuple(Sensitivity(reading.name, _changed(reading)) for reading in READINGS)
+
+
+def _changed(reading: Reading) -> Callable[[Case], Case]:
+    return lambda case: reading.of(case) if case.reading else case

@@ -1,0 +1,142 @@
+"""Grammars of constrained requests beside the thread that steps the engine, and within a budget.
+
+vLLM checks a constraint and makes a matcher of it, which takes seconds for some: a thread of low priority does both here,
+while the request waits in vLLM's scheduler. In each step the matcher then says which tokens may follow. For an ambiguous
+grammar that takes longer and longer, and every request of the batch waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from fineserve_runtime.engines.loop import one_line
+
+FREE_S, TOKEN_S = 0.5, 0.005
+"""Processor time that the matcher of a request may take: so much, and so much more for each token."""
+
+_THREADS = 2
+_NICE = 10
+"""Makers of grammars give way to the thread that steps."""
+
+_NO_TOKEN = "the constraint and the other options of the request leave no token"
+_TOO_SLOW = f"the constraint takes too long to follow: more than {1000 * TOKEN_S:g} ms a token"
+
+
+class TimedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
+    """``grammar``, and the processor time that it took: the machine's load does not count."""
+
+    def __init__(self, grammar: Any, clock: Callable[[], float] = time.thread_time) -> None:
+        self._grammar = grammar
+        self._clock = clock
+        self._taken_s = 0.0
+        self._tokens = 0
+
+    @property
+    def too_slow(self) -> bool:
+        return self._taken_s > FREE_S + TOKEN_S * self._tokens
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self._tokens += len(tokens)
+        return bool(self._timed(self._grammar.accept_tokens, request_id, tokens))
+
+    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
+        self._timed(self._grammar.fill_bitmask, bitmask, batch_index)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        found: list[int] = self._grammar.validate_tokens(tokens)
+        return found
+
+    def rollback(self, num_tokens: int) -> None:
+        self._grammar.rollback(num_tokens)
+
+    def is_terminated(self) -> bool:
+        return bool(self._grammar.is_terminated())
+
+    def reset(self) -> None:
+        self._grammar.reset()
+
+    def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        begun_s = self._clock()
+        try:
+            return work(*arguments)
+        finally:
+            self._taken_s += self._clock() - begun_s
+
+
+class Grammars:
+    """Of one engine core. Takes the place of its manager's ``grammar_init``."""
+
+    def __init__(self, core: Any) -> None:
+        self._config = core.vllm_config
+        self._manager = manager = core.structured_output_manager
+        self._init, self._create = manager.grammar_init, manager._create_grammar
+        manager.grammar_init = self._begin
+        manager._create_grammar = lambda request: TimedGrammar(self._create(request))
+        manager._use_async_grammar_compilation = False  # it is in a thread of ours already
+        self._requests: dict[str, Any] = {}
+        self._orders: SimpleQueue[Any] = SimpleQueue()
+        self._first = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def problem(self, request_id: str) -> str:
+        """Why vLLM gave the request up; nothing for one without a constraint."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return ""
+        grammar = request.structured_output_request.grammar
+        return f"the constraint cannot be used: {one_line(grammar)}" if isinstance(grammar, Exception) else _NO_TOKEN
+
+    def too_slow(self) -> list[tuple[str, str]]:
+        """Requests over their budget, and what to tell them."""
+        of = {id: request.structured_output_request.grammar for id, request in self._requests.items()}
+        return [(id, _TOO_SLOW) for id, grammar in of.items() if isinstance(grammar, TimedGrammar) and grammar.too_slow]
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._orders.put(None)
+
+    def _begin(self, request: Any) -> None:
+        """The request waits in the scheduler until it has a grammar, or an exception in its place."""
+        self._requests[request.request_id] = request
+        request.structured_output_request.grammar = Future()
+        while len(self._threads) < _THREADS:
+            self._threads.append(threading.Thread(target=self._run, name="grammars", daemon=True))
+            self._threads[-1].start()
+        self._orders.put(request)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # threads that it starts are as patient
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (request := self._orders.get()) is not None:
+            if request.request_id in self._requests:
+                self._make(request)
+
+    def _make(self, request: Any) -> None:
+        """``_init`` makes the library's backend for the first one."""
+        try:
+            config = self._config
+            request.sampling_params.verify(
+                config.model_config, config.speculative_config, config.structured_outputs_config, self._tokenizer
+            )
+            with self._first if self._manager.backend is None else contextlib.nullcontext():
+                self._init(request)
+        except Exception as problem:
+            failed: Future[Any] = Future()
+            failed.set_exception(problem)
+            request.structured_output_request.grammar = failed
+
+    @property
+    def _tokenizer(self) -> Any:
+        return getattr(self._manager, "tokenizer", None)
