@@ -109,7 +109,7 @@ class PrivatePoolsSpec(Spec):
     """One paged pool an engine; ``split`` says how the memory of a shared GPU is divided.
 
     ``demand``: in proportion to request rate times bytes per token, each for one request of ``least_tokens`` at least.
-    Where models come and go, those that load at once on a GPU get equal parts of what is free.
+    Where models come and go, it divides what is free among those that load at once on a GPU.
     ``prefix_cache`` keeps full blocks of sequences that ended; ``attention`` is today's kernel or one of the legacy table.
     """
 

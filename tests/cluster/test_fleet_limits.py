@@ -139,6 +139,20 @@ def test_engines_that_load_at_once_share_what_their_weights_leave() -> None:
     assert longest["2"] == longest["3"] > 0
 
 
+@pytest.mark.parametrize(("split", "ratio"), [("equal", 1.0), ("demand", 3.0), ("footprint", 1.0)])
+def test_split_divides_among_engines_that_load_at_once(split: str, ratio: float) -> None:
+    """By demand a model with three times the requests gets three times the tokens, as where it is from the start. Footprints
+    have KV for all requests of a rate; those of these models do not fit beside each other, and leave equal parts."""
+    rows: list[Row] = [(0.0, 64, 8, 0), (0.0, 64, 8, 1), (10.0, 64, 8, 2), (10.0, 64, 8, 3)]
+    memory = {"policy": "private", "split": split, "least_tokens": 16}
+    scenario = fleet(rows, PRISM, models=4, hosted=2, kv_tokens=1000, placement=TOGETHER, memory=memory, drain_s=20.0)
+    models = tuple(replace(m, rate_per_s=300.0 if m.id == "m2" else 100.0) for m in scenario.models)
+    run = bounded(replace(scenario, models=models))
+    assert run.result.fate.tolist() == [Fate.FINISHED] * 4
+    held = {id: tokens for line in run.log for id, tokens in line.get("kv_tokens", {}).items()}
+    assert held["2"] / held["3"] == pytest.approx(ratio, rel=0.1)
+
+
 @pytest.mark.parametrize(
     "option",
     [{"split": "equal"}, {"split": "demand"}, {"prefix_cache": True}, {"attention": "paged_attention_v0.4.2"}],

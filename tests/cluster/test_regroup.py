@@ -173,6 +173,9 @@ def test_a_prefix_that_requests_share_is_one_copy_after_a_merge() -> None:
     before, after = np.searchsorted(sampled_s, merged_s) + np.array([-1, 0])
     block_bytes = geometry(scenario.models[0], scenario.engine).block_bytes
     assert used_bytes[after] - used_bytes[before] < 20 * block_bytes
+    # Both instances have the prefix: what goes to the other one of a request is half the layers of its other tokens, 16 of the
+    # prompt and some 30 of the answer.
+    assert 0 < run.report.exchange_bytes < 60 * 48 * geometry(scenario.models[0], scenario.engine).token_bytes / 2
 
 
 def test_a_restore_that_is_cut_off_leaves_its_layers_missing() -> None:

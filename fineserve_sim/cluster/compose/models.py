@@ -46,7 +46,8 @@ from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
-from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, PrivatePoolsSpec, VTensorSpec
 
 Placed = tuple[Placement, dict[str, ModelDemand]]
@@ -109,10 +110,21 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
         return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
 
+    def divide(free_bytes: int, loading: Mapping[int, str]) -> PrivatePools:
+        alone = [Instance(model, 0, (0,), demands[model].rate_per_s, 0) for model in loading.values()]
+        tenants = tenants_on(scenario, alone, placed[1])[0]
+        here = [replace(tenant, engine=id) for id, tenant in zip(loading, tenants, strict=True)]
+        usable = free_bytes + sum(tenant.fixed_bytes for tenant in here)
+        if sum(max(tenant.footprint_bytes, tenant.fixed_bytes) for tenant in here) > usable:
+            here = [replace(tenant, footprint_bytes=tenant.fixed_bytes) for tenant in here]  # footprints have no room
+        pools = build_manager(memory, usable, here)
+        assert isinstance(pools, PrivatePools)
+        return pools
+
     fleet = ModelFleet(
         cluster,
         controller,
-        FleetMemory(build.ledger, build.managers),
+        FleetMemory(build.ledger, build.managers, divide),
         Loader(build_activation_cost(residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
         bytes_of,
         engine,

@@ -7,7 +7,6 @@ iteration: no part of an engine needs to know of it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,15 +42,31 @@ class EngineBytes:
 
 class FleetMemory:
     """The memory of every GPU while engines come and go: their claims in ``ledger``, and ``managers`` of the KV memory in the
-    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. An engine of private pools that
-    comes later gets what is free then: an equal part, if more are on their way."""
+    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. What is free when an engine of
+    private pools comes later is for it and for those that load: ``divide`` so many bytes among engines, with their models."""
 
-    def __init__(self, ledger: MemoryLedger, managers: Mapping[int, GpuMemory]) -> None:
+    def __init__(
+        self,
+        ledger: MemoryLedger,
+        managers: Mapping[int, GpuMemory],
+        divide: Callable[[int, Mapping[int, str]], PrivatePools],
+    ) -> None:
         self.managers = dict(managers)
-        self.coming = Counter[int]()  # engines that load, by GPU
         self._ledger = ledger
+        self._divide = divide
+        self._loading: dict[int, dict[int, str]] = {gpu: {} for gpu in managers}  # the models of engines, by GPU
         for gpu in self.managers:
             self._set_pool(gpu)
+
+    def expect(self, engine: int, model: str, gpus: Iterable[int]) -> None:
+        """The engine loads."""
+        for gpu in gpus:
+            self._loading[gpu][engine] = model
+
+    def give_up(self, engine: int, gpus: Iterable[int]) -> None:
+        """The engine loads no more."""
+        for gpu in gpus:
+            del self._loading[gpu][engine]
 
     def claim(self, engine: int, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
         """An engine that begins to load takes so much of each GPU."""
@@ -75,7 +90,6 @@ class FleetMemory:
 
     def join(self, engine: int, gpus: Sequence[int], block: VirtualKV | int, now: float) -> None:
         """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
-        self.coming.subtract(gpus)
         for gpu in gpus:
             manager = self.managers[gpu]
             if isinstance(manager, KvCachedManager):
@@ -84,8 +98,10 @@ class FleetMemory:
                 manager.join(engine, block)
             else:
                 assert isinstance(manager, PrivatePools) and isinstance(block, int)
-                manager.join(engine, block, self._ledger.free_bytes(gpu) // (1 + self.coming[gpu]))
+                parts = self._divide(self._ledger.free_bytes(gpu), self._loading[gpu])
+                manager.join(engine, block, parts.pool(engine).memory.limit_bytes)
                 self._set_pool(gpu)
+        self.give_up(engine, gpus)
 
     def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
         """An engine that holds no KV any more goes."""
@@ -220,7 +236,7 @@ class ModelFleet(Fleet):
         for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
             cluster.settle_now(cluster.engines[engine], now)
         self._memory.claim(command.engine, command.gpus, bytes.fixed_bytes, now)
-        self._memory.coming.update(command.gpus)
+        self._memory.expect(command.engine, command.model, command.gpus)
         self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
         self._await_loading()
         self._cluster.unformed.update(command.gpus)
@@ -271,7 +287,7 @@ class ModelFleet(Fleet):
         lost: list[SequenceState] = []
         if engine is None:
             self._loader.cancel(now, id)
-            self._memory.coming.subtract(resident.gpus)
+            self._memory.give_up(id, resident.gpus)
         else:
             cluster.settle_now(engine, now)
             lost = engine.abandon()

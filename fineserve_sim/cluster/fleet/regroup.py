@@ -28,6 +28,7 @@ from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, WEIGHTS, Pipel
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
+from fineserve_sim.cluster.fleet.exchange import Exchange
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
 from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import DropLayers, RestoreLayers
@@ -59,15 +60,16 @@ class TransferRules(NamedTuple):
         return link.send(bytes, priority if self.coordinated else ACTIVATION, self.chunk_bytes(link), done)
 
     def batches(
-        self, sequences: Iterable[SequenceState], token_bytes: float, link: Link
+        self, parcels: Iterable[tuple[SequenceState, float]], token_bytes: float, link: Link
     ) -> Iterator[tuple[list[SequenceState], int]]:
-        """Requests that travel together, in order, up to about a chunk, in bulk each by itself; and their bytes."""
+        """Requests that travel together, each with so many tokens, in order, up to about a chunk, in bulk each by itself; and
+        their bytes."""
         limit = self.chunk_bytes(link) or 0
         batch: list[SequenceState] = []
         bytes = 0.0
-        for sequence in sequences:
+        for sequence, tokens in parcels:
             batch.append(sequence)
-            bytes += sequence.cached_tokens * token_bytes
+            bytes += tokens * token_bytes
             if bytes >= limit:
                 yield batch, round(bytes)
                 batch, bytes = [], 0.0
@@ -232,14 +234,21 @@ class Regrouping:
             else:  # ranges that round to whole layers may leave a stage short
                 sequence.lose_kv()
                 merged.accept(sequence)
+        exchange = Exchange(moving, started, held, merged.kv.block_tokens)
         for (sender, _), (receiver, own) in permutations(zip(merged.stages, merged.layout, strict=True), 2):
             had, link = held[sender.id], sender.link_to(receiver)
-            layers = len(range(max(had.start, own.start), min(had.stop, own.stop)))
+            layers = range(max(had.start, own.start), min(had.stop, own.stop))
             leaving = [sequence for sequence in moving if layers and sender.id in started[sequence]]
-            for batch, bytes in self._rules.batches(leaving, sender.sizes.token_layer_bytes * layers, link):
+            sizes = [(sequence, exchange.tokens(sequence, receiver.id, layers)) for sequence in leaving]
+            parcels = [parcel for parcel in sizes if parcel[1]]
+            for batch, bytes in self._rules.batches(parcels, sender.sizes.token_layer_bytes * len(layers), link):
+                exchange.sent(receiver.id, batch)
                 due.update(batch)
                 self.report.exchange_bytes += bytes
                 self._rules.send(link, bytes, KV, partial(arrived, batch))
+        for batch, sequence in exchange.followers():
+            batch.append(sequence)
+            due[sequence] += 1
         for sequence in moving:
             if sequence not in due:
                 merged.adopt(sequence, now)
