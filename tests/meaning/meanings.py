@@ -40,7 +40,7 @@ from drawkit import (
 )
 from fineserve_traces import conversations
 from meaningkit import Meaning, differing, later, longer, lost
-from simkit import H100, fixed_bytes, geometry, trace_of, with_usable_bytes
+from simkit import H100, fixed_bytes, trace_of, with_usable_bytes
 
 from fineserve_sim import catalog
 from fineserve_sim.cluster import Fate, Gpu, Scenario, simulate
@@ -158,12 +158,8 @@ def all_end(random: Random, name: str) -> str | None:
 def _fitting(scenario: Scenario) -> dict[str, int]:
     """By model that has engines, the longest sequence that each of them surely holds, all of them empty."""
     system, tokens = scenario.system, {}
-    if system.residency is not None:
-        if len(scenario.models) == 1:
-            (one,) = scenario.models
-            left = usable_bytes(scenario.gpus[0], scenario.engine) - fixed_bytes([one], scenario.engine)
-            tokens[one.id] = int(0.9 * (left // geometry(one, scenario.engine).token_bytes)) - 64
-        return tokens
+    if system.residency is not None and len(scenario.models) > 1:
+        return {}
     if system.scheduler.policy == "clairvoyant":
         return {one.id: one.model.max_context_tokens for one in scenario.models}
     for engine in prepare(scenario).parts.cluster.engines.values():
