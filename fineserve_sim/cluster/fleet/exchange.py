@@ -46,7 +46,7 @@ class Exchange:
         """Tokens of the sequence of which these layers have to go to an instance; a part of a token where it has some of the
         layers. They count as sent."""
         shared, wanted = self._shared.get(sequence, ()), _bits(layers)
-        tokens: float = sequence.cached_tokens - len(shared) * self._block_tokens
+        tokens = float(sequence.cached_tokens - len(shared) * self._block_tokens)
         for block in shared:
             missing = wanted & ~self._there[receiver, block]
             if missing:
