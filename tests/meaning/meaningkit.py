@@ -13,7 +13,7 @@ from fineserve_sim.cluster import Fate, RunResult
 ULP = 1e-9
 """Times are sums of steps; what is summed first may differ."""
 
-OF_REQUESTS = ("fate", "first_token_s", "finish_s", "output_tokens", "preemptions")
+OF_REQUESTS = ("fate", "first_token_s", "finish_s", "cause", "generated_tokens", "preemptions")
 
 
 class Meaning(NamedTuple):
@@ -52,7 +52,7 @@ def later(better: RunResult, base: RunResult) -> str | None:
 
 def longer(better: RunResult, base: RunResult, *, tolerance: float) -> str | None:
     """Whether the last request ends later by more than this part, though all the same work was done."""
-    if not (answered(base).all() and (base.output_tokens == better.output_tokens).all()):
+    if not (answered(base).all() and (base.generated_tokens == better.generated_tokens).all()):
         return None
     was_s, now_s = base.finish_s.max(), better.finish_s.max()
     return f"the last request ended at {was_s}, and does at {now_s}" if now_s > was_s * (1 + tolerance) else None

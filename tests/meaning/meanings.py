@@ -150,7 +150,7 @@ def all_end(random: Random, name: str) -> str | None:
         fits = tokens <= fitting.get(trace.models[trace.model[request]], 0)
         if fits and ended != Fate.FINISHED and not (may_drop and ended == Fate.DROPPED):
             return f"request {request} of {tokens} tokens fits an empty engine, and is {ended.name}"
-        if fits and ended == Fate.FINISHED and result.output_tokens[request] != trace.output_tokens[request]:
+        if fits and ended == Fate.FINISHED and result.generated_tokens[request] != trace.output_tokens[request]:
             return f"request {request} of {tokens} tokens fits an empty engine, and is cut"
     return None
 

@@ -110,21 +110,10 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
         return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
 
-    def divide(free_bytes: int, loading: Mapping[int, str]) -> PrivatePools:
-        alone = [Instance(model, 0, (0,), demands[model].rate_per_s, 0) for model in loading.values()]
-        tenants = tenants_on(scenario, alone, placed[1])[0]
-        here = [replace(tenant, engine=id) for id, tenant in zip(loading, tenants, strict=True)]
-        usable = free_bytes + sum(tenant.fixed_bytes for tenant in here)
-        if sum(max(tenant.footprint_bytes, tenant.fixed_bytes) for tenant in here) > usable:
-            here = [replace(tenant, footprint_bytes=tenant.fixed_bytes) for tenant in here]  # footprints have no room
-        pools = build_manager(memory, usable, here)
-        assert isinstance(pools, PrivatePools)
-        return pools
-
     fleet = ModelFleet(
         cluster,
         controller,
-        FleetMemory(build.ledger, build.managers, divide),
+        FleetMemory(build.ledger, build.managers, partial(_divided, scenario, placed[1])),
         Loader(build_activation_cost(residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
         bytes_of,
         engine,
@@ -132,6 +121,21 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     fleet.begin([(instance.model, instance.gpus) for instance in build.placement.instances])
     columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in build.served]
     return build.parts(cluster, columns, tuple(build.ledger.usable_bytes.values()))
+
+
+def _divided(
+    scenario: Scenario, demands: Mapping[str, ModelDemand], free_bytes: int, loading: Mapping[int, str]
+) -> PrivatePools:
+    """Pools for engines that load on one GPU, by id their models, in the bytes that all others leave."""
+    alone = [Instance(model, 0, (0,), demands[model].rate_per_s, 0) for model in loading.values()]
+    tenants = tenants_on(scenario, alone, demands)[0]
+    here = [replace(tenant, engine=id) for id, tenant in zip(loading, tenants, strict=True)]
+    usable = free_bytes + sum(tenant.fixed_bytes for tenant in here)
+    if sum(max(tenant.footprint_bytes, tenant.fixed_bytes) for tenant in here) > usable:
+        here = [replace(tenant, footprint_bytes=tenant.fixed_bytes) for tenant in here]  # footprints have no room
+    pools = build_manager(scenario.system.memory, usable, here)
+    assert isinstance(pools, PrivatePools)
+    return pools
 
 
 def _residency(scenario: Scenario, demands: Mapping[str, ModelDemand], slots: Sequence[GpuSlot]) -> ResidencyPolicy:
