@@ -13,12 +13,15 @@ from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.base import Engine, Seat
+from fineserve_sim.cluster.engine.batching import VllmBatching
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.links import Link
-from fineserve_sim.cluster.engine.pipeline import Lookahead, PipelineEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
-from fineserve_sim.cluster.engine.swap import SwapEngine
+from fineserve_sim.cluster.engine.lookahead import Lookahead, LookaheadBatching
+from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.pipeline import Pipeline
+from fineserve_sim.cluster.engine.spans import Spans, Wakeups
+from fineserve_sim.cluster.engine.state import Seat
+from fineserve_sim.cluster.engine.swap import HostTier
 from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.fleet.regroup import TransferRules
@@ -194,18 +197,20 @@ class _Builder:
         seat = Seat(id, self.served.id, step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:
             (only,) = members
-            links, around = only.links, (cluster, self._wakeups[only])
-            engine: SpanEngine
-            if isinstance(self._memory, specs.SwapPoolsSpec):
-                engine = SwapEngine(seat, *around, links.to_host, links.from_host, self.sizes.block_bytes)
-            else:
-                engine = SpanEngine(seat, *around, shares_gpu=False)
+            engine = Engine(seat, cluster)
             engine.columns = (only.id,)
+            VllmBatching(engine)
+            Spans(engine, self._wakeups[only], shares_gpu=False)
+            if isinstance(self._memory, specs.SwapPoolsSpec):
+                HostTier(engine, only.links.to_host, only.links.from_host, self.sizes.block_bytes)
             return engine
-        looks_ahead, lookahead = execution.microbatches == "lookahead", None
+        looks_ahead = execution.microbatches == "lookahead"
+        shared_queue = looks_ahead or execution.queues == "shared"
+        engine = Engine(seat, cluster, lanes=len(members), shared_queue=shared_queue)
         if looks_ahead and len(members) > 1:
             least_tokens = execution.min_tokens or settings.token_budget
-            lookahead = Lookahead(least_tokens, chunk_cost(self.step), execution.lookahead)
-        shared_queue = looks_ahead or execution.queues == "shared"
-        steps = tuple(self._step(member.gpus) for member in members)
-        return PipelineEngine(seat, cluster, members, layout, steps, shared_queue=shared_queue, lookahead=lookahead)
+            LookaheadBatching(engine, Lookahead(least_tokens, chunk_cost(self.step), execution.lookahead))
+        else:
+            VllmBatching(engine)
+        Pipeline(engine, members, layout, tuple(self._step(member.gpus) for member in members))
+        return engine

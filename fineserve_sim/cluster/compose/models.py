@@ -28,10 +28,12 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import sharing_of, slowest, sm_share, step_model
-from fineserve_sim.cluster.engine.base import Seat
+from fineserve_sim.cluster.engine.batching import VllmBatching
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
+from fineserve_sim.cluster.engine.lone import Lone
+from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.spans import Spans, Wakeups
+from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.host import Cluster, Scope
@@ -107,8 +109,11 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     )
     cluster = cluster_of(scenario, build.clock, controller, build.contention)
 
-    def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
-        return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
+    def engine(id: int, model: str, gpus: tuple[int, ...]) -> Engine:
+        engine = Engine(build.seat(id, model, gpus), cluster)
+        VllmBatching(engine)
+        Spans(engine, build.wakeups[gpus[0]], shares_gpu=True)
+        return engine
 
     fleet = ModelFleet(
         cluster,
@@ -207,14 +212,18 @@ class Builder:
         longest = settings.block_tokens if contiguous else self.served[model].model.max_context_tokens
         return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)
 
-    def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> SpanEngine:
+    def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> Engine:
         """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
         for it (``alone``)."""
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
+        engine = Engine(seat, cluster)
+        VllmBatching(engine)
         if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu:
-            return LoneEngine(seat, cluster, wakeups)
-        return SpanEngine(seat, cluster, wakeups, shares_gpu=shares_gpu)
+            Lone(engine, wakeups)
+        else:
+            Spans(engine, wakeups, shares_gpu=shares_gpu)
+        return engine
 
     def routes(self, seats: Sequence[Seat]) -> dict[str, list[Route]]:
         """Where the requests of each model go, among engines of the placement."""

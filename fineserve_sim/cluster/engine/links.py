@@ -16,6 +16,9 @@ from itertools import count
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 
+ACTIVATION, KV, WEIGHTS = 0, 1, 2
+"""Priorities on links when transfers are coordinated."""
+
 Done = Callable[[float], None]
 """Called with the time at which the last byte has arrived."""
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.links import Transfer
-from fineserve_sim.cluster.engine.pipeline import WEIGHTS
+from fineserve_sim.cluster.engine.links import WEIGHTS, Transfer
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.migrate import Migrations

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.pipeline import KV
+from fineserve_sim.cluster.engine.links import KV
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
@@ -60,7 +60,7 @@ class Migrations:
             return
         self._cluster.settle_now(move.source, now)
         lane.leaving.append(move.sequence)
-        move.source.replan(now)
+        move.source.executor.replan(now)
 
     def _leave(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
         """Between two steps of the source: the sequence stops there."""
@@ -84,7 +84,7 @@ class Migrations:
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._cluster.settle_now(destination, now)
         destination.adopt(sequence, now)
-        source.replan(now)
+        source.executor.replan(now)
         self.moved += 1
         self._cluster.hear(now, MigrationEnded(sequence.index))
 
@@ -99,7 +99,7 @@ class Migrations:
     def _end(self, move: _Move, now: float) -> None:
         """The request does not move."""
         self._release(move)
-        move.destination.replan(now)
+        move.destination.executor.replan(now)
         self._cluster.hear(now, MigrationEnded(move.sequence.index))
 
     def _reserve(self, move: _Move, blocks: int, now: float) -> bool:
@@ -113,7 +113,7 @@ class Migrations:
         if taken:
             engine.reserved_blocks += more
             move.reserved_blocks = blocks
-        engine.cut()
+        engine.executor.cut()
         self._cluster.touch(engine)
         return taken
 

@@ -22,11 +22,11 @@ from itertools import permutations
 from typing import NamedTuple
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.links import Done, Link, Transfer
-from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.links import ACTIVATION, KV, WEIGHTS, Done, Link, Transfer
+from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.pipeline import Pipeline
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.engine.spans import Spans
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.exchange import Exchange
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
@@ -92,9 +92,10 @@ class Report:
 
     def count(self, engine: Engine) -> None:
         """Take up the time of an engine that ends, if it is a pipeline."""
-        if isinstance(engine, PipelineEngine) and len(engine.stages) > 1:
-            self.pipelined_busy_s += engine.busy_s
-            self.pipelined_s += engine.working_s * len(engine.stages)
+        executor = engine.executor
+        if isinstance(executor, Pipeline) and len(executor.stages) > 1:
+            self.pipelined_busy_s += executor.busy_s
+            self.pipelined_s += executor.working_s * len(executor.stages)
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +141,8 @@ class Regrouping:
             if changed.isdisjoint(group):
                 continue
             members = [cluster.engines[id] for id in group]
-            only = members[0] if len(members) == 1 else None
-            domain = PrivateDomain(only, []) if isinstance(only, SpanEngine) else MemoryDomain(members)
+            alone = len(members) == 1 and isinstance(members[0].executor, Spans)
+            domain = PrivateDomain(members[0], []) if alone else MemoryDomain(members)
             cluster.connect(members, [domain], [Scope((id,)) for id in group])
             cluster.touch(members[0])
 
@@ -151,8 +152,7 @@ class Regrouping:
         return [engine for engine in self._cluster.engines.values() if not wanted.isdisjoint(engine.columns)]
 
     def _layout_of(self, engine: Engine) -> Layout:
-        layers = engine.layout if isinstance(engine, PipelineEngine) else (range(self._layers),)
-        return dict(zip(engine.columns, layers, strict=True))
+        return dict(zip(engine.columns, engine.layout or (range(self._layers),), strict=True))
 
     def _drop(self, command: DropLayers, now: float) -> None:
         """Merge these engines, once they have stopped."""
@@ -185,7 +185,6 @@ class Regrouping:
             self.remove(engine)
         missing = {number: frozenset(own) - self._instances[number].resident for number, own in layout.items()}
         (merged,) = self.create({merge.id: layout})
-        assert isinstance(merged, PipelineEngine)
         self._settle_resident(merged)
         if any(missing.values()):  # ranges that round to whole layers: nothing runs until the layer is there
             merged.stopping = True
@@ -199,7 +198,7 @@ class Regrouping:
             cluster.hear(now, LayersDropped(merged.index))
         cluster.returned(merged, sorted(waiting, key=arrival_order), now)
 
-    def _complete(self, merged: PipelineEngine, now: float) -> None:
+    def _complete(self, merged: Engine, now: float) -> None:
         """A merged engine has the last layer that it missed."""
         if not merged.gone:
             self._cluster.order = TIMER
@@ -207,7 +206,7 @@ class Regrouping:
             self._cluster.hear(now, LayersDropped(merged.index))
 
     def _carry_over(
-        self, merged: PipelineEngine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
+        self, merged: Engine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
     ) -> None:
         """Sequences that have ``started``, their KV on these instances, go on in the merged engine when it has all of that.
         ``held``: which instance had which layers."""
@@ -256,7 +255,6 @@ class Regrouping:
     def _restore(self, command: RestoreLayers, now: float) -> None:
         """Bring back what the instances of an engine miss; it splits when all has arrived."""
         engine = self._cluster.engines[command.engine]
-        assert isinstance(engine, PipelineEngine)
         everything = frozenset(range(self._layers))
         missing = {stage.id: everything - stage.resident for stage in engine.stages}
         engine.kv.forget()
@@ -267,7 +265,7 @@ class Regrouping:
         split = partial(self._split, engine, into, now)
         self._pulls[engine.index] = self._fetch(missing, self._layout_of(engine), split)
 
-    def _split(self, engine: PipelineEngine, into: Mapping[tuple[int, ...], int], began_s: float, now: float) -> None:
+    def _split(self, engine: Engine, into: Mapping[tuple[int, ...], int], began_s: float, now: float) -> None:
         """Its instances serve alone as the engines ``into``, by their GPUs."""
         cluster = self._cluster
         del self._pulls[engine.index]
