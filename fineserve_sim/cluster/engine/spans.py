@@ -143,15 +143,15 @@ class Spans(Executor):
         if len(self._ends) == self._reach < LONGEST_SHARED_SPAN:
             self._reach *= 2
         self.end_s = self.next_boundary_s = NEVER
-        engine, lane, host = self.engine, self._lane, self._host
-        if host.logs:
-            host.computed(engine, lane, self._launched_s, now, self._settled + 1, 0)
-        if engine.complete(lane, now):
-            host.memory_freed(engine, now)
+        engine = self.engine
+        if self._host.logs:
+            self._host.computed(engine, self._lane, self._launched_s, now, self._settled + 1, 0)
+        if engine.complete(self._lane, now):
+            self._host.memory_freed(engine, now)
         if engine.stopping:
-            host.stopped(engine, now)
+            self._host.stopped(engine, now)
         else:
-            engine.turn(lane, now)
+            engine.turn(self._lane, now)
 
     def launch(self, lane: Lane, now: float) -> None:
         engine, host = self.engine, self._host

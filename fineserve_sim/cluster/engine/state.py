@@ -135,8 +135,9 @@ class State:
             queued_blocks = sum([queue.queued_blocks for queue in self.queues])
             head_blocks = max([queue.head_blocks for queue in self.queues])
         blocks = (used_blocks, used_blocks + self.kv.free_blocks(), queued_blocks, head_blocks)
-        fullest_bytes = self._fullest_bytes(used_blocks) if self.stages else 0
-        load = EngineLoad(*blocks, self.running, len(self.stalled), fullest_bytes)
+        load = EngineLoad(*blocks, self.running, len(self.stalled))
+        if self.stages:
+            load = load._replace(fullest_bytes=self._fullest_bytes(used_blocks))
         if not shortest:
             return load
         held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.launched) for lane in self.lanes]
