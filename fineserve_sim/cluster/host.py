@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
 from fineserve_sim.cluster.engine.loop import NEVER, Engine
 from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, SequenceState, Waiting
@@ -60,8 +61,9 @@ class Fleet:
 class Cluster:
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
     itself and the schedulers are asked at each of them. ``context_tokens`` by model. With ``check`` every memory is checked at
-    every step. Who tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+    every step. A fleet that tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
 
+    links: Links
     stopped: Callable[[Engine, float], None]
     leaves: Callable[[Engine, Lane, SequenceState, float], None]
 
@@ -96,9 +98,7 @@ class Cluster:
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
         self._waiting: dict[int, Waiting] = {}
-        self._returned: dict[
-            int, tuple[str, SequenceState]
-        ] = {}  # those that wait for an engine again, and their models
+        self._returned: dict[int, tuple[str, SequenceState]] = {}  # with their models, waiting for an engine again
         self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:

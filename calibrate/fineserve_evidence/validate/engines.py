@@ -15,8 +15,7 @@ import numpy as np
 from fineserve_evidence.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
-from fineserve_sim.cluster.engine.batching import VllmBatching
-from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
@@ -172,9 +171,8 @@ def _connect(
     seats = [
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)
     ]
-    engines = [Engine(seat, cluster) for seat in seats]
+    engines = [seated(seat, cluster) for seat in seats]
     for engine, instance in zip(engines, instances, strict=True):
-        VllmBatching(engine)
         Spans(engine, wakeups[instance.gpu], shares_gpu=contention.contended(engine.index))
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster

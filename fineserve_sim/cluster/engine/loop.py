@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from fineserve_sim.cluster.clock import Kind, order_of
+from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.sequence import Decodes, Lane, PromptChunk, SequenceState
 from fineserve_sim.cluster.engine.state import Seat, State
 from fineserve_sim.cluster.outcomes import Outcomes
@@ -40,6 +41,7 @@ class EngineHost(Protocol):
     way. With ``logs`` the host writes down what is computed. With ``attentive`` it looks at each launch."""
 
     engines: dict[int, Engine]
+    links: Links
     order: int
     merging: bool
     logs: bool

@@ -116,7 +116,8 @@ class Pipeline(Executor):
         here, there = self.stages[stage], self.stages[after]
         message_bytes = batch.tokens * here.sizes.hidden_bytes
         follow = partial(self._compute, batch, after)
-        here.link_to(there).send(message_bytes, ACTIVATION, None, lambda _: there.request(follow))
+        link = engine.host.links.between(here.gpus, there.gpus)
+        link.send(message_bytes, ACTIVATION, None, lambda _: there.request(follow))
 
     def _finish(self, lane: Lane, now: float) -> None:
         """A batch has left the last stage."""

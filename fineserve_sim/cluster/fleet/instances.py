@@ -86,7 +86,7 @@ class Instances(Fleet):
         else:
             missing_bytes = (instance.sizes.layers - len(instance.resident)) * instance.sizes.layer_bytes
             self.regrouping.report.weight_bytes += missing_bytes
-            transfers.append(instance.links.from_host.send(missing_bytes, WEIGHTS, None, ready))
+            transfers.append(self.cluster.links.of(instance.gpus).from_host.send(missing_bytes, WEIGHTS, None, ready))
         self._loading[command.engine] = (instance, transfers)
 
     def _ready(self, id: int, now: float) -> None:

@@ -136,4 +136,4 @@ class Migrations:
                 self._cluster.order = TIMER
                 then(move, now)
 
-        source.link_to(destination).send(bytes, KV, None, arrived)
+        self._cluster.links.between(source.gpus, destination.gpus).send(bytes, KV, None, arrived)

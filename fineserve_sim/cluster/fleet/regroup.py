@@ -235,7 +235,7 @@ class Regrouping:
                 merged.accept(sequence)
         exchange = Exchange(moving, started, held, merged.kv.block_tokens)
         for (sender, _), (receiver, own) in permutations(zip(merged.stages, merged.layout, strict=True), 2):
-            had, link = held[sender.id], sender.link_to(receiver)
+            had, link = held[sender.id], self._cluster.links.between(sender.gpus, receiver.gpus)
             layers = range(max(had.start, own.start), min(had.stop, own.stop))
             leaving = [sequence for sequence in moving if layers and sender.id in started[sequence]]
             sizes = [(sequence, exchange.tokens(sequence, receiver.id, layers)) for sequence in leaving]
@@ -327,7 +327,8 @@ class Regrouping:
                 found = wanted & frozenset(held)
                 if found and holder != number:
                     wanted -= found
-                    pulls.append((self._instances[holder].link_to(taker), len(found) * taker.sizes.layer_bytes))
+                    link = self._cluster.links.between(self._instances[holder].gpus, taker.gpus)
+                    pulls.append((link, len(found) * taker.sizes.layer_bytes))
         left = len(pulls)
 
         def arrived(now: float) -> None:
