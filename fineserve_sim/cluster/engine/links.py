@@ -41,7 +41,7 @@ class Transfer:
 
 
 class Link:
-    """One direction of a link. ``entity`` (>= 1) orders its events among those of other links at the same moment.
+    """One direction of a link. ``entity`` (>= 1) orders its events among events of other links at the same moment.
 
     Raises ValueError for a rate that is not positive.
     """

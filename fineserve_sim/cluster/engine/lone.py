@@ -74,7 +74,7 @@ class Lone(Spans):
             self.engine.retire(finished, passed[done - 1])
 
     def _span_ends(self, now: float) -> list[float]:
-        """Where memory is sure, those of the iterations up to the moment that the host looks at."""
+        """End times up to the moment that the host looks at, where memory is sure; else as in ``Spans``."""
         engine = self.engine
         if not (engine.wants_memory or engine.preempted):
             start_s = now

@@ -6,17 +6,17 @@ Each lane goes round the same loop for ever:
     idle ──start──► asked ──turn──► form ──► launch ──► in flight ──► complete ──► turn ...
                               ▲        └──► rest: nothing to compute, the lane is idle again
 
-* **Form** is a question to the batching policy: which sequences compute what in the next batch. The policy takes the KV
-  blocks that the batch needs. It is the only part that differs between vLLM and engines of another make.
-* **Launch** is a question to the executor: on which GPUs the batch runs, and when it ends. ``Spans`` runs a batch on one
-  instance, ``Lone`` does the same without events, ``Pipeline`` sends it through stages.
-* **Complete** takes the tokens in: prefills yield their first token, decodes go on, and finished sequences leave.
+* **Form**: the *batching* policy says which sequences compute what in the next batch, and takes the KV blocks for it. This is
+  the part in which engines of another make differ from vLLM.
+* **Launch**: the *executor* puts the batch in flight, and says when it ends. ``Spans`` runs it on one instance, ``Lone`` does
+  the same without events, ``Pipeline`` sends it through stages.
+* **Complete**: tokens come out. Prefills yield their first token, decodes go on, and finished sequences leave.
 
-Where a decode finds no KV block, a sequence is recomputed later, or goes to a *tier* of memory behind a link and comes back.
+Where a decode finds no KV block, a sequence is recomputed later, or waits in a *tier* of memory behind a link.
 
-The engine owns the state that these parts share: sequences, queues, lanes, KV and counters. Each part takes its engine when it
-is made and takes its place in it; the composition root makes one of each. An executor calls ``turn`` and ``complete``, so the
-loop costs one call a batch more than one class that does everything would.
+The parts share the state of the engine (``State``): sequences, queues, lanes, KV and counters. A part takes its engine when it
+is made, and takes its place in it. Executors call ``turn`` and ``complete`` themselves, for they know when a batch ends. This
+costs one call a batch more than a single class that does everything.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Engine(State):
     # --- sequences come ----------------------------------------------------------------------------------------------------
 
     def accept(self, sequence: SequenceState) -> None:
-        """A dispatched request joins the queue, that of the lane with the fewest; it starts at the next iteration."""
+        """A dispatched request joins the queue of the lane with the fewest. It starts at the next iteration."""
         self._bound_output(sequence)
         queue = self.queues[0]
         if len(self.queues) > 1:
@@ -369,7 +369,8 @@ class Engine(State):
         return sorted(lost, key=arrival_order)
 
     def _take_started(self) -> list[SequenceState]:
-        """Remove and return all that had started; of those in flight, the block for the token under way counts as cached."""
+        """Remove and return all that had started. The token under way of a decode in flight counts as cached: it has a
+        block."""
         started = [*self.stalled]
         for lane in self.lanes:
             for sequence in list(lane.decodes):
@@ -385,7 +386,7 @@ class Engine(State):
         return started
 
     def _leave(self) -> None:
-        """Nobody calls the engine any more."""
+        """The engine takes no call any more."""
         self.kv.forget()
         self.gone = True
         self.executor.leave()

@@ -1,9 +1,9 @@
 """The executor of an engine whose batches go through the stages of a pipeline.
 
-Each stage is an instance with a contiguous range of layers, each lane one batch in flight. A batch is formed when its
-first stage begins it, and leaves stage s at ``max(stage free, arrival from stage s - 1) + its time``; between stages its
-activations cross a link. The time of a stage is the device time of the whole model on its GPUs times its share of layers, plus
-the host's overhead; a host floor shrinks in the same proportion.
+Each stage is an instance with a contiguous range of layers; each lane is one batch in flight. The engine forms a batch when
+its first stage begins it. The batch leaves stage s at ``max(stage free, arrival from stage s - 1) + its time``. Between stages
+its activations cross a link. A stage takes its share of layers of the whole model's device time on its GPUs, and the host's
+overhead on top. A host floor shrinks in the same proportion.
 
 KV memory is counted in blocks of the whole model. A block takes bytes on every instance in proportion to its layers, so the
 tightest instance bounds the engine.

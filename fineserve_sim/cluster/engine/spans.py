@@ -3,13 +3,13 @@
 **Spans.** While the batch only decodes and nothing else happens, consecutive iterations are alike. They are planned as one
 span with one event at its end. ``_ends`` are the end times of its iterations, summed in the same order as one by one.
 The boundaries inside a span are *settled* when the host looks (``settle``): tokens counted, KV blocks taken, in the order
-of their times. Whatever could change the next iteration *cuts* the span after the iteration in flight, and planning starts
-again there: an arrival, a neighbour's new composition, memory that becomes scarce or free.
+of their times. An event that could change the next iteration *cuts* the span after the iteration in flight: an arrival, a
+neighbour's new composition, memory that becomes scarce or free. Planning starts again there.
 
 **Wakeups.** A neighbour's new composition moves the ends of all spans on its GPU, and most ends move again before they come.
-So the clock's queue holds no event for each of them, only one for the first: when an event is over, the first end of all gets
-an event if it comes before the one that is set. An event whose span has come to end later calls no engine; the first end is
-looked for again.
+So the clock's queue holds no event for each of them, only one for the first. When an event is over, the first end of all gets
+an event if it comes before the one that is set. An event whose span has come to end later calls no engine; it looks for the
+first end again.
 """
 
 from __future__ import annotations

@@ -37,9 +37,10 @@ class Seat:
 class State:
     """The sequences of one engine, its KV and its counters.
 
-    A sequence that has started is in one place: the ``decodes`` or ``joining`` of a lane, the ``prefilling`` of a queue,
-    ``stalled`` (it waits for KV from elsewhere), or ``swapped`` (away or on its way, with the blocks that it holds here).
-    ``coming`` sequences are elsewhere still, and have their slots here and ``reserved_blocks``.
+    A sequence that has started is in exactly one place: the ``decodes`` or ``joining`` of a lane, the ``prefilling`` of a
+    queue, ``stalled`` or ``swapped``. Stalled sequences wait for KV from elsewhere. Swapped ones are in a tier, paused or on
+    their way, with the blocks that they hold here. ``coming`` sequences are elsewhere still, and have slots here and
+    ``reserved_blocks``.
     """
 
     def __init__(self, seat: Seat, *, lanes: int = 1, shared_queue: bool = True) -> None:
@@ -104,7 +105,7 @@ class State:
 
     @property
     def has_work(self) -> bool:
-        """A sequence is here, in whatever place."""
+        """A sequence is here, waiting or started."""
         return bool(self.stalled or self.swapped) or any(lane.has_work for lane in self.lanes)
 
     def partial_prefills(self) -> list[SequenceState]:
@@ -165,7 +166,7 @@ class State:
         return decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending
 
     def check(self) -> None:
-        """Raise AssertionError unless the blocks that its sequences hold are those that it takes, and each has a slot."""
+        """Raise AssertionError unless the engine takes exactly the blocks that its sequences hold, and each has a slot."""
         most = self.settings.max_sequences
         slots_hold = self.free_slots >= 0 and all(lane.size <= most for lane in self.lanes)
         assert slots_hold, f"engine {self.index}: more sequences than slots"

@@ -1,7 +1,7 @@
 """The GPUs of one instance of a model as one compute queue and one memory.
 
-It computes one job at a time, in the order in which they were asked for. Usually they are the batches of one engine; while a
-restored pipeline drains, those of the pipeline and of the engine that comes after it take turns.
+It computes one job at a time, in the order of requests. Usually jobs are the batches of one engine. While a restored pipeline
+drains, batches of the pipeline and of the engine that comes after it take turns.
 
 Its memory is one pool of bytes for weights and KV, summed over its TP ranks: layers that are not resident are KV
 memory. Weights outside the layers (embeddings, output head) are spread over the layers, so that a layer is the same

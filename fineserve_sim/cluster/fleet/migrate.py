@@ -1,7 +1,7 @@
 """Live migration between instances (Llumnix): copy while decoding, then a short stop for the rest.
 
 The destination reserves a slot and the blocks when the copy starts. When all that was there has been copied, the sequence
-leaves its batch, the tokens decoded meanwhile follow, and it goes on at the destination; only then its source gives the memory
+leaves its batch. The tokens decoded meanwhile follow, and it goes on at the destination. Only then its source gives the memory
 back. A move ends early when the sequence finishes or loses its KV first, or the destination cannot hold what was added.
 """
 
@@ -30,8 +30,7 @@ class _Move:
 
 
 class Migrations:
-    """Carries out ``Migrate``: moves under way, of engines of one lane and counted blocks. ``moved`` counts those that
-    succeeded."""
+    """Carries out ``Migrate`` between engines of one lane and counted blocks. ``moved`` counts the moves that succeeded."""
 
     def __init__(self, cluster: Cluster, instances: Sequence[TpGroup]) -> None:
         self._cluster, self._instances = cluster, instances
@@ -89,7 +88,7 @@ class Migrations:
         self._cluster.hear(now, MigrationEnded(sequence.index))
 
     def forget(self, engine: Engine, now: float) -> None:
-        """An engine is lost: what moves from it is lost with it, what moves to it goes on where it is."""
+        """An engine is lost. What moves from it is lost with it; what moves to it goes on where it is."""
         for move in list(self._moves.values()):
             if engine in (move.source, move.destination):
                 self._end(move, now)

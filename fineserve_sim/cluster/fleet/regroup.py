@@ -1,15 +1,14 @@
-"""Which engine is on which instances, and how engines merge into pipelines and split again: where weights and KV go (KunServe,
-sections 4.1 to 4.4).
+"""How engines merge into pipelines and split again, and where weights and KV go then (KunServe, sections 4.1 to 4.4).
 
-Drop: the engines that merge stop after their batches, dropped layers are remapped to KV memory, and the queues join. KV of
-layers that now belong to somebody else is sent there, by all instances at once, oldest requests first. *Coordinated*: in chunks
-of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its own is there, others run.
+Drop: the engines that merge stop after their batches. Dropped layers become KV memory, and the queues join. The KV of a layer
+goes to the instance that has the layer now. All instances send at once, oldest requests first. *Coordinated*: in chunks
+of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its KV is there; others run.
 
-Restore: the memory that dropping gave is closed to KV, missing layers are pulled from the other instances of the pipeline
-at the lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
+Restore: the memory that dropping gave takes no more KV. The pipeline pulls missing layers from its other instances at the
+lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
 
-KV that has to move is charged to its new holders as soon as the engines merge: the receiving side has dropped its layers
-by then, and in sum as much leaves as comes.
+KV that has to move counts at its new holders as soon as the engines merge. The receiving side has dropped its layers by then,
+and in sum as much leaves as comes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engi
 
 class TransferRules(NamedTuple):
     """``coordinated``: transfers by priority, in chunks that take a link ``chunk_s``; else in one queue. ``remap_s``:
-    how long it takes to turn dropped layers into KV memory."""
+    seconds that it takes to turn dropped layers into KV memory."""
 
     coordinated: bool
     chunk_s: float
@@ -62,8 +61,8 @@ class TransferRules(NamedTuple):
     def batches(
         self, parcels: Iterable[tuple[SequenceState, float]], token_bytes: float, link: Link
     ) -> Iterator[tuple[list[SequenceState], int]]:
-        """Requests that travel together, each with so many tokens, in order, up to about a chunk, in bulk each by itself; and
-        their bytes."""
+        """Requests that travel together, in order, and their bytes. Each parcel is a request and its tokens. A batch has about
+        a chunk; in bulk every request travels by itself."""
         limit = self.chunk_bytes(link) or 0
         batch: list[SequenceState] = []
         bytes = 0.0
@@ -79,8 +78,9 @@ class TransferRules(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """What regrouping did: seconds of each exchange from the remap to its last byte, its bytes, merges, splits, and
-    stage seconds of pipelines while requests wait (computed, and passed)."""
+    """What regrouping did. ``exchange_s`` has the seconds of each exchange from the remap to its last byte. ``drops`` and
+    ``restores`` are times and instances. ``pipelined_*`` are stage seconds of pipelines while requests wait: computed, and
+    passed."""
 
     exchange_s: list[float] = field(default_factory=list)
     exchange_bytes: int = 0
@@ -208,8 +208,8 @@ class Regrouping:
     def _carry_over(
         self, merged: Engine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
     ) -> None:
-        """Sequences that have ``started``, their KV on these instances, go on in the merged engine when it has all of that.
-        ``held``: which instance had which layers."""
+        """Sequences that have ``started`` go on in the merged engine when all their KV is where it belongs. ``started`` has the
+        instances of their KV, ``held`` the layers that each instance had."""
         moving: list[SequenceState] = []
         due = Counter[SequenceState]()  # transfers that a sequence waits for
 
@@ -280,7 +280,7 @@ class Regrouping:
         self.end_drained([engine], now)
 
     def end_drained(self, engines: Iterable[Engine], now: float) -> None:
-        """Of these, pipelines whose instances serve alone again end with their last request."""
+        """End each pipeline among ``engines`` whose instances serve alone again and whose last request is gone."""
         for engine in [each for each in engines if each.closing and not (each.running or each.busy)]:
             engine.dissolve()
             self.remove(engine)
@@ -288,15 +288,15 @@ class Regrouping:
             self._settle_resident(engine)
 
     def _cancel_restore(self, engine: Engine) -> None:
-        """What is on its way does not count as resident any more, nor what has come so far."""
+        """The restore does not happen: layers on their way, or come since it began, do not count as resident."""
         if engine.index in self._pulls:
             for transfer in self._pulls.pop(engine.index):
                 transfer.cancel()
             self._settle_resident(engine)
 
     def forget(self, hit: Sequence[Engine], now: float) -> list[LayersKept]:
-        """These engines are lost: merges that they were part of do not happen, and the other sources go on. Returns what
-        there is to tell of that once they are gone."""
+        """These engines are lost. Their merges do not happen, and the other sources go on. Returns the events to tell once the
+        engines are gone."""
         for engine in hit:
             self._cancel_restore(engine)
         lost = [merge for merge in self._merges if any(engine in hit for engine in merge.sources)]
@@ -308,7 +308,7 @@ class Regrouping:
         return [LayersKept(merge.id) for merge in lost]
 
     def _settle_resident(self, engine: Engine) -> None:
-        """Its instances keep the layers that their engines run, all of them while they come back; others are dropped."""
+        """Its instances keep the layers that their engines run, or all layers while they come back, and drop the others."""
         for number in engine.columns:
             needed: set[int] = set()
             for other in self.on([number]):
