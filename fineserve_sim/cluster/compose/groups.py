@@ -15,7 +15,7 @@ from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
 from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
-from fineserve_sim.cluster.engine.lookahead import Lookahead, LookaheadBatching
+from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.pipeline import Pipeline
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
@@ -199,6 +199,6 @@ class _Builder:
         engine = seated(seat, cluster, lanes=len(members), shared_queue=shared_queue)
         if looks_ahead and len(members) > 1:
             least_tokens = execution.min_tokens or settings.token_budget
-            LookaheadBatching(engine, Lookahead(least_tokens, chunk_cost(self.step), execution.lookahead))
+            LookaheadBatching(engine, least_tokens, chunk_cost(self.step), execution.lookahead)
         Pipeline(engine, members, layout, tuple(self._step(member.gpus) for member in members))
         return engine

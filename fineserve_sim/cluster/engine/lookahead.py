@@ -8,7 +8,6 @@ bursts.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from fineserve_sim.cluster.engine.batching import VllmBatching
 from fineserve_sim.cluster.engine.loop import Engine
@@ -16,20 +15,12 @@ from fineserve_sim.cluster.engine.sequence import Lane, PromptChunk, Queue
 from fineserve_sim.policy.groups.microbatch import Chunk, ChunkCost, LookaheadMode, Microbatch, lookahead, tokens_of
 
 
-class Lookahead(NamedTuple):
-    """Prompt chunks in parts of about ``min_tokens`` tokens or more, of equal ``cost``."""
-
-    min_tokens: int
-    cost: ChunkCost
-    mode: LookaheadMode
-
-
 class LookaheadBatching(VllmBatching):
-    """Prompt chunks by a plan over several batches."""
+    """Prompt chunks by a plan over several batches, in parts of about ``min_tokens`` tokens or more, of equal ``cost``."""
 
-    def __init__(self, engine: Engine, rule: Lookahead) -> None:
+    def __init__(self, engine: Engine, min_tokens: int, cost: ChunkCost, mode: LookaheadMode) -> None:
         super().__init__(engine)
-        self._rule = rule
+        self._min_tokens, self._cost, self._mode = min_tokens, cost, mode
         self._plan: deque[Microbatch] = deque()
 
     def forget(self) -> None:
@@ -38,9 +29,9 @@ class LookaheadBatching(VllmBatching):
     def prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         if not self._plan:
             work = self._work(lane.queue)
-            if tokens_of(work) < 2 * self._rule.min_tokens:
+            if tokens_of(work) < 2 * self._min_tokens:
                 return super().prompt_chunks(lane)
-            self._plan.extend(lookahead(work, *self._rule))
+            self._plan.extend(lookahead(work, self._min_tokens, self._cost, self._mode))
         return self._planned_chunks(self._plan.popleft(), lane)
 
     def _work(self, queue: Queue) -> list[Chunk]:

@@ -184,8 +184,6 @@ class Engine(State):
         self.composition_changed = False  # since the last launch
         self.preempted = False  # a sequence, since the batch began to be formed
 
-    # --- the loop ----------------------------------------------------------------------------------------------------------
-
     def turn(self, lane: Lane, now: float) -> None:
         """The lane stands between two batches: form the next one and launch it, or rest."""
         lane.asked = False
@@ -248,8 +246,6 @@ class Engine(State):
             self.kv.release(sequence)
             self.host.finished(self, sequence, now)
 
-    # --- sequences come ----------------------------------------------------------------------------------------------------
-
     def accept(self, sequence: SequenceState) -> None:
         """A dispatched request joins the queue of the lane with the fewest. It starts at the next iteration."""
         self._bound_output(sequence)
@@ -281,8 +277,6 @@ class Engine(State):
         at least. What another engine bound it to counts no more."""
         most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
         sequence.output_tokens = min(sequence.asked_tokens, most)
-
-    # --- sequences go ------------------------------------------------------------------------------------------------------
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
         """Recompute it later: free its blocks, put it to the front of the queue with its generated tokens as part of the
@@ -332,8 +326,6 @@ class Engine(State):
             else:
                 lost.append(sequence)
         return lost
-
-    # --- the engine ends ---------------------------------------------------------------------------------------------------
 
     def stop(self, now: float) -> None:
         """Form no more batches; the host is told (``stopped``) when the last one has left."""

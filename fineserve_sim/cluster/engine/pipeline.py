@@ -43,11 +43,8 @@ class Pipeline(Executor):
         engine.stages, engine.layout = stages, layout
         engine.columns = tuple(stage.id for stage in stages)
         engine.consults = False
-        self.stages = stages
-        self.busy_s = 0.0
-        self.working_s = 0.0
-        self._layout, self._steps = layout, steps
-        self._paces = tuple(dict.fromkeys(steps))
+        self.stages, self._steps, self._paces = stages, steps, tuple(dict.fromkeys(steps))
+        self.busy_s = self.working_s = 0.0
         self._pending: tuple[float, float] | None = None  # seconds computed and time when the last batch began
 
     def start(self, now: float) -> None:
@@ -96,8 +93,7 @@ class Pipeline(Executor):
                 return
             engine.preempt_latest_prefill(now)
             engine.preempted = False
-            queue = lane.queue
-            lane.chunks = engine.batching.prompt_chunks(lane) if queue.waiting or queue.prefilling else []
+            lane.chunks = engine.batching.prompt_chunks(lane)
 
     def _compute(self, batch: Batch, stage: int, now: float) -> Turn | None:
         """The turn of a batch in one of the stages."""
@@ -132,13 +128,13 @@ class Pipeline(Executor):
 
     def _stage_s(self, sums: BatchSums) -> tuple[float, ...]:
         """Seconds of a batch in each stage: every stage has the host time of a step, the rest is split by layers."""
-        if len(self._layout) == 1:
+        if len(self.stages) == 1:
             return (self.engine.step.step_s(*sums),)  # the same bits as on one instance without stages
         whole_s = {step: step.step_s(*sums) for step in self._paces}
         layers = self.stages[0].sizes.layers
         return tuple(
             step.overhead_s + (whole_s[step] - step.overhead_s) * len(own) / layers
-            for step, own in zip(self._steps, self._layout, strict=True)
+            for step, own in zip(self._steps, self.engine.layout, strict=True)
         )
 
     def _account(self, now: float) -> None:
