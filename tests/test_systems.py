@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose.place import place
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.policy.groups.dispatch import LlumnixMigration
 from fineserve_sim.policy.groups.drop_plan import KunServeDrop
 from fineserve_sim.policy.placement.fineserve import FineServePlacement

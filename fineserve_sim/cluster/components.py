@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fineserve_sim.cluster.compose.memory import charged_bytes
 from fineserve_sim.cluster.compose.models import Builder, Placed
 from fineserve_sim.cluster.compose.place import place
-from fineserve_sim.cluster.engine.base import Seat
+from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.looks import Looks, Note, fractions, looks_at, shares_of
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU

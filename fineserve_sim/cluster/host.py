@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.base import NEVER, Engine
-from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.links import Links
+from fineserve_sim.cluster.engine.lone import Lone
+from fineserve_sim.cluster.engine.loop import NEVER, Engine
 from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, SequenceState, Waiting
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
@@ -60,8 +61,9 @@ class Fleet:
 class Cluster:
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
     itself and the schedulers are asked at each of them. ``context_tokens`` by model. With ``check`` every memory is checked at
-    every step. Who tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+    every step. A fleet that tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
 
+    links: Links
     stopped: Callable[[Engine, float], None]
     leaves: Callable[[Engine, Lane, SequenceState, float], None]
 
@@ -96,9 +98,7 @@ class Cluster:
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
         self._waiting: dict[int, Waiting] = {}
-        self._returned: dict[
-            int, tuple[str, SequenceState]
-        ] = {}  # those that wait for an engine again, and their models
+        self._returned: dict[int, tuple[str, SequenceState]] = {}  # with their models, waiting for an engine again
         self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
@@ -152,7 +152,7 @@ class Cluster:
     def waits(self, engine: Engine, now: float) -> None:
         """A request has come to wait for this engine: its scheduler is asked, at once if the engine is idle."""
         self.ask_again(engine, now)
-        engine.start(now)
+        engine.executor.start(now)
 
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
         """These wait for an engine again, with what they generated as part of their prompts."""
@@ -243,7 +243,7 @@ class Cluster:
         for index in scope.engines:
             if index != but and self.engines[index].busy:
                 self._domain_of[index].settle(now, self.order)
-                self.engines[index].cut()
+                self.engines[index].executor.cut()
 
     def settle(self, engine: Engine, now: float, order: int) -> None:
         """An event of this engine begins: bring the memory that it sees up to this moment."""
@@ -273,7 +273,7 @@ class Cluster:
             neighbour = self.engines[other]
             if self._domain_of[other] is not settled:
                 self._domain_of[other].settle(now, self.order)
-            neighbour.rescale(now, self.contention.slowdowns[other])
+            neighbour.executor.rescale(now, self.contention.slowdowns[other])
             self.ask_again(neighbour, now)
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
@@ -286,7 +286,7 @@ class Cluster:
         if not (sure or domain.promises_hold(engine)):
             for other in domain.engines:
                 if other is not engine:
-                    other.cut()
+                    other.executor.cut()
         if not self.attentive:
             return
         self.touch(engine)
@@ -311,7 +311,7 @@ class Cluster:
                 continue
             self._scope_of[other.index].stale = True
             if other.wants_memory or self.controller.waiting(other.index):
-                other.replan(now)
+                other.executor.replan(now)
 
     def stalled(self, engine: Engine, now: float) -> None:
         """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one
@@ -326,7 +326,7 @@ class Cluster:
         latest.preempt_latest_prefill(now)
         for other in domain.engines:
             if other.has_work:
-                other.start(now)
+                other.executor.start(now)
 
     def rested(self, engine: Engine, now: float) -> None:
         """The engine has nothing more to do."""
@@ -372,14 +372,14 @@ class Cluster:
             self.returned(engine, [sequence], now)
             return
         self.outcomes.engine[command.request_id] = engine.columns[0]
-        if isinstance(engine, LoneEngine):
-            engine.post(now, self.order, sequence)
+        if isinstance(engine.executor, Lone):
+            engine.executor.post(now, self.order, sequence)
             return
         engine.accept(sequence)
         self.active.add(engine.index)
         self.touch(engine)
         if engine is not self._asking:
-            engine.replan(now)
+            engine.executor.replan(now)
 
     def _refuse(self, command: Drop | Reject, now: float) -> None:
         model, sequence = self._waited(command.request_id)

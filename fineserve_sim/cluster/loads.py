@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from fineserve_sim.cluster.engine.base import NEVER, Engine, EngineHost
+from fineserve_sim.cluster.engine.loop import NEVER, Engine, EngineHost
 from fineserve_sim.policy.interfaces import EngineLoad
 
 
@@ -27,9 +27,10 @@ class LoadWatch:
         for engine in engines:
             index = engine.index
             self._touched.add(index)
-            if engine.next_boundary_s < self._watched_s.get(index, NEVER):
-                self._watched_s[index] = engine.next_boundary_s
-                heappush(self._due, (engine.next_boundary_s, engine.order, index))
+            boundary_s = engine.executor.next_boundary_s
+            if boundary_s < self._watched_s.get(index, NEVER):
+                self._watched_s[index] = boundary_s
+                heappush(self._due, (boundary_s, engine.executor.order, index))
 
     def changed(self, host: EngineHost, now: float) -> dict[int, EngineLoad]:
         """By engine, what is new, up to the event under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Lane
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.events import Event

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fineserve_traces import Totals
 
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.cluster.scenario import GpuUse
 from fineserve_sim.latency import Batch, StepModel

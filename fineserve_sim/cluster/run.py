@@ -14,7 +14,6 @@ from fineserve_traces import totals
 from fineserve_sim.cluster.arrivals import Arrivals, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.memory import caches_prefixes
-from fineserve_sim.cluster.engine.lone import LoneEngine
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
 from fineserve_sim.cluster.looks import GpuUses, Looks, StepTimes, fractions, looks_at
 from fineserve_sim.cluster.samples import Sampler, sample_time_s
@@ -146,7 +145,7 @@ class Run:
             timeline=parts.sampler.rows.timeline(),
             end_s=self._end_s,
             iterations=parts.cluster.iterations(),
-            events=self._events + sum(e.events for e in parts.cluster.engines.values() if isinstance(e, LoneEngine)),
+            events=self._events + sum(engine.executor.events for engine in parts.cluster.engines.values()),
             loop_cpu_s=self._loop_cpu_s,
             step_times=self.step_times.shares(),
             step_samples=len(self.step_times.notes) + self.step_times.weighed,

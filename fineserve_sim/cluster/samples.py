@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.host import Cluster

@@ -22,7 +22,7 @@ from logkit import commands_of, replay
 from pytest import MonkeyPatch
 
 from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.engine.swap import SwapEngine
+from fineserve_sim.cluster.engine.swap import HostTier
 from fineserve_sim.cluster.simulation import prepare
 
 LONGEST_LOG = 100_000
@@ -131,14 +131,14 @@ def counts_of(run: Run) -> Counter[str]:
 def counting_swaps() -> Iterator[Counter[str]]:
     """Counts sequences that are swapped out, which no run tells of: all runs meanwhile, the repeated ones too."""
     seen: Counter[str] = Counter()
-    swap_out = SwapEngine._swap_out
+    swap_out = HostTier._swap_out
 
     def counted(*arguments: Any) -> None:
         seen["swaps"] += 1
         swap_out(*arguments)
 
     with MonkeyPatch.context() as patch:
-        patch.setattr(SwapEngine, "_swap_out", counted)
+        patch.setattr(HostTier, "_swap_out", counted)
         yield seen
 
 

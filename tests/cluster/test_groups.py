@@ -81,7 +81,7 @@ def test_laws_hold_for_systems_of_any_options(
 
 @given(rows_of_requests, st.integers(70, 300))
 def test_one_instance_is_the_engine_alone(rows: list[Row], blocks: int) -> None:
-    """vLLM (DP) of one instance and the engine of ``cluster/engine/batcher.py`` are the same system by two codes."""
+    """vLLM (DP) of one instance and the engine of ``cluster/engine/loop.py`` are the same system by two codes."""
     scenario = cluster("vllm-dp", rows, instances=1, blocks=blocks)
     spec = system("vllm-dp").model_copy(update={"dispatch": None})
     alone = simulate(replace(scenario, system=spec))

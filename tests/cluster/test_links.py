@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fineserve_sim.catalog import gpu
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.links import Link
+from fineserve_sim.cluster.engine.links import Link, Links
+from fineserve_sim.cluster.scenario import Gpu
 
 RATE = 100.0
 
@@ -103,3 +105,25 @@ def test_nonsense_is_refused() -> None:
         Link(clock, 0.0, 1)
     with pytest.raises(ValueError, match="chunks >= 1"):
         wire.send(10, 0, 0, lambda now: None)
+
+
+def test_links_belong_to_gpus_and_a_group_has_the_rate_of_its_slowest_times_their_number() -> None:
+    fast, slow = gpu("h100-sxm"), gpu("a100-80gb")
+    table = Links(
+        Clock(), [Gpu(0, 0, fast), Gpu(1, 0, slow), Gpu(2, 0, slow), Gpu(3, 1, fast, network_bytes_per_s=1e9)]
+    )
+    pair = table.of((0, 1))
+    assert (
+        pair.node.bytes_per_s == 2 * slow.peer_bytes_per_s and pair.from_host.bytes_per_s == 2 * slow.pcie_bytes_per_s
+    )
+    assert table.between((0, 1), (2,)) is pair.node, "GPUs of one node"
+    assert (
+        table.between((0, 1), (3,)) is pair.network
+        and pair.network.bytes_per_s == 2 * Gpu(0, 0, fast).network_bytes_per_s
+    )
+    assert table.of((0, 1)) is pair and table.of((3,)).network.bytes_per_s == 1e9
+
+
+def test_a_host_link_may_have_a_rate_of_its_own() -> None:
+    links = Links(Clock(), [Gpu(0, 0, gpu("h100-sxm"))], host_bytes_per_s=5e9).of((0,))
+    assert links.to_host.bytes_per_s == links.from_host.bytes_per_s == 5e9

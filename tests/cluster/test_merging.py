@@ -31,8 +31,8 @@ from simkit import (
 )
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, ServedModel
-from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import EngineKV, PrefixBlocks
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.host import Cluster
 from fineserve_sim.systems import SystemSpec, load_systems

@@ -15,9 +15,10 @@ import numpy as np
 from fineserve_evidence.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
-from fineserve_sim.cluster.engine.base import Seat
+from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
+from fineserve_sim.cluster.engine.spans import Spans, Wakeups
+from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.host import ARRIVAL, Cluster, Scope
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.scenario import EngineSettings
@@ -170,10 +171,9 @@ def _connect(
     seats = [
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)
     ]
-    engines = [
-        SpanEngine(seat, cluster, wakeups[i.gpu], shares_gpu=contention.contended(seat.engine))
-        for seat, i in zip(seats, instances, strict=True)
-    ]
+    engines = [seated(seat, cluster) for seat in seats]
+    for engine, instance in zip(engines, instances, strict=True):
+        Spans(engine, wakeups[instance.gpu], shares_gpu=contention.contended(engine.index))
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster
 

@@ -13,13 +13,15 @@ from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.base import Engine, Seat
+from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
-from fineserve_sim.cluster.engine.links import Link
-from fineserve_sim.cluster.engine.pipeline import Lookahead, PipelineEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
-from fineserve_sim.cluster.engine.swap import SwapEngine
-from fineserve_sim.cluster.engine.tp_group import InstanceLinks, ModelBytes, TpGroup
+from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
+from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.pipeline import Pipeline
+from fineserve_sim.cluster.engine.spans import Spans, Wakeups
+from fineserve_sim.cluster.engine.state import Seat
+from fineserve_sim.cluster.engine.swap import HostTier
+from fineserve_sim.cluster.engine.tp_group import ModelBytes, TpGroup
 from fineserve_sim.cluster.fleet.instances import Instances
 from fineserve_sim.cluster.fleet.regroup import TransferRules
 from fineserve_sim.cluster.host import Cluster
@@ -145,16 +147,7 @@ class _Builder:
         return blocks * self._settings.block_tokens
 
     def instance(self, number: int, gpus: tuple[int, ...]) -> TpGroup:
-        """Its links are those of its GPUs taken together: TP ranks send their shards side by side."""
-        ranks, memory = [self._gpus[gpu] for gpu in gpus], self._memory
-        network, node = min(rank.network_bytes_per_s for rank in ranks), min(r.spec.peer_bytes_per_s for r in ranks)
-        host = min(rank.spec.pcie_bytes_per_s for rank in ranks)
-        if isinstance(memory, specs.SwapPoolsSpec):
-            host = memory.host_bytes_per_s
-        rates = (network, node, host, host)  # as the fields of ``InstanceLinks``
-        first = 1 + number * len(rates)
-        links = (Link(self.clock, rate * self.served.tp, first + kind) for kind, rate in enumerate(rates))
-        return TpGroup(number, ranks[0].node, gpus, self.sizes, InstanceLinks(*links), self.clock)
+        return TpGroup(number, self._gpus[gpus[0]].node, gpus, self.sizes, self.clock)
 
     def _step(self, gpus: Iterable[int]) -> StepModel:
         """Step times of these GPUs together."""
@@ -194,18 +187,18 @@ class _Builder:
         seat = Seat(id, self.served.id, step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:
             (only,) = members
-            links, around = only.links, (cluster, self._wakeups[only])
-            engine: SpanEngine
-            if isinstance(self._memory, specs.SwapPoolsSpec):
-                engine = SwapEngine(seat, *around, links.to_host, links.from_host, self.sizes.block_bytes)
-            else:
-                engine = SpanEngine(seat, *around, shares_gpu=False)
+            engine = seated(seat, cluster)
             engine.columns = (only.id,)
+            Spans(engine, self._wakeups[only], shares_gpu=False)
+            if isinstance(self._memory, specs.SwapPoolsSpec):
+                links = cluster.links.of(only.gpus)
+                HostTier(engine, links.to_host, links.from_host, self.sizes.block_bytes)
             return engine
-        looks_ahead, lookahead = execution.microbatches == "lookahead", None
+        looks_ahead = execution.microbatches == "lookahead"
+        shared_queue = looks_ahead or execution.queues == "shared"
+        engine = seated(seat, cluster, lanes=len(members), shared_queue=shared_queue)
         if looks_ahead and len(members) > 1:
             least_tokens = execution.min_tokens or settings.token_budget
-            lookahead = Lookahead(least_tokens, chunk_cost(self.step), execution.lookahead)
-        shared_queue = looks_ahead or execution.queues == "shared"
-        steps = tuple(self._step(member.gpus) for member in members)
-        return PipelineEngine(seat, cluster, members, layout, steps, shared_queue=shared_queue, lookahead=lookahead)
+            LookaheadBatching(engine, least_tokens, chunk_cost(self.step), execution.lookahead)
+        Pipeline(engine, members, layout, tuple(self._step(member.gpus) for member in members))
+        return engine

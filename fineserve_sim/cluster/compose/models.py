@@ -28,10 +28,13 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import sharing_of, slowest, sm_share, step_model
-from fineserve_sim.cluster.engine.base import Seat
+from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.lone import LoneEngine
-from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
+from fineserve_sim.cluster.engine.links import Links
+from fineserve_sim.cluster.engine.lone import Lone
+from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.spans import Spans, Wakeups
+from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.host import Cluster, Scope
@@ -48,7 +51,14 @@ from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
 from fineserve_sim.policy.memory.paged import PrivatePools
-from fineserve_sim.systems.spec import ContiguousSpec, KvCachedSpec, KvSlabSpec, PrivatePoolsSpec, VTensorSpec
+from fineserve_sim.systems.spec import (
+    ContiguousSpec,
+    KvCachedSpec,
+    KvSlabSpec,
+    PrivatePoolsSpec,
+    SwapPoolsSpec,
+    VTensorSpec,
+)
 
 Placed = tuple[Placement, dict[str, ModelDemand]]
 """A placement, and the demand of each model that led to it."""
@@ -107,8 +117,10 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     )
     cluster = cluster_of(scenario, build.clock, controller, build.contention)
 
-    def engine(id: int, model: str, gpus: tuple[int, ...]) -> SpanEngine:
-        return SpanEngine(build.seat(id, model, gpus), cluster, build.wakeups[gpus[0]], shares_gpu=True)
+    def engine(id: int, model: str, gpus: tuple[int, ...]) -> Engine:
+        engine = seated(build.seat(id, model, gpus), cluster)
+        Spans(engine, build.wakeups[gpus[0]], shares_gpu=True)
+        return engine
 
     fleet = ModelFleet(
         cluster,
@@ -151,9 +163,13 @@ def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, content
     """A cluster without engines yet, which looks as closely as the scenario asks."""
     merging = not scenario.exact_steps and scenario.engine.contention == "composition"
     context_tokens = {served.id: served.model.max_context_tokens for served in scenario.models}
-    return Cluster(
+    cluster = Cluster(
         clock, controller, contention, context_tokens, merging=merging, check=scenario.check, log=scenario.log
     )
+    memory = scenario.system.memory
+    host_bytes_per_s = memory.host_bytes_per_s if isinstance(memory, SwapPoolsSpec) else None
+    cluster.links = Links(clock, scenario.gpus, host_bytes_per_s)
+    return cluster
 
 
 def slots_of(scenario: Scenario) -> list[GpuSlot]:
@@ -207,14 +223,17 @@ class Builder:
         longest = settings.block_tokens if contiguous else self.served[model].model.max_context_tokens
         return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)
 
-    def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> SpanEngine:
+    def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> Engine:
         """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
         for it (``alone``)."""
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
+        engine = seated(seat, cluster)
         if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu:
-            return LoneEngine(seat, cluster, wakeups)
-        return SpanEngine(seat, cluster, wakeups, shares_gpu=shares_gpu)
+            Lone(engine, wakeups)
+        else:
+            Spans(engine, wakeups, shares_gpu=shares_gpu)
+        return engine
 
     def routes(self, seats: Sequence[Seat]) -> dict[str, list[Route]]:
         """Where the requests of each model go, among engines of the placement."""

@@ -1,6 +1,5 @@
-"""One engine: continuous batching as vLLM does it.
+"""One engine by composition: ``loop`` has its state and the loop form, launch, complete.
 
-``batcher`` has the only queue, budget, growth, preemption and completion; ``spans`` (a batch alone or beside neighbours on its
-GPUs), ``lone`` (nobody near), ``swap`` (with swap space in host memory) and ``pipeline`` (through the stages of several
-instances) say how a formed batch takes time.
+``batching`` (vLLM's) and ``lookahead`` (KunServe's on top of it) say what is in a batch. ``spans``, ``lone`` and ``pipeline``
+say how a batch takes time. ``kv`` has the blocks of GPUs, ``swap`` a tier of host memory behind ``links``.
 """

@@ -1,9 +1,12 @@
 """KV memory as one engine uses it: the same number of blocks in every memory that it needs, all or nothing.
 
-An engine needs a memory on each GPU of its TP group, or on each of its stages. Where engines share a memory, blocks have
-names: which of them one engine holds decides what the others can get, and a sequence keeps its ids. Blocks of a private pool
-are interchangeable, so they are only counted, and what a sequence holds follows from its cached tokens. Where prefixes are
-cached, a block of a private pool has a name as well, the same in every memory.
+An engine needs a memory on each GPU of its TP group, or on each of its stages. There are three cases.
+
+* Engines share the memory (``EngineKV``). Blocks have names, for the blocks that one engine holds decide what the others can
+  get. A sequence keeps its block ids.
+* The engine has a private pool (``CountedBlocks``). Its blocks are interchangeable, so they are only counted. What a sequence
+  holds follows from its cached tokens.
+* The engine has a private pool and caches prefixes (``PrefixBlocks``). A block has a name again, the same in every memory.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from fineserve_sim.policy.memory.prefix import SharedBlocks, block_keys
 
 
 class EngineKV:
-    """The view of one engine on the memories that it needs. As it stands these are shared, and know it by its ``owner`` id: a
-    sequence holds one list of block ids a rank, for co-location may differ from GPU to GPU of a TP group, and so may the ids.
+    """The view of one engine on the memories that it needs. Here other engines share them, and they know it by its ``owner``
+    id.
 
-    ``timed``: blocks can take host time (``exposed_s``). ``pools`` are its own, one a memory; none where it shares them.
+    A sequence holds one list of block ids a rank: co-location may differ from GPU to GPU of a TP group, and so may the ids.
+    ``timed``: blocks can take host time (``exposed_s``). ``pools`` are private, one a memory; there are none in a shared
+    memory.
     """
 
     pools: tuple[PagedPool, ...] = ()
@@ -47,11 +52,11 @@ class EngineKV:
         return sum(manager.used_bytes(self._owner) for manager in self._managers)
 
     def used_blocks(self) -> int:
-        """Blocks that its sequences hold, and those that nobody else could get; without what is kept for sequences to come."""
+        """Blocks that its sequences hold or that no other engine could get, without those kept for sequences to come."""
         return self.capacity_blocks() - self.free_blocks()
 
     def forget(self) -> None:
-        """Give up all that is kept for sequences to come, and keep nothing more: the memory goes to somebody else."""
+        """Give up all that is kept for sequences to come, and keep nothing more: the memory gets another use."""
 
     def free_tokens(self) -> int:
         """Tokens that the engine's memory could still take now."""
@@ -70,8 +75,8 @@ class EngineKV:
         return max((clock.exposed_s(self._owner) for clock in self._clocks), default=0.0)
 
     def reuse(self, sequence: SequenceState) -> int:
-        """Give ``sequence``, which holds nothing, the cached blocks of its prefix. Returns the tokens in them, fewer than it
-        must prefill."""
+        """Give ``sequence``, which holds nothing, the cached blocks of its prefix. Returns the tokens in them. They are fewer
+        than it must prefill."""
         keys = self._keys(sequence, sequence.target_tokens - 1)  # one token must be computed to yield the next
         if not (keys and self._caches):
             return 0
@@ -84,12 +89,13 @@ class EngineKV:
         return blocks * self.block_tokens
 
     def keep(self, sequence: SequenceState) -> None:
-        """Its prefill is done: let others have its full blocks, where sequences that run share them."""
+        """The prefill of ``sequence`` is done: others may use its full blocks, where running sequences share blocks."""
 
     def hold(self, sequence: SequenceState, came: dict[tuple[int, int], int]) -> bool:
-        """Give a sequence that comes from elsewhere and holds nothing the blocks of all that it has cached, or nothing. Where
-        prefixes are cached it shares those of ``came``, which come with others at the same time, and adds its own, by place and
-        key; as they are under way yet, none is kept."""
+        """Give a sequence that comes from elsewhere the blocks of all its cached tokens, or none. It must hold none.
+
+        Where prefixes are cached, several sequences come at the same time and share blocks. ``came`` has the blocks of the
+        sequences before, by place and key; the sequence adds its own. Their KV is still under way, so none is kept."""
         return self.grow(sequence, sequence.cached_tokens)
 
     def grow(self, sequence: SequenceState, tokens: int) -> bool:
@@ -124,7 +130,7 @@ class EngineKV:
 
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
         """Take back all blocks of a sequence that does not decode (any more). Without ``computed`` its cached tokens were still
-        under way, so nothing of them is kept for others."""
+        under way, so no block is kept for others."""
         if not sequence.blocks:
             return
         if computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):
@@ -155,7 +161,7 @@ class EngineKV:
 
 
 class PooledBlocks(EngineKV):
-    """Blocks of pools of its own, one a memory. ``take`` takes so many of every memory, or none."""
+    """Blocks of private pools, one a memory. ``take`` takes so many of every memory, or none."""
 
     take: Callable[[int], bool]
 
@@ -202,8 +208,8 @@ class CountedBlocks(PooledBlocks):
 
 
 class PrefixBlocks(PooledBlocks):
-    """Named blocks of an engine that keeps what finished sequences leave for others with the same prefix, as vLLM does:
-    computed blocks are shared, and stay until somebody needs them."""
+    """Named blocks of an engine that caches prefixes as vLLM does. Sequences share computed blocks. A finished sequence leaves
+    its blocks for others with the same prefix, until another sequence needs the memory."""
 
     def __init__(self, pools: Sequence[PagedPool], block_tokens: int) -> None:
         super().__init__(pools, block_tokens)

@@ -1,20 +1,27 @@
-"""Links between GPUs, nodes and host memory: bytes take time, and who is served first is a choice.
+"""Links between GPUs, nodes and host memory: bytes take time, and the order of transfers is a choice.
 
-A link carries one chunk at a time, one direction, at its full rate. A transfer is cut into chunks of its own size;
-after each chunk the link looks again, and the waiting transfer of the highest priority goes on (the lowest number;
+A link carries one chunk at a time, in one direction, at its full rate. Each transfer is cut into chunks of its own size.
+After each chunk the link looks again, and the waiting transfer of the highest priority goes on (the lowest number;
 first come, first served among equals). So an urgent transfer waits for one chunk at most, and a transfer without chunks
 is not interrupted: that is the difference between KunServe's coordinated exchange and a plain queue. What a link
-carries in all is its rate times its busy time, in whatever order.
+carries in all is its rate times its busy time, in any order.
+
+Links belong to GPUs. Every cluster has one table of them (``Links``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
+from fineserve_sim.cluster.scenario import Gpu
+
+ACTIVATION, KV, WEIGHTS = 0, 1, 2
+"""Priorities on links when transfers are coordinated."""
 
 Done = Callable[[float], None]
 """Called with the time at which the last byte has arrived."""
@@ -34,7 +41,7 @@ class Transfer:
 
 
 class Link:
-    """One direction of a link. ``entity`` (>= 1) orders its events among those of other links at the same moment.
+    """One direction of a link. ``entity`` (>= 1) orders its events among events of other links at the same moment.
 
     Raises ValueError for a rate that is not positive.
     """
@@ -83,3 +90,38 @@ class Link:
         self._carry_next()
         if not transfer.left_bytes and transfer.on_done is not None:
             transfer.on_done(now)
+
+
+class GpuLinks(NamedTuple):
+    """What leaves some GPUs taken together: to other nodes, to GPUs of the same node, and to and from host memory."""
+
+    network: Link
+    node: Link
+    to_host: Link
+    from_host: Link
+
+
+class Links:
+    """The links of a cluster, by the GPUs at which they begin. ``host_bytes_per_s``: in place of the PCIe rate of each GPU."""
+
+    def __init__(self, clock: Clock, gpus: Iterable[Gpu], host_bytes_per_s: float | None = None) -> None:
+        self._clock, self._host_bytes_per_s = clock, host_bytes_per_s
+        self._gpus = {gpu.id: gpu for gpu in gpus}
+        self._made: dict[tuple[int, ...], GpuLinks] = {}
+
+    def of(self, gpus: tuple[int, ...]) -> GpuLinks:
+        """The links of these GPUs of one node together. TP ranks send their shards side by side, at the slowest one's pace."""
+        if gpus not in self._made:
+            ranks = [self._gpus[gpu] for gpu in gpus]
+            host = self._host_bytes_per_s or min(rank.spec.pcie_bytes_per_s for rank in ranks)
+            network = min(rank.network_bytes_per_s for rank in ranks)
+            rates = (network, min(rank.spec.peer_bytes_per_s for rank in ranks), host, host)  # as the fields
+            first = 1 + min(gpus) * len(rates)
+            made = [Link(self._clock, rate * len(gpus), first + kind) for kind, rate in enumerate(rates)]
+            self._made[gpus] = GpuLinks(*made)
+        return self._made[gpus]
+
+    def between(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> Link:
+        """The link from some GPUs to others: inside the node, or the network."""
+        links = self.of(sender)
+        return links.node if self._gpus[sender[0]].node == self._gpus[receiver[0]].node else links.network

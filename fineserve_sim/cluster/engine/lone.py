@@ -1,36 +1,34 @@
-"""An engine that nobody disturbs: alone on its GPUs, with pools of its own, and no scheduler that holds requests back.
+"""The executor of an engine that nothing disturbs: alone on its GPUs, with pools of its own, and no scheduler to ask.
 
-What it does depends on its own requests only, and nobody depends on it. So its starts and step ends need no place in the
-clock's queue: it is enough to go through them when somebody looks (``catch_up``), each request at its time. And as the
-moment of the look is known then, one span reaches up to it, through the ends of sequences. Times, memory and their
-order are those of ``SpanEngine``.
+What such an engine does depends on its own requests only, and no other engine depends on it. So its starts and step ends need
+no place in the clock's queue. It is enough to go through them when the host looks (``catch_up``), each request at its time.
+The moment of the look is known then, so one span reaches up to it, through the ends of sequences. Times, memory and their
+order are those of ``Spans``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
 from fineserve_sim.cluster.engine.kv import CountedBlocks
+from fineserve_sim.cluster.engine.loop import NEVER, Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.spans import SpanEngine, Wakeups
+from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 
 
-class LoneEngine(SpanEngine):
-    """``events`` counts the starts and span ends that did not go through the clock."""
+class Lone(Spans):
+    """``_inbox``: requests with the time and order at which the engine accepts them."""
 
-    company = False
-
-    def __init__(self, seat: Seat, host: EngineHost, wakeups: Wakeups) -> None:
-        super().__init__(seat, host, wakeups, shares_gpu=False)
-        assert isinstance(seat.kv, CountedBlocks)
-        self.events = 0
-        self._blocks = seat.kv
+    def __init__(self, engine: Engine, wakeups: Wakeups) -> None:
+        super().__init__(engine, wakeups, shares_gpu=False)
+        assert isinstance(engine.kv, CountedBlocks)
+        engine.consults = False
+        self._blocks = engine.kv
         self._inbox: deque[tuple[float, int, SequenceState]] = deque()
         self._start_s = self._until_s = NEVER
 
     def post(self, now: float, order: int, sequence: SequenceState) -> None:
-        """A dispatched request: it is accepted at (``now``, ``order``), when somebody looks."""
+        """A dispatched request: the engine accepts it at (``now``, ``order``), when the host looks."""
         self._inbox.append((now, order, sequence))
 
     def catch_up(self, now: float, order: int) -> None:
@@ -38,7 +36,7 @@ class LoneEngine(SpanEngine):
         while self._inbox and self._inbox[0][:2] < (now, order):
             arrival_s, arrival_order, sequence = self._inbox.popleft()
             self._run_until(arrival_s, arrival_order)
-            self.accept(sequence)
+            self.engine.accept(sequence)
             if self._lane.launched:
                 self.cut()
             else:
@@ -50,7 +48,7 @@ class LoneEngine(SpanEngine):
         lane = self._lane
         while True:
             if lane.asked and (self._start_s, self.start_order) < (now, order):
-                self._plan(self._start_s)
+                self.engine.turn(lane, self._start_s)
             elif lane.launched and (self._ends[-1], self.order) < (now, order):
                 end_s = self._ends[-1]
                 self._pass_boundaries(end_s, self.order)
@@ -72,16 +70,19 @@ class LoneEngine(SpanEngine):
             blocks = decodes.blocks_ahead(boundaries - 1)
             finished = decodes.advance(boundaries)
             if not self._blocks.take(blocks + len(decodes.needing_block())):
-                raise AssertionError(f"engine {self.index}: no memory inside a span")
-            self._retire(finished, passed[done - 1])
+                raise AssertionError(f"engine {self.engine.index}: no memory inside a span")
+            self.engine.retire(finished, passed[done - 1])
 
     def _span_ends(self, now: float) -> list[float]:
-        """Where memory is sure, those of the iterations up to the moment that somebody looks at."""
-        if not (self.wants_memory or self._preempted):
+        """End times up to the moment that the host looks at, where memory is sure; else as in ``Spans``."""
+        engine = self.engine
+        if not (engine.wants_memory or engine.preempted):
             start_s = now
             ends: list[float] = []
             for steps, decodes, context_tokens in self._decodes.phases():
-                ends += self.step.decode_ends_s(start_s, decodes, context_tokens, steps, self.slowdown, self._until_s)
+                ends += self._step.decode_ends_s(
+                    start_s, decodes, context_tokens, steps, engine.slowdown, self._until_s
+                )
                 start_s = ends[-1]
                 if start_s > self._until_s:
                     break

@@ -1,12 +1,16 @@
-"""Sequences inside an engine: the queue of those that wait or are in the middle of their prefill, the set of those that decode.
+"""Sequences inside an engine: a queue of sequences that wait or are in prefill, and a set of sequences that decode.
 
 An engine with n running decodes must not touch n objects a step. All decodes of a lane advance together, so one iteration
-counter says where each of them stands: a sequence that joined at iteration J with c cached tokens has its *origin* at J - c,
-and holds i tokens less its origin before iteration i. It finishes at an iteration known on joining (a sorted list has the next
-ones), and needs a new KV block whenever what it holds is a multiple of the block size (one bucket a residue of origins finds
-them). A step costs nothing per sequence.
+counter says where each of them stands. A sequence that joined at iteration J with c cached tokens has its *origin* at J - c.
+Before iteration i it holds i - origin tokens. Two things follow:
 
-An engine keeps as many batches in flight as it has stages; each belongs to a *lane* (vLLM: virtual engine), which forms its
+* It finishes at an iteration that is known when it joins. A sorted list has the next ends.
+* It needs a new KV block whenever the tokens that it holds are a multiple of the block size. Sequences with the same origin
+  modulo the block size need blocks at the same iterations, so one bucket a residue finds them.
+
+A step costs nothing per sequence.
+
+An engine keeps as many batches in flight as it has stages. Each belongs to a *lane* (vLLM: virtual engine), which forms its
 next batch when the last one has left the engine. A sequence decodes in one lane. Lanes have queues of their own, or all share
 one, so that a prompt's chunks may follow each other through a pipeline.
 """
@@ -24,7 +28,7 @@ from fineserve_sim.policy.interfaces import Request
 
 
 class Prefix(NamedTuple):
-    """What is known of a sequence's tokens: ``ids`` of its prefixes, one for each ``id_tokens`` tokens, which say nothing
+    """What is known of a sequence's tokens: ``ids`` of its prefixes, one for each ``id_tokens`` tokens. They say nothing
     beyond ``known_tokens``. Equal ids mean equal tokens from the first one on."""
 
     ids: tuple[int, ...]
@@ -34,12 +38,14 @@ class Prefix(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One request inside an engine. ``asked_tokens``, its output if nothing cuts it off, is the oracle: the engine alone holds
-    it, no policy sees it. ``output_tokens``: where its present engine ends it, which is there unless that holds fewer.
+    """One request inside an engine.
+
+    ``asked_tokens``, its output if nothing cuts it off, is the oracle: the engine alone holds it, no policy sees it. Its
+    present engine ends it after ``output_tokens``, which are fewer where the engine holds fewer.
 
     ``target_tokens`` are to be prefilled: the prompt, and after a loss of KV the generated tokens too. ``cached_tokens`` have
-    their KV in memory, or in a step that is under way. Of a sequence that decodes, ``Decodes`` knows both ``cached_tokens`` and
-    ``generated_tokens`` by its ``origin``, and writes them down when it leaves. ``prefix`` is what is known of its tokens;
+    their KV in memory, or in a step that is under way. While a sequence decodes, ``Decodes`` knows ``cached_tokens`` and
+    ``generated_tokens`` by its ``origin``, and writes both down when it leaves. ``prefix`` is what is known of its tokens.
     ``blocks`` holds the block ids, where blocks have names, one list a memory.
     """
 
@@ -62,7 +68,7 @@ class SequenceState:
 
     @property
     def prefilled(self) -> bool:
-        """All that it must prefill is cached. Asked of a sequence outside ``Decodes``."""
+        """All that it must prefill is cached. The sequence must be outside ``Decodes``."""
         return self.cached_tokens >= self.target_tokens
 
     def lose_kv(self) -> None:
@@ -74,8 +80,9 @@ class SequenceState:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that no engine has had yet, as small as may be, for an overload has many: what its sequence will be made of
-    (``output_tokens`` is the oracle), and the engine that it was bound to when it came, -1 for none."""
+    """A request that no engine has had yet: what its sequence will be made of. It is small, for an overload has many.
+
+    ``output_tokens`` is the oracle. ``engine`` is the engine that it was bound to when it came, -1 for none."""
 
     request: Request
     output_tokens: int
@@ -142,7 +149,7 @@ class Decodes:
         return self.iteration - sequence.origin
 
     def held_blocks(self, without: Collection[SequenceState], ahead: int) -> list[tuple[int, int]]:
-        """Of each member but these, the blocks that hold its KV after so many more iterations, and its index."""
+        """The blocks that hold the KV of each other member after so many more iterations, and its index."""
         block_tokens, then = self._block_tokens, self.iteration + ahead
         return [(-((one.origin - then) // block_tokens), one.index) for _, _, one in self._due if one not in without]
 
@@ -151,8 +158,8 @@ class Decodes:
         return -self._due[-1][0] - self.iteration
 
     def phases(self) -> Iterator[tuple[int, int, int]]:
-        """The next iterations if nobody joins: (iterations, decodes, their context tokens at first) between one sequence's end
-        and the next."""
+        """The next iterations if no sequence joins: (iterations, decodes, their context tokens at first) between one sequence's
+        end and the next."""
         iteration, context_tokens, decodes = self.iteration, self.context_tokens, self.size
         for finish, _, sequence in reversed(self._due):
             ahead = -finish - iteration
@@ -176,8 +183,8 @@ class Decodes:
     def pass_boundaries(
         self, ends_s: Sequence[float], engine: int
     ) -> list[tuple[float, int, dict[SequenceState, None]]]:
-        """Advance over the boundaries between iterations at these times. Returns those that open blocks, with ``engine`` and
-        for whom."""
+        """Advance over the boundaries between iterations at these times. Returns the boundaries that open blocks, with
+        ``engine`` and the sequences that need one."""
         growths = []
         buckets, block_tokens, iteration = self._buckets, self._block_tokens, self.iteration
         for end_s in ends_s:
@@ -210,7 +217,7 @@ PromptChunk = tuple[SequenceState, int, int]
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """``waiting`` sequences hold no KV, ``prefilling`` ones have begun; both lists are changed, never replaced.
+    """``waiting`` sequences hold no KV, ``prefilling`` ones have begun. Both lists are changed, never replaced.
     ``queued_blocks``: KV blocks for the prompts of all that wait, and one more each to go on with."""
 
     block_tokens: int
@@ -251,8 +258,10 @@ class Queue:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A batch of an engine. ``chunks`` are the prompt parts of the one in flight; ``joining`` sequences decode from the next
-    one on, ``leaving`` ones stop before it; ``asked``: it waits for its turn; ``launched``: its batch is in flight."""
+    """A place for one batch in flight of an engine.
+
+    ``chunks`` are the prompt parts of the batch in flight. ``joining`` sequences decode from the next batch on; ``leaving``
+    ones stop before it. ``asked``: the lane waits for its turn. ``launched``: its batch is in flight."""
 
     queue: Queue
     decodes: Decodes
@@ -269,7 +278,7 @@ class Lane:
 
     @property
     def started(self) -> int:
-        """Those, and what its queue has begun to prefill."""
+        """Sequences that decode here, and what its queue has begun to prefill."""
         return self.size + len(self.queue.prefilling)
 
     @property

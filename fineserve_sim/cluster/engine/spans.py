@@ -1,15 +1,15 @@
-"""An engine whose batch is computed at once on the GPUs of one instance, alone or beside neighbours.
+"""The executor of an engine whose batch runs at once on the GPUs of one instance, alone or beside neighbours.
 
-**Spans.** While the batch only decodes and nothing else happens, consecutive iterations are alike: they are planned as one
+**Spans.** While the batch only decodes and nothing else happens, consecutive iterations are alike. They are planned as one
 span with one event at its end. ``_ends`` are the end times of its iterations, summed in the same order as one by one.
-The boundaries inside a span are *settled* when somebody looks (``settle``): tokens counted, KV blocks taken, in the order
-of their times. Whatever could change the next iteration (an arrival, a neighbour's new composition, memory that becomes scarce
-or free) *cuts* the span after the iteration in flight, and planning starts again there.
+The boundaries inside a span are *settled* when the host looks (``settle``): tokens counted, KV blocks taken, in the order
+of their times. An event that could change the next iteration *cuts* the span after the iteration in flight: an arrival, a
+neighbour's new composition, memory that becomes scarce or free. Planning starts again there.
 
 **Wakeups.** A neighbour's new composition moves the ends of all spans on its GPU, and most ends move again before they come.
-So the clock's queue holds no event for each of them, only one for the first: when an event is over, the first end of all gets
-an event if it comes before the one that is set. An event whose span has come to end later calls nobody; the first end is
-looked for again.
+So the clock's queue holds no event for each of them, only one for the first. When an event is over, the first end of all gets
+an event if it comes before the one that is set. An event whose span has come to end later calls no engine; it looks for the
+first end again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from functools import partial
 from itertools import accumulate
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.base import NEVER, EngineHost, Seat
-from fineserve_sim.cluster.engine.batcher import Batcher
-from fineserve_sim.cluster.engine.sequence import SequenceState
+from fineserve_sim.cluster.engine.loop import NEVER, Engine, Executor
+from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.latency.sharing import IDLE
 
 MAX_SPAN = 4096
@@ -37,62 +36,36 @@ Growth = tuple[float, int, Collection[SequenceState]]
 """At this time, sequences of the engine with this id take a block each."""
 
 
-class SpanEngine(Batcher):
-    """``slowdown`` is the present contention factor; ``end_s`` is the end of the present span; ``promised_blocks`` is at least
-    what the boundaries ahead in it will take, and ``boundaries_ahead`` of the next ones beyond it are to be sure, too."""
+class Spans(Executor):
+    """``end_s`` is the end of the present span. ``promised_blocks`` is at least what the boundaries ahead in it will take."""
 
-    boundaries_ahead = 0
-    company = True
-    """Schedulers are asked for it, or others share its GPU or memory."""
-
-    __slots__ = (  # CPython's way to attributes is short for up to 30 in the instance's dict, which has those of ``Engine``
-        "_alone_s",
-        "_decodes",
-        "_ends",
-        "_lane",
-        "_launched_s",
-        "_reach",
-        "_settled",
-        "_shares_gpu",
-        "end_s",
-        "start_order",
-        "wakeups",
-    )
-
-    def __init__(self, seat: Seat, host: EngineHost, wakeups: Wakeups, *, shares_gpu: bool) -> None:
-        super().__init__(seat, host)
-        self.end_s = NEVER
-        self.start_order = order_of(Kind.START, seat.engine)
+    def __init__(self, engine: Engine, wakeups: Wakeups, *, shares_gpu: bool) -> None:
+        super().__init__(engine)
+        self.kv = engine.kv
         self.wakeups = wakeups
-        self._shares_gpu = shares_gpu
-        self._reach = SHARED_SPAN if shares_gpu else MAX_SPAN  # the longest span now
-        self._lane = self.lanes[0]
+        self.start_order = order_of(Kind.START, engine.index)
+        self.end_s = NEVER
+        self.promised_blocks = 0
+        self._host, self._step, (self._lane,) = engine.host, engine.step, engine.lanes
         self._decodes = self._lane.decodes
+        self._shares_gpu = shares_gpu
+        self._each_step = engine.settings.contention == "step"
+        self._reach = SHARED_SPAN if shares_gpu else MAX_SPAN  # the longest span now
         self._ends: list[float] = []
         self._alone_s: list[float] = []  # what each iteration of a span would take without neighbours
         self._settled = 0
         self._launched_s = -NEVER
         wakeups.join(self)
 
-    @property
-    def busy(self) -> bool:
-        return self._lane.launched
-
-    @property
-    def running(self) -> int:
-        lane = self._lane
-        begun = lane.decodes.size + len(lane.joining) + len(lane.queue.prefilling)
-        return begun + len(self.stalled) + len(self.swapped)
-
     def start(self, now: float) -> None:
-        lane = self._lane
-        if not (lane.launched or lane.asked or self.stopping or self.gone):
+        lane, engine = self._lane, self.engine
+        if not (lane.launched or lane.asked or engine.stopping or engine.gone):
             lane.asked = True
             self._schedule_start(now)
 
     def replan(self, now: float) -> None:
         if self._lane.launched:
-            self._host.settle_now(self, now)
+            self._host.settle_now(self.engine, now)
             self.cut()
         else:
             self.start(now)
@@ -103,12 +76,12 @@ class SpanEngine(Batcher):
         if self._lane.launched:
             end_s = self._ends[self._settled]
             since_s = max(now, self._launched_s)
-            end_s = since_s + (end_s - since_s) * (slowdown / self.slowdown)
+            end_s = since_s + (end_s - since_s) * (slowdown / self.engine.slowdown)
             behind = self._alone_s[self._settled + 1 : len(self._ends)]
             self._ends[self._settled :] = accumulate([alone_s * slowdown for alone_s in behind], initial=end_s)
             self._schedule_end()
             self._reach = SHARED_SPAN
-        self.slowdown = slowdown
+        self.engine.slowdown = slowdown
 
     def cut(self) -> None:
         """End the span after the iteration in flight. Its earlier boundaries must be settled."""
@@ -122,7 +95,7 @@ class SpanEngine(Batcher):
     def pass_boundaries(self, now: float, order: int) -> Sequence[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
         Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
-        return self._decodes.pass_boundaries(self._advance_to(now, order), self.index)
+        return self._decodes.pass_boundaries(self._advance_to(now, order), self.engine.index)
 
     def count_boundaries(self, now: float, order: int) -> int:
         """As ``pass_boundaries``, where blocks are counted: how many are due in all."""
@@ -150,7 +123,6 @@ class SpanEngine(Batcher):
         super().stop(now)
 
     def leave(self) -> None:
-        super().leave()
         self.wakeups.leave(self)
         self._lane.asked = self._lane.launched = False
         self.end_s = self.next_boundary_s = NEVER
@@ -158,12 +130,12 @@ class SpanEngine(Batcher):
     def on_start(self, now: float) -> None:
         """The start that was asked for comes, unless the engine was taken away."""
         if self._lane.asked:
-            self._host.settle(self, now, self.start_order)
-            self._plan(now)
+            self._host.settle(self.engine, now, self.start_order)
+            self.engine.turn(self._lane, now)
 
     def on_step_end(self, now: float) -> None:
         """The span ends, at ``end_s``."""
-        self._host.settle(self, now, self.order)
+        self._host.settle(self.engine, now, self.order)
         self._end_span(now)
 
     def _end_span(self, now: float) -> None:
@@ -171,58 +143,49 @@ class SpanEngine(Batcher):
         if len(self._ends) == self._reach < LONGEST_SHARED_SPAN:
             self._reach *= 2
         self.end_s = self.next_boundary_s = NEVER
+        engine = self.engine
         if self._host.logs:
-            self._host.computed(self, self._lane, self._launched_s, now, self._settled + 1, 0)
-        if self._complete(self._lane, now):
-            self._host.memory_freed(self, now)
-        self._plan(now)
+            self._host.computed(engine, self._lane, self._launched_s, now, self._settled + 1, 0)
+        if engine.complete(self._lane, now):
+            self._host.memory_freed(engine, now)
+        if engine.stopping:
+            self._host.stopped(engine, now)
+        else:
+            engine.turn(self._lane, now)
 
-    def _plan(self, now: float) -> None:
-        """Form the next batch and put it in flight, or fall idle."""
-        lane = self._lane
-        lane.asked = False
-        if self.stopping:
-            self._host.stopped(self, now)
-            return
-        if self.company:
-            self._host.consult(self, now)
-        self._form(lane, now)
-        if self._preempted:
-            self._host.memory_freed(self, now)
-        if not (self._decodes.size or lane.chunks):
-            self._rest(now)
-            return
-        new_pace = self._shares_gpu and (self.composition_changed or self._settings.contention == "step")
-        self.composition_changed = False
+    def launch(self, lane: Lane, now: float) -> None:
+        engine, host = self.engine, self._host
+        new_pace = self._shares_gpu and (engine.composition_changed or self._each_step)
+        engine.composition_changed = False
         alone_s = 0.0
         if new_pace or lane.chunks:
-            batch = self.batch_of(lane)
+            batch = engine.batch_of(lane)
             if new_pace:
-                need = self.step.demand(*batch)
+                need = self._step.demand(*batch)
                 alone_s = need.step_s
-                self._host.set_demand(self, now, need)
+                host.set_demand(engine, now, need)
             else:
-                alone_s = self.step.step_s(*batch)
+                alone_s = self._step.step_s(*batch)
         self._settled = 0
         self.promised_blocks = 0
         if self.kv.timed:
             now += self.kv.exposed_s()
         self._launched_s = now
-        self._ends = [now + alone_s * self.slowdown] if lane.chunks else self._span_ends(now)
+        self._ends = [now + alone_s * engine.slowdown] if lane.chunks else self._span_ends(now)
         lane.launched = True
         self._schedule_end()
-        if self.company or self._host.attentive:
-            self._host.launched(self, lane, now, sure=len(self._ends) > 1)
+        if engine.consults or host.attentive:
+            host.launched(engine, lane, now, sure=len(self._ends) > 1)
 
     def _span_ends(self, now: float) -> list[float]:
         """End times of as many decode iterations as may go as one span."""
-        host, decodes = self._host, self._decodes
-        most, ask_again_s = 1, host.ask_again_s(self)
-        if host.merging and ask_again_s > -NEVER and not (self._preempted or self.swapped):
+        engine, host, decodes = self.engine, self._host, self._decodes
+        most, ask_again_s = 1, host.ask_again_s(engine)
+        if host.merging and ask_again_s > -NEVER and not (engine.preempted or engine.swapped):
             most = min(decodes.steps_to_finish(), self._reach)
             if most > 1:
-                most = host.steps_that_fit(self, decodes, most)
-        ends, self._alone_s = self.step.decode_span_s(now, decodes.size, decodes.context_tokens, most, self.slowdown)
+                most = host.steps_that_fit(engine, decodes, most)
+        ends, self._alone_s = self._step.decode_span_s(now, decodes.size, decodes.context_tokens, most, engine.slowdown)
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]
         return ends
@@ -236,68 +199,69 @@ class SpanEngine(Batcher):
         self.next_boundary_s = self._ends[self._settled] if len(self._ends) > self._settled + 1 else NEVER
         self.wakeups.moved()
 
-    def _rest(self, now: float) -> None:
-        """Nothing to run: idle, or stalled for memory."""
-        self._host.touch(self)
-        if self.composition_changed:
-            self.composition_changed = False
+    def rest(self, lane: Lane, now: float) -> None:
+        """Idle, or stalled for memory."""
+        engine, host = self.engine, self._host
+        host.touch(engine)
+        if engine.composition_changed:
+            engine.composition_changed = False
             if self._shares_gpu:
-                self._host.set_demand(self, now, IDLE)
-        if self.stalled or self.swapped:
+                host.set_demand(engine, now, IDLE)
+        if engine.stalled or engine.swapped:
             return  # memory or KV is on its way
-        if self._lane.has_work:
-            self._host.stalled(self, now)
+        if lane.has_work:
+            host.stalled(engine, now)
         else:
-            self._host.rested(self, now)
+            host.rested(engine, now)
 
 
 class Wakeups:
-    """The events of some engines. Which engines share one object changes no result, but those should that
-    move one another's ends."""
+    """The events of some engines. Engines that move one another's ends should share one object. Which engines do changes no
+    result."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._engines: list[SpanEngine] = []  # by id
-        self._set: list[tuple[float, SpanEngine]] = []  # the step ends in the clock's queue, the next one last
+        self._spans: list[Spans] = []  # by id
+        self._set: list[tuple[float, Spans]] = []  # the step ends in the clock's queue, the next one last
         self._calling = False
 
-    def join(self, engine: SpanEngine) -> None:
+    def join(self, spans: Spans) -> None:
         """An engine with a higher id than those before."""
-        self._engines.append(engine)
+        self._spans.append(spans)
 
-    def leave(self, engine: SpanEngine) -> None:
+    def leave(self, spans: Spans) -> None:
         """An idle engine goes."""
-        self._engines.remove(engine)
+        self._spans.remove(spans)
 
-    def start(self, engine: SpanEngine, now: float) -> None:
-        """Call ``engine.on_start`` at this moment, after everything else that happens in it."""
-        self._clock.at(now, engine.start_order, partial(self._start, engine))
+    def start(self, spans: Spans, now: float) -> None:
+        """Call ``spans.on_start`` at this moment, after everything else that happens in it."""
+        self._clock.at(now, spans.start_order, partial(self._start, spans))
 
     def moved(self) -> None:
         """A span has got another end."""
         if not self._calling:  # else more of them may move
             self._set_next()
 
-    def _start(self, engine: SpanEngine, now: float) -> None:
+    def _start(self, spans: Spans, now: float) -> None:
         self._calling = True
-        engine.on_start(now)
+        spans.on_start(now)
         self._calling = False
         self._set_next()
 
     def _on_step_end(self, _: float) -> None:
-        end_s, engine = self._set.pop()
-        if engine.end_s == end_s:
+        end_s, spans = self._set.pop()
+        if spans.end_s == end_s:
             self._calling = True
-            engine.on_step_end(end_s)
+            spans.on_step_end(end_s)
             self._calling = False
         self._set_next()
 
     def _set_next(self) -> None:
         """See to it that an event comes at the first end of a span."""
         first, first_s = None, NEVER
-        for engine in self._engines:
-            if engine.end_s < first_s:
-                first, first_s = engine, engine.end_s
+        for spans in self._spans:
+            if spans.end_s < first_s:
+                first, first_s = spans, spans.end_s
         if first is None:
             return
         if self._set:

@@ -1,7 +1,7 @@
-"""The GPUs of one instance of a model as one compute queue and one memory, and its links.
+"""The GPUs of one instance of a model as one compute queue and one memory.
 
-It computes one job at a time, in the order in which they were asked for. Usually they are the batches of one engine; while a
-restored pipeline drains, those of the pipeline and of the engine that comes after it take turns.
+It computes one job at a time, in the order of requests. Usually jobs are the batches of one engine. While a restored pipeline
+drains, batches of the pipeline and of the engine that comes after it take turns.
 
 Its memory is one pool of bytes for weights and KV, summed over its TP ranks: layers that are not resident are KV
 memory. Weights outside the layers (embeddings, output head) are spread over the layers, so that a layer is the same
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.links import Link
 from fineserve_sim.policy.memory.paged import BytePool
 
 
@@ -56,27 +55,14 @@ Job = Callable[[float], Turn | None]
 """Called with the time when it is its turn on the GPUs; None: nothing to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLinks:
-    """What leaves an instance, to others over the network and inside the node, and to and from host memory."""
-
-    network: Link
-    node: Link
-    to_host: Link
-    from_host: Link
-
-
 class TpGroup:
     """``resident`` layers hold weights; ``kv`` is the memory beside them. ``busy_s``: computed so far."""
 
-    def __init__(
-        self, id: int, node: int, gpus: tuple[int, ...], sizes: ModelBytes, links: InstanceLinks, clock: Clock
-    ) -> None:
+    def __init__(self, id: int, node: int, gpus: tuple[int, ...], sizes: ModelBytes, clock: Clock) -> None:
         self.id = id
         self.node = node
         self.gpus = gpus
         self.sizes = sizes
-        self.links = links
         self.alive = True
         self.kv = BytePool(0)
         self.busy_s = 0.0
@@ -92,10 +78,6 @@ class TpGroup:
         self.resident = resident
         taken = self.sizes.rest_bytes + len(resident) * self.sizes.layer_bytes
         self.kv.limit_bytes = self.sizes.pool_bytes - taken
-
-    def link_to(self, other: TpGroup) -> Link:
-        """The link from here to another instance: inside the node, or the network."""
-        return self.links.node if other.node == self.node else self.links.network
 
     def request(self, job: Job) -> None:
         """Queue a job. If idle it begins at this very moment, after everything else that happens in it."""

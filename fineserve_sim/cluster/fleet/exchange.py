@@ -1,7 +1,7 @@
-"""What of the KV has to move when engines merge and layers change hands.
+"""The part of the KV that has to move when engines merge and layers change hands.
 
-Sequences of one prefix share its blocks in the merged engine. An instance needs one copy of its layers of such a block: it gets
-them once, and none that an engine on it had before, whichever sequence that was for.
+Sequences of one prefix share its blocks in the merged engine. An instance needs one copy of its layers of such a block, so they
+go there once. Layers that an engine on the instance had before, for any sequence, need not go.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ Layers = Mapping[int, range]
 
 
 class Exchange:
-    """Of ``moving`` sequences, which hold their blocks in the merged engine, ``block_tokens`` each. ``started``: the instances
-    that each comes from; ``held``: the layers that these had. Call ``tokens`` in the order in which sequences travel, then
-    ``followers``."""
+    """Tokens that have to travel for the ``moving`` sequences, which hold their blocks of ``block_tokens`` in the merged
+    engine.
+
+    ``started``: the instances that each comes from. ``held``: the layers that these had. Call ``tokens`` in the order in which
+    sequences travel, then ``followers``."""
 
     def __init__(
         self,
@@ -43,8 +45,8 @@ class Exchange:
                     self._there[instance, block] |= _bits(held[instance])
 
     def tokens(self, sequence: SequenceState, receiver: int, layers: range) -> float:
-        """Tokens of the sequence of which these layers have to go to an instance; a part of a token where it has some of the
-        layers. They count as sent."""
+        """Tokens of the sequence whose KV in these layers has to go to an instance. A token of which the instance has some
+        layers counts in part. What is returned counts as sent."""
         shared, wanted = self._shared.get(sequence, ()), _bits(layers)
         tokens = float(sequence.cached_tokens - len(shared) * self._block_tokens)
         for block in shared:
@@ -61,8 +63,8 @@ class Exchange:
             self._batches[receiver, sequence].append(batch)
 
     def followers(self) -> Iterator[tuple[list[SequenceState], SequenceState]]:
-        """Each batch with a sequence that waits for it, too, for blocks of its own that come with others. Put the sequence into
-        the batch before you ask for the next."""
+        """Each batch with one more sequence that waits for it: a block of that sequence comes with another one. Put the
+        sequence into the batch before you ask for the next."""
         by_block: dict[int, list[SequenceState]] = defaultdict(list)
         for sequence, blocks in self._shared.items():
             for block in blocks:
@@ -74,7 +76,7 @@ class Exchange:
 
 
 def _blocks(sequence: SequenceState) -> Sequence[int]:
-    """Its blocks by name, the same in every memory; counted blocks have none, and are never shared."""
+    """Its blocks by name, the same in every memory. Counted blocks have no names, and sequences never share them."""
     return sequence.blocks[0] if sequence.blocks else ()
 
 

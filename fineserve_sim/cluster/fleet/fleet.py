@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.base import Engine
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.host import Cluster, Fleet, Scope
 from fineserve_sim.cluster.sharing.domain import domains_of
@@ -155,13 +154,13 @@ class ModelFleet(Fleet):
         memory: FleetMemory,
         loader: Loader,
         bytes_of: Mapping[str, EngineBytes],
-        build: Callable[[int, str, tuple[int, ...]], SpanEngine],
+        build: Callable[[int, str, tuple[int, ...]], Engine],
     ) -> None:
         self._cluster, self._controller = cluster, controller
         self._memory, self._loader = memory, loader
         self._bytes_of, self._build = bytes_of, build
         self._residents: dict[int, _Resident] = {}
-        self._serving: dict[str, dict[int, SpanEngine]] = {model: {} for model in bytes_of}
+        self._serving: dict[str, dict[int, Engine]] = {model: {} for model in bytes_of}
         self._awaited_s = float("inf")  # when what loads changes next
         self._lost: set[int] = set()  # GPUs
         cluster.fleet = self
@@ -177,7 +176,7 @@ class ModelFleet(Fleet):
         self.reform(0.0)
         self._cluster.tick(TICK, self._look)
 
-    def engines_of(self, model: str) -> list[SpanEngine]:
+    def engines_of(self, model: str) -> list[Engine]:
         """Those of this model that are loaded."""
         return list(self._serving[model].values())
 
@@ -325,16 +324,15 @@ class ModelFleet(Fleet):
             ):
                 engine.stop(now)
             elif engine.busy:
-                engine.cut()
+                engine.executor.cut()
             elif engine.has_work or self._controller.waiting(engine.index):
-                engine.start(now)
+                engine.executor.start(now)
         for id in self._controller.waited_for():  # a request may have moved to an engine far from these
             if id not in ids:
                 cluster.waits(cluster.engines[id], now)
 
     def _shed(self, engine: Engine, now: float) -> None:
         """An engine whose memory has shrunk stands between two iterations: prompts that it cannot hold go elsewhere."""
-        assert isinstance(engine, SpanEngine)
         lost = engine.shed(now)
         engine.go_on(now)
         self._cluster.memory_freed(engine, now)

@@ -1,5 +1,7 @@
-"""Instances of one model that serve alone or as stages of a pipeline, and are lost and come back: who carries out what
-``policy/groups`` decides about them. Merging and splitting is ``regroup``'s part, moving requests that of ``migrate``.
+"""Instances of one model: they serve alone or as stages of a pipeline, start late, fail and come back.
+
+This module carries out what ``policy/groups`` decides about them. ``regroup`` merges and splits engines, ``migrate`` moves
+requests.
 """
 
 from __future__ import annotations
@@ -8,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.links import Transfer
-from fineserve_sim.cluster.engine.pipeline import WEIGHTS
+from fineserve_sim.cluster.engine.links import WEIGHTS, Transfer
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.migrate import Migrations
@@ -24,8 +25,8 @@ TICK = order_of(Kind.TIMER, (1 << 18) + 1)
 
 
 class Instances(Fleet):
-    """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after they are asked for; where requests move
-    (``migrates``), looks say which one of an engine would."""
+    """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after a command asks for them. Where requests move
+    (``migrates``), looks say which request of an engine would."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Instances(Fleet):
         cluster.actions[Activate] = self._activate
 
     def begin(self, stages: int) -> None:
-        """The instances that are no spares serve from the start, so many as the stages of an engine."""
+        """Build the first engines, of so many ``stages`` each, on all instances that are no spares."""
         layers = even_split(self._instances[0].sizes.layers, stages)
         firsts = range(0, len(self._instances) - len(self._spares), stages)
         self._serve({id: dict(enumerate(layers, first)) for id, first in enumerate(firsts)})
@@ -78,7 +79,7 @@ class Instances(Fleet):
         cluster.carry_out(cluster.tell(now, Tick({}, {}, loads)), now)
 
     def _activate(self, command: Activate, now: float) -> None:
-        """A spare starts; any other loads the layers that it misses from its host's copy. Then it serves alone."""
+        """A spare starts. Any other instance loads the layers that it misses from its host's copy. Then it serves alone."""
         instance = next(instance for instance in self._instances if instance.gpus == command.gpus)
         ready, transfers = partial(self._ready, command.engine), list[Transfer]()
         if instance in self._spares:
@@ -87,7 +88,7 @@ class Instances(Fleet):
         else:
             missing_bytes = (instance.sizes.layers - len(instance.resident)) * instance.sizes.layer_bytes
             self.regrouping.report.weight_bytes += missing_bytes
-            transfers.append(instance.links.from_host.send(missing_bytes, WEIGHTS, None, ready))
+            transfers.append(self.cluster.links.of(instance.gpus).from_host.send(missing_bytes, WEIGHTS, None, ready))
         self._loading[command.engine] = (instance, transfers)
 
     def _ready(self, id: int, now: float) -> None:

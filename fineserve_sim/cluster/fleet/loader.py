@@ -1,7 +1,7 @@
 """Weights on their way to GPUs: engine work first, then transfers that share links max-min fairly.
 
 Weights come from host memory. A plain copy to one GPU runs far below what its PCIe link could do. Prism loads a shard over
-all GPUs of the node at once, each staging a part and passing it on over NVLink; the host memory of the node then sets
+all GPUs of the node at once: each stages a part and passes it on over NVLink. The host memory of the node then sets
 the limit. From the latencies that the paper reports for BF16 weights follow the three rates below:
 
     8B on one GPU in 0.7 s, 14B in 1.3 s:   29.5 GB / 1.3 s  = 22.7 GB/s to one GPU
@@ -35,7 +35,7 @@ class ActivationCost:
     node_bytes_per_s: float
 
     def alone_s(self, shard_bytes: int, ranks: int = 1) -> float:
-        """A model of ``ranks`` shards that loads with nobody beside it on its node."""
+        """A model of ``ranks`` shards that loads while nothing else loads on its node."""
         return self.overhead_s + max(shard_bytes / self.gpu_bytes_per_s, ranks * shard_bytes / self.node_bytes_per_s)
 
 
@@ -89,7 +89,7 @@ def transfer_rates(cost: ActivationCost, loadings: Sequence[Loading], node_of: M
 
 class Loader:
     """The activations under way on all nodes: engine work first, then the transfer. Its owner asks when something changes
-    next, and moves it on to that time or an earlier one."""
+    next, and advances it to that time or an earlier one."""
 
     def __init__(self, cost: ActivationCost, node_of: Mapping[int, int]) -> None:
         self._cost = cost
@@ -126,7 +126,7 @@ class Loader:
         return there
 
     def _move_on(self, now: float) -> list[int]:
-        """Bring all transfers up to now. Those that are there are returned, the others share the links from here."""
+        """Bring all transfers up to now. Returns the engines whose weights are there; the others share the links from here."""
         elapsed_s, self._now = now - self._now, now
         there, moving = [], []
         for engine, loading in self._loadings.items():

@@ -1,7 +1,7 @@
 """Live migration between instances (Llumnix): copy while decoding, then a short stop for the rest.
 
 The destination reserves a slot and the blocks when the copy starts. When all that was there has been copied, the sequence
-leaves its batch, the tokens decoded meanwhile follow, and it goes on at the destination; only then its source gives the memory
+leaves its batch. The tokens decoded meanwhile follow, and it goes on at the destination. Only then its source gives the memory
 back. A move ends early when the sequence finishes or loses its KV first, or the destination cannot hold what was added.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.pipeline import KV
+from fineserve_sim.cluster.engine.links import KV
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
@@ -30,8 +30,7 @@ class _Move:
 
 
 class Migrations:
-    """Carries out ``Migrate``: moves under way, of engines of one lane and counted blocks. ``moved`` counts those that
-    succeeded."""
+    """Carries out ``Migrate`` between engines of one lane and counted blocks. ``moved`` counts the moves that succeeded."""
 
     def __init__(self, cluster: Cluster, instances: Sequence[TpGroup]) -> None:
         self._cluster, self._instances = cluster, instances
@@ -60,7 +59,7 @@ class Migrations:
             return
         self._cluster.settle_now(move.source, now)
         lane.leaving.append(move.sequence)
-        move.source.replan(now)
+        move.source.executor.replan(now)
 
     def _leave(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None:
         """Between two steps of the source: the sequence stops there."""
@@ -84,12 +83,12 @@ class Migrations:
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._cluster.settle_now(destination, now)
         destination.adopt(sequence, now)
-        source.replan(now)
+        source.executor.replan(now)
         self.moved += 1
         self._cluster.hear(now, MigrationEnded(sequence.index))
 
     def forget(self, engine: Engine, now: float) -> None:
-        """An engine is lost: what moves from it is lost with it, what moves to it goes on where it is."""
+        """An engine is lost. What moves from it is lost with it; what moves to it goes on where it is."""
         for move in list(self._moves.values()):
             if engine in (move.source, move.destination):
                 self._end(move, now)
@@ -99,7 +98,7 @@ class Migrations:
     def _end(self, move: _Move, now: float) -> None:
         """The request does not move."""
         self._release(move)
-        move.destination.replan(now)
+        move.destination.executor.replan(now)
         self._cluster.hear(now, MigrationEnded(move.sequence.index))
 
     def _reserve(self, move: _Move, blocks: int, now: float) -> bool:
@@ -113,7 +112,7 @@ class Migrations:
         if taken:
             engine.reserved_blocks += more
             move.reserved_blocks = blocks
-        engine.cut()
+        engine.executor.cut()
         self._cluster.touch(engine)
         return taken
 
@@ -136,4 +135,4 @@ class Migrations:
                 self._cluster.order = TIMER
                 then(move, now)
 
-        source.link_to(destination).send(bytes, KV, None, arrived)
+        self._cluster.links.between(source.gpus, destination.gpus).send(bytes, KV, None, arrived)

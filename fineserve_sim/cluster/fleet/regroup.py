@@ -1,15 +1,14 @@
-"""Which engine is on which instances, and how engines merge into pipelines and split again: where weights and KV go (KunServe,
-sections 4.1 to 4.4).
+"""How engines merge into pipelines and split again, and where weights and KV go then (KunServe, sections 4.1 to 4.4).
 
-Drop: the engines that merge stop after their batches, dropped layers are remapped to KV memory, and the queues join. KV of
-layers that now belong to somebody else is sent there, by all instances at once, oldest requests first. *Coordinated*: in chunks
-of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its own is there, others run.
+Drop: the engines that merge stop after their batches. Dropped layers become KV memory, and the queues join. The KV of a layer
+goes to the instance that has the layer now. All instances send at once, oldest requests first. *Coordinated*: in chunks
+of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its KV is there; others run.
 
-Restore: the memory that dropping gave is closed to KV, missing layers are pulled from the other instances of the pipeline
-at the lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
+Restore: the memory that dropping gave takes no more KV. The pipeline pulls missing layers from its other instances at the
+lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
 
-KV that has to move is charged to its new holders as soon as the engines merge: the receiving side has dropped its layers
-by then, and in sum as much leaves as comes.
+KV that has to move counts at its new holders as soon as the engines merge. The receiving side has dropped its layers by then,
+and in sum as much leaves as comes.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from itertools import permutations
 from typing import NamedTuple
 
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.engine.base import Engine
-from fineserve_sim.cluster.engine.links import Done, Link, Transfer
-from fineserve_sim.cluster.engine.pipeline import ACTIVATION, KV, WEIGHTS, PipelineEngine
+from fineserve_sim.cluster.engine.links import ACTIVATION, KV, WEIGHTS, Done, Link, Transfer
+from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.pipeline import Pipeline
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.engine.spans import SpanEngine
+from fineserve_sim.cluster.engine.spans import Spans
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.exchange import Exchange
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
@@ -47,7 +46,7 @@ EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engi
 
 class TransferRules(NamedTuple):
     """``coordinated``: transfers by priority, in chunks that take a link ``chunk_s``; else in one queue. ``remap_s``:
-    how long it takes to turn dropped layers into KV memory."""
+    seconds that it takes to turn dropped layers into KV memory."""
 
     coordinated: bool
     chunk_s: float
@@ -62,8 +61,8 @@ class TransferRules(NamedTuple):
     def batches(
         self, parcels: Iterable[tuple[SequenceState, float]], token_bytes: float, link: Link
     ) -> Iterator[tuple[list[SequenceState], int]]:
-        """Requests that travel together, each with so many tokens, in order, up to about a chunk, in bulk each by itself; and
-        their bytes."""
+        """Requests that travel together, in order, and their bytes. Each parcel is a request and its tokens. A batch has about
+        a chunk; in bulk every request travels by itself."""
         limit = self.chunk_bytes(link) or 0
         batch: list[SequenceState] = []
         bytes = 0.0
@@ -79,8 +78,9 @@ class TransferRules(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """What regrouping did: seconds of each exchange from the remap to its last byte, its bytes, merges, splits, and
-    stage seconds of pipelines while requests wait (computed, and passed)."""
+    """What regrouping did. ``exchange_s`` has the seconds of each exchange from the remap to its last byte. ``drops`` and
+    ``restores`` are times and instances. ``pipelined_*`` are stage seconds of pipelines while requests wait: computed, and
+    passed."""
 
     exchange_s: list[float] = field(default_factory=list)
     exchange_bytes: int = 0
@@ -92,9 +92,10 @@ class Report:
 
     def count(self, engine: Engine) -> None:
         """Take up the time of an engine that ends, if it is a pipeline."""
-        if isinstance(engine, PipelineEngine) and len(engine.stages) > 1:
-            self.pipelined_busy_s += engine.busy_s
-            self.pipelined_s += engine.working_s * len(engine.stages)
+        executor = engine.executor
+        if isinstance(executor, Pipeline) and len(executor.stages) > 1:
+            self.pipelined_busy_s += executor.busy_s
+            self.pipelined_s += executor.working_s * len(executor.stages)
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +141,8 @@ class Regrouping:
             if changed.isdisjoint(group):
                 continue
             members = [cluster.engines[id] for id in group]
-            only = members[0] if len(members) == 1 else None
-            domain = PrivateDomain(only, []) if isinstance(only, SpanEngine) else MemoryDomain(members)
+            alone = len(members) == 1 and isinstance(members[0].executor, Spans)
+            domain = PrivateDomain(members[0], []) if alone else MemoryDomain(members)
             cluster.connect(members, [domain], [Scope((id,)) for id in group])
             cluster.touch(members[0])
 
@@ -151,8 +152,7 @@ class Regrouping:
         return [engine for engine in self._cluster.engines.values() if not wanted.isdisjoint(engine.columns)]
 
     def _layout_of(self, engine: Engine) -> Layout:
-        layers = engine.layout if isinstance(engine, PipelineEngine) else (range(self._layers),)
-        return dict(zip(engine.columns, layers, strict=True))
+        return dict(zip(engine.columns, engine.layout or (range(self._layers),), strict=True))
 
     def _drop(self, command: DropLayers, now: float) -> None:
         """Merge these engines, once they have stopped."""
@@ -185,7 +185,6 @@ class Regrouping:
             self.remove(engine)
         missing = {number: frozenset(own) - self._instances[number].resident for number, own in layout.items()}
         (merged,) = self.create({merge.id: layout})
-        assert isinstance(merged, PipelineEngine)
         self._settle_resident(merged)
         if any(missing.values()):  # ranges that round to whole layers: nothing runs until the layer is there
             merged.stopping = True
@@ -199,7 +198,7 @@ class Regrouping:
             cluster.hear(now, LayersDropped(merged.index))
         cluster.returned(merged, sorted(waiting, key=arrival_order), now)
 
-    def _complete(self, merged: PipelineEngine, now: float) -> None:
+    def _complete(self, merged: Engine, now: float) -> None:
         """A merged engine has the last layer that it missed."""
         if not merged.gone:
             self._cluster.order = TIMER
@@ -207,10 +206,10 @@ class Regrouping:
             self._cluster.hear(now, LayersDropped(merged.index))
 
     def _carry_over(
-        self, merged: PipelineEngine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
+        self, merged: Engine, started: Mapping[SequenceState, tuple[int, ...]], held: Layout, now: float
     ) -> None:
-        """Sequences that have ``started``, their KV on these instances, go on in the merged engine when it has all of that.
-        ``held``: which instance had which layers."""
+        """Sequences that have ``started`` go on in the merged engine when all their KV is where it belongs. ``started`` has the
+        instances of their KV, ``held`` the layers that each instance had."""
         moving: list[SequenceState] = []
         due = Counter[SequenceState]()  # transfers that a sequence waits for
 
@@ -236,7 +235,7 @@ class Regrouping:
                 merged.accept(sequence)
         exchange = Exchange(moving, started, held, merged.kv.block_tokens)
         for (sender, _), (receiver, own) in permutations(zip(merged.stages, merged.layout, strict=True), 2):
-            had, link = held[sender.id], sender.link_to(receiver)
+            had, link = held[sender.id], self._cluster.links.between(sender.gpus, receiver.gpus)
             layers = range(max(had.start, own.start), min(had.stop, own.stop))
             leaving = [sequence for sequence in moving if layers and sender.id in started[sequence]]
             sizes = [(sequence, exchange.tokens(sequence, receiver.id, layers)) for sequence in leaving]
@@ -256,7 +255,6 @@ class Regrouping:
     def _restore(self, command: RestoreLayers, now: float) -> None:
         """Bring back what the instances of an engine miss; it splits when all has arrived."""
         engine = self._cluster.engines[command.engine]
-        assert isinstance(engine, PipelineEngine)
         everything = frozenset(range(self._layers))
         missing = {stage.id: everything - stage.resident for stage in engine.stages}
         engine.kv.forget()
@@ -267,7 +265,7 @@ class Regrouping:
         split = partial(self._split, engine, into, now)
         self._pulls[engine.index] = self._fetch(missing, self._layout_of(engine), split)
 
-    def _split(self, engine: PipelineEngine, into: Mapping[tuple[int, ...], int], began_s: float, now: float) -> None:
+    def _split(self, engine: Engine, into: Mapping[tuple[int, ...], int], began_s: float, now: float) -> None:
         """Its instances serve alone as the engines ``into``, by their GPUs."""
         cluster = self._cluster
         del self._pulls[engine.index]
@@ -282,7 +280,7 @@ class Regrouping:
         self.end_drained([engine], now)
 
     def end_drained(self, engines: Iterable[Engine], now: float) -> None:
-        """Of these, pipelines whose instances serve alone again end with their last request."""
+        """End each pipeline among ``engines`` whose instances serve alone again and whose last request is gone."""
         for engine in [each for each in engines if each.closing and not (each.running or each.busy)]:
             engine.dissolve()
             self.remove(engine)
@@ -290,15 +288,15 @@ class Regrouping:
             self._settle_resident(engine)
 
     def _cancel_restore(self, engine: Engine) -> None:
-        """What is on its way does not count as resident any more, nor what has come so far."""
+        """The restore does not happen: layers on their way, or come since it began, do not count as resident."""
         if engine.index in self._pulls:
             for transfer in self._pulls.pop(engine.index):
                 transfer.cancel()
             self._settle_resident(engine)
 
     def forget(self, hit: Sequence[Engine], now: float) -> list[LayersKept]:
-        """These engines are lost: merges that they were part of do not happen, and the other sources go on. Returns what
-        there is to tell of that once they are gone."""
+        """These engines are lost. Their merges do not happen, and the other sources go on. Returns the events to tell once the
+        engines are gone."""
         for engine in hit:
             self._cancel_restore(engine)
         lost = [merge for merge in self._merges if any(engine in hit for engine in merge.sources)]
@@ -310,7 +308,7 @@ class Regrouping:
         return [LayersKept(merge.id) for merge in lost]
 
     def _settle_resident(self, engine: Engine) -> None:
-        """Its instances keep the layers that their engines run, all of them while they come back; others are dropped."""
+        """Its instances keep the layers that their engines run, or all layers while they come back, and drop the others."""
         for number in engine.columns:
             needed: set[int] = set()
             for other in self.on([number]):
@@ -329,7 +327,8 @@ class Regrouping:
                 found = wanted & frozenset(held)
                 if found and holder != number:
                     wanted -= found
-                    pulls.append((self._instances[holder].link_to(taker), len(found) * taker.sizes.layer_bytes))
+                    link = self._cluster.links.between(self._instances[holder].gpus, taker.gpus)
+                    pulls.append((link, len(found) * taker.sizes.layer_bytes))
         left = len(pulls)
 
         def arrived(now: float) -> None:

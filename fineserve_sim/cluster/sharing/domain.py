@@ -12,11 +12,11 @@ from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import itemgetter
 
-from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.kv import CountedBlocks
-from fineserve_sim.cluster.engine.lone import LoneEngine
+from fineserve_sim.cluster.engine.lone import Lone
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
-from fineserve_sim.cluster.engine.spans import Growth, SpanEngine
+from fineserve_sim.cluster.engine.spans import Growth, Spans
 from fineserve_sim.policy.interfaces import takes_time
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
@@ -28,7 +28,7 @@ class MemoryDomain:
     def __init__(self, engines: Sequence[Engine], memories: Sequence[GpuMemory] = ()) -> None:
         self.engines = tuple(engines)
         self._memories = tuple(memories)
-        self._spans = {engine.index: engine for engine in engines if isinstance(engine, SpanEngine)}
+        self._spans = {engine.index: engine.executor for engine in engines if isinstance(engine.executor, Spans)}
         self._managers = tuple(memory for memory in memories if not isinstance(memory, PrivatePools))
         self._clocks = tuple(memory for memory in self._managers if takes_time(memory))
 
@@ -37,9 +37,9 @@ class MemoryDomain:
         for clock in self._clocks:
             clock.advance(now)
         growths: list[Growth] = []
-        for engine in self._spans.values():
-            if engine.next_boundary_s <= now:
-                growths += engine.pass_boundaries(now, order)
+        for spans in self._spans.values():
+            if spans.next_boundary_s <= now:
+                growths += spans.pass_boundaries(now, order)
         if growths:
             self._grow(_in_turn(growths) if len(growths) > 1 else growths)
 
@@ -52,30 +52,32 @@ class MemoryDomain:
         """The longest span, 1 to ``most`` iterations, whose blocks are sure beside the spans of the others. The engine is
         promised them."""
 
+        spans = self._spans[engine.index]
+
         def too_long(steps: int) -> bool:
-            engine.promised_blocks = decodes.blocks_ahead(steps - 1)
+            spans.promised_blocks = decodes.blocks_ahead(steps - 1)
             return not self._promises_fit()
 
         if too_long(most):
-            self._recount(engine)
+            self._recount(spans)
             most = 1 + bisect_left(range(2, most + 1), True, key=too_long)
-            engine.promised_blocks = decodes.blocks_ahead(most - 1)
+            spans.promised_blocks = decodes.blocks_ahead(most - 1)
         return most
 
     def promises_hold(self, taker: Engine) -> bool:
         """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
         if self._promises_fit():
             return True
-        self._recount(taker)
+        self._recount(self._spans[taker.index])
         return self._promises_fit()
 
-    def _recount(self, engine: Engine) -> None:
+    def _recount(self, taker: Spans) -> None:
         for other in self._spans.values():
-            if other is not engine:
+            if other is not taker:
                 other.recount_promise()
 
     def _promises_fit(self) -> bool:
-        demands = {engine.index: engine.promised_blocks for engine in self.engines}
+        demands = {index: spans.promised_blocks for index, spans in self._spans.items()}
         return all([memory.fits(demands) for memory in self._managers])  # noqa: C419 - half the time of a generator
 
     def check(self) -> None:
@@ -84,24 +86,27 @@ class MemoryDomain:
 
 
 class PrivateDomain(MemoryDomain):
-    """One engine over private pools, which has nobody to promise anything to."""
+    """One engine over private pools, whose blocks no other engine counts on."""
 
-    def __init__(self, engine: SpanEngine, memories: Sequence[GpuMemory]) -> None:
+    def __init__(self, engine: Engine, memories: Sequence[GpuMemory]) -> None:
         super().__init__((engine,), memories)
-        self._engine, self._lone = engine, engine if isinstance(engine, LoneEngine) else None
+        executor = engine.executor
+        assert isinstance(executor, Spans)
+        self._alone, self._lone = executor, executor if isinstance(executor, Lone) else None
+        self._margin = 0 if engine.tier is None else engine.tier.boundaries_ahead
 
     def settle(self, now: float, order: int) -> None:
-        engine = self._engine
+        alone = self._alone
         if self._lone is not None:
             self._lone.catch_up(now, order)
-        elif engine.next_boundary_s <= now:
-            if not isinstance(engine.kv, CountedBlocks):
-                self._grow(engine.pass_boundaries(now, order))
-            elif not engine.kv.take(engine.count_boundaries(now, order)):
-                raise AssertionError(f"engine {engine.index}: no memory inside a span")
+        elif alone.next_boundary_s <= now:
+            if not isinstance(alone.kv, CountedBlocks):
+                self._grow(alone.pass_boundaries(now, order))
+            elif not alone.kv.take(alone.count_boundaries(now, order)):
+                raise AssertionError(f"engine {alone.engine.index}: no memory inside a span")
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:
-        free, margin = engine.kv.free_blocks(), self._engine.boundaries_ahead
+        free, margin = engine.kv.free_blocks(), self._margin
 
         def too_long(steps: int) -> bool:
             return decodes.blocks_ahead(steps - 1 + margin) > free
@@ -113,7 +118,7 @@ class PrivateDomain(MemoryDomain):
 
 
 def domains_of(
-    engines: Sequence[SpanEngine], gpus_of: Sequence[tuple[int, ...]], memories: Mapping[int, GpuMemory]
+    engines: Sequence[Engine], gpus_of: Sequence[tuple[int, ...]], memories: Mapping[int, GpuMemory]
 ) -> list[MemoryDomain]:
     """Engines that share a memory, directly or through a TP group, form one domain; private pools keep them apart.
 

@@ -1,0 +1,179 @@
+"""What is inside one engine, and what others see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV
+from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Queue, SequenceState
+from fineserve_sim.cluster.engine.tp_group import TpGroup
+from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.interfaces import EngineLoad, EngineState
+
+BatchSums = tuple[int, int, int, int, int, int]
+"""The running sums of a batch that the latency model asks for (see ``StepModel.step_s``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An engine before it exists. ``max_tokens`` bounds prompt and output of a sequence together. The block size in
+    ``settings`` is that of its memory."""
+
+    engine: int
+    model: str
+    step: StepModel
+    kv: EngineKV
+    max_tokens: int
+    settings: EngineSettings
+
+    @property
+    def able(self) -> bool:
+        """Without room for a prompt and a token the engine gets no requests: the controller turns them away."""
+        return self.max_tokens > 1
+
+
+class State:
+    """The sequences of one engine, its KV and its counters.
+
+    A sequence that has started is in exactly one place: the ``decodes`` or ``joining`` of a lane, the ``prefilling`` of a
+    queue, ``stalled`` or ``swapped``. Stalled sequences wait for KV from elsewhere. Swapped ones are in a tier, paused or on
+    their way, with the blocks that they hold here. ``coming`` sequences are elsewhere still, and have slots here and
+    ``reserved_blocks``.
+    """
+
+    def __init__(self, seat: Seat, *, lanes: int = 1, shared_queue: bool = True) -> None:
+        self.settings = settings = seat.settings
+        self.index, self.model, self.max_tokens = seat.engine, seat.model, seat.max_tokens
+        self.step, self.kv = seat.step, seat.kv
+        self.columns: tuple[int, ...] = (seat.engine,)  # of a timeline, one a stage: the first counts its requests
+        self.stages: tuple[TpGroup, ...] = ()  # of a pipeline, in order, with their layers
+        self.layout: tuple[range, ...] = ()
+        self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]
+        self.lanes = [
+            Lane(self.queues[lane % len(self.queues)], Decodes(settings.block_tokens)) for lane in range(lanes)
+        ]
+        self.stalled: dict[SequenceState, None] = {}
+        self.swapped: dict[SequenceState, int] = {}
+        self.coming = self.reserved_blocks = 0
+        self.backlog_tokens = 0  # to be prefilled, of all that is queued or in prefill
+        self.slowdown = 1.0  # by contention, now
+
+    @property
+    def busy(self) -> bool:
+        """An iteration is in flight."""
+        for lane in self.lanes:  # noqa: SIM110 - half the time of a generator
+            if lane.launched:
+                return True
+        return False
+
+    @property
+    def wants_memory(self) -> bool:
+        """Requests wait for their prefill, or for more of it."""
+        return any(queue.waiting or queue.prefilling for queue in self.queues)
+
+    @property
+    def iterations(self) -> int:
+        """Iterations done, up to the last settled boundary."""
+        return sum(lane.decodes.iteration for lane in self.lanes)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that hold no KV."""
+        return sum([len(queue.waiting) for queue in self.queues])
+
+    @property
+    def running(self) -> int:
+        """Sequences with a slot: decoding, in prefill, swapped, or waiting for their KV."""
+        inside = len(self.stalled) + len(self.swapped)
+        for lane in self.lanes:
+            inside += lane.decodes.size + len(lane.joining)
+        for queue in self.queues:
+            inside += len(queue.prefilling)
+        return inside
+
+    @property
+    def free_slots(self) -> int:
+        """Sequences that may start or come, as far as slots go."""
+        return self.settings.max_sequences * len(self.lanes) - self.running - self.coming
+
+    @property
+    def requests(self) -> int:
+        """All that were dispatched here and have not ended."""
+        return self.running + self.waiting
+
+    @property
+    def has_work(self) -> bool:
+        """A sequence is here, waiting or started."""
+        return bool(self.stalled or self.swapped) or any(lane.has_work for lane in self.lanes)
+
+    def partial_prefills(self) -> list[SequenceState]:
+        """Prefills that hold memory."""
+        return [sequence for queue in self.queues for sequence in queue.prefilling]
+
+    def too_long(self, sequence: SequenceState) -> bool:
+        """The memory could not hold what the sequence is to prefill, and a token more, even if it were empty."""
+        return sequence.target_tokens >= self.kv.capacity_tokens()
+
+    def state(self) -> EngineState:
+        """What a scheduler sees. Requests that were dispatched and have not started yet count as running."""
+        promised = self.requests
+        return EngineState(
+            running=promised,
+            decoding=sum([lane.size for lane in self.lanes]),
+            prefill_tokens=self.backlog_tokens,
+            free_slots=max(0, self.settings.max_sequences * len(self.lanes) - promised),
+            free_kv_tokens=self.kv.free_tokens(),
+            slowdown=self.slowdown,
+        )
+
+    def load(self, *, shortest: bool = False) -> EngineLoad:
+        """What a dispatcher sees; ``shortest`` names the running request that a migration would move, too."""
+        used_blocks, queue = self.kv.used_blocks(), self.queues[0]
+        queued_blocks, head_blocks = queue.queued_blocks, queue.head_blocks
+        if len(self.queues) > 1:
+            queued_blocks = sum([queue.queued_blocks for queue in self.queues])
+            head_blocks = max([queue.head_blocks for queue in self.queues])
+        blocks = (used_blocks, used_blocks + self.kv.free_blocks(), queued_blocks, head_blocks)
+        load = EngineLoad(*blocks, self.running, len(self.stalled))
+        if self.stages:
+            load = load._replace(fullest_bytes=self._fullest_bytes(used_blocks))
+        if not shortest:
+            return load
+        held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.launched) for lane in self.lanes]
+        shortest_blocks, index = min(chain.from_iterable(held), default=(0, None))
+        return load._replace(shortest=index, shortest_blocks=shortest_blocks)
+
+    def _fullest_bytes(self, used_blocks: int) -> int:
+        """The most KV bytes on one of the stages, less what is kept for sequences to come."""
+        kept_bytes = [(pool.held_blocks - used_blocks) * pool.block_bytes for pool in self.kv.pools]
+        return max([stage.kv.used_bytes - kept for stage, kept in zip(self.stages, kept_bytes, strict=True)])
+
+    def blocks_of(self, lane: Lane, sequence: SequenceState) -> int:
+        """Blocks of a sequence that decodes in ``lane``, with the one for the token under way."""
+        return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + lane.launched)
+
+    def batch_of(self, lane: Lane) -> BatchSums:
+        """The running sums of the lane's batch."""
+        decodes = lane.decodes.size
+        tokens = pairs = context = ending = 0
+        for sequence, done, size in lane.chunks:
+            tokens += size
+            pairs += size * done + size * (size + 1) // 2
+            context += done
+            ending += done + size == sequence.target_tokens
+        return decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending
+
+    def check(self) -> None:
+        """Raise AssertionError unless the engine takes exactly the blocks that its sequences hold, and each has a slot."""
+        most = self.settings.max_sequences
+        slots_hold = self.free_slots >= 0 and all(lane.size <= most for lane in self.lanes)
+        assert slots_hold, f"engine {self.index}: more sequences than slots"
+        if not isinstance(self.kv, CountedBlocks):
+            return
+        resting = [*self.stalled, *self.partial_prefills(), *chain.from_iterable(lane.joining for lane in self.lanes)]
+        held = self.reserved_blocks + sum(self.swapped.values())
+        held += sum(self.kv.blocks_for(sequence.cached_tokens) for sequence in resting)
+        held += sum(self.blocks_of(lane, sequence) for lane in self.lanes for sequence in lane.decodes)
+        assert held == self.kv.used_blocks(), f"engine {self.index}: {held} blocks held, {self.kv.used_blocks()} taken"
