@@ -16,9 +16,10 @@ import numpy as np
 from fineserve_traces import Trace, totals
 from numpy.typing import NDArray
 
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.memory import charged_bytes
-from fineserve_sim.cluster.compose.models import Builder, Placed
-from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster.compose.models import Builder
+from fineserve_sim.cluster.compose.place import Placed, place
 from fineserve_sim.cluster.engine.base import Seat
 from fineserve_sim.cluster.looks import Looks, Note, fractions, looks_at, shares_of
 from fineserve_sim.cluster.run import WholeTrace
@@ -144,7 +145,7 @@ def why_whole(scenario: Scenario) -> str | None:
 def taken_apart(scenario: Scenario, placed: Placed | None = None) -> Apart | None:
     """The components of ``scenario``, which nothing keeps whole; None where there are fewer than two. Engines without any
     request, and requests of models that are placed nowhere, go with the first. Raises ScenarioError as ``simulate``."""
-    placed = placed or place(scenario)
+    placed = placed or place(scenario, demands_of(scenario))
     groups = connected({engine: instance.gpus for engine, instance in enumerate(placed[0].instances)})
     if len(groups) < 2:
         return None

@@ -6,8 +6,8 @@ import pytest
 from simkit import H100, served
 
 from fineserve_sim.cluster import EngineSettings
-from fineserve_sim.cluster.compose import place
-from fineserve_sim.cluster.compose.place import demand_of
+from fineserve_sim.cluster.compose import facts
+from fineserve_sim.cluster.compose.facts import demand_of
 
 
 @pytest.mark.parametrize(("token_budget", "limited"), [(512, True), (1, False)])
@@ -22,9 +22,9 @@ def test_the_slope_hardly_depends_on_how_often_the_sweep_is_sampled(monkeypatch:
     """These requests last 40 ms: few samples see them, and one before the first step would count for much."""
     slopes = []
     for samples in (2, 40):
-        monkeypatch.setattr(place, "SAMPLES_A_REQUEST", samples)
-        place._measured_mme.cache_clear()
+        monkeypatch.setattr(facts, "SAMPLES_A_REQUEST", samples)
+        facts._measured_mme.cache_clear()
         demand = demand_of(served(prompt=64, output=8), H100, EngineSettings(), slope=True)
         slopes.append(demand.mme_tokens_per_byte)
-    place._measured_mme.cache_clear()
+    facts._measured_mme.cache_clear()
     assert slopes[0] == pytest.approx(slopes[1], rel=0.05)

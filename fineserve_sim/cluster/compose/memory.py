@@ -41,6 +41,11 @@ def usable_bytes(gpu: Gpu, settings: EngineSettings) -> int:
     return int(gpu.spec.memory_bytes * settings.memory_utilization)
 
 
+def slots_of(scenario: Scenario) -> list[GpuSlot]:
+    """The GPUs as placement sees them."""
+    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+
+
 def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
     """The KV cache of a model on each GPU of its TP group."""
     return KVGeometry(
