@@ -2,8 +2,8 @@
 
 Under a static placement a request's engine follows from the requests before it alone, never from the state of engines, and
 engines touch each other on their GPUs alone. So the engines that share GPUs, with their requests, are *components* that never
-speak: each is a run of its own, at any time and on any machine. Together they give the bits of the whole run, for each of
-them the same events come in the same order; what is kept is the memory of all but one.
+speak: each is a run of its own, at any time and on any machine. Together they give the bits of the whole run, for in
+each of them the same events come in the same order. What a run saves is the memory of all components but one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from fineserve_sim.systems.spec import ClairvoyantSpec, KvCachedSpec, VTensorSpe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Component:
-    """Some of a run's engines, which share GPUs with no others, as a scenario of its own in which each is a model: their
-    numbers in the whole run, in order, their requests (rows of its trace), and how the whole run is looked at."""
+    """Some of a run's engines, which share GPUs with no others, as a scenario of its own in which each engine is a model.
+
+    ``engines`` are their numbers in the whole run, in order. ``requests`` are rows of its trace. ``looks`` say how the whole
+    run is looked at.
+    """
 
     scenario: Scenario
     placed: Placed

@@ -1,7 +1,7 @@
 """What placement knows of a scenario's models, found before anything is placed, as FineServe does offline by profile tables.
 
 Marginal memory efficiency is measured, not derived. The sweep simulates one engine alone, saturated with requests of mean
-length, with KV pools of several sizes, and fits the mean number of resident tokens against the pool (FineServe Fig. 3). It
+length, with KV pools of several sizes. It then fits the mean number of resident tokens against the pool (FineServe Fig. 3). It
 runs once a process for each model, GPU type and engine settings.
 """
 
@@ -34,7 +34,7 @@ SWEEP_REQUESTS = 32
 
 SAMPLE_S = 0.1
 SAMPLES_A_REQUEST = 8
-"""Of the sweep: no more than ``SAMPLE_S`` apart, and at least so many while a request alone is computed."""
+"""Samples of the sweep are at most ``SAMPLE_S`` apart, and at least so many while a request alone is computed."""
 
 
 def demands_of(scenario: Scenario) -> dict[str, ModelDemand]:
