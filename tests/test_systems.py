@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.policy.groups.dispatch import LlumnixMigration
@@ -129,7 +130,7 @@ def scenario(name: str, rate_per_s: float = 1.0) -> Scenario:
 
 def test_table_4_fineserve_puts_both_small_models_beside_each_other() -> None:
     """C goes first (the largest footprint) to GPU 0; A is better off alone on GPU 1; B gains most where A is."""
-    placement, demands = place(scenario("fineserve"))
+    placement, demands = place(scenario("fineserve"), demands_of(scenario("fineserve")))
     assert [(instance.model, instance.gpus) for instance in placement.instances] == [
         ("C", (0,)),
         ("A", (1,)),
@@ -145,7 +146,9 @@ def test_table_4_fineserve_puts_both_small_models_beside_each_other() -> None:
 
 
 def test_table_4_static_places_as_fineserve_does() -> None:
-    assert place(scenario("static*"))[0].instances == place(scenario("fineserve"))[0].instances
+    static, fineserve = scenario("static*"), scenario("fineserve")
+    placed, _ = place(fineserve, demands_of(fineserve))
+    assert place(static, demands_of(static))[0].instances == placed.instances
 
 
 @pytest.mark.parametrize("name", ["fineserve", "prism*", "static*"])

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.profiling import step_model
@@ -56,7 +57,7 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
     assert isinstance(system.scheduler, ClairvoyantSpec)
     if system.residency is not None or caches_prefixes(system.memory):
         raise ScenarioError(f"system {system.name}: clairvoyant takes no residency and no prefix cache; leave them out")
-    placement, _ = place(scenario)
+    placement, _ = place(scenario, demands_of(scenario))
     placed = Counter(instance.model for instance in placement.instances)
     arrival_s = scenario.whole_trace.arrival_s
     whole = WholeTrace(len(arrival_s))

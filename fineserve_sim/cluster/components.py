@@ -2,8 +2,8 @@
 
 Under a static placement a request's engine follows from the requests before it alone, never from the state of engines, and
 engines touch each other on their GPUs alone. So the engines that share GPUs, with their requests, are *components* that never
-speak: each is a run of its own, at any time and on any machine. Together they give the bits of the whole run, for each of
-them the same events come in the same order; what is kept is the memory of all but one.
+speak: each is a run of its own, at any time and on any machine. Together they give the bits of the whole run, for in
+each of them the same events come in the same order. What a run saves is the memory of all components but one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 from fineserve_traces import Trace, totals
 from numpy.typing import NDArray
 
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.memory import charged_bytes
-from fineserve_sim.cluster.compose.models import Builder, Placed
-from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster.compose.models import Builder
+from fineserve_sim.cluster.compose.place import Placed, place
 from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.looks import Looks, Note, fractions, looks_at, shares_of
 from fineserve_sim.cluster.run import WholeTrace
@@ -33,8 +34,11 @@ from fineserve_sim.systems.spec import ClairvoyantSpec, KvCachedSpec, VTensorSpe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Component:
-    """Some of a run's engines, which share GPUs with no others, as a scenario of its own in which each is a model: their
-    numbers in the whole run, in order, their requests (rows of its trace), and how the whole run is looked at."""
+    """Some of a run's engines, which share GPUs with no others, as a scenario of its own in which each engine is a model.
+
+    ``engines`` are their numbers in the whole run, in order. ``requests`` are rows of its trace. ``looks`` say how the whole
+    run is looked at.
+    """
 
     scenario: Scenario
     placed: Placed
@@ -144,7 +148,7 @@ def why_whole(scenario: Scenario) -> str | None:
 def taken_apart(scenario: Scenario, placed: Placed | None = None) -> Apart | None:
     """The components of ``scenario``, which nothing keeps whole; None where there are fewer than two. Engines without any
     request, and requests of models that are placed nowhere, go with the first. Raises ScenarioError as ``simulate``."""
-    placed = placed or place(scenario)
+    placed = placed or place(scenario, demands_of(scenario))
     groups = connected({engine: instance.gpus for engine, instance in enumerate(placed[0].instances)})
     if len(groups) < 2:
         return None

@@ -124,11 +124,14 @@ def wrong_fault(faults: Sequence[Fault], system: SystemSpec, instances: int, gpu
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. ``trace`` are its requests, whole or chunk by chunk; its models must be ids of ``models``. The timeline
-    has a sample in each ``sample_s`` (0: none); ``exact_steps`` plans each engine iteration by itself, and merges no equal ones
-    (same results, slower); ``check`` verifies every memory ledger at every step; ``log`` receives each event and command as
-    a JSON-able dict, ``tell`` now and then how many requests have ended, of how many; ``drain_s`` is how long after the last
-    arrival the run may go on; ``faults`` are for the systems that ``wrong_fault`` accepts."""
+    """One run.
+
+    ``trace`` has its requests, whole or chunk by chunk. The models of the trace must be ids of ``models``. The timeline has a
+    sample in each ``sample_s`` (0: none). ``exact_steps`` plans each engine iteration by itself and merges no equal ones: same
+    results, slower. ``check`` verifies the KV memory of every GPU at every step. ``log`` receives each event and command as a
+    JSON-able dict. ``tell`` hears now and then how many requests have ended, of how many. The run may go on for ``drain_s``
+    after the last arrival. ``faults`` are for the systems that ``wrong_fault`` accepts.
+    """
 
     system: SystemSpec
     models: tuple[ServedModel, ...]
@@ -165,8 +168,8 @@ class Fate(IntEnum):
 class Cause(IntEnum):
     """Why a request was cut or rejected, or was dropped.
 
-    MEMORY: its engine (any engine of its model, if rejected) cannot hold so many tokens; CONTEXT: the model's context ends
-    there; PLACEMENT: its model has no engine; DEADLINE: its scheduler gave it up.
+    MEMORY: its engine (any engine of its model, if rejected) cannot hold so many tokens. CONTEXT: the model's context ends
+    there. PLACEMENT: its model has no engine. DEADLINE: its scheduler gave it up.
     """
 
     NONE = 0
@@ -232,7 +235,7 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class GpuUse:
-    """Of one GPU, fractions of all looks at it (``looks.py``); sums of them while it is counted."""
+    """How one GPU was used, in fractions of all looks at it (``looks.py``); while the run goes on, in sums of looks."""
 
     gpu: int
     busy: float = 0.0

@@ -11,9 +11,10 @@ from fineserve_traces import Trace
 from fineserve_sim.cluster.arrivals import Joined
 from fineserve_sim.cluster.clairvoyant import simulate_clairvoyant
 from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apart, why_whole
-from fineserve_sim.cluster.compose.groups import compose_groups
-from fineserve_sim.cluster.compose.models import Placed, compose, compose_fleet
-from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster.compose.facts import demands_of
+from fineserve_sim.cluster.compose.groups import check_groups, compose_groups
+from fineserve_sim.cluster.compose.models import compose, compose_fleet
+from fineserve_sim.cluster.compose.place import Placed, place
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec
@@ -32,7 +33,7 @@ def simulate(scenario: Scenario) -> RunResult:
         return simulate_clairvoyant(scenario)
     if why_whole(scenario) is not None:
         return simulate_whole(scenario)
-    placed = place(scenario)
+    placed = place(scenario, demands_of(scenario))
     apart = taken_apart(scenario, placed)
     return simulate_whole(scenario, placed) if apart is None else apart.merged(_in_turn(apart))
 
@@ -70,11 +71,12 @@ def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | N
     """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
     ``simulate``."""
     if scenario.system.dispatch is not None:
-        parts = compose_groups(scenario)
+        check_groups(scenario)
+        build = compose_groups
     else:
         build = compose if scenario.system.residency is None else compose_fleet
-        parts = build(scenario, placed or place(scenario))
-    return Run(scenario, parts, joined=joined)
+    placed = placed or place(scenario, demands_of(scenario))
+    return Run(scenario, build(scenario, placed), joined=joined)
 
 
 def simulate_component(component: Component) -> Piece:

@@ -18,6 +18,7 @@ from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineHost
 from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep, read_table
 from fineserve_runtime.warmup import Relay, measure
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
@@ -97,7 +98,7 @@ def launch(
 ) -> Iterator[Running]:
     """The scenario's system on real engines, until the block ends. ``start`` replaces how the file says that hosts start.
     Raises ValueError for what cannot run."""
-    placement, demands = place(scenario)
+    placement, demands = place(scenario, demands_of(scenario))
     if placement.unplaced:
         raise ScenarioError(f"system {scenario.system.name}: no room for {', '.join(placement.unplaced)}")
     with ExitStack() as stack:

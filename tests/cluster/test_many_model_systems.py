@@ -8,6 +8,7 @@ from fineserve_traces import Trace
 
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.memory import build_manager, tenants_on, usable_bytes
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.policies import build_activation_cost, build_placement, build_residency
@@ -108,7 +109,9 @@ def test_every_request_is_served(name: str) -> None:
 
 
 def test_muxserve_parts_the_busy_model_from_the_others() -> None:
-    home = {instance.model: instance.gpus for instance in place(scenario("muxserve++"))[0].instances}
+    described = scenario("muxserve++")
+    placement, _ = place(described, demands_of(described))
+    home = {instance.model: instance.gpus for instance in placement.instances}
     assert home["busy"] != home["calm"] == home["rare"]
 
 

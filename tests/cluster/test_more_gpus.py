@@ -6,7 +6,7 @@ import pytest
 
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import EngineSettings
-from fineserve_sim.cluster.compose.place import demand_of
+from fineserve_sim.cluster.compose.facts import demand_of
 from fineserve_sim.cluster.scenario import ServedModel
 from fineserve_sim.policy.placement.fineserve import base_footprint
 

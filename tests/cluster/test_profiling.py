@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from simkit import H100, served
+from simkit import H100, gpus, served, trace_of
 
-from fineserve_sim.cluster import EngineSettings
-from fineserve_sim.cluster.compose import place
-from fineserve_sim.cluster.compose.place import demand_of
+from fineserve_sim.cluster import EngineSettings, Scenario
+from fineserve_sim.cluster.clock import Clock
+from fineserve_sim.cluster.compose import facts
+from fineserve_sim.cluster.compose.facts import demand_of, demands_of
+from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.systems import load_systems
 
 
 @pytest.mark.parametrize(("token_budget", "limited"), [(512, True), (1, False)])
@@ -22,9 +25,26 @@ def test_the_slope_hardly_depends_on_how_often_the_sweep_is_sampled(monkeypatch:
     """These requests last 40 ms: few samples see them, and one before the first step would count for much."""
     slopes = []
     for samples in (2, 40):
-        monkeypatch.setattr(place, "SAMPLES_A_REQUEST", samples)
-        place._measured_mme.cache_clear()
+        monkeypatch.setattr(facts, "SAMPLES_A_REQUEST", samples)
+        facts._measured_mme.cache_clear()
         demand = demand_of(served(prompt=64, output=8), H100, EngineSettings(), slope=True)
         slopes.append(demand.mme_tokens_per_byte)
-    place._measured_mme.cache_clear()
+    facts._measured_mme.cache_clear()
     assert slopes[0] == pytest.approx(slopes[1], rel=0.05)
+
+
+def test_a_placement_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it asks for is there before, FineServe's marginal efficiency too, and no cache has a part in that."""
+    scenario = Scenario(load_systems()["fineserve"], (served(prompt=512),), gpus(2), trace_of([(0.0, 64, 16)]))
+    demands = demands_of(scenario)
+    assert demands["m"].mme_tokens_per_byte is not None
+    facts._measured_mme.cache_clear()
+
+    def step(clock: Clock) -> None:
+        raise AssertionError("a placement simulates")
+
+    monkeypatch.setattr(Clock, "step", step)
+    placement, _ = place(scenario, demands)
+    assert placement.instances
+    with pytest.raises(AssertionError, match="simulates"):
+        demands_of(scenario)  # the guard works

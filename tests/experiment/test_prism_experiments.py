@@ -15,8 +15,9 @@ from fineserve_traces.prism import ARENA, processes
 from fineserve_traces.servegen import servegen_clients
 
 from fineserve_sim.cluster import RunResult, Scenario, simulate
+from fineserve_sim.cluster.compose.facts import demand_of, demands_of
 from fineserve_sim.cluster.compose.memory import peak_activation_bytes, resident_bytes, usable_bytes
-from fineserve_sim.cluster.compose.place import demand_of, place
+from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.run.run import Run, scenario
@@ -205,7 +206,7 @@ def test_every_model_that_is_placed_has_kv_memory(system: str) -> None:
     point = next(point for point in experiment.points if dict(point.overrides)["cluster.count"] == 4)
     setup = experiment.setup_of(point)
     described = scenario(Run(setup, point.overrides, system, None, 1.0, 0, (1.0,) * len(setup.models)))
-    homes = {instance.model: instance.gpus for instance in place(described)[0].instances}
+    homes = {instance.model: instance.gpus for instance in place(described, demands_of(described))[0].instances}
     least_bytes = 4096 * 131072  # a long request of the model with the largest tokens
     for gpu in described.gpus:
         here = [model for model in described.models if homes.get(model.id) == (gpu.id,)]

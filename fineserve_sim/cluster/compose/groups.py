@@ -10,7 +10,7 @@ from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, geometry, usable_bytes
 from fineserve_sim.cluster.compose.models import cluster_of
-from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
 from fineserve_sim.cluster.engine.batching import seated
@@ -37,10 +37,10 @@ from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.systems import spec as specs
 
 
-def compose_groups(scenario: Scenario) -> Parts:
-    """Raises ScenarioError for a system that does not fit together, or a model or cluster that does not fit it."""
-    _check_system(scenario)
-    placement, _ = place(scenario)
+def compose_groups(scenario: Scenario, placed: Placed) -> Parts:
+    """The instances of a placement and their engines, for a scenario that ``check_groups`` accepts. Raises ScenarioError for a
+    model or cluster that does not fit the system."""
+    placement, _ = placed
     system, stages = scenario.system, _execution(scenario).stages
     spares = 0 if system.scaling is None else system.scaling.instances
     serving = len(placement.instances) - spares
@@ -80,7 +80,8 @@ def _execution(scenario: Scenario) -> specs.PipelineSpec:
     return scenario.system.execution or specs.PipelineSpec()
 
 
-def _check_system(scenario: Scenario) -> None:
+def check_groups(scenario: Scenario) -> None:
+    """Raises ScenarioError for a system whose parts do not fit together, or that serves another number of models."""
     system, memory = scenario.system, scenario.system.memory
     swaps = isinstance(memory, specs.SwapPoolsSpec)
     plain = memory.attention == "current" if isinstance(memory, specs.PrivatePoolsSpec) else swaps

@@ -3,8 +3,8 @@
     capacity = weights + activation peak + context of each engine + KV memory        (systems.md 1.2)
 
 A private pool's share is the GPU's usable memory times the engine's part of all footprints, less what the engine itself needs
-(systems.md 3); a footprint below what the engine takes counts as that, so that every share holds its engine. Other managers
-take all that is left, for everybody. What virtual memory costs comes from the catalog (``driver.yaml``).
+(systems.md 3). A footprint below what the engine takes counts as that, so that every share holds its engine. Other managers
+take all that is left, for all engines. What virtual memory costs comes from the catalog (``driver.yaml``).
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Tenant:
 
 def usable_bytes(gpu: Gpu, settings: EngineSettings) -> int:
     return int(gpu.spec.memory_bytes * settings.memory_utilization)
+
+
+def slots_of(scenario: Scenario) -> list[GpuSlot]:
+    """The GPUs as placement sees them."""
+    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
 
 
 def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:

@@ -17,10 +17,11 @@ from fineserve_sim.cluster.compose.memory import (
     fixed_bytes,
     geometry,
     legacy_kernel,
+    slots_of,
     tenants_on,
-    usable_bytes,
     virtual_kv,
 )
+from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import (
     EngineFactsheet,
     build_activation_cost,
@@ -49,7 +50,7 @@ from fineserve_sim.policy.controller import Controller, Route
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
 from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.systems.spec import (
     ContiguousSpec,
@@ -59,9 +60,6 @@ from fineserve_sim.systems.spec import (
     SwapPoolsSpec,
     VTensorSpec,
 )
-
-Placed = tuple[Placement, dict[str, ModelDemand]]
-"""A placement, and the demand of each model that led to it."""
 
 
 def compose(scenario: Scenario, placed: Placed) -> Parts:
@@ -170,11 +168,6 @@ def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, content
     host_bytes_per_s = memory.host_bytes_per_s if isinstance(memory, SwapPoolsSpec) else None
     cluster.links = Links(clock, scenario.gpus, host_bytes_per_s)
     return cluster
-
-
-def slots_of(scenario: Scenario) -> list[GpuSlot]:
-    """The GPUs as placement sees them."""
-    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
 
 
 class Builder:

@@ -1,8 +1,8 @@
 """Models that come and go: carries out the controller's ``Activate`` and ``Evict`` and tells it the time.
 
 An engine is built when its weights are loaded, and joins its GPUs: their memory, their contention, the scopes of their
-schedulers. When that changes, the domains and scopes that it touches are formed anew, and their spans in flight end after the
-iteration: no part of an engine needs to know of it.
+schedulers. When that changes, the domains and scopes that it touches are formed anew. Their spans in flight end after the
+iteration, so no part of an engine needs to know of it.
 """
 
 from __future__ import annotations

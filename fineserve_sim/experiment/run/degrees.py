@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from fineserve_sim.cluster import ServedModel
-from fineserve_sim.cluster.compose.place import demand_of
+from fineserve_sim.cluster.compose.facts import demand_of
 from fineserve_sim.cluster.compose.policies import build_placement
 from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree, pinned_degree, slots_of
 from fineserve_sim.experiment.file.resolve import Setup

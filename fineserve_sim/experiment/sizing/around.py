@@ -19,7 +19,7 @@ MOST_GPUS = 16
 """Looked at for a system that keeps the targets, or twice the GPUs of the answer where these are more."""
 
 PRECISION = 0.1
-"""Of the rate that is told: the next one that was tried is at most a tenth higher."""
+"""The next rate that was tried is at most a tenth above the one that is told."""
 
 
 def search_around(

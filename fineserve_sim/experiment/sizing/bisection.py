@@ -2,7 +2,7 @@
 
 Along an axis on which things get easier, the answer turns once from no to yes. Two values that answer differently bracket the
 turn; halving the bracket finds it. Common random numbers (the same requests at every value) make the answers of one system
-monotone in practice, though no law says so: what is found is a turn, checked on both sides of it. More GPUs may even be worse,
+monotone in practice, though no law says so. What is found is a turn, checked on both sides of it. More GPUs may even be worse,
 where a policy places more replicas on them: before it is said that nothing holds, some fewer are asked as well.
 """
 

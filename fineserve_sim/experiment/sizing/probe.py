@@ -1,7 +1,7 @@
 """One question of a search: does this system meet all targets at this value?
 
-The first seed is run by itself, the others together, and a cell is given up, or accepted, as soon as the seeds that are left
-cannot change the answer: a target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly
+The first seed is run by itself, the others together. A cell is given up, or accepted, as soon as the seeds that are left
+cannot change the answer. A target of 99 % over three runs of 2,000 requests is lost with the 61st miss. The answer is exactly
 that of all seeds. Limits are the same at any number of seeds: reference runs have all seeds of the file. Where seeds have
 unlike numbers of requests (phases, arrivals of many models), all are run. Simulations are kept in the folder, so that a search
 goes on where it stopped.
@@ -74,8 +74,8 @@ def goals(texts: Sequence[str]) -> list[Goal]:
 
 @dataclass(frozen=True, slots=True)
 class Attained:
-    """What a probe found: the share of requests within each limit with its half-width, over the seeds that were run; GPU
-    hours a million tokens, dollars an hour, and what its misses come from.
+    """What a probe found: the share of requests within each limit with its half-width, over the seeds that were run. It has
+    GPU hours a million tokens, dollars an hour, and what its misses come from, too.
 
     ``early``: fewer than all seeds decided it. ``problem``: why it could not run (a model that fits on no GPU, say).
     """

@@ -139,7 +139,7 @@ def least_gpus(setup: Setup, system: str, slack: float) -> int:
 
 
 def to_take(answers: Sequence[Answer], axis: Axis) -> Answer | None:
-    """Of GPUs the cheapest answer; else the highest rate or the tightest SLO, the cheapest of equal ones."""
+    """The cheapest answer in GPUs; else the highest rate or the tightest SLO, the cheapest of equal ones."""
     if axis is GPUS:
         return cheapest(answers)
     values = [answer.best.value for answer in answers if answer.best is not None]

@@ -57,7 +57,7 @@ def variants(gpus: Sequence[str], degrees: Sequence[int], prices: Mapping[str, f
 def size_all(
     prober: Prober, tried: Sequence[Variant], axis: Axis, *, most_gpus: int | None, precision: float
 ) -> Iterator[tuple[Answer, Prober]]:
-    """The answers of every variant, each with the prober that found it. Of several, one that cannot be (a GPU without the
+    """The answers of every variant, each with the prober that found it. One of several that cannot be (a GPU without the
     tensor cores of a precision, say) is an answer of none with its reason. Errors as of ``size``."""
     for variant in tried:
         own = variant.of(prober)

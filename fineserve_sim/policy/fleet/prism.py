@@ -1,9 +1,9 @@
 """Prism's residency policy (section 6.2): idle eviction, activation on demand, and moves.
 
-It evicts idle models under memory pressure only, activates an evicted model on its first request, and moves models when the
-KV pressure ratio (KVPR, see ``placement/kvpr.py``) is out of balance. Its text leaves open when a GPU is under pressure. Here
-it is when less than a tenth of its KV memory is free, when an activation or a move does not fit, or when a request waited for
-memory alone since the last look.
+It evicts idle models under memory pressure only, and activates an evicted model on its first request. It moves models when
+the KV pressure ratio (KVPR, see ``placement/kvpr.py``) is out of balance. Its text leaves open when a GPU is under pressure.
+Here it is when less than a tenth of its KV memory is free, or when an activation or a move does not fit. It also is when a
+request waited for memory alone since the last look.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ held back (see ``Controller``)."""
 class MovingRate:
     """Events per second over the last ``window_s`` seconds.
 
-    The part of the window that lies before time 0 counts at ``expected_per_s``, the rate that an operator told in advance: a
+    The part of the window that lies before time 0 counts at ``expected_per_s``, the rate that an operator told in advance. A
     young average then starts there instead of jumping with the first events. Times must not decrease. Raises ValueError
     for a window that is not positive.
     """
@@ -66,9 +66,12 @@ class MovingRate:
 
 @dataclass(slots=True, eq=False)
 class EngineEntry(EngineView):
-    """``route`` leads to it while it serves; ``kv_tokens``: what its memory holds (see ``EnginesResized``); ``replaces``: one
-    that goes when it is ready; ``busy_s``: when it was last seen with a request, or got one; ``scope``: the engines that its
-    scheduler serves, none unless it serves."""
+    """An engine from the command that starts it until it is gone.
+
+    ``route`` leads to it while it serves. ``kv_tokens``: what its memory holds (see ``EnginesResized``). ``replaces``: the
+    engine that goes when this one is ready. ``busy_s``: when it was last seen with a request, or got one. ``scope``: the
+    engines that its scheduler serves, none unless it serves.
+    """
 
     route: Route
     kv_tokens: int

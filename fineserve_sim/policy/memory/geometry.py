@@ -14,10 +14,10 @@ Slab ``s`` owns the grid blocks that lie wholly in it:
 
     first(s) = ceil(s * slab / block)      end(s) = floor((s + 1) * slab / block)      id = first(s) + local
 
-When the slab size is a multiple of the block size, as the paper's least common multiple (LCM) rule arranges, this is
-the paper's ``id = s * blocks_per_slab + local`` and no byte is lost. The LCM explodes with uneven sizes (340 MiB for
-five common models), so above a cap some keys give up the rule: their blocks that straddle a slab boundary are never
-used, on average less than one block per slab. We call such a key a *grid key*.
+The paper's rule is the least common multiple (LCM): the slab size is a multiple of every block size. Then this is the
+paper's ``id = s * blocks_per_slab + local``, and no byte is lost. The LCM explodes with uneven sizes (340 MiB for five
+common models), so above a cap some keys give up the rule. We call such a key a *grid key*. Its blocks that straddle a slab
+boundary are never used: on average less than one block per slab.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ MAX_LCM_BYTES = 64 * 2**20  # our choice, the paper gives none: about a thousand
 class KVGeometry:
     """The shape of one model's KV cache on one GPU of its tensor-parallel group.
 
-    ``layers`` are those held by this GPU (all of them unless pipeline-parallel or partly dropped), ``kv_heads`` those of the
-    whole model, of ``head_dim`` elements of ``element_bytes`` (2 for FP16, 1 for FP8, 0.5 for INT4). ``quant_bytes_per_head``
-    of scale and zero point are stored in the block for each head of each token, for K and for V alike: 0 where the scale lies
-    outside (FP16; FP8 per tensor), 4 for QoQ's KV4, an FP16 scale and zero. ``tp`` is the tensor-parallel degree.
+    This GPU holds ``layers``: all of them unless pipeline-parallel or partly dropped. The whole model has ``kv_heads``, each of
+    ``head_dim`` elements of ``element_bytes`` (2 for FP16, 1 for FP8, 0.5 for INT4). The block stores
+    ``quant_bytes_per_head`` of scale and zero point for each head of each token, for K and for V alike. That is 0 where the
+    scale lies outside (FP16; FP8 per tensor), and 4 for QoQ's KV4, an FP16 scale and zero. ``tp`` is the tensor-parallel
+    degree.
 
     Raises ValueError for a count below 1, KV heads that do not divide over the group, or a token that is no whole byte.
     """
@@ -120,8 +121,8 @@ def plan_slabs(block_bytes: Iterable[int], *, cap_bytes: int = MAX_LCM_BYTES, mu
     """The slab size for co-located models with these block sizes (duplicates allowed).
 
     The slab is ``multiple`` times the LCM of the block sizes (the paper's k, which it does not give). While the LCM
-    exceeds ``cap_bytes``, the key whose removal lowers it most (among equals, the smallest, which loses least) leaves
-    the LCM and becomes a grid key; the last key stays in any case. With grid keys, the multiple grows, beyond the cap
+    exceeds ``cap_bytes``, the key whose removal lowers it most leaves the LCM and becomes a grid key. Among equals it is the
+    smallest, which loses least. The last key stays in any case. With grid keys, the multiple grows, beyond the cap
     if it must, until a slab is two of their blocks long: then each slab holds one, wherever it starts.
     Raises ValueError for no block size, or a size, cap or multiple below 1.
     """

@@ -2,15 +2,15 @@
 
 An engine reserves virtual address space for all the KV it could ever hold: one tensor for K and one for V in each
 layer. Physical memory comes in pages of 2 MB and is mapped when blocks need it. A *page* here is the same page index in
-every tensor, for a block of tokens lies in all layers: growing by one costs ``2 * layers`` physical pages and as many
-driver calls (or one batched call when the layers lie side by side, the contiguous layout).
+every tensor, for a block of tokens lies in all layers. To grow by one costs ``2 * layers`` physical pages and as many driver
+calls. Where the layers lie side by side (the contiguous layout), it costs one batched call.
 
 Pages are never shared between engines, so that inside a mapped page an engine allocates as in a slab of its own (slab.py).
 An empty page goes to its buffer of mapped pages or is unmapped; what is unmapped belongs to whoever maps next.
 
 Time. Mapping and unmapping take host seconds. Without a buffer they delay the engine (``exposed_s``). With one, a
-thread keeps ``min_reserved`` pages mapped ahead: the buffer is a queue of the moments at which its pages are mapped, and
-a page taken before its moment delays the engine until then. All of it is a function of the times given to ``advance``.
+thread keeps ``min_reserved`` pages mapped ahead. The buffer is a queue of the moments at which its pages are mapped. A page
+that is taken before its moment delays the engine until then. All of it is a function of the times given to ``advance``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAPPED_LONG_AGO = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class VirtualKV:
-    """The KV tensors of one engine on one GPU: so many ``tensors`` grow together, K and V of each layer; ``block_bytes`` of a
-    KV block in one of them; host seconds to map or unmap one page in all of them."""
+    """The KV tensors of one engine on one GPU: ``tensors`` grow together, K and V of each layer. A KV block takes
+    ``block_bytes`` in one of them. ``map_s`` and ``unmap_s`` are host seconds for one page in all of them."""
 
     tensors: int
     block_bytes: int
@@ -72,10 +72,10 @@ class KvCachedManager:
     """The KV memory of one GPU under virtual memory; a `TimedKVManager` (see interfaces.py).
 
     ``limit_bytes`` is what all engines together may hold and buffer (see ``set_limit``), ``owners`` are the KV tensors of each
-    engine, in pages of ``page_bytes``. ``min_reserved`` and ``max_reserved`` bound each engine's buffer, in pages: the thread
-    fills up to the minimum, emptied pages stay up to the maximum; 0 and 0: no buffer and no thread. kvcached itself takes 5
-    and 10. ``virtual_bytes`` of address space are reserved for each engine: the most that the limit can ever be; by default
-    ``limit_bytes``.
+    engine, in pages of ``page_bytes``. ``min_reserved`` and ``max_reserved`` bound each engine's buffer, in pages. The thread
+    fills up to the minimum, and emptied pages stay up to the maximum. With 0 and 0 there is no buffer and no thread. kvcached
+    itself takes 5 and 10. ``virtual_bytes`` of address space are reserved for each engine: the most that the limit can ever
+    be; by default ``limit_bytes``.
 
     Raises ValueError for a negative limit, bounds of the buffer in the wrong order, or a page that may hold no block.
     """

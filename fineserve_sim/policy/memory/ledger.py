@@ -28,7 +28,7 @@ class MemoryLedger:
 
     @classmethod
     def of(cls, gpus: Iterable[GpuSlot]) -> MemoryLedger:
-        """Of empty GPUs."""
+        """A ledger of empty GPUs."""
         return cls({gpu.id: gpu.memory_bytes for gpu in gpus})
 
     def left_bytes(self, gpu: int) -> int:

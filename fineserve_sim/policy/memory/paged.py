@@ -4,13 +4,13 @@ This is plain PagedAttention memory management as in vLLM: a share is cut into b
 block serves any sequence. Nothing fragments, and nothing can be lent: an idle engine's free blocks stay its own. So blocks
 are counted, not named: which of them a sequence holds changes no decision.
 
-The memory under a pool is a fixed share of a GPU, or changes: where dropped layers become KV memory, and an engine that drains
-may still draw from it beside the next one.
+The memory under a pool is a fixed share of a GPU, or it changes. It changes where dropped layers become KV memory. An engine
+that drains may then still draw from it beside the next one.
 
-Static partition (the S-Partition baseline of Prism; also MIG slices and fractional GPUs): models are placed once (KVPR), and
-each gets a fixed part of what weights and activations leave, in proportion to the KV bytes that arrive for it, request rate
-times bytes per token, or an equal part; but no less than one request of full length needs, for a smaller pool could never
-serve it. The paper states neither rule; both are readings (systems.md 6.2).
+Static partition is the S-Partition baseline of Prism, and also MIG slices and fractional GPUs. Models are placed once (KVPR).
+Each gets a fixed part of what weights and activations leave. Parts are equal, or in proportion to the KV bytes that arrive for
+a model (request rate times bytes per token). A part is no less than one request of full length needs, for a smaller pool could
+never serve it. The paper states neither rule; both are readings (systems.md 6.2).
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Share(NamedTuple):
 def split_bytes(pool_bytes: int, shares: Mapping[int, Share]) -> dict[int, int]:
     """The pool divided in proportion to the weights, or equally if all are 0; parts are rounded down.
 
-    Who would get less than ``least_bytes`` gets just that, and the others divide the rest. When the pool does not even hold all
-    minima, it is divided in proportion to them. Raises ValueError for a negative pool, weight or minimum.
+    An engine that would get less than ``least_bytes`` gets just that, and the others divide the rest. When the pool does not
+    even hold all minima, it is divided in proportion to them. Raises ValueError for a negative pool, weight or minimum.
     """
     if pool_bytes < 0 or any(share.weight < 0 or share.least_bytes < 0 for share in shares.values()):
         raise ValueError(f"a pool of {pool_bytes} bytes cannot be divided by {dict(shares)}: all must be at least 0")

@@ -1,4 +1,4 @@
-"""Who gives its KV memory back when there is none left (vLLM: recompute, the latest arrival first).
+"""Which request gives its KV memory back when there is none left (vLLM: recompute, the latest arrival first).
 
 One rule serves all cases. A decode without a block takes it from the request of its engine that arrived last, possibly
 itself. Partial prefills that block one another, in however many engines of one memory, are told apart the same way: the

@@ -4,7 +4,7 @@ Every block has a reference count: one for each sequence that holds it, and one 
 prefix. A block at count zero is free. Only full blocks are shared: two sequences that both wrote into the rest of a partly
 filled one would spoil each other's tokens.
 
-A block's place in its sequence and its key say which prefix it ends, so records need no tree: a prefix is found block by
+A block's place in its sequence and its key say which prefix it ends, so records need no tree. A prefix is found block by
 block, up to the first that is not recorded. What was not used for longest goes first, and the end of a prefix before its
 beginning. Records that nobody holds wait for that in a heap, each with one entry. A use leaves the entry too old, which shows
 when it reaches the top, as it does that somebody holds the block again. So an eviction costs O(log records) a block, amortised

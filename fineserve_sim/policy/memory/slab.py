@@ -5,7 +5,7 @@ The tensor is cut into slabs of equal size (FineServe, section 5.2). A free slab
 owns is arithmetic (see geometry.py), so no id is translated and no driver is called at run time.
 
 Choice of a slab: the most used PARTIAL one, then the lowest id, so that little used slabs can drain; then the free slab
-with the lowest id. Each key keeps its PARTIAL slabs in a heap whose ranks are refreshed lazily: freeing a block leaves
+with the lowest id. Each key keeps its PARTIAL slabs in a heap whose ranks are refreshed lazily. Freeing a block leaves
 the entry of its slab too optimistic, which shows when it reaches the top. Each free causes at most one refresh, so
 alloc and free cost O(log slabs), amortised, for each slab touched, and a few bit operations for each block.
 """
@@ -290,8 +290,8 @@ class KVSlabManager:
         return self._owners[owner].pool.spare_blocks
 
     def ledger(self) -> KVLedger:
-        """All bytes of the tensor. Lost are the reserved slabs, the tail behind the last slab, and the remainders of
-        slabs while they are formatted to a grid key (they come back when the slab drains)."""
+        """All bytes of the tensor. The reserved slabs and the tail behind the last slab are lost. So are the remainders
+        of slabs while they are formatted to a grid key; they come back when the slab drains."""
         used = sum(pool.used_blocks * key for key, pool in self._pools.items())
         stranded = sum(pool.spare_blocks * key for key, pool in self._pools.items())
         free = self.free_slabs * self.plan.slab_bytes

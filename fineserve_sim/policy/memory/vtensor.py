@@ -1,13 +1,13 @@
 """vTensor: each request's KV in virtual tensors of its own, mapped chunk by chunk (vTensor/FlexInfer, section 5).
 
-A request gets a virtual range of the maximum sequence length in each of ``2 * layers`` tensors, and physical chunks of 2 MB
+A request gets a virtual range of the maximum sequence length in each of ``2 * layers`` tensors. Physical chunks of 2 MB come
 behind it as it grows, so that kernels see contiguous KV. Chunks of all tensors of a request grow, are shared and are freed
-together; one of them in every tensor is a *row*, and a row is this memory's KV block: so many tokens that K or V of one
-layer fill 2 MB.
+together. One chunk in every tensor is a *row*. A row is this memory's KV block: so many tokens that K or V of one layer fill
+2 MB.
 
-* *pSet*: the chunks that exist. Freed chunks stay in it, unmapped, for whoever allocates next (lazy deallocation); after
-  ``trim_s`` without use they go back to the GPU [R: the paper's memory shrinks with its load, though its rule is to keep
-  them until the end].
+* *pSet*: the chunks that exist. Freed chunks stay in it, unmapped, for the next request that allocates (lazy deallocation).
+  After ``trim_s`` without use they go back to the GPU. [R: the paper's memory shrinks with its load, though its rule is to
+  keep them until the end.]
 * *rTree*: the records of finished requests' prefixes (prefix.py). A match copies page table entries and raises reference
   counts; no chunk is taken, nothing is copied. Records are given up, least recently used first, when rows run out.
 

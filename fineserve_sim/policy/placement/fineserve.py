@@ -1,13 +1,13 @@
 """Model-to-GPU placement of FineServe (paper section 6.2, Algorithm 1), run once, from scratch.
 
-Two phases. First the base footprint F_M of each model: weights, mean activations and mean KV at the smallest profiled batch
-that carries the expected rate; if that batch breaks the TTFT SLO, or none carries the rate, the rate is split over one more
-replica. Then the replicas, those of the model with the largest footprint first, each go to the candidate (a GPU, or a TP
-group) with the best score (module ``mme``) after taking them in.
+There are two phases. The first finds the base footprint F_M of each model: weights, mean activations and mean KV at the
+smallest profiled batch that carries the expected rate. If that batch breaks the TTFT SLO, or none carries the rate, the rate
+is split over one more replica. The second places the replicas, those of the model with the largest footprint first. Each goes
+to the candidate (a GPU, or a TP group) with the best score (module ``mme``) after taking it in.
 
-The listing has no memory check; here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem
-the score would prefer models that use memory badly, and whole engines must fit: an engine reserves more activations than a
-small batch has, and vLLM starts none without room for KV. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
+The listing has no memory check. Here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem the
+score would prefer models that use memory badly. Whole engines must fit, too: an engine reserves more activations than a small
+batch has, and vLLM starts none without room for KV. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Footprint(NamedTuple):
 def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -> Footprint:
     """F_M with the fewest replicas, at most ``candidates``, that carry the model's rate within its SLO.
 
-    If no number does, F_M is taken at the smallest profiled batch, and ``unmet`` says how many replicas there are: with "rate"
-    the fewest that carry the rate whatever the SLO, all candidates if none do; with "spread" all candidates if the smallest
-    batch meets the SLO, else one. Raises ValueError if the model has no profile or there is no candidate.
+    If no number does, F_M is taken at the smallest profiled batch, and ``unmet`` says how many replicas there are. "rate": the
+    fewest that carry the rate whatever the SLO, all candidates if none do. "spread": all candidates if the smallest batch
+    meets the SLO, else one. Raises ValueError if the model has no profile or there is no candidate.
     """
     if not model.profile:
         raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
@@ -67,8 +67,9 @@ def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -
 
 
 def tp_degree(demands: Sequence[ModelDemand], groups: Mapping[int, int]) -> int:
-    """The degree of one model where it is left open (section 6.2: candidates are GPUs, or groups of them); ``demands`` are its
-    profiles at each degree that holds it, ``groups`` how many groups of GPUs there are of each.
+    """The degree of one model where it is left open (section 6.2: candidates are GPUs, or groups of them).
+
+    ``demands`` are its profiles at each degree that holds it. ``groups`` says how many groups of GPUs each degree has.
 
     A degree counts if some number of replicas, each at the smallest batch that carries its part of the rate, stays within the
     SLO. Fewer replicas win, so that replicas grow only as long as no degree carries the rate; then the smaller batch, then the
@@ -86,10 +87,12 @@ def placed_degrees(
     smaller: Mapping[str, Sequence[int]],
     placed: Callable[[Mapping[str, int]], bool],
 ) -> dict[str, int]:
-    """Degrees at which all models are ``placed``, for chosen model by model they may leave no GPU for some: the ``wanted``
-    ones, of which the largest goes down a step at a time (of equal ones that of the lowest rate, then of the first name). Where
-    all are at their least and some model still has no GPU, those. ``smaller``: the degrees below the wanted one at which each
-    model fits, among others."""
+    """Degrees at which all models are ``placed``. Chosen model by model, degrees may leave no GPU for some.
+
+    They start as ``wanted``, and the largest goes down a step at a time: of equal ones that of the lowest rate, then of the
+    first name. The search ends when all are at their least, even if some model still has no GPU. ``smaller``: the degrees
+    below the wanted one at which each model fits, among others.
+    """
     degrees = {model: demand.tp for model, demand in wanted.items()}
     while not placed(degrees):
         below = {model: max((tp for tp in smaller[model] if tp < degrees[model]), default=0) for model in degrees}
@@ -106,8 +109,8 @@ class FineServePlacement:
 
     ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
     unless no other candidate has room, "forbid", or "allow". ``replicas``: "first_places" gives every model its first place
-    before any gets a second one; "literal" places all replicas of a model before the next model, even if that model then fits
-    nowhere; "yield" gives up replicas until every model has a place; "one" replicates nothing. ``unmet``: how many replicas a
+    before any gets a second one. "literal" places all replicas of a model before the next model, even if that model then fits
+    nowhere. "yield" gives up replicas until every model has a place. "one" replicates nothing. ``unmet``: how many replicas a
     model has whose SLO no number of them meets (``base_footprint``). ``order``: models are sorted by their footprint on all
     GPUs of an instance ("model") or on one of them ("gpu"). Ties go to the larger weights, then the lower id (models); to fewer
     residents, then the lower GPU ids (candidates). If only some replicas of a model find room, they share its whole rate and

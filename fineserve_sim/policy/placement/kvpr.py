@@ -6,7 +6,7 @@ after taking a model, activations included, else it is skipped: an engine withou
 Prism* charges memory with weights only; who measures what is left for KV, as Prism's engines do, charges activations, too.
 
 A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. A part passes over GPUs that host
-a sibling and stays in its node, so the parts go where the n lowest ratios of the node with the lowest one are.
+a sibling and stays in its node. So the parts go to the node with the lowest ratio, where its n lowest ratios are.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class KvprPlacement:
     """Greedy placement by KVPR.
 
     ``evaluate``: the ratio "pre": before the model is added (listing and proof of Prism), or "post": with it.
-    ``weight``: "req_rate" is rate / TTFT SLO; "token_rate" (later version of Prism) is token rate x KV bytes per token / TPOT
-    SLO, or the TTFT SLO of a model for which no TPOT SLO is set. ``tau`` and ``threshold`` matter to models that have a place
-    already: they move only if the best ratio is below tau x the ratio of their place ("relative"), or lower by more than tau
-    ("absolute"). Ties: lower model id, lower GPU id. ``charges``: what a model takes from KV memory, its "weights" or all that
-    its "engine" takes. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
+    ``weight``: "req_rate" is rate / TTFT SLO. "token_rate" (later version of Prism) is token rate x KV bytes per token / TPOT
+    SLO, or the TTFT SLO of a model without TPOT SLO. ``tau`` and ``threshold`` matter to models that have a place already.
+    With "relative" they move only if the best ratio is below tau x the ratio of their place; with "absolute", if it is lower
+    by more than tau. Ties: lower model id, lower GPU id. ``charges``: what a model takes from KV memory, its "weights" or all
+    that its "engine" takes. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
 
     A model costs the GPUs of lower ratio that are too full for it, and the node on which it goes; judged with it, all GPUs.
     """

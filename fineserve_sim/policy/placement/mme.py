@@ -4,8 +4,8 @@ mu = extra tokens that a model keeps in its KV cache for every extra byte of KV 
 and plots cached tokens; this is the cached-token reading. While memory is what limits the batch, resident tokens grow linearly
 with the pool, and mu is the slope; once all requests fit, the curve bends and flattens.
 
-The score of a GPU that would host several models, with K_rem bytes left after their fixed footprints, is K_rem x mean(mu)
-(eq. 3): the tokens gained if all share K_rem equally. The best split (eq. 1 and 2) would give everything to the largest mu.
+A GPU that would host several models has K_rem bytes left after their fixed footprints. Its score is K_rem x mean(mu) (eq. 3):
+the tokens gained if all share K_rem equally. The best split (eq. 1 and 2) would give everything to the largest mu.
 """
 
 from __future__ import annotations

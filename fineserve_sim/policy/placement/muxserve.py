@@ -12,7 +12,7 @@ and a model runs with the smallest b that meets its rate, found by bisection. To
 and decodes side by side, so everybody waits for all prefills: T_prefill becomes their sum. When the batches do not all
 fit into the KV memory that the engines leave, all shrink by one factor, found by bisection as well.
 
-The TP degree of a model is given here, so a mesh takes the models of its own size only, and cuts into sizes that no model has
+The TP degree of a model is given here, so a mesh takes the models of its own size only. Cuts into sizes that no model has
 are left out. If no cut places all models, KVPR's greedy does (``kvpr.py``). Ties, frequent while rates are met
 everywhere, go to the mesh with less compute demand; the original's choice among them is not documented.
 """

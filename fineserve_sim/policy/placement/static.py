@@ -21,8 +21,8 @@ class PinnedPlacement:
         self._groups = {model: [tuple(group) for group in replicas] for model, replicas in groups.items()}
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
-        """Raises ValueError if a pinned model is not there, if a group does not match the TP degree of its model, names
-        an unknown GPU or one GPU twice, or if engines take more than a GPU has."""
+        """Raises ValueError if a pinned model is not there, or if engines take more than a GPU has. ValueError, too, if a
+        group does not match the TP degree of its model, or names an unknown GPU or one GPU twice."""
         ids = [model.id for model in models]
         if unknown := self._groups.keys() - set(ids):
             raise ValueError(f"the placement pins {sorted(unknown)}, but there are only {ids}")

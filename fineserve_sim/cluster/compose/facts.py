@@ -1,0 +1,110 @@
+"""What placement knows of a scenario's models, found before anything is placed, as FineServe does offline by profile tables.
+
+Marginal memory efficiency is measured, not derived. The sweep simulates one engine alone, saturated with requests of mean
+length, with KV pools of several sizes. It then fits the mean number of resident tokens against the pool (FineServe Fig. 3). It
+runs once a process for each model, GPU type and engine settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from fineserve_traces import Trace
+
+from fineserve_sim.catalog import GpuSpec
+from fineserve_sim.cluster.compose.memory import (
+    fixed_bytes,
+    geometry,
+    peak_activation_bytes,
+    resident_bytes,
+    usable_bytes,
+)
+from fineserve_sim.cluster.compose.models import compose
+from fineserve_sim.cluster.compose.profiling import operating_points, typical
+from fineserve_sim.cluster.run import Run
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ServedModel
+from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
+from fineserve_sim.policy.placement.mme import mme_slope
+from fineserve_sim.systems import load_systems
+
+SWEEP_REQUESTS = 32
+"""Largest KV pool of the sweep, in requests of mean length that fit at once: far from what saturates an engine."""
+
+SAMPLE_S = 0.1
+SAMPLES_A_REQUEST = 8
+"""Samples of the sweep are at most ``SAMPLE_S`` apart, and at least so many while a request alone is computed."""
+
+
+def demands_of(scenario: Scenario) -> dict[str, ModelDemand]:
+    """The demand of each model by its id: all facts that a placement may ask for."""
+    slope = getattr(scenario.system.placement, "mme", None) == "slope"
+    return {
+        model.id: demand_of(model, scenario.gpus[0].spec, scenario.engine, slope=slope) for model in scenario.models
+    }
+
+
+def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
+    """The model as placement sees it. ``slope`` measures the marginal memory efficiency by a sweep; else it is left open."""
+    return ModelDemand(
+        id=served.id,
+        rate_per_s=served.rate_per_s,
+        slo_s=served.ttft_slo_s,
+        tp=served.tp,
+        weight_bytes=resident_bytes(served, settings),
+        token_bytes=geometry(served, settings).token_bytes,
+        profile=operating_points(typical(served), gpu, settings),
+        mme_tokens_per_byte=_measured_mme(typical(served), gpu, settings) if slope else None,
+        tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
+        tpot_slo_s=served.tpot_slo_s,
+        activation_bytes=peak_activation_bytes(served, settings),
+    )
+
+
+@lru_cache(maxsize=256)
+def _measured_mme(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float | None:
+    """Tokens per byte: the slope of mean resident tokens against the bytes of the KV pool, one engine alone. None when memory
+    does not limit it: its batch limit leaves no two pools to compare, or it computes too little a step to fill the larger."""
+    largest = min(SWEEP_REQUESTS, settings.max_sequences)
+    requests = sorted({max(1, largest // part) for part in (8, 4, 2, 1)})
+    if len(requests) < 2:
+        return None
+    block = geometry(served, settings)
+    request_tokens = int(served.mean_prompt_tokens + served.mean_output_tokens)
+    request_bytes = block.blocks_for_tokens(request_tokens) * block.block_bytes
+    pools = [count * request_bytes for count in requests]
+    resident_tokens = [_mean_resident_tokens(served, gpu, settings, pool) for pool in pools]
+    return mme_slope(pools, resident_tokens) if resident_tokens[1] > resident_tokens[0] else None
+
+
+def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
+    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each of its GPUs, while requests wait for it. At
+    time 0 all wait and nothing is cached yet: that sample says nothing of the engine."""
+    requests = 4 * SWEEP_REQUESTS
+    trace = Trace(
+        arrival_s=np.zeros(requests),
+        model=np.zeros(requests, dtype=np.int32),
+        prompt_tokens=np.full(requests, int(served.mean_prompt_tokens)),
+        output_tokens=np.full(requests, int(served.mean_output_tokens)),
+        models=(served.id,),
+        source="profile sweep",
+    )
+    gpus = tuple(Gpu(id, 0, gpu) for id in range(served.tp))
+    beside_bytes = usable_bytes(gpus[0], settings) - fixed_bytes(served, settings) - pool_bytes
+    alone = replace(settings, context_bytes=settings.context_bytes + beside_bytes, contention="composition")
+    scenario = Scenario(
+        load_systems()["dedicated"], (served,), gpus, trace, alone, sample_s=_sample_s(served, gpu, settings)
+    )
+    instance = Instance(served.id, 0, tuple(range(served.tp)), 1.0, footprint_bytes=1)
+    run = Run(scenario, compose(scenario, (Placement((instance,)), {})))
+    run.to_the_end()
+    timeline = run.parts.sampler.rows.timeline()
+    used_bytes = timeline.kv_used_bytes[(timeline.waiting[:, 0] > 0) & (timeline.time_s > 0), 0].mean()
+    return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)
+
+
+def _sample_s(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float:
+    smallest = operating_points(served, gpu, settings)[0]
+    batch_s = smallest.batch / smallest.throughput_per_s
+    return min(SAMPLE_S, batch_s / SAMPLES_A_REQUEST)
