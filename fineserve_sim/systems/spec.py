@@ -102,7 +102,6 @@ class KvSlabSpec(Spec):
     policy: Literal["kv_slab"] = "kv_slab"
     slab_cap_bytes: PositiveInt = 64 * 2**20
     slab_multiple: PositiveInt = 1
-    reserved_slabs: Annotated[int, Field(ge=0)] = 0
 
 
 class PrivatePoolsSpec(Spec):
@@ -174,18 +173,16 @@ class KunServeDropSpec(Spec):
     """Instances out of KV memory drop layers that others hold, and run as one pipeline until demand has fallen.
 
     ``exchange``: KV of ongoing requests moves in chunks, activations first, or in bulk, first come first served.
-    ``restore_usage``: a pipeline is split again when the usage of the cluster, or its own, is under ``restore_below``.
+    ``restore_usage``: a pipeline is split again when the usage of the cluster, or its own, is under half of the base.
     """
 
     policy: Literal["kunserve_drop"] = "kunserve_drop"
     exchange: Literal["coordinated", "bulk"] = "coordinated"
     restore: bool = True
     trigger: Annotated[float, Field(gt=0, le=1)] = 0.95
-    restore_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
     restore_usage: Literal["cluster", "group"] = "cluster"
     required: Literal["net", "gross"] = "gross"
     max_group: PositiveInt | None = None
-    remap_s: Annotated[float, Field(ge=0)] = 0.005
 
 
 class PipelineSpec(Spec):
@@ -220,16 +217,16 @@ class SpareInstancesSpec(Spec):
 class KvCachedSpec(Spec):
     """KV memory mapped page by page under virtual tensors, shared by the engines of a GPU (Prism's kvcached).
 
-    ``mode``: what a page growth costs. ``sync``: a driver call for every layer's K and V delays the step; ``buffered``:
-    pages are mapped ahead by a thread, ``min_reserved`` to ``max_reserved`` an engine; ``contiguous``: no buffer, one call for
-    all layers.
+    ``mode`` says what a page growth costs:
+
+    * ``sync``: a driver call for every layer's K and V delays the step.
+    * ``buffered``: a thread maps 5 to 10 pages of each engine ahead, as kvcached does by default.
+    * ``contiguous``: no buffer, one call for all layers.
     """
 
     policy: Literal["kvcached"] = "kvcached"
     mode: Literal["sync", "buffered", "contiguous"] = "buffered"
     page_bytes: PositiveInt = 2 * 2**20
-    min_reserved: Annotated[int, Field(ge=0)] = 5
-    max_reserved: Annotated[int, Field(ge=0)] = 10
 
 
 class VTensorSpec(Spec):
@@ -280,7 +277,6 @@ class PrismResidencySpec(Spec):
     pressure_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     replace_s: Annotated[float, Field(gt=0)] = 10.0
     min_stay_s: Annotated[float, Field(ge=0)] = 30.0
-    rate_window_s: Annotated[float, Field(gt=0)] = 60.0
     engine_pool: bool = True
     parallel_loading: bool = True
     engine_start_s: Annotated[float, Field(ge=0)] = 30.0
@@ -293,7 +289,6 @@ class QlmResidencySpec(Spec):
     policy: Literal["qlm"] = "qlm"
     swap_s: Annotated[float, Field(ge=0)] = 30.0
     running: Literal["finish", "requeue"] = "finish"
-    seed: int = 0
     tick_s: Annotated[float, Field(gt=0)] = 1.0
 
 

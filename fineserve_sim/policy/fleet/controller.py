@@ -21,6 +21,9 @@ from fineserve_sim.policy.fleet.roster import EngineEntry, FleetModel, Roster, S
 from fineserve_sim.policy.fleet.views import FleetView, Pending, ResidencyPolicy, Start, Status, Stop, next_multiple
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, Request
 
+RATE_WINDOW_S = 60.0
+"""Rates of models are averages over so long (Prism, its later version)."""
+
 _IN_TURN = attrgetter("arrival_s", "id")
 
 
@@ -42,14 +45,12 @@ class FleetController(Controller):
         make_schedulers: SchedulerMaker,
         *,
         tick_s: float = 1.0,
-        rate_window_s: float = 60.0,
     ) -> None:
         super().__init__({})
         if tick_s <= 0:
             raise ValueError(f"tick_s is {tick_s}: ticks must be apart")
         self.next_tick_s = 0.0
         self._tick_s = tick_s
-        self._rate_window_s = rate_window_s
         self._make_schedulers = make_schedulers
         self._roster = Roster(gpus)
         self._models, self._engines = self._roster.models, self._roster.engines
@@ -71,7 +72,7 @@ class FleetController(Controller):
     def add_model(self, id: str, model: FleetModel, residency: ResidencyPolicy) -> None:
         """From now on there is one more model, without an engine; ``residency`` is a policy that knows it."""
         self._residency = residency
-        self._roster.add_model(id, model, self._rate_window_s)
+        self._roster.add_model(id, model, RATE_WINDOW_S)
         self._lead(id, ())
 
     def remove_model(self, id: str, residency: ResidencyPolicy) -> None:

@@ -41,7 +41,6 @@ class QlmSwapping:
         *,
         swap_s: float = 30.0,
         running: Literal["finish", "requeue"] = "finish",
-        seed: int = 0,
     ) -> None:
         if running not in ("finish", "requeue"):
             raise ValueError(f"running is {running!r}: use 'finish' or 'requeue'")
@@ -59,7 +58,7 @@ class QlmSwapping:
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
         self._swap_s = swap_s
         self._finishes = running == "finish"
-        self._random = Random(seed)
+        self._random = Random(0)  # of the worker for a new group: "a random worker", the same in every run
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
         """A step for each engine and each worker, and for a worker that has nothing to do one for each queue."""

@@ -25,6 +25,9 @@ from typing import Literal
 
 from fineserve_sim.policy.groups.dispatch import GroupEngine, Phase
 
+RESTORE_BELOW = 0.5
+"""Layers come back when KV usage is below this part of the KV memory without drop (KunServe, section 4.4)."""
+
 Group = tuple[int, ...]
 """Ids of the instances of one group, ascending."""
 
@@ -106,15 +109,17 @@ class KunServeDrop:
     base_bytes: int
     node_of: Mapping[int, int]
     trigger: float = 0.95
-    restore_below: float = 0.5
     restore_usage: Literal["cluster", "group"] = "cluster"
     required: Literal["net", "gross"] = "gross"
     max_group: int | None = None
     restore: bool = True
 
     def __post_init__(self) -> None:
-        if self.restore_below >= self.trigger:
-            raise ValueError(f"restore_below {self.restore_below:g} must be under the trigger {self.trigger:g}")
+        # The gap between the two is the hysteresis: without it groups would merge and split for ever.
+        if self.trigger <= RESTORE_BELOW:
+            raise ValueError(
+                f"trigger is {self.trigger:g}: layers come back below {RESTORE_BELOW:g}, so it must be above"
+            )
 
     def tick(self, groups: Sequence[GroupEngine]) -> DropPlan | list[int]:
         """What to do now: form groups by a plan, or split these engines. Nothing while a group is being changed, until the last
@@ -142,7 +147,7 @@ class KunServeDrop:
         drains count at its successors."""
         bases = sum(len(group.instances) for group in groups if group.phase is not Phase.DRAINING)
         used_blocks = sum(group.load.used_blocks for group in groups)
-        return used_blocks * self.block_bytes < self.restore_below * (bases * self.base_bytes)
+        return used_blocks * self.block_bytes < RESTORE_BELOW * (bases * self.base_bytes)
 
     def _may_restore(self, group: GroupEngine) -> bool:
         """A pipeline without a queue, each of whose instances can hold all weights beside its KV."""
