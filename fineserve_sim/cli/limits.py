@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fineserve_sim.experiment.sizing.probe import Attained
 
 SLO_SCALE = 20.0
-"""Of derived limits where no scale is given."""
+"""The scale of derived limits where none is given."""
 
 _POSITIVE = 1e-6
 
