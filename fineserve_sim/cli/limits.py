@@ -67,7 +67,7 @@ def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:
 
 
 def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mapping[str, float]:
-    """Targets by metric. Raises ValueError for one whose moment has no limit."""
+    """Targets by metric. Raises ValueError for a target without a limit."""
     from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS
     from fineserve_sim.experiment.sizing.probe import goals
 

@@ -71,7 +71,7 @@ class OperatorCosts(Protocol):
 
 @dataclass(frozen=True)
 class FusedQuantisation:
-    """Operators of an engine whose kernels quantise for the matrix products after them: those take ``less_s`` less each."""
+    """Operators of an engine that quantises within the kernel before a matrix product, which then takes ``less_s`` less."""
 
     plain: OperatorCosts
     less_s: float

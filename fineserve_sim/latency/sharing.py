@@ -160,8 +160,10 @@ def mps(demands: Sequence[Demand]) -> list[float]:
 
 
 def under_cap(need: Demand, saturation: float = MEMORY_SATURATION) -> float:
-    """How many times longer the step lasts on its part of the SMs, nobody beside: compute falls with the SMs, memory only below
-    ``saturation``, launches and host time stay."""
+    """How many times longer the step lasts on its part of the SMs, without a neighbour.
+
+    Compute falls with the SMs, bandwidth only below ``saturation``; launches and host time stay.
+    """
     if need.sm_share == 1.0:
         return 1.0
     return _on_part(need, need.sm_share, min(1.0, need.sm_share / saturation))
@@ -181,11 +183,13 @@ def mig(slices: Sequence[Slice]) -> Law:
 
 
 class SharingLaw(NamedTuple):
-    """``seen``: what the law sees of a demand and its part of the SMs. ``paces`` of the engines of one GPU by what is seen of
-    them, in any order but the same.
+    """A law as a cluster asks it.
 
-    Where a fixed point must be sought, a demand is seen in hundredths: slowdowns are right within a hundredth a neighbour, and
-    most have been asked before. A neighbour whose demand hardly changed then changes nobody's pace.
+    ``seen`` rounds a demand and its part of the SMs. ``paces`` maps the rounded demands of the engines of one GPU to their
+    slowdowns, in the same order.
+
+    Where a law seeks a fixed point, demands are rounded to hundredths. Slowdowns are right within a hundredth for each
+    neighbour, and most answers are kept already. A neighbour whose demand hardly changed then changes no pace.
     """
 
     paces: Callable[[tuple[Any, ...]], Sequence[float]]
@@ -219,4 +223,4 @@ LAWS: dict[str, SharingLaw] = {
     ),
     "in_turn": SharingLaw(in_turn, _step_alone),
 }
-"""By mode, of those that the demands alone decide."""
+"""The laws by way of sharing, where demands alone decide."""

@@ -184,7 +184,7 @@ class StepModel:
     def decode_span_s(
         self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
     ) -> tuple[list[float], list[float]]:
-        """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
+        """``decode_ends_s``, and what each step takes alone, for an engine whose slowdown may change."""
         if steps > SCALAR_STEPS:
             each_s = self.decode_steps_s(decodes, decode_context, steps)
             return _ends_of(start_s, each_s, slowdown), each_s.tolist()

@@ -85,7 +85,7 @@ class Route:
 
 
 class _Routes(NamedTuple):
-    """The instances of a model, whose turn it is among them, and the tokens that all of them can hold."""
+    """The instances of a model, the turns among them, and the sequence length that each of them can hold."""
 
     instances: tuple[Route, ...]
     turns: Turns
@@ -138,17 +138,21 @@ class Controller:
             RequestAborted: self._abort,
         }
         self._routes: dict[str, _Routes] = {}
+        # By engine; the engines of one scope have one object. Invariant: its length is the number of its bound requests.
         self._queues: dict[int, _Queue] = {}
+        # Waiting requests twice: the engine of each, and the requests of each engine. Invariant: both say the same.
         self._bound: dict[int, int] = {}
-        self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
+        self._requests: dict[int, dict[int, Request]] = {}
         for model, instances in routes.items():
             self._lead(model, instances)
         for scope, scheduler in schedulers.items():
             self._open(scope, scheduler)
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out. Raises
-        ValueError for an event that cannot be."""
+        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out.
+
+        Raises ValueError for an event that cannot be.
+        """
         self._now = now
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -156,12 +160,12 @@ class Controller:
         return handler(event)
 
     def waiting(self, engine: int) -> int:
-        """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
+        """The number of requests in the scheduler that serves ``engine``; 0 for an engine that no route leads to."""
         queue = self._queues.get(engine)
         return queue.length if queue else 0
 
     def bound_to(self, engine: int) -> int:
-        """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
+        """The number of waiting requests that are bound to ``engine`` itself. Its scheduler may serve other engines, too."""
         return len(self._requests.get(engine, ()))
 
     def engine_of(self, request_id: int) -> int | None:
@@ -169,7 +173,7 @@ class Controller:
         return self._bound.get(request_id)
 
     def unchanged_until(self, now: float, engine: int, engines: Mapping[int, EngineState]) -> float:
-        """See ``LocalScheduler.unchanged_until``; infinity when nobody waits."""
+        """See ``LocalScheduler.unchanged_until``; infinity when no request waits."""
         scheduler = self._queues[engine].scheduler
         return scheduler.unchanged_until(now, engines) if len(scheduler) else float("inf")
 
@@ -191,7 +195,7 @@ class Controller:
         return request
 
     def route(self, model: str, prompt_tokens: int) -> Route | None:
-        """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
+        """The next instance in turn that can hold the prompt and a token; turns are in proportion to target rates."""
         routes, turns, shortest_tokens = self._routes[model]
         if prompt_tokens < shortest_tokens:
             return routes[turns.next()] if len(routes) > 1 else routes[0]

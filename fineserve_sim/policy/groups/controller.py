@@ -73,10 +73,11 @@ class GroupController(Controller):
             self.next_tick_s = 0.0
         self._ticks = 0
         self._engines: dict[int, GroupEngine] = {}
-        self._given = 0  # ids of engines so far
-        self._tied: dict[int, tuple[int, ...]] = {}  # by engine, until all serve: those it is made of, or splits into
-        self._moving: dict[int, commands.Migrate] = {}  # by request
-        self._held: list[Request] = []
+        self._given = 0  # ids of engines so far; ids are never used again
+        # By engine that changes: the engines it is made of, or splits into. Empty once all of them serve or are gone.
+        self._tied: dict[int, tuple[int, ...]] = {}
+        self._moving: dict[int, commands.Migrate] = {}  # by request, until ``MigrationEnded``
+        self._held: list[Request] = []  # requests that no engine takes now, in the order of arrival
         serving = len(instances) - spares
         self._spares = list(range(serving, len(instances)))
         for first in range(0, serving, stages):

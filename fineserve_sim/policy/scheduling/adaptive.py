@@ -134,7 +134,7 @@ class AdaptiveBatching:
         return max(soon, change_s)
 
     def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
-        """The state by which to judge who waits; None while nobody is judged."""
+        """The state by which to judge waiting requests; None while none is judged."""
         if len(engines) != 1:
             raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
         (state,) = engines.values()
@@ -176,7 +176,7 @@ class AdaptiveBatching:
 
     def _batch_end(self, now: float, state: EngineState, ttft: _Ttft) -> _Row | None:
         """Last row, in length order, of the batch that is on time for its anchor. None when the batch is empty, or when
-        slots or memory let nobody start."""
+        slots or memory let no request start."""
         blocks = self._by_length.blocks
         if not blocks or state.free_slots <= 0 or self._max_tokens(state) < blocks[0].rows[0][0]:
             return None

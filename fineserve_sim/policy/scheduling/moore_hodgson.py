@@ -126,11 +126,13 @@ class MooreHodgson:
         fraction = reserve_fraction if reserve == "fraction" else 0.0
         self._reserve_tokens = {id: math.ceil(fraction * facts.kv_capacity_tokens) for id, facts in engines.items()}
         self._reserves_pages = reserve == "page"
-        self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
-        self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
-        self._jobs: dict[int, _Job] = {}  # of the queue
-        self._last_starts: list[tuple[float, _Job]] = []  # a heap: when each of these, and some that left, must start
-        self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
+        # A waiting request is in the queue while it may still be on time, else among the late ones; never in both.
+        self._queue: list[_Job] = []  # in the order of deadlines
+        self._late: dict[int, list[Request]] = {id: [] for id in engines}  # in the order of arrivals
+        self._jobs: dict[int, _Job] = {}  # the queue by request id
+        # A heap of the latest start of each job. It also has jobs that left the queue: ``_jobs`` tells which are there.
+        self._last_starts: list[tuple[float, _Job]] = []
+        self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of all waiting requests, by engine
         self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
 
     def __len__(self) -> int:
