@@ -128,6 +128,9 @@ def prism(random: Random) -> Scenario:
         "idle_s": random.choice([0.5, 3.0]),
         "replace_s": random.choice([0.7, 2.0]),
         "min_stay_s": random.choice([0.0, 2.0]),
+    }
+    _skip(random)
+    residency |= {
         "engine_pool": random.random() < 0.7,
         "parallel_loading": random.random() < 0.7,
         "engine_start_s": 4.0,
@@ -136,6 +139,11 @@ def prism(random: Random) -> Scenario:
     return _fleet(
         random, residency, {"policy": "kvpr", "charges": random.choice(["weights", "engine"])}, _paged(random)
     )
+
+
+def _skip(random: Random) -> None:
+    """Draw what is no option any more, so that a seed still is the cluster that it was."""
+    random.choice((False, True))
 
 
 def qlm(random: Random) -> Scenario:
@@ -245,6 +253,9 @@ def kunserve(random: Random) -> Scenario:
         "exchange": random.choice(["coordinated", "bulk"]),
         "restore": random.random() < 0.8,
         "trigger": random.choice([0.6, 0.95, 1.0]),
+    }
+    _skip(random)
+    drop |= {
         "required": random.choice(["net", "gross"]),
         "max_group": random.choice([None, 2, 3]),
     }
