@@ -47,8 +47,10 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A results folder. Large tables are read when first asked for, which raises ValueError where another run has been written
-    into the folder since; metrics, names and units are those of docs/experiments.md."""
+    """A results folder. docs/experiments.md has its metrics, names and units.
+
+    Large tables are read when first asked for. That raises ValueError if another run was written into the folder since.
+    """
 
     folder: Path
 

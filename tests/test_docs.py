@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = (
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "traces" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 )

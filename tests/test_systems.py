@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from inspect import signature
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from fineserve_traces import Trace
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from fineserve_sim.catalog import gpu, model, precision
+from fineserve_sim.cli.policies import policies
 from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
@@ -22,10 +25,19 @@ from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.scheduling.adaptive import AdaptiveBatching
 from fineserve_sim.policy.scheduling.moore_hodgson import MooreHodgson
-from fineserve_sim.systems import SystemSpec, load_systems
+from fineserve_sim.systems import OpenReading, SystemSpec, load_systems, open_readings
 from fineserve_sim.systems import spec as specs
 
-FILES = sorted((f for f in files("fineserve_sim.systems").iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    (f for f in files("fineserve_sim.systems").iterdir() if f.name.endswith(".yaml") and f.name != "readings.yaml"),
+    key=lambda f: f.name,
+)
+OPTIONS = {
+    (policy.axis, policy.name, option.name): option.default for policy in policies() for option in policy.options
+}
+CHOICES_OF_A_USER = {"scheduler.clairvoyant.engines", "memory.vtensor.chunk_bytes", "memory.vtensor.extend"}
+"""Options that no shipped file sets and no paper leaves open: another bound, a smaller world for tests, a what-if."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
@@ -67,6 +79,44 @@ def test_systems_combine_the_policies_of_the_matrix() -> None:
 )
 def test_readings_of_what_papers_leave_open_are_defaults(chosen: specs.Spec, readings: dict[str, str]) -> None:
     assert chosen.model_dump(include=set(readings)) == readings
+
+
+@pytest.mark.parametrize("reading", open_readings(), ids=lambda reading: reading.option)
+def test_open_readings_are_options_and_begin_with_the_default(reading: OpenReading) -> None:
+    axis, policy, option = reading.option.split(".")
+    assert reading.values[0] == OPTIONS[axis, policy, option]
+    assert len(set(reading.values)) == len(reading.values)
+    field = TypeAdapter(SystemSpec.model_fields[axis].annotation)
+    for value in reading.values:
+        assert getattr(field.validate_python({"policy": policy, option: value}), option) == value
+
+
+def test_options_that_nothing_shipped_sets_are_open_readings() -> None:
+    """What one text settles is a constant: an option is set by a system or an experiment, or open."""
+    shipped = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "experiments").glob("*.yaml"))
+    shipped += "".join(file.read_text(encoding="utf-8") for file in FILES)  # type: ignore[attr-defined]
+    unset = {".".join(key) for key in OPTIONS if not re.search(rf"\b{key[2]}: ", shipped)}
+    assert unset - CHOICES_OF_A_USER <= {reading.option for reading in open_readings()}
+    assert {".".join(key) for key in OPTIONS} >= CHOICES_OF_A_USER
+
+
+@pytest.mark.parametrize(
+    ("axis", "options", "gone"),
+    [
+        ("memory", {"policy": "kv_slab", "reserved_slabs": 1}, "reserved_slabs"),
+        ("memory", {"policy": "kvcached", "min_reserved": 5}, "min_reserved"),
+        ("memory", {"policy": "kvcached", "max_reserved": 10}, "max_reserved"),
+        ("residency", {"policy": "prism", "rate_window_s": 60.0}, "rate_window_s"),
+        ("residency", {"policy": "qlm", "seed": 0}, "seed"),
+        ("drop", {"policy": "kunserve_drop", "restore_below": 0.5}, "restore_below"),
+        ("drop", {"policy": "kunserve_drop", "remap_s": 0.005}, "remap_s"),
+    ],
+)
+def test_what_a_text_settles_is_no_option(axis: str, options: dict[str, object], gone: str) -> None:
+    fields = load_systems()["kunserve"].model_dump()
+    with pytest.raises(ValidationError, match=gone) as caught:
+        SystemSpec.model_validate({**fields, axis: options})
+    assert {error["type"] for error in caught.value.errors()} == {"extra_forbidden"}
 
 
 @pytest.mark.parametrize(

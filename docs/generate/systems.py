@@ -1,4 +1,7 @@
-"""The built-in systems, and the policies with their options; what an option settles is in ``options.yaml``."""
+"""The built-in systems, and the policies with their options.
+
+What an option settles is in ``options.yaml``, or in the list of open readings.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import yaml
 from docs.generate.markdown import number, table, words
 from fineserve_sim.cli.policies import Policy, chosen
 from fineserve_sim.cli.policies import policies as all_policies
-from fineserve_sim.systems import load_systems
+from fineserve_sim.systems import load_systems, open_readings
 
 OPTIONS = Path(__file__).with_name("options.yaml")
 
@@ -38,7 +41,9 @@ def policies() -> str:
 def meanings() -> dict[str, str]:
     """What each option settles, by ``axis.policy.option``."""
     found: dict[str, str] = yaml.safe_load(OPTIONS.read_text(encoding="utf-8"))
-    return found
+    return found | {
+        reading.option: f"*Open* ({reading.paper}, {reading.where}): {reading.says}" for reading in open_readings()
+    }
 
 
 def undescribed() -> set[str]:

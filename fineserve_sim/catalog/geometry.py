@@ -118,13 +118,15 @@ def _layer_peak_bytes(model: ModelSpec, tp: int, tokens: int) -> int:
 
 
 def activation_bytes(model: ModelSpec, tp: int, tokens: int, sampled: int, logit_bytes: int | None = None) -> int:
-    """Peak activation bytes on each GPU of a step with ``tokens`` batch tokens and ``sampled`` rows of logits, as vLLM finds
-    them by the dummy step at its start: 1.26 GiB of Llama-3-8B at 8,192 tokens and 256 rows, whatever the TP degree
-    (vllm-project/vllm pull request 10511; 1.20 here).
+    """Peak activation bytes on each GPU of a step with ``tokens`` batch tokens and ``sampled`` rows of logits.
 
-    The step peaks either inside a layer or in the sampler, with ``logit_bytes`` (by default as vLLM, which sorts) for each
-    of the vocabulary on every rank. That dummy step has as many requests, each with a row of logits, as ``max_num_seqs`` and
-    its tokens allow (``_dummy_run`` of vLLM 0.32): 1,024 is the default of ``max_num_seqs`` on large GPUs, not a bound.
+    The step peaks either inside a layer or in the sampler. The sampler takes ``logit_bytes`` for each entry of the vocabulary
+    on every rank, by default as vLLM's, which sorts.
+
+    vLLM finds the peak by a dummy step at its start. That step has as many requests as ``max_num_seqs`` and its tokens allow
+    (``_dummy_run`` of vLLM 0.32), each with a row of logits. 1,024 is the default of ``max_num_seqs`` on large GPUs, not a
+    bound. Llama-3-8B at 8,192 tokens and 256 rows takes 1.26 GiB at any TP degree (vllm-project/vllm pull request 10511; 1.20
+    here).
     """
     sampler = tokens * 2 * model.hidden_size * BYTES_16BIT + sampled * model.vocab_size * (
         logit_bytes or SORTED_LOGIT_BYTES

@@ -54,7 +54,7 @@ def mig_gpus() -> Mapping[str, MigGpu]:
 
 @cache
 def list_prices() -> ListPrices:
-    """What an hour of each GPU type costs where nobody says otherwise."""
+    """What an hour of each GPU type costs by default."""
     return ListPrices.model_validate(_read("prices.yaml"))
 
 

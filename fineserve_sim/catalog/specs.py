@@ -92,7 +92,7 @@ class MigGpu(Spec):
     source: str
 
     def fractions(self, profile: str) -> tuple[float, float]:
-        """Of the GPU's SMs and of its memory bandwidth. Raises ValueError naming the profiles that there are."""
+        """The parts of the GPU's SMs and of its memory bandwidth. Raises ValueError naming the profiles that there are."""
         if profile not in self.profiles:
             raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
         part = self.profiles[profile]
@@ -143,11 +143,11 @@ class PrecisionSpec(Spec):
 
 
 class GroupCosts(Spec):
-    """What the hosts of a TP group spend beside those of a single GPU.
+    """What a step of a TP group costs its hosts, beyond a step of a single GPU.
 
-    ``doubling_s``: a step of a group, for every doubling of its ranks (they wait for the last one to begin). ``prompt_s``: a
-    step that carries prompts, whatever the number of ranks (new requests are sent to the workers). ``collective_s``: the
-    launch of one all-reduce without CUDA graphs, by ranks; a layer has two. None: graphs replay them.
+    * ``doubling_s``: for every doubling of the ranks, which wait for the last one to begin.
+    * ``prompt_s``: for a step that carries prompts, at any number of ranks; new requests are sent to the workers.
+    * ``collective_s``: by ranks, the launch of one all-reduce without CUDA graphs; a layer has two. None: graphs replay them.
     """
 
     doubling_s: Quantity
@@ -158,12 +158,14 @@ class GroupCosts(Spec):
 class Deployment(Spec):
     """Host side of an engine generation: a step lasts ``overhead + sequences x sequence_s + max(device time, floor)``.
 
-    ``sequence_s``: seconds of a sequence that gets a token (sampler, block tables, detokeniser and stream). ``host_floors``:
-    seconds in which the host launches the kernels of a step one by one, for a model of ``floor_layers`` layers on one GPU; in
-    proportion to the layers of another. None: CUDA graphs are replayed and launches never bound the step. ``group``: what a
-    TP group adds; None: nothing is known to. ``fused_quantisation_s``: what a matrix product with 8-bit activations takes less
-    than measured, where the engine quantises inside the kernel before it. ``logit_bytes``: a logit when its sampler peaks;
-    None: as vLLM's, which sorts.
+    * ``sequence_s``: for each sequence that gets a token (sampler, block tables, detokeniser and stream).
+    * ``host_floors``: by precision, how long the host takes to launch the kernels of a step one by one. It is for a model of
+      ``floor_layers`` layers on one GPU, and grows with the layers. None: CUDA graphs are replayed, so launches never bound
+      the step.
+    * ``group``: what a TP group adds; None: nothing is known to.
+    * ``fused_quantisation_s``: what a matrix product with 8-bit activations takes less than measured, where the engine
+      quantises inside the kernel before it.
+    * ``logit_bytes``: bytes of a logit when the sampler peaks; None: as vLLM's, which sorts.
     """
 
     name: str
@@ -255,8 +257,10 @@ class KernelRates(Spec):
 
 
 class DriverCosts(Spec):
-    """Host seconds of the GPU driver's virtual memory calls: to create, map (with access) and unmap one physical page, and to
-    map one page index in all tensors by one batched call."""
+    """Host seconds of the GPU driver's virtual memory calls.
+
+    They create, map (with access) and unmap one physical page, or map one page index in all tensors by one batched call.
+    """
 
     create_s: Quantity
     map_s: Quantity
@@ -265,8 +269,10 @@ class DriverCosts(Spec):
 
 
 class AttentionVariant(Spec):
-    """An attention kernel by how many times longer it takes than FlashAttention on contiguous KV: ``decode`` by query heads a
-    KV head, ``prefix_prefill`` for prompt tokens that attend to cached ones."""
+    """An attention kernel: how many times longer it takes than FlashAttention on contiguous KV.
+
+    ``decode`` is by query heads a KV head; ``prefix_prefill`` is for prompt tokens that attend to cached ones.
+    """
 
     name: str
     decode: dict[int, float] = Field(min_length=1)

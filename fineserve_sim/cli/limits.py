@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fineserve_sim.experiment.sizing.probe import Attained
 
 SLO_SCALE = 20.0
-"""Of derived limits where no scale is given."""
+"""The scale of derived limits where none is given."""
 
 _POSITIVE = 1e-6
 
@@ -67,7 +67,7 @@ def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:
 
 
 def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mapping[str, float]:
-    """Targets by metric. Raises ValueError for one whose moment has no limit."""
+    """Targets by metric. Raises ValueError for a target without a limit."""
     from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS
     from fineserve_sim.experiment.sizing.probe import goals
 

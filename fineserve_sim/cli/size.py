@@ -142,7 +142,7 @@ def size(
 ) -> None:
     """The fewest GPUs, highest rate or tightest SLO at which each system meets the targets.
 
-    Of a trace, an experiment or a results folder; over GPU types and TP degrees, too, and the cheapest is told.
+    SOURCE is a trace, an experiment or a results folder. Over GPU types and TP degrees, it names the cheapest.
     Bisection over the same requests; a cell ends once the seeds that are left cannot change its answer.
     Results of NAME go to results/size-NAME unless --out names a folder.
     """

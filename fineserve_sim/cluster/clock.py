@@ -1,10 +1,14 @@
 """The simulated clock: a SimPy environment with absolute times and a written order for simultaneous events.
 
-Events are ordered by (time, priority, sequence). A priority is a kind and an entity, so that the order of simultaneous events
-never depends on when they were scheduled: arrivals come first (an engine that ends a step at that moment sees them), then
-timers, then step ends by engine id (they free memory), then idle engines start by engine id. Times are absolute: SimPy's own
-queue adds a delay to now, and a sum of delays is not the time that was meant, bit for bit. So the clock has a queue of its own,
-which takes what SimPy schedules, too.
+Its own queue replaces SimPy's, which adds delays to now: a sum of delays is not the time that was meant, bit for bit.
+
+Invariant: events are ordered by (time, kind, entity, sequence), so their order never depends on when they were scheduled.
+Simultaneous events come in this order:
+
+    1. arrivals: an engine that ends a step at that moment sees them
+    2. timers
+    3. step ends, by engine id: they free memory
+    4. starts of idle engines, by engine id
 """
 
 from __future__ import annotations

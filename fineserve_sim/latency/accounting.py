@@ -1,7 +1,7 @@
 """Where the seconds of steps come from, operator by operator.
 
-The parts of a step are its operators, attention of decodes and of prompt chunks, ``host_floor`` (what the host's floor adds
-to the device's time) and ``host_overhead``; they sum to ``step_s``.
+The parts of a step are its operators, attention of decodes and of prompt chunks, ``host_floor`` and ``host_overhead``. They
+sum to ``step_s``. ``host_floor`` is what the host's floor adds to the device's time.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from fineserve_sim.latency.tables import DecodeTable, PiecewiseLinear, PrefillTa
 class Attention(Protocol):
     """Attention of one GPU over all layers.
 
-    ``pair_s`` and ``kv_s`` are the seconds for which a query-key pair of a prefill needs the compute units, and a cached
-    token the memory; ``floor_s`` those of the launches. Sources are codes of ``SOURCES``.
+    A query-key pair of a prefill needs the compute units for ``pair_s``. A cached token needs the memory for ``kv_s``.
+    Launches take ``floor_s``. Sources are codes of ``SOURCES``.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What of a batch its step time depends on."""
+"""The sums over a batch that its step time depends on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NamedTuple
 class Batch(NamedTuple):
     """Running sums over the batch of one step.
 
-    ``decodes`` sequences decode one token each, with ``decode_context`` tokens cached in all before the step;
-    ``prefill_tokens`` prompt tokens are computed, with ``prefill_pairs`` query-key pairs (for a chunk of c tokens after a
-    cached prefix: c * prefix + c * (c + 1) / 2) and ``prefill_context`` cached prefix tokens in all; ``sampled`` sequences
-    produce a token.
+    * ``decodes``: sequences that decode one token each; ``decode_context``: their cached tokens before the step.
+    * ``prefill_tokens``: prompt tokens that are computed; ``prefill_context``: the cached tokens before them.
+    * ``prefill_pairs``: query-key pairs of the prompts. A chunk of c tokens after a cached prefix has
+      c * prefix + c * (c + 1) / 2.
+    * ``sampled``: sequences that produce a token.
     """
 
     decodes: int

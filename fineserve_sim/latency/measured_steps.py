@@ -1,14 +1,17 @@
 """Step times of a real engine as a step model of the simulator.
 
-A step takes ``tokens[decodes + prefill_tokens] + sampled * row_s + decode context * kv_s + attention of the prompt chunks``,
-the structure of ``StepModel``: the same interface, the same arithmetic, other numbers. ``tokens`` is a non-decreasing
-piecewise linear curve, the chunks' attention is ``max(pairs * pair_s, keys * kv_s)``. All unknowns (the curve at the measured
-token counts, row_s, kv_s, pair_s) are non-negative and have the least absolute relative errors over all measured steps
-(least squares with weights from the errors of the round before): a step that was disturbed does not bend the curve.
+    step      = tokens[decodes + prefill_tokens] + sampled * row_s + decode context * kv_s + attention of the chunks
+    attention = max(pairs * pair_s, keys * kv_s)
 
-Where the table has steps that came after another engine's (column ``in_turn``), those take ``turn_s + sampled * turn_row_s +
-decode context * turn_kv_s`` longer: what the other one used has to make room in the caches for code and weights, for what the
-engine keeps of each sequence, and for their keys and values. These are fitted together with the rest.
+This is the structure of ``StepModel``: the same interface, the same arithmetic, other numbers. ``tokens`` is a non-decreasing
+piecewise linear curve. The unknowns are the curve at the measured token counts, row_s, kv_s and pair_s. They are non-negative
+and have the least absolute relative errors over all measured steps. The fit is by least squares, with weights from the errors
+of the round before, so a step that was disturbed does not bend the curve.
+
+A table may have steps that came after another engine's (column ``in_turn``). Those take longer, since caches must be filled
+again with code and weights, with what the engine keeps of each sequence, and with keys and values:
+
+    turn_s + sampled * turn_row_s + decode context * turn_kv_s
 
 A step keeps its device busy to the part ``share``: 1 where engines take turns, less where each has cores of its own.
 """

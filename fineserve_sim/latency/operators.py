@@ -1,8 +1,8 @@
 """What one engine step runs, operator by operator, as rooflines over measured kernel rates.
 
-An operator's kernel takes ``launch + max(flops / rate, bytes / rate)``. The costs here depend on the number of batch
-tokens alone, or on the number of sampled rows alone, so that a step model can tabulate them; what depends on context
-lengths is ``attention``.
+An operator's kernel takes ``launch + max(flops / rate, bytes / rate)``. A cost here depends on the number of batch tokens
+alone, or on the number of sampled rows alone. So a step model can tabulate it. What depends on context lengths is
+``attention``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OperatorCosts(Protocol):
 
 @dataclass(frozen=True)
 class FusedQuantisation:
-    """Operators of an engine whose kernels quantise for the matrix products after them: those take ``less_s`` less each."""
+    """Operators of an engine that quantises within the kernel before a matrix product, which then takes ``less_s`` less."""
 
     plain: OperatorCosts
     less_s: float

@@ -1,8 +1,8 @@
 """Profile tables as global placement reads them, computed from the step model (FineServe's offline profiles).
 
-With b requests always in the batch, p prompt and o output tokens each, every request stays for its own prefill steps
-and o - 1 decode steps. Each of those lasts ``t``, a step of b decodes at mean context, plus what prompt chunks mixed
-into steps add. While one request stays, each of the b slots turns over once, so b prefills are added in all:
+The batch always has b requests of p prompt and o output tokens. Each stays for its own prefill steps and o - 1 decode
+steps. A step lasts ``t``, the time of b decodes at mean context, and longer if it carries prompt chunks. While one request
+stays, each of the b slots turns over once, so b prefills are added in all:
 
     stay = (o - 1 + prefill steps) * t + b * x        x = extra seconds of the steps that carry one request's prompt
     throughput = b / stay

@@ -1,21 +1,22 @@
-"""How much slower engines run that share a GPU: one law a mode, a pure function of what their batches need.
+"""How much slower engines run that share a GPU: one law for each way of sharing.
 
-A law takes the ``Demand`` of every engine that has work and returns how many times longer each one's step lasts than alone on
-the whole GPU. Nothing depends on time, so steps between two changes of composition may be merged exactly.
+A law takes the ``Demand`` of every engine that has work. It returns how many times longer the step of each lasts than alone
+on the whole GPU. A law is a pure function: nothing depends on time, so steps between two changes of the batches may be merged
+exactly.
 
-``fluid``        everybody at ``max(1, sum of compute, sum of bandwidth)``: ideal processor sharing, fitted to nothing
-``time_slice``   contexts take turns while kernels of several are resident, however little those need; a switch costs
-``mps``          kernels run side by side and take turns for the compute units, and for the bandwidth, that they need
-``mps`` capped   an engine's own SMs first (``under_cap``); bandwidth is everybody's, compute as far as the caps overlap
-``in_turn``      one step of each, as engines of one process take them: nobody's step is longer, everybody waits for the others'
-``mig``          the slice is the engine's own (a cluster has slices as GPUs: ``Gpu.board``)
+    fluid        all engines at max(1, sum of compute, sum of bandwidth): ideal processor sharing, fitted to nothing
+    time_slice   contexts take turns while kernels of several are resident, however little they need; a switch costs
+    mps          kernels run side by side, and take turns for the compute units and the bandwidth that they need
+    mps capped   an engine has its own SMs first (under_cap); bandwidth is shared, compute as far as the caps overlap
+    in_turn      one step of each engine, as in one process: no step is longer, each waits for the others
+    mig          the slice is the engine's own (a cluster has slices as GPUs: Gpu.board)
 
-``turns`` is behind two of them: whoever wants something waits for those who want it at that moment, and wants it longer for
-that. Alone nobody waits, engines that always want it take their number of times as long, and in between it is softer than
-``fluid``.
+``turns`` is the model behind ``time_slice`` and ``mps``. An engine that wants a resource waits for the engines that want it at
+that moment, and therefore wants it longer. An engine alone never waits. n engines that always want it take n times as long. In
+between the law is softer than ``fluid``.
 
-The numbers are fitted on part of the measurements that ``fineserve-calibrate sharing`` reads, and held against the rest there.
-``LAWS`` are the laws as a cluster asks them, over and over: of demands in hundredths, so that answers are kept.
+The numbers are fitted on part of the measurements that ``fineserve-calibrate sharing`` reads, and checked there against the
+rest. A cluster asks ``LAWS``, with demands in hundredths, so that answers can be kept.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from operator import sub
 from typing import Any, NamedTuple
 
 SWITCH_SHARE = 0.2
-"""Time-slicing: what switching adds where one always has to wait. Fitted with the engine's host time on the runs with two
-models of kvcached's benchmark (Llama-3.1-8B on an A100; ovg-project/kvcached @ 7c66306a42bf), whose optimum is flat from 0.15
-on. A vision model shows 0.11 with 3, 5 and 7 pods (nebuly-ai/nos)."""
+"""Time-slicing: what switching adds where one engine always has to wait. It is fitted with the engine's host time on the runs
+with two models of kvcached's benchmark (Llama-3.1-8B on an A100; ovg-project/kvcached @ 7c66306a42bf). The optimum is flat
+from 0.15 on. A vision model shows 0.11 with 3, 5 and 7 pods (nebuly-ai/nos)."""
 MEMORY_SATURATION = 0.44
 """Share of the SMs from which on memory is as fast as with all: least squares on decodes and prefills of LLaMA-7B and 13B under
 thread caps (A100; hao-ai-lab/MuxServe @ 223148033454)."""
@@ -37,10 +38,15 @@ CLOSE = 1e-12
 
 
 class Demand(NamedTuple):
-    """What an engine's batch needs, as fractions of its step alone on the whole GPU: the time in which compute units and
-    memory bandwidth are busy, and in which any kernel is resident (``StepModel.demand``).
-    ``sm_share``: the part of the SMs that it may take; ``step_s``: how long the step lasts alone, and ``turn_s`` how much
-    longer after another engine's. An engine without work needs nothing."""
+    """What an engine's batch needs, as fractions of its step alone on the whole GPU (``StepModel.demand``).
+
+    * ``compute``, ``bandwidth``: the time in which compute units and memory bandwidth are busy.
+    * ``resident``: the time in which any kernel is on the device.
+    * ``sm_share``: the part of the SMs that the engine may take.
+    * ``step_s``: how long the step lasts alone; ``turn_s``: how much longer after a step of another engine.
+
+    An engine without work needs nothing.
+    """
 
     compute: float
     bandwidth: float
@@ -74,8 +80,11 @@ def fluid(demands: Sequence[Demand]) -> list[float]:
 
 
 def turns(needs: Sequence[float], switch_share: float = 0.0) -> list[float]:
-    """How many times longer steps last whose fractions ``needs`` take turns; a switch adds ``switch_share`` where one always
-    has to wait. Who needs nothing waits for nobody, and nobody for them."""
+    """How many times longer steps last whose fractions ``needs`` take turns.
+
+    A switch adds ``switch_share`` where one engine always has to wait. An engine that needs nothing neither waits nor makes
+    others wait.
+    """
     wanting = sorted([need for need in needs if need > 0.0])
     if len(wanting) < 2:
         return [1.0] * len(needs)
@@ -121,13 +130,15 @@ def _extrapolated(start: float, once: float, twice: float) -> float:
 
 
 def time_slice(demands: Sequence[Demand]) -> list[float]:
-    """A kernel waits its turn behind every context that has one resident; while the others' hosts work, it waits for none."""
+    """A kernel waits behind every context that has a kernel resident. While the hosts of the others work, it does not wait."""
     return turns([need.resident for need in demands], SWITCH_SHARE)
 
 
 def in_turn(demands: Sequence[Demand]) -> list[float]:
-    """A step of each engine that has work, one after the other: a short step waits for a neighbour's long one, a long one for
-    a short one. Each comes after another engine's, and takes its ``turn_s`` longer."""
+    """A step of each engine that has work, one after the other, each ``turn_s`` longer.
+
+    A short step waits for a neighbour's long one, and a long step for a short one.
+    """
     working = [need.step_s + need.turn_s for need in demands if need.works]
     if len(working) < 2:
         return [1.0] * len(demands)
@@ -149,8 +160,10 @@ def mps(demands: Sequence[Demand]) -> list[float]:
 
 
 def under_cap(need: Demand, saturation: float = MEMORY_SATURATION) -> float:
-    """How many times longer the step lasts on its part of the SMs, nobody beside: compute falls with the SMs, memory only below
-    ``saturation``, launches and host time stay."""
+    """How many times longer the step lasts on its part of the SMs, without a neighbour.
+
+    Compute falls with the SMs, bandwidth only below ``saturation``; launches and host time stay.
+    """
     if need.sm_share == 1.0:
         return 1.0
     return _on_part(need, need.sm_share, min(1.0, need.sm_share / saturation))
@@ -170,11 +183,13 @@ def mig(slices: Sequence[Slice]) -> Law:
 
 
 class SharingLaw(NamedTuple):
-    """``seen``: what the law sees of a demand and its part of the SMs. ``paces`` of the engines of one GPU by what is seen of
-    them, in any order but the same.
+    """A law as a cluster asks it.
 
-    Where a fixed point must be sought, a demand is seen in hundredths: slowdowns are right within a hundredth a neighbour, and
-    most have been asked before. A neighbour whose demand hardly changed then changes nobody's pace.
+    ``seen`` rounds a demand and its part of the SMs. ``paces`` maps the rounded demands of the engines of one GPU to their
+    slowdowns, in the same order.
+
+    Where a law seeks a fixed point, demands are rounded to hundredths. Slowdowns are right within a hundredth for each
+    neighbour, and most answers are kept already. A neighbour whose demand hardly changed then changes no pace.
     """
 
     paces: Callable[[tuple[Any, ...]], Sequence[float]]
@@ -208,4 +223,4 @@ LAWS: dict[str, SharingLaw] = {
     ),
     "in_turn": SharingLaw(in_turn, _step_alone),
 }
-"""By mode, of those that the demands alone decide."""
+"""The laws by way of sharing, where demands alone decide."""

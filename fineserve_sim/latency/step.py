@@ -3,10 +3,12 @@
     step   = overhead + sampled * sequence + max(device, host floor)     and on a TP group more for a step with prompts
     device = tokens[decodes + prefill_tokens] + lm_head[sampled] + attention
 
-Operator costs come from measured tables, or from rooflines where there are none (``table_operators``, ``operators``). Those
-that depend on a count alone are lists, filled at each count from 0 on, so that a lookup is an index; attention is
-``attention``. Decode attention of a batch is piecewise linear in its context: ``decode_ends_s`` walks along the pieces and
-does the same IEEE operations in the same order as ``step_s``, so both agree bit for bit.
+Operator costs come from measured tables, or from rooflines where there are none (``table_operators``, ``operators``). Costs
+that depend on a count alone are lists, filled at each count from 0 on, so that a lookup is an index.
+
+Decode attention of a batch is piecewise linear in its context (``attention``). Invariant: ``decode_ends_s`` walks along the
+pieces and does the same IEEE operations in the same order as ``step_s``. So both agree bit for bit, and merged steps end when
+single ones would.
 
 Host time belongs to the deployment: CUDA graphs leave an overhead, eager engines a floor as well.
 """
@@ -182,7 +184,7 @@ class StepModel:
     def decode_span_s(
         self, start_s: float, decodes: int, decode_context: int, steps: int, slowdown: float
     ) -> tuple[list[float], list[float]]:
-        """``decode_ends_s``, and the seconds that each of the steps takes alone: for an engine whose slowdown may change."""
+        """``decode_ends_s``, and what each step takes alone, for an engine whose slowdown may change."""
         if steps > SCALAR_STEPS:
             each_s = self.decode_steps_s(decodes, decode_context, steps)
             return _ends_of(start_s, each_s, slowdown), each_s.tolist()
@@ -238,10 +240,11 @@ class StepModel:
         sampled: int,
         step_s: float | None = None,
     ) -> Demand:
-        """What the step needs of the GPU, as fractions in [0, 1] of its time alone: when compute units and memory bandwidth are
-        busy (a kernel counts for both where they overlap; launches, host time and links for neither), and when a kernel is
-        on the device (the rest is the host's, or launches that the device waits for). The step lasts ``step_s``, by default
-        what ``step_s()`` says.
+        """What the step needs of the GPU, as fractions in [0, 1] of its time alone.
+
+        They are the time in which compute units are busy, in which memory bandwidth is, and in which a kernel is on the
+        device. A kernel counts for both units and bandwidth where they overlap; launches, host time and links for neither.
+        The step lasts ``step_s``, by default what ``step_s()`` says.
         """
         tokens = decodes + prefill_tokens
         if tokens >= len(self._tokens_s) or sampled >= len(self._sampled_s):

@@ -45,8 +45,11 @@ STAND_IN = "int4_wo"  # another backend's kernel
 
 
 class TabledLinear(NamedTuple):
-    """One matrix product by its table: the line over m, a floor of a launch and seconds a row (fitted; 0: none), and where
-    seconds within the measured rows, and beyond them, come from."""
+    """One matrix product by its table.
+
+    ``line`` gives seconds over m. ``launch_s`` and ``row_s`` are a fitted floor; 0: none. ``inside`` and ``beyond`` say where
+    seconds come from, within the measured rows and above them.
+    """
 
     line: Line
     row_s: float

@@ -1,4 +1,4 @@
-"""What the controller tells its driver to do."""
+"""Commands: what the controller tells its driver to do, in the order in which to do it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Dispatch(NamedTuple):
-    """Hand the request to the engine: it may prefill it from the next iteration on."""
+    """Hand the request to the engine, which may prefill it from its next iteration on."""
 
     request_id: int
     engine: int
@@ -20,7 +20,7 @@ class Drop(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Refuse the request at the door: no engine could ever serve it. ``unplaced``: its model has none."""
+    """Refuse the request: no engine could ever serve it. ``unplaced``: its model has no engine."""
 
     request_id: int
     reason: str
@@ -28,14 +28,15 @@ class Reject(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Tell me everything now: the driver answers with ``Tick`` at this very moment."""
+    """Report the state of everything now: the driver answers with ``Tick`` at this moment."""
 
 
 class Activate(NamedTuple):
     """Load a model onto these GPUs (in the order of TP ranks) as a new engine; ``EngineReady`` says when it serves.
 
-    Memory for its weights is taken at once. Ids count up from the engines of the first placement, none is ever used twice: an
-    engine is one stay on GPUs. So a move is an ``Activate`` elsewhere, then an ``Evict`` of the old engine once that is ready.
+    The memory for its weights is taken at once. Ids count up from the engines of the first placement. Invariant: no id is used
+    twice, for an engine is one stay on GPUs. So a move is an ``Activate`` elsewhere, and an ``Evict`` of the old engine once
+    the new one is ready.
     """
 
     engine: int
@@ -44,18 +45,23 @@ class Activate(NamedTuple):
 
 
 class Evict(NamedTuple):
-    """Take an engine from its GPUs; nothing is dispatched to it any more. Weights stay in host memory. With ``drain`` it first
-    ends the requests that it has, and ``EngineDrained`` follows. Without, its memory is free at once, and its requests lose
-    their KV (``RequestReturned``)."""
+    """Take an engine from its GPUs. No request is dispatched to it any more; its weights stay in host memory.
+
+    With ``drain`` it first ends the requests that it has, and ``EngineDrained`` follows. Without, its memory is free at once,
+    and its requests lose their KV (``RequestReturned``).
+    """
 
     engine: int
     drain: bool
 
 
 class DropLayers(NamedTuple):
-    """Merge ``engines`` into one pipeline, as the new engine ``engine``: layers that another of their instances holds become
-    KV memory, and the KV of requests follows its layers. ``LayersDropped`` says when it serves, ``LayersKept`` that it never
-    will. ``freed_bytes`` of weights over the cluster; ``sufficient``: as required."""
+    """Merge ``engines`` into one pipeline, as the new engine ``engine``.
+
+    Layers that another of their instances holds become KV memory, and the KV of requests follows its layers.
+    ``LayersDropped`` says when the pipeline serves, ``LayersKept`` that it never will. ``freed_bytes`` counts weights over
+    the cluster; ``sufficient`` says whether they are as many as required.
+    """
 
     engine: int
     engines: tuple[int, ...]
@@ -64,9 +70,11 @@ class DropLayers(NamedTuple):
 
 
 class RestoreLayers(NamedTuple):
-    """Bring the missing layers of a pipeline back to its instances. When all are there (``LayersRestored``) each instance
-    serves as a new engine, and the pipeline ends its requests (``EngineDrained``). ``gpus`` are those of each engine
-    in ``into``."""
+    """Bring the missing layers of a pipeline back to its instances.
+
+    When all are there (``LayersRestored``), each instance serves as a new engine of ``into``, on its ``gpus``. The pipeline
+    ends its requests (``EngineDrained``).
+    """
 
     engine: int
     into: tuple[int, ...]
@@ -74,8 +82,10 @@ class RestoreLayers(NamedTuple):
 
 
 class Migrate(NamedTuple):
-    """Copy the KV of a request from engine ``source`` to ``destination`` while it goes on decoding. ``MigrationEnded`` follows,
-    be it there or not."""
+    """Copy the KV of a request from engine ``source`` to ``destination`` while it goes on decoding.
+
+    ``MigrationEnded`` follows, whether the request has moved or not.
+    """
 
     request_id: int
     source: int

@@ -1,8 +1,13 @@
-"""The controller: the one owner of what waits where. It turns events into commands.
+"""The controller: the one owner of waiting requests. It turns events into commands.
 
-A request is routed on arrival to one instance of its model, in proportion to the instances' target rates, and waits in the
-local scheduler of that instance. When an engine stands between two iterations its driver reports ``EngineStepped``, and
-the scheduler says who starts. The engine keeps vLLM's own first-come-first-served queue behind that.
+A driver (the simulator or the runtime) reports events with their time, and carries out the commands in their order. The
+controller has no clock and does no I/O, so both drivers run the same code.
+
+    RequestArrived   route to one instance of the model, in proportion to target rates; add to its local scheduler
+    EngineStepped    ask the local scheduler which requests start: Dispatch or Drop each
+
+An engine keeps vLLM's own first-come-first-served queue behind that. Invariant: a waiting request is bound to exactly one
+engine, and waits in exactly one scheduler.
 """
 
 from __future__ import annotations
@@ -21,11 +26,12 @@ from fineserve_sim.policy.interfaces import EngineState, LocalScheduler, Request
 class Turns:
     """Weighted round robin by the quota method (Balinski and Young 1975) among members 0, 1, ... with these rates (any unit).
 
-    Whoever falls behind its share first has its turn, among those that are not ahead of it: after h requests, a member with the
-    fraction q of all rates has had between floor(h q) and ceil(h q) of them. Ties go to the first member. Members without a
-    rate have no share beside others; among themselves they have equal turns. Raises ValueError for a negative rate.
+    Among the members that are not ahead of their share, the one that falls behind it first has the next turn. After h
+    turns, a member with the fraction q of all rates has had between floor(h q) and ceil(h q) of them. Ties go to the first
+    member. Members without a rate have no share beside others; among themselves they have equal turns.
 
-    A turn among all costs O(log members), amortised, one among some a step for each of them.
+    A turn among all members costs O(log members), amortised; among some, a step for each. Raises ValueError for a negative
+    rate.
     """
 
     __slots__ = ("_heap", "_rate", "_rates", "_sent", "_total")
@@ -42,7 +48,7 @@ class Turns:
         heapify(self._heap)
 
     def next(self) -> int:
-        """Whose turn it is among all."""
+        """The member that has the next turn."""
         heap, sent, rates = self._heap, self._sent, self._rates
         due, best = heap[0]
         while due != (now_due := (sent[best] + 1) / rates[best]):
@@ -55,7 +61,7 @@ class Turns:
         return best
 
     def next_among(self, members: Sequence[int]) -> int:
-        """Whose turn it is if only these can take it."""
+        """The member that has the next turn if only these can take it."""
         sent, rates = self._sent, self._rates
         members = [member for member in members if rates[member]] or members
         if not rates[members[0]]:
@@ -79,7 +85,7 @@ class Route:
 
 
 class _Routes(NamedTuple):
-    """The instances of a model, whose turn it is among them, and the tokens that all of them can hold."""
+    """The instances of a model, the turns among them, and the sequence length that each of them can hold."""
 
     instances: tuple[Route, ...]
     turns: Turns
@@ -95,8 +101,11 @@ class _Queue:
 
 
 def check_state(engine: int, state: Enum | None, possible: Sequence[Enum], given: int) -> None:
-    """Raise ValueError for an event of an engine that never was (ids below ``given`` were), or that is in none of the
-    ``possible`` states, if any are named. One without a ``state`` is gone."""
+    """Raise ValueError for an event that cannot be.
+
+    The engine never existed (ids below ``given`` did), or it is in none of the ``possible`` states, if any are named. An
+    engine without a ``state`` is gone.
+    """
     if (state is None and not 0 <= engine < given) or (state and possible and state not in possible):
         raise ValueError(f"engine {engine} is {state.name.lower() if state else 'unknown'}: that cannot be")
 
@@ -104,17 +113,17 @@ def check_state(engine: int, state: Enum | None, possible: Sequence[Enum], given
 class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
-    ``routes`` maps each model to its instances; a model without instances has an empty sequence. They stay as they are;
-    ``FleetController`` is the one whose engines come and go. ``schedulers`` by the engines that one serves; an engine without
-    one holds nothing back: requests go to its own first-come-first-served queue at once. ``stays``: why other events cannot be.
+    ``routes`` maps each model to its instances, which never change; ``FleetController`` has engines that come and go.
+    ``schedulers`` maps the engines that one scheduler serves to it. With None, requests go to the engine's own queue at once.
+    ``stays`` says why other events cannot be.
     """
 
     stays = "the engines of this controller are always resident"
     needs_loads: bool = False
-    """Whether it wants to be told what changed (``Loads``) before each request."""
+    """Whether the driver reports changed loads (``Loads``) before each request."""
 
     next_tick_s: float = float("inf")
-    """When it wants to be told everything (``Tick``)."""
+    """When the driver reports the state of everything (``Tick``)."""
 
     def __init__(
         self,
@@ -129,17 +138,21 @@ class Controller:
             RequestAborted: self._abort,
         }
         self._routes: dict[str, _Routes] = {}
+        # By engine; the engines of one scope have one object. Invariant: its length is the number of its bound requests.
         self._queues: dict[int, _Queue] = {}
+        # Waiting requests twice: the engine of each, and the requests of each engine. Invariant: both say the same.
         self._bound: dict[int, int] = {}
-        self._requests: dict[int, dict[int, Request]] = {}  # by engine, those bound to it
+        self._requests: dict[int, dict[int, Request]] = {}
         for model, instances in routes.items():
             self._lead(model, instances)
         for scope, scheduler in schedulers.items():
             self._open(scope, scheduler)
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out. Raises
-        ValueError for an event that cannot be."""
+        """The commands that ``event`` causes at time ``now`` (seconds), in the order in which to carry them out.
+
+        Raises ValueError for an event that cannot be.
+        """
         self._now = now
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -147,12 +160,12 @@ class Controller:
         return handler(event)
 
     def waiting(self, engine: int) -> int:
-        """How many requests wait in the scheduler that serves ``engine``; none for an engine that no route leads to."""
+        """The number of requests in the scheduler that serves ``engine``; 0 for an engine that no route leads to."""
         queue = self._queues.get(engine)
         return queue.length if queue else 0
 
     def bound_to(self, engine: int) -> int:
-        """How many waiting requests are bound to ``engine`` itself (its scheduler may serve others too)."""
+        """The number of waiting requests that are bound to ``engine`` itself. Its scheduler may serve other engines, too."""
         return len(self._requests.get(engine, ()))
 
     def engine_of(self, request_id: int) -> int | None:
@@ -160,7 +173,7 @@ class Controller:
         return self._bound.get(request_id)
 
     def unchanged_until(self, now: float, engine: int, engines: Mapping[int, EngineState]) -> float:
-        """See ``LocalScheduler.unchanged_until``; infinity when nobody waits."""
+        """See ``LocalScheduler.unchanged_until``; infinity when no request waits."""
         scheduler = self._queues[engine].scheduler
         return scheduler.unchanged_until(now, engines) if len(scheduler) else float("inf")
 
@@ -182,7 +195,7 @@ class Controller:
         return request
 
     def route(self, model: str, prompt_tokens: int) -> Route | None:
-        """The instance whose turn it is among those that can hold the prompt and a token, in proportion to target rates."""
+        """The next instance in turn that can hold the prompt and a token; turns are in proportion to target rates."""
         routes, turns, shortest_tokens = self._routes[model]
         if prompt_tokens < shortest_tokens:
             return routes[turns.next()] if len(routes) > 1 else routes[0]

@@ -1,4 +1,4 @@
-"""What drivers tell the controller. Times are arguments of ``Controller.handle``, not part of the event."""
+"""Events: what a driver reports to the controller. ``Controller.handle`` takes the time of an event beside it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ class RequestArrived(NamedTuple):
 
 
 class RequestReturned(NamedTuple):
-    """An engine gave a request back, or lost it: it waits again, the tokens generated so far as part of its prompt."""
+    """An engine gave a request back, or lost it. The request waits again; what it generated is part of its prompt."""
 
     request: Request
 
 
 class EngineStepped(NamedTuple):
-    """An engine stands between two iterations (or idle): now is when its local scheduler may start requests. ``engines`` holds
-    the state of every engine in the scheduler's scope, the stepping one among them."""
+    """An engine is between two iterations, or idle: its local scheduler may start requests now.
+
+    ``engines`` holds the state of every engine in the scheduler's scope, this one included.
+    """
 
     engine: int
     engines: dict[int, EngineState]
@@ -32,11 +34,12 @@ class RequestAborted(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """The moment that the controller asked for, by ``next_tick_s`` or by the command ``Survey``: everything as it is now.
+    """The state of everything now, as the controller asked by ``next_tick_s`` or by the command ``Survey``.
 
-    ``running`` holds, by engine that has any, the requests that were dispatched to it and have not ended; ``free_bytes`` by
-    GPU what another model's weights could take: usable memory less weights and contexts of engines (loading ones too) and KV
-    in use. ``loads`` holds those of every engine, where the controller dispatches by them.
+    * ``running``: by engine, how many requests were dispatched to it and have not ended; engines without any are left out.
+    * ``free_bytes``: by GPU, what the weights of another model could take. Weights and contexts of all engines, also of those
+      that load, and KV in use are taken off usable memory.
+    * ``loads``: by engine, where the controller dispatches by them.
     """
 
     running: dict[int, int]
@@ -45,8 +48,10 @@ class Tick(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """The engines whose load changed since the last look, as they are now; told before a request comes, where
-    ``Controller.needs_loads``."""
+    """The present load of each engine whose load changed since the last report.
+
+    Drivers report it before a request arrives, where ``Controller.needs_loads``.
+    """
 
     loads: dict[int, EngineLoad]
 
@@ -58,9 +63,11 @@ class EngineReady(NamedTuple):
 
 
 class EnginesResized(NamedTuple):
-    """The KV tokens that each of these engines can hold from now on if no other engine holds any, as its memory counts them,
-    in whole blocks: its GPUs have got more or fewer engines. Until it is told, an engine is taken to hold what the largest
-    GPU could."""
+    """The KV tokens that each of these engines can hold from now on, if no other engine holds any.
+
+    It follows when a GPU gets more or fewer engines. The memory counts whole blocks. Before its first such event, an engine
+    is taken to hold what the largest GPU could.
+    """
 
     kv_tokens: dict[int, int]
 
@@ -72,8 +79,11 @@ class EngineDrained(NamedTuple):
 
 
 class EngineFailed(NamedTuple):
-    """An engine is lost, be it loading, serving or draining, for the GPUs ``lost`` failed, and with it all others on them; its
-    memory is free. The requests that it had are told one by one, after this, by ``RequestReturned``."""
+    """An engine is lost, and its memory is free. It may have been loading, serving or draining.
+
+    If the GPUs ``lost`` failed, all other engines on them are lost too. ``RequestReturned`` follows for each request of the
+    engine.
+    """
 
     engine: int
     lost: tuple[int, ...] = ()
@@ -92,7 +102,7 @@ class LayersDropped(NamedTuple):
 
 
 class LayersKept(NamedTuple):
-    """The pipeline that ``DropLayers`` asked for will not be: an instance failed. Its other engines serve on."""
+    """An instance failed, so the pipeline that ``DropLayers`` asked for will not form. Its other engines serve on."""
 
     engine: int
 

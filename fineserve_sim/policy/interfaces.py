@@ -22,9 +22,11 @@ class Request(NamedTuple):
 class EngineState(NamedTuple):
     """What a local scheduler sees of one engine at one moment.
 
-    ``running`` counts sequences that hold a slot (decoding or in prefill), ``decoding`` those past their prefill;
-    ``prefill_tokens`` are admitted and not yet computed; ``free_kv_tokens`` is what the engine's KV memory could still take;
-    ``slowdown`` >= 1 is the present contention factor of its GPU.
+    * ``running``: sequences that hold a slot, decoding or in prefill.
+    * ``decoding``: sequences past their prefill.
+    * ``prefill_tokens``: prompt tokens that are admitted and not yet computed.
+    * ``free_kv_tokens``: what the engine's KV memory could still take.
+    * ``slowdown``: the present contention factor of its GPU, at least 1.
     """
 
     running: int
@@ -38,10 +40,10 @@ class EngineState(NamedTuple):
 class EngineLoad(NamedTuple):
     """What a dispatcher or a global memory manager sees of one engine at one moment. Blocks are KV blocks of the whole model.
 
-    ``queued_blocks`` hold the prompts of all its waiting requests, ``head_blocks`` that of the first; ``running`` requests have
-    a slot; ``stalled`` ones among them wait for KV that is on its way. ``fullest_bytes``: the most KV bytes on one of its
-    instances, less what is kept for sequences to come. ``shortest`` is the running request with the fewest blocks, where
-    asked for and if any may be moved.
+    * ``queued_blocks``: what the prompts of all its waiting requests need; ``head_blocks``: what the first one needs.
+    * ``running``: requests that have a slot; ``stalled``: those of them that wait for KV on its way.
+    * ``fullest_bytes``: the most KV bytes on one of its instances, less what is kept for sequences to come.
+    * ``shortest``: the running request with the fewest blocks, where asked for and if any may be moved.
     """
 
     used_blocks: int
@@ -60,20 +62,25 @@ class EngineLoad(NamedTuple):
 
 
 PrefillLatency = Callable[[int, int, int], float]
-"""Predicted seconds, without contention, to prefill prompts by chunked prefill: their tokens, the decodes that run beside them,
-and the prompts' query-key pairs. Non-decreasing in prompts and in their lengths; infinite when the decodes leave no token of a
-step to a prompt."""
+"""Predicted seconds to prefill prompts in chunks, without contention.
+
+The arguments are the tokens of the prompts, the decodes that run beside them, and the query-key pairs of the prompts. It never
+falls with more prompts or longer ones. It is infinite when the decodes leave no token of a step to a prompt.
+"""
 
 
 def prompt_pairs(tokens: int) -> int:
-    """Query-key pairs of one prompt: a token attends to itself and to all before it."""
+    """Query-key pairs of one prompt: each token attends to itself and to all before it."""
     return tokens * (tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What does not change of an engine: its model's prefill speed measured alone, its model's TTFT SLO, the KV
-    tokens it could hold if nobody else held any, and the tokens of a KV block."""
+    """What never changes of an engine.
+
+    ``prefill_tokens_per_s`` is measured alone. ``slo_s`` is the TTFT SLO of its model. ``kv_capacity_tokens`` is what the
+    engine could hold if no other engine held any.
+    """
 
     prefill_tokens_per_s: float
     slo_s: float
@@ -92,8 +99,8 @@ class Admission:
 class LocalScheduler(Protocol):
     """Decides which waiting request starts next on the engines of its scope (one engine, or all engines of a GPU).
 
-    Requests enter by ``add`` bound to an engine id, and leave by being admitted, dropped or removed. ``schedule`` is
-    idempotent: called again with the same time and states, it admits and drops nothing more.
+    ``add`` binds a request to an engine of the scope. The request waits until it is admitted, dropped or removed. Invariant:
+    ``schedule`` is idempotent; called again with the same time and states, it admits and drops nothing more.
     """
 
     def add(self, request: Request, engine: int) -> None: ...
@@ -106,8 +113,11 @@ class LocalScheduler(Protocol):
     def schedule(self, now: float, engines: Mapping[int, EngineState]) -> Admission: ...
 
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
-        """A time before which ``schedule`` would answer nothing if no request comes or goes, no engine changes its batch and
-        free memory does not grow. Called just after ``schedule``; infinity when only such events matter. Never late."""
+        """A time before which ``schedule`` would answer nothing.
+
+        It assumes that no request comes or goes, no engine changes its batch and free memory does not grow. It may be early
+        but is never late, and infinite when only such events matter. It is called just after ``schedule``.
+        """
 
 
 class KVLedger(NamedTuple):
@@ -125,8 +135,11 @@ class KVLedger(NamedTuple):
 
 
 class KVManager(Protocol):
-    """KV memory of one GPU whose blocks have names: which block an engine gets decides what its neighbours can still get.
-    ``owner`` is an engine that is registered with it. ``check`` raises AssertionError if the state contradicts itself."""
+    """KV memory of one GPU whose blocks have names.
+
+    Names matter because the block that one engine gets decides what its neighbours can still get. An ``owner`` is an engine
+    that is registered with it. ``check`` raises AssertionError if the state contradicts itself.
+    """
 
     def ledger(self) -> KVLedger: ...
 
@@ -141,8 +154,10 @@ class KVManager(Protocol):
     def used_bytes(self, owner: int) -> int: ...
 
     def fits(self, demands: Mapping[int, int]) -> bool:
-        """Whether all these blocks (owner to number) would be granted, in whatever order they are asked for. Owners that
-        are not registered here are ignored."""
+        """Whether all these blocks (owner to number) would be granted, in any order of asking.
+
+        Owners that are not registered here are ignored.
+        """
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken."""
@@ -152,10 +167,13 @@ class KVManager(Protocol):
 
 
 class TimedKVManager(KVManager, Protocol):
-    """A KV memory whose blocks may take host time, as driver calls do. ``fits`` then answers for blocks that take none."""
+    """A KV memory whose blocks may take host time, as driver calls do.
+
+    ``fits`` then says whether the blocks would be granted without any.
+    """
 
     def advance(self, now: float) -> None:
-        """It is ``now``, in seconds; never earlier than before. Told before anything else happens at that time."""
+        """Set the time, which never goes back. It comes before everything else at that time."""
 
     def exposed_s(self, owner: int) -> float:
         """Seconds from now until the blocks that ``owner`` holds can be used: its next step starts that much later."""
@@ -193,8 +211,9 @@ class OperatingPoint(NamedTuple):
 class ModelDemand:
     """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
 
-    ``slo_s`` is the TTFT SLO, ``tpot_slo_s`` that of the time per token (None: none is set); ``tokens_per_request`` is the
-    expected prompt and output together. ``weight_bytes``: weights and context; ``activation_bytes``: of a full step at most.
+    * ``slo_s``: the TTFT SLO; ``tpot_slo_s``: the SLO of the time per token, if any.
+    * ``tokens_per_request``: the expected prompt and output together.
+    * ``weight_bytes``: weights and context; ``activation_bytes``: the peak of a full step.
     """
 
     id: str
@@ -237,8 +256,10 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Instances in the order in which they were decided; ``unplaced`` models fit nowhere; ``infeasible`` ones are placed
-    but no profiled operating point meets their SLO."""
+    """Instances in the order in which they were decided.
+
+    ``unplaced`` models fit nowhere. ``infeasible`` models have a place, but no profiled operating point meets their SLO.
+    """
 
     instances: tuple[Instance, ...]
     unplaced: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ Percent = Annotated[int, Field(strict=True, ge=1, le=100)]
 
 
 class Sharing(BaseModel):
-    """``percent``: of the SMs, by model id, under MPS; ``profile``: of each slice, under MIG."""
+    """A way of sharing. Under MPS, ``percent`` caps the SMs by model id; under MIG, ``profile`` is that of each slice."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,13 +55,13 @@ class Sharing(BaseModel):
 
     @model_serializer
     def words(self) -> Any:
-        """As a file has it."""
+        """The word or mapping of a file."""
         if self.mode == "mig":
             return {"mig": self.profile}
         return self.mode if self.percent is None else {self.mode: self.percent}
 
     def renamed(self, models: Mapping[str, str]) -> Sharing:
-        """The same of models with other ids: new id to old."""
+        """The same sharing for models with other ids, given as new id to old."""
         if not isinstance(self.percent, dict):
             return self
         percent = {new: self.percent[old] for new, old in models.items() if old in self.percent}

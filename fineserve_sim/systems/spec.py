@@ -1,8 +1,11 @@
 """What a system is: one choice on each policy axis, as data.
 
-A system of the papers is a short YAML file beside this module. Each axis names a policy and its options; an option is
-a recommended reading of the specification with its default, so that two systems that differ in one policy differ in one
-line. ``SystemSpec`` validates them; ``fineserve_sim.cluster.compose`` turns them into policy objects.
+A system of the papers is a short YAML file beside this module. Each axis names a policy and its options, so that two
+systems that differ in one policy differ in one line. ``SystemSpec`` validates the file; ``fineserve_sim.cluster.compose``
+turns it into policy objects.
+
+An option is either what makes a system itself, or a reading of what a paper leaves open, with a default (``readings.yaml``).
+What one text settles is a constant of its policy, with its source.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ class FineServePlacementSpec(Spec):
 class KvprPlacementSpec(Spec):
     """Prism's greedy placement by KV pressure ratio (request rate over SLO, per byte left for KV).
 
-    ``tau`` and ``threshold`` matter where models may move: to a ratio below tau of their own, or lower by more than tau.
-    ``charges``: KV memory is what the weights leave, or what whole engines leave.
+    ``tau`` and ``threshold`` matter where models may move. A model moves to a ratio that is below tau times its own
+    (``relative``), or lower by more than tau (``absolute``). ``charges``: KV memory is what the weights leave, or what whole
+    engines leave.
     """
 
     policy: Literal["kvpr"] = "kvpr"
@@ -86,10 +90,10 @@ class MooreHodgsonSpec(Spec):
 
 
 class ClairvoyantSpec(Spec):
-    """No scheduler but a bound on all of them: as many requests in time as anybody could serve who knew the future.
+    """A bound on all schedulers, and no scheduler: the most requests in time by one that knows the future.
 
-    The simulator alone can tell it. Only its TTFT attainment is a bound; no decode, memory or neighbour takes time.
-    ``engines``: each model has one on every GPU, whatever the placement, or those "placed".
+    The simulator alone computes it. Only its TTFT attainment is a bound; no decode, memory or neighbour takes time.
+    ``engines``: each model has an engine on every GPU ("everywhere"), or where the placement put it ("placed").
     """
 
     policy: Literal["clairvoyant"] = "clairvoyant"
@@ -97,20 +101,19 @@ class ClairvoyantSpec(Spec):
 
 
 class KvSlabSpec(Spec):
-    """One shared KV region a GPU, carved into slabs."""
+    """One shared KV region for each GPU, carved into slabs."""
 
     policy: Literal["kv_slab"] = "kv_slab"
     slab_cap_bytes: PositiveInt = 64 * 2**20
     slab_multiple: PositiveInt = 1
-    reserved_slabs: Annotated[int, Field(ge=0)] = 0
 
 
 class PrivatePoolsSpec(Spec):
-    """One paged pool an engine; ``split`` says how the memory of a shared GPU is divided.
+    """One paged pool for each engine; ``split`` says how the memory of a shared GPU is divided.
 
-    ``demand``: in proportion to request rate times bytes per token, each for one request of ``least_tokens`` at least.
-    Where models come and go, it divides what is free among those that load at once on a GPU.
-    ``prefix_cache`` keeps full blocks of sequences that ended; ``attention`` is today's kernel or one of the legacy table.
+    ``demand`` divides it in proportion to request rate times bytes per token; each pool holds a request of ``least_tokens``.
+    Where models come and go, it divides what is free among the engines that load at once on a GPU. ``prefix_cache`` keeps
+    full blocks of sequences that ended. ``attention`` is today's kernel or one of the legacy table.
     """
 
     policy: Literal["private"] = "private"
@@ -130,33 +133,33 @@ class ReplicasPlacementSpec(Spec):
 
 
 class SwapPoolsSpec(Spec):
-    """One paged pool an instance; out of memory, KV is swapped to host memory while others compute (InferCept)."""
+    """One paged pool for each instance. Out of memory, KV is swapped to the host while others compute (InferCept)."""
 
     policy: Literal["swap"] = "swap"
     host_bytes_per_s: Annotated[float, Field(gt=0)] = 25e9
 
 
 class RoundRobinDispatchSpec(Spec):
-    """Each new request to the next group of instances."""
+    """Each new request goes to the next group of instances."""
 
     policy: Literal["round_robin"] = "round_robin"
 
 
 class LeastLoadedDispatchSpec(Spec):
-    """Each new request to the group with the smallest KV demand relative to its capacity."""
+    """Each new request goes to the group with the smallest KV demand relative to its capacity."""
 
     policy: Literal["least_loaded"] = "least_loaded"
     queued: Literal["all", "head"] = "all"
 
 
 class LeastQueuedDispatchSpec(Spec):
-    """Each new request to the group with the fewest queued prompt tokens an instance, if its memory has room."""
+    """Each new request goes to the group with the fewest queued prompt tokens an instance, if its memory has room."""
 
     policy: Literal["least_queued"] = "least_queued"
 
 
 class FreenessDispatchSpec(Spec):
-    """Each new request to the group with the most free KV memory a running request (Llumnix)."""
+    """Each new request goes to the group with the most free KV memory a running request (Llumnix)."""
 
     policy: Literal["freeness"] = "freeness"
     queued: Literal["all", "head"] = "head"
@@ -174,27 +177,26 @@ class KunServeDropSpec(Spec):
     """Instances out of KV memory drop layers that others hold, and run as one pipeline until demand has fallen.
 
     ``exchange``: KV of ongoing requests moves in chunks, activations first, or in bulk, first come first served.
-    ``restore_usage``: a pipeline is split again when the usage of the cluster, or its own, is under ``restore_below``.
+    ``restore_usage``: a pipeline is split again when the usage of the cluster, or its own, is under half of the base.
     """
 
     policy: Literal["kunserve_drop"] = "kunserve_drop"
     exchange: Literal["coordinated", "bulk"] = "coordinated"
     restore: bool = True
     trigger: Annotated[float, Field(gt=0, le=1)] = 0.95
-    restore_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
     restore_usage: Literal["cluster", "group"] = "cluster"
     required: Literal["net", "gross"] = "gross"
     max_group: PositiveInt | None = None
-    remap_s: Annotated[float, Field(ge=0)] = 0.005
 
 
 class PipelineSpec(Spec):
     """How groups of several instances run: how many stages from the start, and how microbatches are formed.
 
-    ``token_count``: chunked prefill within the token budget; ``lookahead``: all that waits is cut into parts of equal cost and
-    about ``min_tokens`` tokens (by default the token budget), or up to twice as many: the budget does not bound them, nor
-    does it in the paper's listing (section 4.3). ``queues``: each microbatch in flight has its own (vLLM's virtual engines), or
-    all take from one; lookahead always has one.
+    ``microbatches``: ``token_count`` is chunked prefill within the token budget. ``lookahead`` cuts all that waits into parts
+    of equal cost. A part has about ``min_tokens`` tokens (by default the token budget), or up to twice as many. The budget does
+    not bound it, nor does it in the paper's listing (section 4.3).
+
+    ``queues``: each microbatch in flight has its own queue (vLLM's virtual engines), or all share one. Lookahead always shares.
     """
 
     policy: Literal["pipeline"] = "pipeline"
@@ -220,16 +222,16 @@ class SpareInstancesSpec(Spec):
 class KvCachedSpec(Spec):
     """KV memory mapped page by page under virtual tensors, shared by the engines of a GPU (Prism's kvcached).
 
-    ``mode``: what a page growth costs. ``sync``: a driver call for every layer's K and V delays the step; ``buffered``:
-    pages are mapped ahead by a thread, ``min_reserved`` to ``max_reserved`` an engine; ``contiguous``: no buffer, one call for
-    all layers.
+    ``mode`` says what a page growth costs:
+
+    * ``sync``: a driver call for every layer's K and V delays the step.
+    * ``buffered``: a thread maps 5 to 10 pages of each engine ahead, as kvcached does by default.
+    * ``contiguous``: no buffer, one call for all layers.
     """
 
     policy: Literal["kvcached"] = "kvcached"
     mode: Literal["sync", "buffered", "contiguous"] = "buffered"
     page_bytes: PositiveInt = 2 * 2**20
-    min_reserved: Annotated[int, Field(ge=0)] = 5
-    max_reserved: Annotated[int, Field(ge=0)] = 10
 
 
 class VTensorSpec(Spec):
@@ -262,7 +264,7 @@ class MuxServePlacementSpec(Spec):
 
 
 class RoundRobinPlacementSpec(Spec):
-    """Models by falling weights, each to the next GPU or TP group in turn that holds it."""
+    """Models by falling weights, each on the next GPU or TP group in turn that holds it."""
 
     policy: Literal["round_robin"] = "round_robin"
 
@@ -280,7 +282,6 @@ class PrismResidencySpec(Spec):
     pressure_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     replace_s: Annotated[float, Field(gt=0)] = 10.0
     min_stay_s: Annotated[float, Field(ge=0)] = 30.0
-    rate_window_s: Annotated[float, Field(gt=0)] = 60.0
     engine_pool: bool = True
     parallel_loading: bool = True
     engine_start_s: Annotated[float, Field(ge=0)] = 30.0
@@ -293,7 +294,6 @@ class QlmResidencySpec(Spec):
     policy: Literal["qlm"] = "qlm"
     swap_s: Annotated[float, Field(ge=0)] = 30.0
     running: Literal["finish", "requeue"] = "finish"
-    seed: int = 0
     tick_s: Annotated[float, Field(gt=0)] = 1.0
 
 
@@ -323,8 +323,7 @@ class SystemSpec(Spec):
     """One system: where models go, which request starts next, and how KV memory is shared.
 
     ``sharing`` is how engines share the SMs of a GPU, unless the cluster says it. Without ``residency``, models stay where they
-    were placed. A system with ``dispatch`` is a cluster of instances of one
-    model; the axes after it are for such systems alone.
+    were placed. A system with ``dispatch`` is a cluster of instances of one model; only such systems have the axes after it.
     """
 
     name: str
@@ -359,10 +358,9 @@ class SystemSpec(Spec):
 
 
 def add_choice(axis: Literal["placement", "scheduler"], spec: type[Spec]) -> None:
-    """Let ``axis`` of every system take ``spec``, whose ``policy`` field has its name as the only value and default.
+    """Add a policy to an axis of all systems. The ``policy`` field of ``spec`` has its name as the only value and default.
 
-    The way in from outside is ``fineserve_sim.cluster.compose.policies``. Raises ValueError for a name that is taken or
-    missing.
+    From outside, call ``fineserve_sim.cluster.compose.policies``. Raises ValueError for a name that is taken or missing.
     """
     name = spec.model_fields["policy"].default if "policy" in spec.model_fields else None
     if not isinstance(name, str):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from fineserve_sim.policy.events import EngineFailed, RequestArrived, RequestReturned, Tick
-from fineserve_sim.policy.fleet.controller import FleetController
+from fineserve_sim.policy.fleet.controller import RATE_WINDOW_S, FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, Suggestion
 from fineserve_sim.policy.groups.dispatch import GroupEngine, Phase
@@ -28,16 +28,14 @@ def unscheduled(engines: Sequence[EngineBinding]) -> dict[tuple[int, ...], Local
 
 
 def test_a_request_that_lost_its_engine_is_no_new_demand() -> None:
-    watch, window_s = Watch(), 10.0
+    watch = Watch()
     models = {"a": FleetModel(ModelDemand("a", 1.0, 1.0, 1, 10, 1), 40)}
-    controller = FleetController(
-        models, [GpuSlot(0, 0, 100)], [Instance("a", 0, (0,), 1.0, 0)], watch, unscheduled, rate_window_s=window_s
-    )
-    controller.handle(20.0, RequestArrived(Request(7, "a", 20.0, 5)))
-    controller.handle(21.0, EngineFailed(0))
-    controller.handle(21.0, RequestReturned(Request(7, "a", 20.0, 9)))  # what it generated is part of its prompt now
-    controller.handle(22.0, Tick({}, {0: 90}))
-    assert watch.rates_per_s["a"] == 1 / window_s
+    controller = FleetController(models, [GpuSlot(0, 0, 100)], [Instance("a", 0, (0,), 1.0, 0)], watch, unscheduled)
+    controller.handle(80.0, RequestArrived(Request(7, "a", 80.0, 5)))
+    controller.handle(81.0, EngineFailed(0))
+    controller.handle(81.0, RequestReturned(Request(7, "a", 80.0, 9)))  # what it generated is part of its prompt now
+    controller.handle(82.0, Tick({}, {0: 90}))
+    assert watch.rates_per_s["a"] == 1 / RATE_WINDOW_S
 
 
 def views(demand_blocks: int) -> list[GroupEngine]:

@@ -54,7 +54,6 @@ def systems_of_any_options(draw: st.DrawFn) -> SystemSpec:
             "exchange": draw(st.sampled_from(["coordinated", "bulk"])),
             "restore": draw(st.booleans()),
             "trigger": draw(st.sampled_from([0.6, 0.95, 1.0])),
-            "restore_below": draw(st.sampled_from([0.1, 0.5])),
             "required": draw(st.sampled_from(["net", "gross"])),
             "max_group": draw(st.sampled_from([None, 2, 3])),
         }

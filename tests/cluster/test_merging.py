@@ -48,14 +48,14 @@ VARIANTS = [
     ({"policy": "moore_hodgson", "late": "drop", "reserve": "page"}, {"policy": "private", "split": "equal"}),
     ({"policy": "adaptive", "when_prefilling": "union"}, "kv_slab"),
     ("fcfs", {"policy": "private", "split": "equal"}),
-    ("adaptive", {"policy": "kv_slab", "slab_multiple": 3, "reserved_slabs": 1}),
+    ("adaptive", {"policy": "kv_slab", "slab_multiple": 3}),
 ]
 PAGED = {"policy": "kvcached", "page_bytes": 2**16}
 CHUNKED = {"policy": "vtensor", "chunk_bytes": 2**15}
 VIRTUAL = [
     ("fcfs", PAGED | {"mode": "sync"}),
-    ("adaptive", PAGED | {"mode": "buffered", "min_reserved": 1, "max_reserved": 2}),
-    ("moore_hodgson", PAGED | {"mode": "buffered", "min_reserved": 2, "max_reserved": 2}),
+    ("adaptive", PAGED | {"mode": "buffered"}),
+    ("moore_hodgson", PAGED | {"mode": "buffered"}),
     ("adaptive", PAGED | {"mode": "contiguous"}),
     ("fcfs", CHUNKED),
     ("adaptive", CHUNKED | {"extend": "late", "trim_s": 0.02}),

@@ -51,10 +51,10 @@ def test_a_buffer_hides_the_driver() -> None:
 
 
 def test_a_prompt_beyond_the_buffer_waits_for_the_rest() -> None:
-    """Seven pages at once, two of them mapped ahead."""
-    settings = EngineSettings(token_budget=8192)
-    rows = [(0.0, 7 * 1024, 2)]
-    buffered = run(rows, {"policy": "kvcached", "mode": "buffered", "min_reserved": 2, "max_reserved": 2}, settings)
+    """Ten pages at once, five of them mapped ahead."""
+    settings = EngineSettings(token_budget=16384)
+    rows = [(0.0, 10 * 1024, 2)]
+    buffered = run(rows, {"policy": "kvcached", "mode": "buffered"}, settings)
     slab = run(rows, "kv_slab", settings)
     assert buffered.first_token_s - slab.first_token_s == pytest.approx(5 * GROWTH_S)
 

@@ -209,8 +209,8 @@ def test_a_pipeline_that_drains_has_no_memory_beside_its_successors() -> None:
 
 
 def test_thresholds_must_leave_a_gap() -> None:
-    with pytest.raises(ValueError, match="under the trigger"):
-        drop(trigger=0.5, restore_below=0.5)
+    with pytest.raises(ValueError, match=r"layers come back below 0\.5"):
+        drop(trigger=0.5)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlock
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry, plan_slabs
-from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
+from fineserve_sim.policy.memory.kvcached import MAX_RESERVED, MIN_RESERVED, KvCachedManager, VirtualKV
 from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager
@@ -199,10 +199,9 @@ def virtual_kv(spec: specs.KvCachedSpec, block: KVGeometry) -> VirtualKV:
 def _build_slab(spec: specs.KvSlabSpec, kv_bytes: int, owners: Mapping[int, int], loners: Collection[int]) -> GpuMemory:
     plan = plan_slabs(owners.values(), cap_bytes=spec.slab_cap_bytes, multiple=spec.slab_multiple)
     first, block_bytes = next(iter(owners.items()))
-    if first in loners and spec.reserved_slabs == 0 and plan.slab_bytes == block_bytes:
+    if first in loners and plan.slab_bytes == block_bytes:
         return PrivatePools({first: (block_bytes, kv_bytes)})  # the same, by counting
-    reserved = min(spec.reserved_slabs, kv_bytes // plan.slab_bytes)
-    return KVSlabManager(kv_bytes, owners, plan=plan, reserved_slabs=reserved)
+    return KVSlabManager(kv_bytes, owners, plan=plan)
 
 
 def _build_kvcached(
@@ -214,8 +213,8 @@ def _build_kvcached(
             kv_bytes,
             {engine: virtual_kv(spec, block) for engine, block in blocks.items()},
             page_bytes=spec.page_bytes,
-            min_reserved=spec.min_reserved if buffered else 0,
-            max_reserved=max(spec.min_reserved, spec.max_reserved) if buffered else 0,
+            min_reserved=MIN_RESERVED if buffered else 0,
+            max_reserved=MAX_RESERVED if buffered else 0,
             virtual_bytes=virtual_bytes,
         )
     except ValueError as error:  # a page may hold no block

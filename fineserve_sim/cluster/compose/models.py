@@ -111,7 +111,6 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
         _residency(scenario, demands, slots),
         build.schedulers,
         tick_s=residency.tick_s,
-        rate_window_s=getattr(residency, "rate_window_s", 60.0),
     )
     cluster = cluster_of(scenario, build.clock, controller, build.contention)
 

@@ -148,7 +148,7 @@ def build_residency(
         return QlmSwapping(models, gpus, **options(spec, "tick_s"))
     kvpr = build_placement(placement if isinstance(placement, specs.KvprPlacementSpec) else specs.KvprPlacementSpec())
     assert isinstance(kvpr, KvprPlacement)
-    return PrismResidency(models, gpus, kvpr, **options(spec, "rate_window_s", "tick_s", *_LOADING))
+    return PrismResidency(models, gpus, kvpr, **options(spec, "tick_s", *_LOADING))
 
 
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:

@@ -44,13 +44,15 @@ EngineMaker = Callable[[int, tuple[TpGroup, ...], tuple[range, ...], bool], Engi
 """By id, instances in the order of stages, their layers, and whether the instances may have another engine for a while."""
 
 
+REMAP_S = 0.005
+"""How long it takes to turn dropped layers into KV memory (KunServe, section 4.1)."""
+
+
 class TransferRules(NamedTuple):
-    """``coordinated``: transfers by priority, in chunks that take a link ``chunk_s``; else in one queue. ``remap_s``:
-    seconds that it takes to turn dropped layers into KV memory."""
+    """``coordinated``: transfers by priority, in chunks that take a link ``chunk_s``; else in one queue."""
 
     coordinated: bool
     chunk_s: float
-    remap_s: float
 
     def chunk_bytes(self, link: Link) -> int | None:
         return max(1, round(link.bytes_per_s * self.chunk_s)) if self.coordinated else None
@@ -168,7 +170,7 @@ class Regrouping:
         (merge,) = (merge for merge in self._merges if engine in merge.sources)
         merge.running -= 1
         if not merge.running:
-            self._cluster.at(now + self._rules.remap_s, REMAP, partial(self._merge, merge))
+            self._cluster.at(now + REMAP_S, REMAP, partial(self._merge, merge))
 
     def _merge(self, merge: _Merge, now: float) -> None:
         cluster = self._cluster

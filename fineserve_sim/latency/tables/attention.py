@@ -1,12 +1,12 @@
 """Attention latencies from measured grids.
 
-Decode: for a batch of b sequences, seconds are piecewise linear in the cached context, with the measured contexts as
-breakpoints; between measured batch sizes log-log. Prefill: seconds are linear in the batch and in the work of a prompt
-between measured ones; the work of a token is the keys it sees, and as much as a number of keys for itself.
-Attention runs in parallel over sequences and KV heads, so a head count that was not measured is read as a larger batch of
-fewer KV heads with the same group (32/32 heads at batch b as 8/8 at batch 4b).
-
-On another GPU, what exceeds the smallest measured latency takes ``slowdown`` times as long; that itself, a launch, stays.
+* Decode: seconds of a batch are piecewise linear in the cached context, with the measured contexts as breakpoints. Between
+  measured batch sizes they are interpolated log-log.
+* Prefill: seconds are linear in the batch and in the work of a prompt, between measured ones. The work of a token is the
+  number of keys it sees, and a constant for itself.
+* Heads: attention runs in parallel over sequences and KV heads. So a head count that was not measured is read as a larger
+  batch of fewer KV heads with the same group. For example, 32/32 heads at batch b count as 8/8 at batch 4b.
+* On another GPU, the smallest measured latency (a launch) stays, and all beyond it takes ``slowdown`` times as long.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _rates(line: PiecewiseLinear, lengths: list[float], floor_s: float) -> list[
 class PrefillTable:
     """Prefill attention of one pair of head counts over ``layers`` layers.
 
-    Seconds at the measured batches and lengths never fall with either; between them they are linear in the batch and in
-    the work of a prompt, length * (length + TOKEN_KEYS); beyond the longest prompt and the largest batch in proportion.
+    Seconds at the measured batches and lengths never fall with either. Between them they are linear in the batch and in the
+    work of a prompt, length * (length + TOKEN_KEYS). Beyond the longest prompt and the largest batch they are in proportion.
     """
 
     __slots__ = ("_batch", "_factor", "_pieces", "_rates", "_work", "exact", "floor_s", "longest")

@@ -1,12 +1,12 @@
 """Interpolation that respects the shape of measured latencies.
 
-* Latency never falls with more work. Measured lines do, by noise and tile effects, so a line is replaced by its isotonic
-  regression in log space (Barlow et al. 1972, pool adjacent violators): steps up stay, dips are pooled.
-* A matrix product takes as long as its last tile is full: the time of a measured m holds to the end of its tile, and that of
-  the next measured m from the start of its own. Tiles have ``TILE_ROWS`` rows, those of a Hopper tensor-core instruction.
-* Between shapes (n, k) the ratio to the roofline is interpolated in log space: launch, tile and saturation losses change
-  slowly, the roofline itself does not.
-* Outside the measured range the ratio of the nearest measured shape is kept, on the roofline; callers flag it.
+* Latency never falls with more work. Measured lines do, by noise and tile effects. So a line is replaced by its isotonic
+  regression in log space (pool adjacent violators, Barlow et al. 1972): steps up stay, dips are pooled.
+* A matrix product computes whole tiles. So the time of a measured m holds to the end of its tile, and the time of the next
+  measured m from the start of its own. A tile has ``TILE_ROWS`` rows, as a Hopper tensor-core instruction.
+* Between shapes (n, k) the ratio to the roofline is interpolated in log space. Launch, tile and saturation losses change
+  slowly with the shape; the roofline does not.
+* Outside the measured range, a shape keeps the ratio to the roofline of the nearest measured shape; callers flag it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Fleets: which models are resident, and what waits for whom while they come and go."""
+"""Fleets: which models are resident, and which requests wait for an engine while models come and go."""

@@ -1,12 +1,18 @@
-"""The controller of engines that come and go: it owns who is on which GPU, and what waits for whom.
+"""The controller of engines that come and go. It owns which engine is on which GPU, and which requests wait for which model.
 
-It extends ``Controller`` by the life of engines (see ``views.py``). Requests of a model without a resident engine are
-held, and the first of them makes the controller ask for the state of everything (``Survey``); the answer (``Tick``) goes
-to the residency policy, whose suggestions it checks against its own books. Ticks also come at regular times.
+It extends ``Controller`` by the life of engines (see ``views.py``):
 
-Local schedulers serve engines that share a GPU queue (Prism) or one engine each, and know capacities that change when
-engines come and go (``EnginesResized``). So when that happens on a GPU, its schedulers are made anew and given what waits:
-rare, and no scheduler needs to know of residency.
+    a request arrives, no engine of its model serves   hold the request; ask for the state of everything (Survey)
+    Tick (the answer, and at regular times)            ask the residency policy; activate and evict what the books allow
+    EngineReady                                        distribute the held requests of its model
+    EngineDrained, EngineFailed                        distribute what waited for the engine; Survey if requests are held
+
+Local schedulers know the engines of their GPU and their capacities (``EnginesResized``). When engines come or go on a
+GPU, the controller makes its schedulers anew and gives them what waits. That is rare, and no scheduler needs to know of
+residency.
+
+Invariants: a request is held, or bound to one engine, never both. No request is bound to an engine that drains. A model
+has one loading engine at most.
 """
 
 from __future__ import annotations
@@ -21,14 +27,17 @@ from fineserve_sim.policy.fleet.roster import EngineEntry, FleetModel, Roster, S
 from fineserve_sim.policy.fleet.views import FleetView, Pending, ResidencyPolicy, Start, Status, Stop, next_multiple
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, Request
 
+RATE_WINDOW_S = 60.0
+"""Rates of models are averages over so long (Prism, its later version)."""
+
 _IN_TURN = attrgetter("arrival_s", "id")
 
 
 class FleetController(Controller):
     """A controller that activates and evicts engines as ``residency`` suggests.
 
-    ``instances`` are resident from the start, as engines 0, 1, ... in their order; GPUs are ``gpus``. Ticks come every
-    ``tick_s``; rates are averages over ``rate_window_s``, which start at the expected rates of ``models``.
+    ``instances`` are resident from the start, as engines 0, 1, ... in their order. Ticks come every ``tick_s``. Rates are
+    moving averages that start at the expected rates of ``models``.
     """
 
     stays = "engines that come and go neither merge nor migrate"
@@ -42,14 +51,12 @@ class FleetController(Controller):
         make_schedulers: SchedulerMaker,
         *,
         tick_s: float = 1.0,
-        rate_window_s: float = 60.0,
     ) -> None:
         super().__init__({})
         if tick_s <= 0:
             raise ValueError(f"tick_s is {tick_s}: ticks must be apart")
         self.next_tick_s = 0.0
         self._tick_s = tick_s
-        self._rate_window_s = rate_window_s
         self._make_schedulers = make_schedulers
         self._roster = Roster(gpus)
         self._models, self._engines = self._roster.models, self._roster.engines
@@ -69,13 +76,13 @@ class FleetController(Controller):
         self._remake_schedulers(self._roster.gpus)
 
     def add_model(self, id: str, model: FleetModel, residency: ResidencyPolicy) -> None:
-        """From now on there is one more model, without an engine; ``residency`` is a policy that knows it."""
+        """Add a model without an engine; ``residency`` is a policy that knows it."""
         self._residency = residency
-        self._roster.add_model(id, model, self._rate_window_s)
+        self._roster.add_model(id, model, RATE_WINDOW_S)
         self._lead(id, ())
 
     def remove_model(self, id: str, residency: ResidencyPolicy) -> None:
-        """The model is no more, nor are its engines, wherever they were. Raises ValueError while requests of it wait."""
+        """Remove a model and all its engines. Raises ValueError while requests of it wait."""
         model = self._models[id]
         if model.held or any(self.bound_to(engine) for engine in model.engines):
             raise ValueError(f"requests wait for model {id}")
@@ -85,11 +92,11 @@ class FleetController(Controller):
         del self._models[id], self._routes[id]
 
     def held(self, model: str) -> int:
-        """How many requests of the model wait because no engine serves it."""
+        """The number of requests of the model that wait because no engine serves it."""
         return len(self._models[model].held)
 
     def scope_of(self, engine: int) -> tuple[int, ...]:
-        """The engines that the scheduler of a resident engine serves, for ``EngineStepped``. Empty for others."""
+        """The engines that share the scheduler of this resident engine, for ``EngineStepped``. Empty for others."""
         found = self._engines.get(engine)
         return found.scope if found else ()
 
@@ -98,7 +105,7 @@ class FleetController(Controller):
         return sorted(engine for engine, requests in self._requests.items() if requests)
 
     def status(self, engine: int) -> Status | None:
-        """None for an engine that is not there (any more)."""
+        """The state of an engine; None for one that is gone or never was."""
         found = self._engines.get(engine)
         return found.status if found else None
 
@@ -130,7 +137,10 @@ class FleetController(Controller):
         return super()._deliver(request, engine)
 
     def _schedule(self, event: events.EngineStepped) -> list[Command]:
-        """If nobody may start at an engine that has a slot and no prompt to compute, its requests wait for memory."""
+        """Note the GPUs that are short of memory.
+
+        If no request may start at an engine that has a slot and no prompt to compute, its requests wait for memory.
+        """
         commands = super()._schedule(event)
         if not commands:
             for engine, state in event.engines.items():
@@ -153,7 +163,7 @@ class FleetController(Controller):
         return commands
 
     def _gone(self, engine: EngineEntry | None, lost: Iterable[int] = ()) -> list[Command]:
-        """It is not there any more, nor is any on lost GPUs: who waits for them or for their memory may get others."""
+        """Remove the engine, and all on ``lost`` GPUs. Requests that wait for them, or for their memory, may get others."""
         gone = {} if engine is None else {engine.engine: engine}
         for gpu in lost:
             gone |= self._roster.on_gpu[gpu]
@@ -166,7 +176,7 @@ class FleetController(Controller):
         return self._look_for_waiting()
 
     def _look_for_waiting(self) -> list[Command]:
-        """Ask for the state of everything, if requests wait for an engine that nobody has asked for."""
+        """Ask for the state of everything, if requests are held for a model that no engine loads for."""
         return [Survey()] if any(model.held and not model.is_coming for model in self._models.values()) else []
 
     def _evict(self, engine: EngineEntry, *, drain: bool) -> list[Command]:
@@ -174,7 +184,7 @@ class FleetController(Controller):
         return [Evict(engine.engine, drain), *self._distribute(self._remove(engine, drains=drain))]
 
     def _remove(self, engine: EngineEntry, *, drains: bool = False) -> list[Request]:
-        """Lead nobody to the engine any more; unless it drains, it is gone. Returns what waited for it, now bound to none."""
+        """Route no request to the engine any more; unless it drains, it is gone. Returns its waiting requests, unbound."""
         waiting = sorted(self._requests.pop(engine.engine, {}).values(), key=_IN_TURN)
         for request in waiting:
             del self._bound[request.id]
@@ -190,8 +200,10 @@ class FleetController(Controller):
         return waiting
 
     def _resize(self, event: events.EnginesResized) -> list[Command]:
-        """Routes and schedulers know what their engines can hold. Prompts that their engine cannot hold any more find another
-        one or are rejected: each would block its engine for ever."""
+        """Tell routes and schedulers what their engines can hold.
+
+        A prompt that its engine cannot hold any more would block it for ever: it goes to another engine, or is rejected.
+        """
         resized = [(engine, tokens) for id, tokens in event.kv_tokens.items() if (engine := self._roster.told_of(id))]
         too_long: list[Request] = []
         for engine, tokens in resized:

@@ -1,15 +1,17 @@
 """QLM (a baseline of Prism): GPUs are shared in time, one model at a time on each, by groups of requests.
 
 A *worker* is a GPU or TP group with one engine that has all its memory. Requests of a model that no engine serves form a
-*group*; a new group goes to the queue of a random worker. When a worker has served its group, it swaps to the model of
-the group at the head of its queue, or takes the first group that waits anywhere. While a group is served, further
-requests of its model join it, without a limit on the batch.
+*group*, which enters the queue of a random worker. When a worker has served its group, it swaps to the model of the group
+at the head of its queue. If its queue is empty, it takes the first group that waits anywhere. While a group is served,
+further requests of its model join it, without a limit on the batch.
 
-The time until a group is served is estimated: what is ahead of it at the throughput of each model, and a swap between
-models. When that breaks a deadline, the worker orders its groups by deadline, and closes the one in service: requests
-that come later form a new group. Those that the engine has are finished first. With ``running="requeue"`` the engine
-stops at once and they start again elsewhere (the later public version); by deadline they would often come back at once,
-so a group is then served at least as long as a swap takes.
+A worker estimates when each group is served: what is ahead of it at the throughput of each model, and a swap between
+models. When that breaks a deadline, the worker orders its groups by deadline and closes the group in service. Later
+requests of that model form a new group.
+
+A closed group first finishes the requests that its engine has. With ``running="requeue"`` (the later public version) the
+engine stops at once, and they start again elsewhere. By deadline they would often come back at once. So a group is then
+served at least as long as a swap takes.
 
 A swap stops an engine and starts another, tens of seconds during which the GPU holds no KV (Prism, Fig. 3).
 """
@@ -29,9 +31,8 @@ from fineserve_sim.policy.placement import tp_groups
 class QlmSwapping:
     """QLM as a residency policy: the requests that the controller holds are its groups.
 
-    ``models`` by id, with profiles. ``swap_s``: seconds between serving two models. ``seed``: of the choice of workers for
-    new groups. Raises ValueError for an unknown option, a model without a profile, and when the GPUs do not suffice for
-    a worker of every TP degree.
+    ``models`` by id, with profiles. ``swap_s``: seconds between serving two models. Raises ValueError for an unknown option,
+    a model without a profile, and when the GPUs do not suffice for a worker of every TP degree.
     """
 
     def __init__(
@@ -41,7 +42,6 @@ class QlmSwapping:
         *,
         swap_s: float = 30.0,
         running: Literal["finish", "requeue"] = "finish",
-        seed: int = 0,
     ) -> None:
         if running not in ("finish", "requeue"):
             raise ValueError(f"running is {running!r}: use 'finish' or 'requeue'")
@@ -59,10 +59,10 @@ class QlmSwapping:
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
         self._swap_s = swap_s
         self._finishes = running == "finish"
-        self._random = Random(seed)
+        self._random = Random(0)  # of the worker for a new group: "a random worker", the same in every run
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
-        """A step for each engine and each worker, and for a worker that has nothing to do one for each queue."""
+        """What each worker does next. Costs a step for each engine and worker, and for an idle worker one for each queue."""
         groups = {pending.model: pending for pending in view.pending}
         self._sort_in(groups)
         taken: set[str] = set()  # models that a worker swaps to
@@ -134,9 +134,9 @@ class QlmSwapping:
 def partition_workers(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> list[tuple[int, ...]]:
     """The GPUs cut into workers: aligned groups of the TP degrees that the models have, larger degrees first.
 
-    Every degree gets GPUs in proportion to the weights of its models, one group at least; the smallest one gets what is
-    left. QLM does not say how workers of several sizes share GPUs, so this is our choice. Raises ValueError if a degree
-    is left without a group.
+    Every degree gets GPUs in proportion to the weights of its models, one group at least. The smallest degree gets what is
+    left. QLM does not say how workers of several sizes share GPUs; this is our choice. Raises ValueError if a degree has no
+    group.
     """
     bytes_of: defaultdict[int, int] = defaultdict(int)
     for model in models:

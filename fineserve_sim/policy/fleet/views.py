@@ -1,10 +1,15 @@
 """What a residency policy sees of a fleet, and what it may suggest.
 
-An *engine* is one stay of a model on GPUs: activated (loading), then ready (resident), then evicted, at once or after it
-ended its requests (draining). Requests of a model without an engine wait; such a model is *pending*. A policy suggests to
-start and stop engines; the controller, which owns the fleet, does what is possible and refuses the rest.
+An *engine* is one stay of a model on GPUs:
 
-Policies read attributes and items alone, and keep none: the controller shows the records of engines that it keeps up to date.
+    Start -> LOADING -> RESIDENT -> (Stop, drain) -> DRAINING -> gone
+                |           +-----> (Stop at once) -----------> gone
+                +-----------------> (Stop, or a fault) -------> gone
+
+Requests of a model without an engine wait; such a model is *pending*. A policy suggests to start and stop engines. The
+controller owns the fleet: it does what is possible and ignores the rest.
+
+A view shows the controller's own records, which change later. So a policy reads attributes and keeps no record.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 
 class Status(StrEnum):
-    """Where an engine is in its life; nothing is dispatched to one that drains."""
+    """The state of an engine. No request is dispatched to one that drains."""
 
     LOADING = "loading"
     RESIDENT = "resident"
@@ -25,7 +30,10 @@ class Status(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class EngineView:
-    """``idle_s``: seconds since a request ran in it or waited for it; 0 while one does. ``requests``: how many do."""
+    """An engine as a policy sees it.
+
+    ``requests`` counts those that run in it or wait for it. ``idle_s`` is 0 while there are any, else the seconds since.
+    """
 
     engine: int
     model: str
@@ -36,7 +44,10 @@ class EngineView:
 
 
 class Pending(NamedTuple):
-    """Requests of a model that no engine serves or will serve: how many, since when, the arrival time of the oldest."""
+    """A model with waiting requests that no engine serves or loads for.
+
+    ``since_s`` is when the first of them began to wait; ``oldest_arrival_s`` when the oldest arrived.
+    """
 
     model: str
     requests: int
@@ -48,9 +59,11 @@ class Pending(NamedTuple):
 class FleetView:
     """All that a residency policy sees at one moment.
 
-    ``engines`` in the order of their ids, ``pending`` in the order in which models began to wait, ``rates_per_s`` the moving
-    averages by model, ``free_bytes`` by GPU what weights could take now (a GPU that is lost is not in it), ``pressed`` the GPUs
-    where a request waited for memory alone since the last look.
+    * ``engines``: in the order of their ids.
+    * ``pending``: in the order in which models began to wait.
+    * ``rates_per_s``: moving average of arrivals, by model.
+    * ``free_bytes``: by GPU, what weights could take now. A lost GPU is not in it.
+    * ``pressed``: the GPUs on which a request waited for memory alone since the last look.
     """
 
     engines: tuple[EngineView, ...]
@@ -61,7 +74,7 @@ class FleetView:
 
 
 class Start(NamedTuple):
-    """Activate a model on these GPUs, instead of the engine ``replaces`` if one is named (a move)."""
+    """Activate a model on these GPUs. A move names the engine that it ``replaces``."""
 
     model: str
     gpus: tuple[int, ...]
@@ -80,11 +93,11 @@ Suggestion = Start | Stop
 
 class ResidencyPolicy(Protocol):
     def suggest(self, now: float, view: FleetView) -> Sequence[Suggestion]:
-        """What to do now, in this order. A suggestion may count on the memory that those before it free."""
+        """What to do now, in this order. A suggestion may use the memory that earlier ones free."""
 
 
 def next_multiple(period_s: float, now: float) -> float:
-    """The first after ``now``; counted, for a fraction's multiples are not what adding it up comes to."""
+    """The first multiple of ``period_s`` after ``now``. It is counted: adding up a fraction drifts."""
     number = int(now / period_s)
     while number * period_s <= now:
         number += 1

@@ -1,1 +1,1 @@
-"""Groups of instances of one model: where a request goes, when instances merge into pipelines, who moves."""
+"""Groups of instances of one model: where a request goes, which requests migrate, when instances merge into pipelines."""

@@ -1,8 +1,15 @@
-"""The controller of one model on many instances, which may serve alone or as stages of a pipeline.
+"""The controller of one model on many instances, which serve alone or as stages of a pipeline.
 
-It owns which engine runs on which instances, and what waits because none serves. Each request goes to the engine that the
-dispatch policy chooses, at once; there it waits in the engine's own queue. At ticks the policies look at everything: requests
-migrate between engines (Llumnix), engines merge and split (KunServe), spare instances start.
+It owns which engine runs on which instances, and the requests that wait because no engine serves. A request goes at once to
+the engine that the dispatch policy chooses, and waits in that engine's own queue. At ticks the policies look at everything:
+requests migrate between engines (Llumnix), engines merge and split (KunServe), spare instances start.
+
+    SERVING --merge--> CHANGING --LayersDropped--> a pipeline SERVING
+                                --LayersKept-----> SERVING, as before
+    a pipeline SERVING --split--> RESTORING --LayersRestored--> DRAINING --EngineDrained--> gone; successors SERVING
+
+Invariant: an instance belongs to one engine, except while engines change. Then the old and the new ones are *tied*, and the
+new ones are gone if the old one fails.
 """
 
 from __future__ import annotations
@@ -18,13 +25,15 @@ from fineserve_sim.policy.groups.drop_plan import DropPlan, Group, KunServeDrop,
 from fineserve_sim.policy.interfaces import EngineLoad, Request
 
 TICK_S = 0.1
-"""Between looks at everything, in seconds."""
+"""Seconds between two looks at everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupModel:
-    """What the controller knows of the model. ``max_tokens`` bounds a sequence; ``holds_tokens(n)``: what an engine over n
-    instances can hold."""
+    """What the controller knows of the model.
+
+    ``max_tokens`` bounds a sequence. ``holds_tokens(n)`` is what an engine over n instances can hold.
+    """
 
     id: str
     layers: int
@@ -34,8 +43,11 @@ class GroupModel:
 
 
 class GroupController(Controller):
-    """``instances`` are GPUs by number of the instance; the first ones serve from the start as engines 0, 1, ... of ``stages``
-    each, the last ``spares`` only when asked for. Drop, migration and scale-out look at everything at ticks."""
+    """Dispatches requests to engines, and merges, splits and starts engines.
+
+    ``instances`` are the GPUs of each instance. The first ones serve from the start, as engines 0, 1, ... of ``stages``
+    instances each. The last ``spares`` serve only when ``scale_out`` asks for them.
+    """
 
     stays = "engines of one model queue their requests themselves"
 
@@ -61,10 +73,11 @@ class GroupController(Controller):
             self.next_tick_s = 0.0
         self._ticks = 0
         self._engines: dict[int, GroupEngine] = {}
-        self._given = 0  # ids of engines so far
-        self._tied: dict[int, tuple[int, ...]] = {}  # by engine, until all serve: those it is made of, or splits into
-        self._moving: dict[int, commands.Migrate] = {}  # by request
-        self._held: list[Request] = []
+        self._given = 0  # ids of engines so far; ids are never used again
+        # By engine that changes: the engines it is made of, or splits into. Empty once all of them serve or are gone.
+        self._tied: dict[int, tuple[int, ...]] = {}
+        self._moving: dict[int, commands.Migrate] = {}  # by request, until ``MigrationEnded``
+        self._held: list[Request] = []  # requests that no engine takes now, in the order of arrival
         serving = len(instances) - spares
         self._spares = list(range(serving, len(instances)))
         for first in range(0, serving, stages):

@@ -1,17 +1,19 @@
-"""Which engine gets a new request: round robin, least loaded by KV demand, or Llumnix's freeness; and which running ones move.
+"""Dispatch of new requests to the engines of one model, and Llumnix's migration of running ones.
 
-KV demand counts what running requests hold and what queued ones will ask for: all of them, or the head of the queue
-alone (``queued``).
+Both rank engines by their KV demand in blocks. Running requests hold ``used`` blocks; queued ones will ask for more.
 
-    load     = (used + queued) / capacity                       the smallest wins
-    freeness = (capacity - used - queued) / max(1, running)     the largest wins (Llumnix)
+    load     = (used + queued) / capacity                   the smallest wins
+    freeness = (capacity - used - queued) / max(1, running) the largest wins (Llumnix)
 
-A dispatcher is offered engines, again when their load is another, and they are withdrawn when they take no more requests.
+``queued`` counts all queued requests, or the head of the queue alone: the papers leave it open.
 
-Llumnix's live migration moves the shortest running request of the fullest instance to the freest one. At each look the
-instances with the lowest and the highest freeness are paired, then the next two, as long as the one is under ``out_blocks``
-and the other above ``in_blocks``. The destination reserves memory when the move starts, the source gives its own back when it
-ends: in a spike over the whole cluster there is nothing to gain.
+A group controller offers an engine to the dispatcher whenever its load changes. It withdraws an engine that takes no
+more requests.
+
+Live migration moves the shortest running request of the fullest instance to the freest one. Each look pairs the
+instances of lowest and highest freeness, then the next two. It stops at a pair that does not straddle ``out_blocks``
+and ``in_blocks``. The destination reserves memory when the move starts; the source frees its own when the move ends. So
+a spike over the whole cluster leaves nothing to gain.
 """
 
 from __future__ import annotations
@@ -31,9 +33,14 @@ Rank = tuple[float, ...]
 
 
 class Phase(Enum):
-    """``LOADING``: its weights are on their way. ``SERVING``: takes requests. ``CHANGING``: stops to be regrouped.
-    ``RESTORING``: serves while missing layers come back. ``DRAINING``: ends its requests, its instances already serve for
-    themselves."""
+    """The life of an engine.
+
+    * ``LOADING``: its weights are on their way.
+    * ``SERVING``: it takes requests.
+    * ``CHANGING``: it stops, to merge with others.
+    * ``RESTORING``: it takes requests while missing layers come back.
+    * ``DRAINING``: it ends its requests, while its instances already serve alone.
+    """
 
     LOADING = auto()
     SERVING = auto()
@@ -44,7 +51,10 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class GroupEngine:
-    """An engine over ``instances`` by number, several as a pipeline in the order of its stages; ``load`` as last told."""
+    """An engine over one instance or more, which then are the stages of a pipeline, in order.
+
+    ``load`` is the latest that the controller was told, plus what it has dispatched since.
+    """
 
     id: int
     instances: tuple[int, ...]
@@ -57,12 +67,12 @@ class GroupEngine:
 
 
 class RoundRobin:
-    """One after the other, as a plain load balancer in front of independent engines does."""
+    """Engines in turn, as a plain load balancer in front of independent engines does."""
 
     needs_loads = False
 
     def __init__(self) -> None:
-        self._last = -1
+        self._last = -1  # the engine chosen last; the next one is the first above it
         self._engines: list[int] = []  # ascending
 
     def offer(self, engine: GroupEngine) -> None:
@@ -82,13 +92,16 @@ class RoundRobin:
 
 
 class Ranked:
-    """The candidate of the lowest ``rank``; the lowest id among equals. Entries of a heap whose rank has changed are passed
-    over when they come to the top: a choice costs O(log n) for each load told since the last one."""
+    """The engine of lowest rank; the lowest id among equals.
+
+    A choice costs O(log n) for each load told since the last choice.
+    """
 
     needs_loads = True
 
     def __init__(self, rank: Callable[[GroupEngine, Queued], Rank], queued: Queued = "all") -> None:
         self._rank, self._queued = rank, queued
+        # Ranks that changed stay in the heap until they come to the top: an entry counts if ``_ranks`` agrees with it.
         self._heap: list[tuple[Rank, int]] = []
         self._ranks: dict[int, Rank] = {}
 
@@ -117,7 +130,7 @@ def least_loaded(engine: GroupEngine, queued: Queued) -> Rank:
 def least_queued(engine: GroupEngine, queued: Queued) -> Rank:
     """The fewest queued blocks an instance, among the engines whose memory has room for their queue (all engines if none has).
 
-    No system of the papers: it tells what KunServe loses by a dispatcher that sees memory and not the prefills that wait.
+    No paper has it. It shows what KunServe loses by a dispatcher that sees memory and not the prefills that wait.
     """
     load = engine.load
     wanted = _queued_blocks(load, queued)
@@ -131,7 +144,7 @@ def most_free(engine: GroupEngine, queued: Queued) -> Rank:
 
 
 def freeness(load: EngineLoad, queued: Queued = "head") -> float:
-    """Free blocks a running request, in KV blocks; negative when the queue wants more than there is."""
+    """Free KV blocks a running request; negative when the queue wants more than there is."""
     return (load.free_blocks - _queued_blocks(load, queued)) / (load.running or 1)
 
 
@@ -142,17 +155,20 @@ def _queued_blocks(load: EngineLoad, queued: Queued) -> int:
 _RANKS = {"least_loaded": least_loaded, "least_queued": least_queued, "freeness": most_free}
 
 DispatchPolicy = RoundRobin | Ranked
-"""``needs_loads``: whether the choice depends on them. ``choose`` names the engine for the next request, or None."""
+"""``needs_loads``: whether the choice depends on loads. ``choose`` names the engine for the next request, or None."""
 
 
 def dispatcher(policy: str, **options: Queued) -> DispatchPolicy:
-    """By its name and options in a system's file."""
+    """The dispatch policy of this name, with the options of a system's file."""
     return RoundRobin() if policy == "round_robin" else Ranked(_RANKS[policy], **options)
 
 
 @dataclass(frozen=True, slots=True)
 class LlumnixMigration:
-    """``out_blocks`` and ``in_blocks`` are freeness thresholds in KV blocks a running request; a pair must straddle both."""
+    """Moves requests from an instance below ``out_blocks`` to one above ``in_blocks``.
+
+    Both are thresholds of freeness, in free KV blocks a running request.
+    """
 
     out_blocks: float = 3.0
     in_blocks: float = 3.0
@@ -163,7 +179,7 @@ class LlumnixMigration:
             raise ValueError(f"{limits}; requests would move in circles")
 
     def tick(self, engines: Iterable[GroupEngine]) -> list[Migrate]:
-        """The moves to start now. ``engines`` are those without a move under way."""
+        """The moves to start now, among ``engines`` that have no move under way."""
         serving = [engine for engine in engines if engine.phase is Phase.SERVING]
         ranked = sorted(serving, key=lambda engine: (freeness(engine.load), engine.id))
         moves = []

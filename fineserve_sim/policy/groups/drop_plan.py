@@ -1,5 +1,6 @@
-"""KunServe's global memory manager: when layers are dropped, which instances merge, when layers come back, and when it asks for
-more instances (sections 4.1 and 4.4).
+"""KunServe's global memory manager (sections 4.1 and 4.4).
+
+It decides when layers are dropped, which instances merge, when layers come back, and when more instances start.
 
     NORMAL --throttled--> drop --> PIPELINED --throttled--> drop further
     PIPELINED --usage of the cluster under half of the base KV memory--> restore --> NORMAL
@@ -8,11 +9,12 @@ A group is throttled when its KV memory is nearly full and its queue asks for at
 throttles). The two thresholds, 95 % of what a group has now and 50 % of what all have without drop, are the hysteresis.
 
 The drop plan says which groups of instances merge so that copies of the weights become KV memory (Fig. 6). A group holds one
-full copy of the weights, its instances run as a pipeline over contiguous layer ranges. Merging two groups makes one of the
-two copies redundant, whatever their sizes: in a group of a + b instances everyone keeps a 1/(a+b) part, so the a instances
-give b/(a+b) of a copy and the b instances a/(a+b). Every stage costs latency, so the two groups with the fewest instances
-merge first; then the largest group is as small as the number of merges allows. The listing adds up what is freed over the
-cluster; it ignores load, and stops short when one group is left.
+full copy of the weights; its instances are a pipeline over contiguous layer ranges. Merging two groups frees one of their two
+copies, whatever their sizes. In a group of a + b instances each keeps the fraction 1/(a+b). So the a instances give b/(a+b) of
+a copy and the b instances a/(a+b).
+
+Every stage costs latency, so the two groups with the fewest instances merge first. Then the largest group is as small as the
+number of merges allows. The listing adds up what is freed over the cluster, ignores load, and stops when one group is left.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ from typing import Literal
 
 from fineserve_sim.policy.groups.dispatch import GroupEngine, Phase
 
+RESTORE_BELOW = 0.5
+"""Layers come back when KV usage is below this part of the KV memory without drop (KunServe, section 4.4)."""
+
 Group = tuple[int, ...]
 """Ids of the instances of one group, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
-    """``groups``: the grouping to be; ``merged``: those of them that are new. ``freed_bytes`` of weights over the
-    cluster; ``sufficient`` says whether that covers what was required."""
+    """The next grouping: all ``groups``, and the ``merged`` ones that are new.
+
+    ``freed_bytes`` counts weights over the cluster; ``sufficient`` says whether they cover what was required.
+    """
 
     groups: tuple[Group, ...]
     merged: tuple[Group, ...]
@@ -50,10 +57,11 @@ def plan_drop(
 ) -> DropPlan:
     """Merge the two smallest groups until ``required_bytes`` are freed.
 
-    ``groups`` is the present grouping (instance ids), ``copy_bytes`` the weights of one copy over all its GPUs. Among
-    groups of one size those of the lowest node come first, then the lowest instance. ``max_group`` bounds the size of a
-    group. When the plan is not sufficient it is the largest there is: apply it, and fall back on preemption.
-    Costs O(groups log groups), and for each merge the number of its instances.
+    ``groups`` is the present grouping by instance ids; ``copy_bytes`` the weights of one copy over all its GPUs. Among groups
+    of one size the lowest node comes first, then the lowest instance. ``max_group`` bounds the size of a group.
+
+    A plan that is not sufficient is the largest there is: apply it, and fall back on preemption. Costs O(groups log groups),
+    and for each merge the number of its instances.
     """
     nodes = node_of or {}
     before = {tuple(sorted(group)) for group in groups}
@@ -95,10 +103,12 @@ def pipeline_layout(held: Mapping[int, range], layers: int) -> dict[int, range]:
 class KunServeDrop:
     """The global memory manager: looks at all groups now and then (``tick``) and decides what changes.
 
-    ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model; ``base_bytes``: KV
-    memory of an instance that holds all weights; ``required``: whether free KV memory counts against the demand of the queue
-    (net) or not (gross); ``restore_usage``: whose usage must be under ``restore_below`` of its base, that of the whole cluster
-    or of the group itself; ``restore``: whether groups are ever dissolved.
+    * ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model.
+    * ``base_bytes``: KV memory of an instance that holds all weights.
+    * ``trigger``: the part of its KV blocks that a throttled group uses at least.
+    * ``required``: free KV memory counts against the demand of the queue (net), or does not (gross).
+    * ``restore_usage``: the usage of the whole cluster, or of the group alone, must be below half of its base.
+    * ``restore``: whether groups are ever split again.
     """
 
     copy_bytes: int
@@ -106,19 +116,23 @@ class KunServeDrop:
     base_bytes: int
     node_of: Mapping[int, int]
     trigger: float = 0.95
-    restore_below: float = 0.5
     restore_usage: Literal["cluster", "group"] = "cluster"
     required: Literal["net", "gross"] = "gross"
     max_group: int | None = None
     restore: bool = True
 
     def __post_init__(self) -> None:
-        if self.restore_below >= self.trigger:
-            raise ValueError(f"restore_below {self.restore_below:g} must be under the trigger {self.trigger:g}")
+        # The gap between the two is the hysteresis: without it groups would merge and split for ever.
+        if self.trigger <= RESTORE_BELOW:
+            raise ValueError(
+                f"trigger is {self.trigger:g}: layers come back below {RESTORE_BELOW:g}, so it must be above"
+            )
 
     def tick(self, groups: Sequence[GroupEngine]) -> DropPlan | list[int]:
-        """What to do now: form groups by a plan, or split these engines. Nothing while a group is being changed, until the last
-        KV has arrived at its new place."""
+        """What to do now: form groups by a plan, or split these engines.
+
+        Nothing happens while a group changes, until the last KV has arrived at its new place.
+        """
         if any(group.phase is Phase.CHANGING or group.load.stalled for group in groups):
             return []
         serving = [group for group in groups if group.takes_requests]
@@ -142,7 +156,7 @@ class KunServeDrop:
         drains count at its successors."""
         bases = sum(len(group.instances) for group in groups if group.phase is not Phase.DRAINING)
         used_blocks = sum(group.load.used_blocks for group in groups)
-        return used_blocks * self.block_bytes < self.restore_below * (bases * self.base_bytes)
+        return used_blocks * self.block_bytes < RESTORE_BELOW * (bases * self.base_bytes)
 
     def _may_restore(self, group: GroupEngine) -> bool:
         """A pipeline without a queue, each of whose instances can hold all weights beside its KV."""
@@ -151,9 +165,11 @@ class KunServeDrop:
 
 
 class ScaleOut:
-    """Ask for an instance when layers are dropped and KV demand went on growing for ``samples`` looks (two at least): lowest
-    at the first of them, highest now, whatever it did in between. At most once in ``pause_s`` (a new one takes as long to
-    start, and changes the picture)."""
+    """Asks for an instance when layers are dropped and KV demand still grows.
+
+    Demand grows if, over ``samples`` looks (two at least), it was lowest at the first and is highest now. It asks at most once
+    in ``pause_s``: an instance takes as long to start, and changes the picture.
+    """
 
     def __init__(self, samples: int, pause_s: float) -> None:
         self._demand: deque[int] = deque(maxlen=max(2, samples))
@@ -161,7 +177,7 @@ class ScaleOut:
         self._asked_s = float("-inf")
 
     def tick(self, now: float, groups: Sequence[GroupEngine]) -> bool:
-        """Whether to start an instance: the memory that dropping can free does not stop the queue from growing."""
+        """Whether to start an instance now."""
         demand = sum(group.load.used_blocks + group.load.queued_blocks for group in groups)
         self._demand.append(demand)
         dropped = any(len(group.instances) > 1 and group.takes_requests for group in groups)

@@ -5,12 +5,15 @@ attends to all tokens before it. The cost of c tokens after p others is (eq. 1)
 
     cost(p, c) = alpha * (p * c + (c * c + c) / 2) + beta * c + gamma
 
-and the cost of a microbatch the sum over its chunks (eq. 3; the later version of the paper takes off a ``shared`` part
-for all chunks but one). Lookahead halves the waiting work by cost, again and again, keeping the order of requests.
+and the cost of a microbatch is the sum over its chunks (eq. 3). The later version of the paper takes off a ``shared`` part
+for all chunks but one. Lookahead halves the waiting work by cost, again and again, and keeps the order of requests.
 
 The listing halves each part until that part is small enough. Parts of equal cost hold unequal tokens, so some are halved once
-more than others, and costs end up apart by powers of two. ``balanced`` (the default) fixes the depth from the total instead;
-``literal`` is the listing; ``direct`` cuts ceil(tokens / min_tokens) parts of equal cost in one pass (the count of App. A).
+more than others, and costs end up apart by powers of two. Three readings:
+
+* ``balanced`` (the default) fixes the depth from the total instead.
+* ``literal`` is the listing.
+* ``direct`` cuts ceil(tokens / min_tokens) parts of equal cost in one pass (the count of App. A).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ LookaheadMode = Literal["balanced", "literal", "direct"]
 
 
 class Chunk(NamedTuple):
-    """``tokens`` of a request to compute, after ``prefix`` tokens already done. A decode is one token after its context."""
+    """A part of a request: ``tokens`` to compute after ``prefix`` tokens already done. A decode is one token."""
 
     request: int
     prefix: int
@@ -36,8 +39,10 @@ Microbatch = list[Chunk]
 
 
 class ChunkCost(NamedTuple):
-    """Coefficients of eq. (1), in seconds: per query-key pair, per token, per chunk; ``shared`` is what each chunk of a
-    microbatch but the first saves."""
+    """Coefficients of eq. (1), in seconds: per query-key pair, per token, per chunk.
+
+    ``shared`` is what each chunk of a microbatch but the first saves.
+    """
 
     alpha: float
     beta: float

@@ -26,6 +26,9 @@ from fineserve_sim.policy.memory.slab import KVSlabManager, Owners
 PAGE_BYTES = 2 * 2**20
 """Granularity of the CUDA driver's virtual memory (Prism 5.1, vTensor 5.1)."""
 
+MIN_RESERVED, MAX_RESERVED = 5, 10
+"""Pages of an engine that a thread keeps mapped ahead, and emptied ones that stay mapped: kvcached's own defaults."""
+
 MAPPED_LONG_AGO = float("-inf")
 
 

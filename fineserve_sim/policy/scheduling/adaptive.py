@@ -6,9 +6,9 @@ leaves S until the batch is on time. With slots and memory for it, what is left 
 
 Why this need not walk the queue. Requests leave S in one fixed order: longest first, among equals the latest deadline
 first. So S is always a prefix of the queue in *length order* (tokens, deadline, id). A longer prefix has more tokens and
-no later anchor; hence "on time" holds up to some prefix and for none beyond, and that prefix is found by bisection over
-sums of tokens and of query-key pairs and minima of deadlines, kept per block of rows. The same blocks tell where a request
-may have become infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
+no later anchor. Hence "on time" holds up to some prefix and for none beyond, and bisection finds that prefix. It reads sums
+of tokens and query-key pairs and minima of deadlines, kept for each block of rows. The same blocks tell where a request may
+have become infeasible: a block whose longest prompt would be on time for its earliest deadline holds none.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class _Sums(NamedTuple):
 class AdaptiveBatching:
     """Algorithm 2 for one engine.
 
-    Dropped for good are the requests that would miss their deadline even if they started alone now. Those removed from
-    the batch to save its anchor, or cut by slots and memory, wait for the next call. While the decodes take every token of
-    a step, nobody starts, and a request is dropped only if it would be late even beside no decode.
+    It drops for good a request that would miss its deadline even if it started alone now. A request that leaves the batch to
+    save the anchor, or for lack of slots and memory, waits for the next call. While the decodes take every token of a step,
+    no request starts, and one is dropped only if it would be late even beside no decode.
 
-    ``slo_s``: TTFT SLO of the model. ``prefill``: its chunked-prefill latency; TTFT of a set is the latency of its
-    prompts beside the running decodes, times the present slowdown.
-    ``when_prefilling``: while admitted prompts are not yet computed, "skip" admits and drops nothing; "union" counts
-    their tokens into the batch as one prompt (not into the test of a request alone). ``block_tokens``: KV tokens that every
-    running request is left for its next block.
+    * ``slo_s``: the TTFT SLO of the model.
+    * ``prefill``: its chunked-prefill latency. TTFT of a set is the latency of its prompts beside the running decodes, times
+      the present slowdown.
+    * ``when_prefilling``: what happens while admitted prompts are not yet computed. "skip" admits and drops nothing. "union"
+      counts their tokens into the batch as one prompt, but not into the test of a request alone.
+    * ``block_tokens``: KV tokens that every running request is left for its next block.
 
     Raises ValueError for an SLO or block size that is not positive, or an unknown option.
     """
@@ -112,8 +113,10 @@ class AdaptiveBatching:
         return Admission(admitted, dropped)
 
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
-        """The first of two moments: a request becomes infeasible; the front of the batch, which lacks memory, is
-        removed from it (the batch only shrinks as time passes), so that one behind it may start."""
+        """The earlier of two moments: a request becomes infeasible, or the front of the batch leaves it.
+
+        A front that lacks memory holds up the requests behind it. As time passes the batch only shrinks, so it may leave.
+        """
         state = self._judged(engines)
         if state is None:
             return math.inf
@@ -131,7 +134,7 @@ class AdaptiveBatching:
         return max(soon, change_s)
 
     def _judged(self, engines: Mapping[int, EngineState]) -> EngineState | None:
-        """The state by which to judge who waits; None while nobody is judged."""
+        """The state by which to judge waiting requests; None while none is judged."""
         if len(engines) != 1:
             raise ValueError(f"adaptive batching schedules one engine, but was shown {len(engines)}: {sorted(engines)}")
         (state,) = engines.values()
@@ -173,7 +176,7 @@ class AdaptiveBatching:
 
     def _batch_end(self, now: float, state: EngineState, ttft: _Ttft) -> _Row | None:
         """Last row, in length order, of the batch that is on time for its anchor. None when the batch is empty, or when
-        slots or memory let nobody start."""
+        slots or memory let no request start."""
         blocks = self._by_length.blocks
         if not blocks or state.free_slots <= 0 or self._max_tokens(state) < blocks[0].rows[0][0]:
             return None

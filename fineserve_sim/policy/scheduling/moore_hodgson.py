@@ -1,13 +1,13 @@
 """Moore-Hodgson scheduling of one shared queue per GPU (Prism, Algorithm 2).
 
-The GPU is seen as one machine that prefills request after request; each takes prompt tokens / prefill speed of its model. Moore
-and Hodgson (1968) keep the largest number of jobs on time: take jobs by deadline; whenever the one just taken would end late,
-put aside the longest taken so far. One removal is enough, because all jobs before were on time and the removed one is no
-shorter than the new one. Batching is not part of this model (FineServe's criticism of it).
+The GPU is seen as one machine that prefills request after request; each takes prompt tokens / prefill speed of its model.
+Moore and Hodgson (1968) keep the largest number of jobs on time. Take jobs by deadline. Whenever the job just taken would end
+late, put aside the longest taken so far. One removal is enough: all jobs before were on time, and the removed one is no
+shorter than the new one. This model has no batching (FineServe's criticism of it).
 
-Admission control: a request is dispatched only if its engine can start it now, so that queues inside engines stay empty and the
-order can still change. What may start is decided in deadline order. An engine that cannot take its next request is blocked for
-the rest of the call, so that short requests do not keep overtaking a long one; other engines go on.
+Admission control: a request is dispatched only if its engine can start it now. So queues inside engines stay empty, and the
+order can still change. Requests start in deadline order. An engine that cannot take its next request is blocked for the rest
+of the call, so that short requests do not keep overtaking a long one. Other engines go on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from fineserve_sim.policy.interfaces import Admission, EngineFacts, EngineState,
 
 
 class Plan(NamedTuple):
-    """Indices of the jobs on time and late, each in deadline order; the start may move by up to ``slack_s`` before any
-    comparison of the algorithm turns out differently."""
+    """Indices of the jobs on time and late, each in deadline order.
+
+    If the start moves by less than ``slack_s``, every comparison of the algorithm comes out the same.
+    """
 
     on_time: list[int]
     late: list[int]
@@ -35,7 +37,7 @@ class Plan(NamedTuple):
 def moore_hodgson(jobs: Iterable[tuple[float, float]], start_s: float) -> Plan:
     """The largest set of (deadline_s, duration_s) jobs that one machine, free from ``start_s`` on, ends on time.
 
-    Jobs must come sorted by deadline. To end at the deadline is on time. Among equally long jobs the one with the
+    Jobs must come sorted by deadline. A job that ends at its deadline is on time. Among equally long jobs the one with the
     latest deadline is put aside.
     """
     kept: list[tuple[float, int]] = []  # heap of (-duration, -index)
@@ -74,23 +76,22 @@ class _Job(NamedTuple):
 class MooreHodgson:
     """Prism's local scheduler: one queue for all engines of a GPU.
 
-    ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, when ``late_start``
-    says. "drop": as that, but who would be late even if started alone now is refused.
-    ``late_start``: "after_all", in calls that find no request waiting that can still be on time; or "beside_blocked", the
-    default, also in calls in which none of those can start. Then strict short requests do not starve behind them, but late
-    ones may take memory that a blocked one waits for. The paper leaves it open.
-    ``clock``: the machine is free "dispatched": after the prompts that were dispatched and are not yet computed, or "now".
-    ``reserve``: KV tokens that an admission leaves free, so that running requests can grow: a "fraction" of the engine's
-    capacity, or one "page" for each of its running requests. An idle memory needs no reserve: each prompt that fits its
-    engine's capacity can start there. ``shared_kv``: the engines draw from one KV memory, so what one is promised the others
-    lose.
+    * ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, when ``late_start``
+      says. "drop": the same, but a request that would be late even if started alone now is refused.
+    * ``late_start``: "after_all" starts them when no waiting request can still be on time. "beside_blocked" also when none of
+      those can start. Then short late requests do not starve behind a blocked one, but may take the memory that it waits for.
+    * ``clock``: the machine is free "now", or after the prompts that are "dispatched" and not yet computed.
+    * ``reserve``: KV tokens that an admission leaves free, so that running requests can grow. It is a "fraction" of the
+      engine's capacity, or one "page" for each running request. An idle memory needs none: each prompt that fits its
+      engine's capacity can start there.
+    * ``shared_kv``: the engines draw from one KV memory, so what one is promised the others lose.
 
-    Engines missing from ``schedule``'s mapping are not ready and start nothing. When no engine can start even the
-    shortest of its requests, ``schedule`` answers nothing at once (drops wait too). Raises ValueError for unknown
-    options, and for facts or fractions out of range.
+    An engine missing from ``schedule``'s mapping is not ready and starts nothing. When no engine can start even the shortest
+    of its requests, ``schedule`` answers nothing at once; drops wait too. Raises ValueError for unknown options, and for facts
+    or fractions out of range.
 
-    Who would be late even if started alone now stays late: such requests are set aside once, and a call walks those that are
-    left, O(left log left). There may be tens of thousands of them, so nothing is kept of one but the request itself.
+    A request that would be late even if started alone now stays late. Such requests are set aside once, and a call walks
+    those that are left, O(left log left). There may be tens of thousands, so only the request itself is kept.
     """
 
     def __init__(
@@ -125,19 +126,24 @@ class MooreHodgson:
         fraction = reserve_fraction if reserve == "fraction" else 0.0
         self._reserve_tokens = {id: math.ceil(fraction * facts.kv_capacity_tokens) for id, facts in engines.items()}
         self._reserves_pages = reserve == "page"
-        self._queue: list[_Job] = []  # those that may still be on time, in the order of deadlines
-        self._late: dict[int, list[Request]] = {id: [] for id in engines}  # those that cannot, in that of arrivals
-        self._jobs: dict[int, _Job] = {}  # of the queue
-        self._last_starts: list[tuple[float, _Job]] = []  # a heap: when each of these, and some that left, must start
-        self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of each engine's requests
+        # A waiting request is in the queue while it may still be on time, else among the late ones; never in both.
+        self._queue: list[_Job] = []  # in the order of deadlines
+        self._late: dict[int, list[Request]] = {id: [] for id in engines}  # in the order of arrivals
+        self._jobs: dict[int, _Job] = {}  # the queue by request id
+        # A heap of the latest start of each job. It also has jobs that left the queue: ``_jobs`` tells which are there.
+        self._last_starts: list[tuple[float, _Job]] = []
+        self._lengths = {id: array("q") for id in engines}  # sorted prompt tokens of all waiting requests, by engine
         self._answered: tuple[float, dict[int, EngineState]] | None = None  # what the last call saw
 
     def __len__(self) -> int:
         return sum(map(len, self._lengths.values()))
 
     def add(self, request: Request, engine: int) -> None:
-        """Raises ValueError for an engine outside the scope, a prompt above its capacity (it would block the engine for
-        ever), and a request that waits already."""
+        """Let a request wait for an engine.
+
+        Raises ValueError for an engine outside the scope, a prompt above its capacity (it would block the engine for ever),
+        and a request that waits already.
+        """
         if (facts := self._facts.get(engine)) is None:
             raise ValueError(
                 f"request {request.id} is bound to engine {engine}; this queue serves {sorted(self._facts)}"
@@ -175,8 +181,7 @@ class MooreHodgson:
         return Admission(admitted, dropped)
 
     def unchanged_until(self, now: float, engines: Mapping[int, EngineState]) -> float:
-        """The first moment at which the plan, and with it who blocks an engine, may differ, or a request becomes
-        hopeless. Costs as much as ``schedule``."""
+        """The first moment at which the plan may differ, or a request becomes hopeless. Costs as much as ``schedule``."""
         if not self._can_start(engines):
             return math.inf
         soon = math.nextafter(now, math.inf)
