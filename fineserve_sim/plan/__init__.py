@@ -1,1 +1,1 @@
-"""Search for a plan: which instance of which model, at which precision and degree, on which GPUs, with the simulator in the loop."""
+"""Search for a plan with the simulator in the loop: which model in which precision and degree on which GPUs."""

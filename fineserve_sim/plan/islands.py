@@ -62,9 +62,7 @@ def places_of(layout: Layout) -> list[Place]:
         gpus = tuple(sorted({gpu for member in members for gpu in member.gpus}))
         local = {gpu: place for place, gpu in enumerate(gpus)}
         found.append(
-            Place(
-                tuple(sorted(each._replace(gpus=tuple(local[gpu] for gpu in each.gpus)) for each in members)), gpus
-            )
+            Place(tuple(sorted(each._replace(gpus=tuple(local[gpu] for gpu in each.gpus)) for each in members)), gpus)
         )
     return found
 
@@ -187,7 +185,7 @@ class Simulated:
             return
         workers = min(self.executor.workers, len(new))
         tasks = [Task(self.problem, dict(islice(new.items(), number, None, workers))) for number in range(workers)]
-        for _, found in self.executor.each(tasks, Path("."), lambda task, share: None):
+        for _, found in self.executor.each(tasks, Path(), lambda task, share: None):
             self.known |= found
 
     def loss(self, layout: Layout) -> float:

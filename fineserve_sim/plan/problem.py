@@ -6,7 +6,7 @@ one group of GPUs for each of its instances. Everything else of a plan, such as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -55,8 +55,8 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What every layout keeps. ``apart``: models that share no GPU, in pairs. ``pinned``: the GPUs that the instances of a model
-    may stand on. ``most_per_gpu``: engines on one GPU."""
+    """What every layout keeps. ``apart``: pairs of models that share no GPU. ``pinned``: the GPUs on which the instances of a
+    model may stand. ``most_per_gpu``: engines on one GPU."""
 
     apart: frozenset[frozenset[str]] = frozenset()
     pinned: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -166,6 +166,28 @@ class Problem:
             if served.id in rules.pinned
             for group in home.groups
         )
+
+
+def impossible(problem: Problem) -> str | None:
+    """Why no layout can give every model a GPU, in one line; None where nothing simple forbids it."""
+    slots = slots_of(problem.scenario)
+    least = [min(demands, key=lambda demand: demand.tp * demand.engine_bytes) for demands in problem.demands]
+    for served, demands in zip(problem.models, problem.demands, strict=True):
+        if not any(demand.engine_bytes <= slots[0].memory_bytes for demand in demands):
+            takes = min(demand.engine_bytes for demand in demands) / 2**30
+            has = slots[0].memory_bytes / 2**30
+            return f"model {served.id} takes {takes:.1f} GiB of a GPU beside KV, which has {has:.1f} GiB usable"
+    takes, has = sum(each.tp * each.engine_bytes for each in least), sum(slot.memory_bytes for slot in slots)
+    if takes > has:
+        return f"the models take {takes / 2**30:.0f} GiB beside KV, {len(slots)} GPUs have {has / 2**30:.0f} GiB usable"
+    engines = sum(min(demand.tp for demand in demands) for demands in problem.demands)
+    most = problem.rules.most_per_gpu
+    if most is not None and engines > most * len(slots):
+        needed = -(-engines // most)
+        return (
+            f"{engines} engines do not stand on {len(slots)} GPUs with at most {most} on each; {needed} GPUs would do"
+        )
+    return None
 
 
 def residents(layout: Layout) -> dict[int, list[int]]:

@@ -1,7 +1,7 @@
 """The search for a layout: descent by simulated moves, kicks where no move helps.
 
-``Search`` starts at the best of given layouts and draws moves in windows. The islands that a window changes are simulated side by
-side, and the best layout of the window is taken if it costs less. When several windows in a row bring nothing, the layout is
+``Search`` starts at the best of given layouts and draws moves in windows. The islands of a window are simulated side by side,
+and the best layout of the window is taken if it costs less. When several windows in a row bring nothing, the layout is
 kicked (some moves at once) and the descent goes on from there; the best layout of all is kept.
 
 The order of moves depends on the seed and on losses alone, never on time or on the number of workers: so many windows give the
@@ -32,6 +32,9 @@ PATIENCE = 30
 KICK = 3
 """Moves of a kick."""
 
+STALE = 100
+"""Windows without an island that is new, after which there is nothing left to try."""
+
 DRAWS = 40
 """Moves that are drawn to fill a window: many change nothing or are known already."""
 
@@ -57,11 +60,15 @@ def packed(problem: Problem, simulated: Simulated) -> Layout:
     """Models one after the other, those of the largest engines first, each on the GPUs where it costs least, by simulation. It
     fills GPUs before it takes empty ones, which other placements rarely do."""
     layout: Layout = tuple(Home(0, ()) for _ in problem.models)
-    largest = sorted(range(len(layout)), key=lambda model: -problem.demands[model][0].engine_bytes * problem.options[model][0].tp)
+    largest = sorted(
+        range(len(layout)), key=lambda model: -problem.demands[model][0].engine_bytes * problem.options[model][0].tp
+    )
     for model in largest:
         groups = tp_groups(slots_of(problem.scenario), problem.options[model][0].tp)
         tried = [(*layout[:model], Home(0, (group,)), *layout[model + 1 :]) for group in groups]
-        able = {tuple(sorted(place.island for place in places_of(each))): each for each in tried if problem.allows(each)}
+        able = {
+            tuple(sorted(place.island for place in places_of(each))): each for each in tried if problem.allows(each)
+        }
         simulated.ensure({place.island: inf for each in able.values() for place in places_of(each)})
         layout = min(able.values(), key=simulated.loss, default=layout)
     return layout
@@ -86,10 +93,12 @@ class Search:
         self._keep(self._layout)
 
     def improve(self) -> Iterator[Best]:
-        """Search on, without end: the best layout after each window."""
-        here, tries = self._layout, 0
-        while True:
+        """Search on as long as there is something new to try: the best layout after each window."""
+        here, tries, stale = self._layout, 0, 0
+        while stale < STALE:
+            runs = self._simulated.runs
             found = self._window(here)
+            stale = 0 if self._simulated.runs > runs else stale + 1
             if self._cost(found) < self._cost(here):
                 here, tries = found, 0
             else:
@@ -119,7 +128,11 @@ class Search:
         wanted: dict[Island, float] = {}
         for found in dict.fromkeys(islice(drawn, DRAWS)):
             changed = {place.island for place in places_of(found)}
-            spared = sum(simulated.of(island).sum for island in now - changed) + self._homeless(layout) - self._homeless(found)
+            spared = (
+                sum(simulated.of(island).sum for island in now - changed)
+                + self._homeless(layout)
+                - self._homeless(found)
+            )
             fresh = {island: spared for island in changed - now if not simulated.is_known(island, spared)}
             if len(wanted) + len(fresh) <= 2 * WINDOW:
                 window.append(found)

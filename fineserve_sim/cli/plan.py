@@ -1,0 +1,204 @@
+"""The command that finds a plan: plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fineserve_sim.cli.compare import GpuOption, GpusOption, TraceArgument
+from fineserve_sim.cli.console import (
+    ExecutorOption,
+    JobsOption,
+    JsonOption,
+    OutOption,
+    console,
+    examples,
+    interruptible,
+    print_json,
+)
+from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
+
+if TYPE_CHECKING:
+    from fineserve_sim.plan.make import Judged, ModelWish, Told, Wish
+    from fineserve_sim.plan.problem import Layout, Rules
+
+SECONDS = 60.0
+"""How long a search takes where nothing else is said."""
+
+ModelsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME=MODEL:PRECISIONS:DEGREES",
+        help="A model and the ways in which it may run, the best first, as in chat=llama-3.1-8b:fp8|awq:1|2; repeat for each.",
+    ),
+]
+SecondsOption = Annotated[
+    float | None, typer.Option(min=1.0, help="How long to search: 60 if nothing else is said.", show_default=False)
+]
+EvaluationsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Search until so many parts of clusters were simulated: the same answer on every machine."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim plan trace.csv --spread --model a=llama-3.1-8b:fp8 --model b=qwen3-32b:W16A16|fp8 --gpus 4 "
+            "--rate-scale 10 --ttft-slo 1 --seconds 60 --out plan"
+        )
+    )(plan)
+
+
+def plan(
+    trace: TraceArgument,
+    *,
+    models: ModelsOption,
+    gpus: GpusOption,
+    ttft_slo: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
+    gpu: GpuOption = "h100-sxm",
+    tpot_slo: TpotOption = None,
+    e2e_slo: E2eOption = None,
+    rate_scale: Annotated[float, typer.Option(min=1e-6, help="Replay this many times as fast.")] = 1.0,
+    load: Annotated[float, typer.Option(min=1e-6, help="Head room: plan for this many times the load.")] = 1.0,
+    requests: RequestsOption = None,
+    spread: SpreadOption = False,
+    apart: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="Models that share no GPU; may be repeated.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="A=0,1", help="GPUs that a model may stand on; may be repeated.")
+    ] = None,
+    most_per_gpu: Annotated[int | None, typer.Option(min=1, help="Engines on a GPU, at most.")] = None,
+    seconds: SecondsOption = None,
+    evaluations: EvaluationsOption = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
+    out: OutOption = None,
+    jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
+    as_json: JsonOption = False,
+) -> None:
+    """Find a plan: which model in which precision and degree on which GPUs.
+
+    The plan is chosen by the first two thirds of the requests and judged by the others.
+    """
+    with interruptible():
+        from fineserve_sim.experiment.file.document import to_yaml
+        from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.plan import make
+
+        wish = make.Wish(
+            trace=trace,
+            models=tuple(map(_wished, models)),
+            gpus=gpus,
+            ttft_slo_s=ttft_slo,
+            gpu=gpu,
+            tpot_slo_s=tpot_slo,
+            e2e_slo_s=e2e_slo,
+            rate_scale=rate_scale,
+            load=load,
+            spread=spread,
+            requests=requests,
+            rules=_rules(apart, pin, most_per_gpu, [text.partition("=")[0] for text in models], gpus),
+        )
+        problem = make.problem_of(wish)
+        if seconds is None and evaluations is None:
+            seconds = SECONDS
+        with executor_of(executor, jobs) as where:
+            best = make.search(problem, where, evaluations=evaluations, seconds=seconds, seed=seed, tell=_tell)
+        system, judged = make.judged(wish, problem, best.layout)
+        folder = out or Path("results") / f"plan-{trace.name.split('.')[0]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "plan.yaml"
+        path.write_text(to_yaml(make.plan_document(wish, best.layout)), encoding="utf-8")
+        if as_json:
+            print_json(_json(wish, best.layout, system, judged, path))
+        else:
+            _print(wish, best.layout, system, judged, path)
+
+
+def _wished(text: str) -> ModelWish:
+    """``NAME=MODEL:PRECISIONS:DEGREES``. Raises ValueError for another text."""
+    from fineserve_sim.plan.make import ModelWish
+
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precisions, degrees = (*rest, "", "")[:2]
+    counts = (degrees or "1").split("|")
+    if not name or not model or len(rest) > 2 or not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
+    options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
+    return ModelWish(name if sign else model, model, options)
+
+
+def _rules(
+    apart: Sequence[str] | None, pin: Sequence[str] | None, most_per_gpu: int | None, models: Sequence[str], gpus: int
+) -> Rules:
+    """Raises ValueError for a model or a GPU that is not there."""
+    from fineserve_sim.plan.problem import Rules
+
+    pairs, pinned = [], {}
+    for text in apart or ():
+        names = text.split(",")
+        if len(set(names)) != 2 or not set(names) <= set(models):
+            raise ValueError(f"--apart {text}: expected two of the models, as in {models[0]},{models[-1]}")
+        pairs.append(frozenset(names))
+    for text in pin or ():
+        name, _, given = text.partition("=")
+        numbers = given.split(",")
+        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
+            raise ValueError(f"--pin {text}: expected a model and GPUs from 0 to {gpus - 1}, as in {models[0]}=0,1")
+        pinned[name] = frozenset(map(int, numbers))
+    return Rules(frozenset(pairs), pinned, most_per_gpu)
+
+
+def _tell(told: Told) -> None:
+    typer.echo(
+        f"  {told.elapsed_s:5.0f} s, {told.best.runs} simulated: {100 * told.share:.2f} % on time; "
+        f"no plan keeps more than {100 * told.bound:.1f} %",
+        err=True,
+    )
+
+
+def _json(wish: Wish, layout: Layout, system: str, judged: Sequence[Judged], path: Path) -> dict[str, Any]:
+    return {
+        "plan": str(path),
+        "models": {
+            each.id: {
+                "precision": each.options[home.option][0],
+                "tp": each.options[home.option][1],
+                "gpus": home.groups,
+            }
+            for each, home in zip(wish.models, layout, strict=True)
+        },
+        "best_system": system,
+        "judged": {each.situation: {"plan": each.plan, "best_system": each.best_system} for each in judged},
+    }
+
+
+def _print(wish: Wish, layout: Layout, system: str, judged: Sequence[Judged], path: Path) -> None:
+    from rich.table import Table
+
+    where = Table("GPU", "models", box=None)
+    for gpu in range(wish.gpus):
+        here = [
+            f"{each.id} ({each.options[home.option][0]}" + (f", TP {len(group)})" if len(group) > 1 else ")")
+            for each, home in zip(wish.models, layout, strict=True)
+            for group in home.groups
+            if gpu in group
+        ]
+        where.add_row(str(gpu), ", ".join(here) or "-")
+    kept = Table("requests on time", "plan", f"{system}'s placement", box=None)
+    for each in judged:
+        kept.add_row(each.situation, f"{100 * each.plan:.1f} %", f"{100 * each.best_system:.1f} %")
+    console().print(where)
+    console().print(kept)
+    typer.echo(f"Plan in {path}: fineserve-sim run {path}")
