@@ -128,9 +128,10 @@ def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
 def starts(problem: Problem) -> dict[str, Layout]:
     """Where systems of the papers place the models, by system; one that cannot is left out."""
     found = {}
+    models = tuple(problem.served(model, option) for model, option in enumerate(problem.first))
     for name in STARTS:
         with suppress(ScenarioError):
-            placement, _ = place(replace(problem.scenario, system=load_systems()[name]))
+            placement, _ = place(replace(problem.scenario, models=models, system=load_systems()[name]))
             found[name] = layout_of(problem, placement)
     return found
 

@@ -136,6 +136,15 @@ class Problem:
             for model, options in enumerate(self.options)
         )
 
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """By model, the first option of which a GPU holds an engine: how it runs until a move says otherwise."""
+        room_bytes = slots_of(self.scenario)[0].memory_bytes
+        return tuple(
+            next((number for number, each in enumerate(demands) if each.engine_bytes <= room_bytes), len(demands) - 1)
+            for demands in self.demands
+        )
+
     def ledger(self, layout: Layout) -> MemoryLedger | None:
         """What the engines of a layout claim; None where they do not fit."""
         ledger = MemoryLedger.of(slots_of(self.scenario))

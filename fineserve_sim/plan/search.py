@@ -49,23 +49,26 @@ class Best:
 
 
 def layout_of(problem: Problem, placement: Placement) -> Layout:
-    """A placement of the models at their first options as a layout."""
+    """A placement of the models in their first options that fit, as a layout."""
     groups: dict[str, list[tuple[int, ...]]] = {served.id: [] for served in problem.models}
     for instance in placement.instances:
         groups[instance.model].append(instance.gpus)
-    return tuple(Home(0, tuple(dict.fromkeys(groups[served.id]))) for served in problem.models)
+    return tuple(
+        Home(option, tuple(dict.fromkeys(groups[served.id])))
+        for served, option in zip(problem.models, problem.first, strict=True)
+    )
 
 
 def packed(problem: Problem, simulated: Simulated) -> Layout:
     """Models one after the other, those of the largest engines first, each on the GPUs where it costs least, by simulation. It
     fills GPUs before it takes empty ones, which other placements rarely do."""
-    layout: Layout = tuple(Home(0, ()) for _ in problem.models)
-    largest = sorted(
-        range(len(layout)), key=lambda model: -problem.demands[model][0].engine_bytes * problem.options[model][0].tp
-    )
+    layout: Layout = tuple(Home(option, ()) for option in problem.first)
+    first = [demands[option] for demands, option in zip(problem.demands, problem.first, strict=True)]
+    largest = sorted(range(len(first)), key=lambda model: -first[model].engine_bytes * first[model].tp)
     for model in largest:
-        groups = tp_groups(slots_of(problem.scenario), problem.options[model][0].tp)
-        tried = [(*layout[:model], Home(0, (group,)), *layout[model + 1 :]) for group in groups]
+        groups = tp_groups(slots_of(problem.scenario), first[model].tp)
+        option = problem.first[model]
+        tried = [(*layout[:model], Home(option, (group,)), *layout[model + 1 :]) for group in groups]
         able = {
             tuple(sorted(place.island for place in places_of(each))): each for each in tried if problem.allows(each)
         }

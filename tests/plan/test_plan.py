@@ -53,7 +53,8 @@ def late_in_the_whole(problem: Problem, layout: Layout) -> float:
     pinned = problem.scenario.system.model_copy(update={"placement": PinnedPlacementSpec(groups=groups)})
     total = 0.0
     for part in problem.parts:
-        result = simulate(replace(problem.scenario, system=pinned, trace=part.trace, sample_s=0.0))
+        models = tuple(problem.served(model, home.option) for model, home in enumerate(layout))
+        result = simulate(replace(problem.scenario, models=models, system=pinned, trace=part.trace, sample_s=0.0))
         on_time = result.first_token_s - part.trace.arrival_s <= problem.limits.ttft_s[0]
         total += part.weight * np.count_nonzero(~((result.fate == Fate.FINISHED) & on_time))
     return total
