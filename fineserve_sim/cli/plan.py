@@ -78,6 +78,12 @@ def plan(
         list[str] | None, typer.Option(metavar="A=0,1", help="GPUs that a model may stand on; may be repeated.")
     ] = None,
     most_per_gpu: Annotated[int | None, typer.Option(min=1, help="Engines on a GPU, at most.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Find the fewest of these GPUs that keep this share of the requests on time."
+        ),
+    ] = None,
     seconds: SecondsOption = None,
     evaluations: EvaluationsOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
@@ -110,10 +116,15 @@ def plan(
             rules=_rules(apart, pin, most_per_gpu, [text.partition("=")[0] for text in models], gpus),
         )
         problem = make.problem_of(wish)
+        budget: dict[str, Any] = {"evaluations": evaluations, "seconds": seconds, "seed": seed, "tell": _tell}
         if seconds is None and evaluations is None:
-            seconds = SECONDS
+            budget["seconds"] = SECONDS
         with executor_of(executor, jobs) as where:
-            best = make.search(problem, where, evaluations=evaluations, seconds=seconds, seed=seed, tell=_tell)
+            if target is None:
+                best = make.search(problem, where, **budget)
+            else:
+                wish, best = make.fewest(wish, target, where, **budget)
+                problem = make.problem_of(wish)
         system, judged = make.judged(wish, problem, best.layout)
         folder = out or Path("results") / f"plan-{trace.name.split('.')[0]}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,13 @@ def search(
     *,
     evaluations: int | None = None,
     seconds: float | None = None,
+    enough: float = 1.0,
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
 ) -> Best:
-    """The best layout that is found with so many simulated islands, or in so many seconds. The first gives the same answer on
-    every machine. Raises ValueError where no start fits."""
+    """The best layout that is found with so many simulated islands, or in so many seconds, or the first one that keeps
+    ``enough`` (a share of the requests, by their weights). Without ``seconds`` the answer is the same on every machine. Raises
+    ValueError where no start fits."""
     began_s = time.monotonic()
     simulated = Simulated(problem, executor)
     own = Search(problem, simulated, seed)
@@ -177,11 +180,58 @@ def search(
         if best is not shown:
             tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
             shown = best
-        if (evaluations is not None and simulated.runs >= evaluations) or (
-            seconds is not None and elapsed_s >= seconds
-        ):
+        spent = evaluations is not None and simulated.runs >= evaluations
+        if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
             break
     return own.best
+
+
+def fewest(
+    wish: Wish,
+    target: float,
+    executor: Executor | None = None,
+    *,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    tell: Callable[[Told], None] = lambda told: None,
+) -> tuple[Wish, Best]:
+    """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan; by bisection, each
+    number of GPUs with an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it."""
+    steps = wish.gpus.bit_length() + 1
+    searched = partial(
+        search,
+        executor=executor,
+        evaluations=None if evaluations is None else max(1, evaluations // steps),
+        seconds=None if seconds is None else seconds / steps,
+        enough=target,
+        seed=seed,
+        tell=tell,
+    )
+    found: tuple[Wish, Best] | None = None
+    low, high, tried = 1, wish.gpus, wish.gpus
+    while low <= high:
+        asked = replace(wish, gpus=tried)
+        best = _holding(asked, target, searched)
+        if best is not None:
+            found, high = (asked, best), tried - 1
+        elif found is None:
+            raise ValueError(f"no plan on {wish.gpus} GPUs keeps {100 * target:g} % as far as was searched")
+        else:
+            low = tried + 1
+        tried = (low + high) // 2
+    assert found is not None
+    return found
+
+
+def _holding(wish: Wish, target: float, searched: Callable[[Problem], Best]) -> Best | None:
+    """The plan that keeps the target on exactly these GPUs, if one is found."""
+    try:
+        problem = problem_of(wish)
+    except ValueError:  # too little memory
+        return None
+    best = searched(problem)
+    return best if best.loss <= (1 - target) * problem.worth else None
 
 
 def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
