@@ -22,11 +22,8 @@ from fineserve_sim.cli.console import (
 from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
 
 if TYPE_CHECKING:
-    from fineserve_sim.plan.make import Judged, ModelWish, Told, Wish
-    from fineserve_sim.plan.problem import Layout, Rules
-
-SECONDS = 60.0
-"""How long a search takes where nothing else is said."""
+    from fineserve_sim.planning.make import Found, Told
+    from fineserve_sim.planning.problem import Rules
 
 ModelsOption = Annotated[
     list[str],
@@ -99,11 +96,11 @@ def plan(
     with interruptible():
         from fineserve_sim.experiment.file.document import to_yaml
         from fineserve_sim.experiment.run.executors import executor_of
-        from fineserve_sim.plan import make
+        from fineserve_sim.planning import make
 
         wish = make.Wish(
             trace=trace,
-            models=tuple(map(_wished, models)),
+            models=tuple(map(make.model_wish, models)),
             gpus=gpus,
             ttft_slo_s=ttft_slo,
             gpu=gpu,
@@ -115,46 +112,25 @@ def plan(
             requests=requests,
             rules=_rules(apart, pin, most_per_gpu, [text.partition("=")[0] for text in models], gpus),
         )
-        problem = make.problem_of(wish)
-        budget: dict[str, Any] = {"evaluations": evaluations, "seconds": seconds, "seed": seed, "tell": _tell}
         if seconds is None and evaluations is None:
-            budget["seconds"] = SECONDS
+            seconds = make.SECONDS
         with executor_of(executor, jobs) as where:
-            if target is None:
-                best = make.search(problem, where, **budget)
-            else:
-                wish, best = make.fewest(wish, target, where, **budget)
-                problem = make.problem_of(wish)
-        system, judged = make.judged(wish, problem, best.layout)
+            found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, tell=_tell)
         folder = out or Path("results") / f"plan-{trace.name.split('.')[0]}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "plan.yaml"
-        path.write_text(to_yaml(make.plan_document(wish, best.layout)), encoding="utf-8")
+        path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
         if as_json:
-            print_json(_json(wish, best.layout, system, judged, path))
+            print_json(_json(found, path))
         else:
-            _print(wish, best.layout, system, judged, path)
-
-
-def _wished(text: str) -> ModelWish:
-    """``NAME=MODEL:PRECISIONS:DEGREES``. Raises ValueError for another text."""
-    from fineserve_sim.plan.make import ModelWish
-
-    name, sign, described = text.partition("=")
-    model, *rest = (described if sign else name).split(":")
-    precisions, degrees = (*rest, "", "")[:2]
-    counts = (degrees or "1").split("|")
-    if not name or not model or len(rest) > 2 or not all(count.isdecimal() and int(count) for count in counts):
-        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
-    options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
-    return ModelWish(name if sign else model, model, options)
+            _print(found, path)
 
 
 def _rules(
     apart: Sequence[str] | None, pin: Sequence[str] | None, most_per_gpu: int | None, models: Sequence[str], gpus: int
 ) -> Rules:
     """Raises ValueError for a model or a GPU that is not there."""
-    from fineserve_sim.plan.problem import Rules
+    from fineserve_sim.planning.problem import Rules
 
     pairs, pinned = [], {}
     for text in apart or ():
@@ -179,37 +155,40 @@ def _tell(told: Told) -> None:
     )
 
 
-def _json(wish: Wish, layout: Layout, system: str, judged: Sequence[Judged], path: Path) -> dict[str, Any]:
+def _json(found: Found, path: Path) -> dict[str, Any]:
     return {
         "plan": str(path),
+        "gpus": found.wish.gpus,
         "models": {
             each.id: {
                 "precision": each.options[home.option][0],
                 "tp": each.options[home.option][1],
                 "gpus": home.groups,
             }
-            for each, home in zip(wish.models, layout, strict=True)
+            for each, home in found.homes
         },
-        "best_system": system,
-        "judged": {each.situation: {"plan": each.plan, "best_system": each.best_system} for each in judged},
+        "best_system": found.best_system,
+        "judged": {each.situation: {"plan": each.plan, "best_system": each.best_system} for each in found.judged},
     }
 
 
-def _print(wish: Wish, layout: Layout, system: str, judged: Sequence[Judged], path: Path) -> None:
+def _print(found: Found, path: Path) -> None:
     from rich.table import Table
 
     where = Table("GPU", "models", box=None)
-    for gpu in range(wish.gpus):
+    for gpu in range(found.wish.gpus):
         here = [
             f"{each.id} ({each.options[home.option][0]}" + (f", TP {len(group)})" if len(group) > 1 else ")")
-            for each, home in zip(wish.models, layout, strict=True)
+            for each, home in found.homes
             for group in home.groups
             if gpu in group
         ]
         where.add_row(str(gpu), ", ".join(here) or "-")
-    kept = Table("requests on time", "plan", f"{system}'s placement", box=None)
-    for each in judged:
-        kept.add_row(each.situation, f"{100 * each.plan:.1f} %", f"{100 * each.best_system:.1f} %")
-    console().print(where)
-    console().print(kept)
+    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", box=None)
+    for row in found.judged:
+        kept.add_row(row.situation, f"{100 * row.plan:.1f} %", f"{100 * row.best_system:.1f} %")
+    console().print(where, kept)
+    for each, home in found.homes:
+        if not home.groups:
+            typer.echo(f"{each.id} has no GPU: none has room left")
     typer.echo(f"Plan in {path}: fineserve-sim run {path}")

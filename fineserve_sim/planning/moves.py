@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
-from fineserve_sim.plan.problem import Group, Home, Layout, Problem, residents
+from fineserve_sim.planning.problem import Group, Home, Layout, Problem, residents
 from fineserve_sim.policy.interfaces import GpuSlot
 from fineserve_sim.policy.placement import tp_groups
 

@@ -17,9 +17,9 @@ from math import inf
 from random import Random
 
 from fineserve_sim.cluster.compose.models import slots_of
-from fineserve_sim.plan.islands import Island, Simulated, places_of
-from fineserve_sim.plan.moves import Moves
-from fineserve_sim.plan.problem import Home, Layout, Problem
+from fineserve_sim.planning.islands import Island, Simulated, places_of
+from fineserve_sim.planning.moves import Moves
+from fineserve_sim.planning.problem import Home, Layout, Problem
 from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.policy.placement import tp_groups
 

@@ -25,9 +25,9 @@ from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import Experiment, experiment_for_trace
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
-from fineserve_sim.plan.islands import Simulated
-from fineserve_sim.plan.problem import Layout, Limits, Option, Part, Problem, Rules, impossible
-from fineserve_sim.plan.search import Best, Search, layout_of, packed
+from fineserve_sim.planning.islands import Simulated
+from fineserve_sim.planning.problem import Home, Layout, Limits, Option, Part, Problem, Rules, impossible
+from fineserve_sim.planning.search import Best, Search, layout_of, packed
 from fineserve_sim.systems import load_systems
 
 CHOSEN = 2 / 3
@@ -35,6 +35,9 @@ CHOSEN = 2 / 3
 
 FASTER, FASTER_WEIGHT = 1.2, 0.5
 """The same requests so many times as fast count, too, each late one half."""
+
+SECONDS = 60.0
+"""How long a search takes where nothing else is said."""
 
 BASE = "fineserve"
 """The system whose scheduler, memory and sharing a plan has."""
@@ -50,6 +53,18 @@ class ModelWish:
     id: str
     model: str
     options: tuple[tuple[str, int], ...]
+
+
+def model_wish(text: str) -> ModelWish:
+    """``NAME=MODEL:PRECISIONS:DEGREES``. Raises ValueError for another text."""
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precisions, degrees = (*rest, "", "")[:2]
+    counts = (degrees or "1").split("|")
+    if not name or not model or len(rest) > 2 or not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
+    options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
+    return ModelWish(name if sign else model, model, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,3 +320,40 @@ def _rest(wish: Wish, seed: int) -> Trace:
         raise ValueError(f"{wish.trace}: {len(whole)} requests are too few to choose a plan and to judge it; give more")
     rest = whole.take(np.arange(first, len(whole)))
     return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan: the wish with the GPUs that it takes, its layout, and how it does beside the best system on unseen requests."""
+
+    wish: Wish
+    best: Best
+    best_system: str
+    judged: tuple[Judged, ...]
+
+    @property
+    def homes(self) -> list[tuple[ModelWish, Home]]:
+        """Each model with its home."""
+        return list(zip(self.wish.models, self.best.layout, strict=True))
+
+
+def found(
+    wish: Wish,
+    target: float | None = None,
+    executor: Executor | None = None,
+    *,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    tell: Callable[[Told], None] = lambda told: None,
+) -> Found:
+    """Search and judge: the best plan on the GPUs of the wish, or with a ``target`` on the fewest that keep it. Raises
+    ConfigError and ValueError as ``problem_of``, ``search`` and ``fewest`` do."""
+    problem = problem_of(wish)
+    if target is None:
+        best = search(problem, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+    else:
+        wish, best = fewest(wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+        problem = problem_of(wish)
+    system, rows = judged(wish, problem, best.layout)
+    return Found(wish, best, system, tuple(rows))

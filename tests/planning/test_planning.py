@@ -6,15 +6,19 @@ import json
 import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from fineserve_sim.cli import app
 from fineserve_sim.cluster import Fate, simulate
+from fineserve_sim.experiment import load_experiment
 from fineserve_sim.experiment.run.executors import executor_of
-from fineserve_sim.plan.islands import Simulated, losses, places_of
-from fineserve_sim.plan.make import ModelWish, Wish, judged, plan_document, problem_of, search
-from fineserve_sim.plan.problem import Home, Layout, Problem, Rules
+from fineserve_sim.planning.islands import Simulated, losses, places_of
+from fineserve_sim.planning.make import ModelWish, Wish, judged, plan_document, problem_of, search
+from fineserve_sim.planning.problem import Home, Layout, Problem, Rules
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
 MODELS = (
@@ -134,3 +138,40 @@ def test_plans_are_judged_by_requests_that_the_search_did_not_see(wish: Wish, pr
     assert all(0 <= share <= 1 for each in found for share in (each.plan, each.best_system))
     assert found[0].plan >= found[1].plan
     assert not math.isnan(best.loss)
+
+
+def test_the_command_prints_a_plan_and_writes_what_run_takes(wish: Wish, tmp_path: Path) -> None:
+    models = ["large=qwen2.5-14b:W16A16|fp8", "middle=llama-3.1-8b", "small=llama-3.2-1b"]
+    options = [word for model in models for word in ("--model", model)]
+    limits = ["--gpus", "2", "--ttft-slo", "0.3", "--spread", "--evaluations", "20", "--jobs", "1"]
+    ran = CliRunner().invoke(app, ["plan", str(wish.trace), *options, *limits, "--out", str(tmp_path)])
+    assert ran.exit_code == 0, ran.output
+    assert "unseen requests" in ran.output
+    assert "small (W16A16)" in ran.output
+    assert load_experiment(tmp_path / "plan.yaml", [], False).setup.systems["plan"].placement.policy == "pinned"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--apart", "large,tiny"], "--apart large,tiny: expected two of the models, as in large,large"),
+        (["--pin", "large=7"], "--pin large=7: expected a model and GPUs from 0 to 0, as in large=0,1"),
+        (["--model", "b=llama-3.1-8b:fp8:0"], "--model b=llama-3.1-8b:fp8:0: expected NAME=MODEL:PRECISIONS:DEGREES"),
+    ],
+)
+def test_a_mistake_is_one_line(wish: Wish, option: list[str], message: str) -> None:
+    asked = ["--model", "large=qwen2.5-14b", "--gpus", "1", "--ttft-slo", "1", "--spread", *option]
+    ran = CliRunner().invoke(app, ["plan", str(wish.trace), *asked])
+    assert isinstance(ran.exception, ValueError)
+    assert message in str(ran.exception)
+
+
+def test_python_finds_the_fewest_gpus(wish: Wish) -> None:
+    import fineserve_sim as fs
+
+    models = ["middle=llama-3.1-8b", "small=llama-3.2-1b"]
+    found = fs.plan(wish.trace, models, gpus=3, ttft_slo_s=5.0, spread=True, target=0.9, evaluations=30, jobs=1)
+    assert found.experiment["cluster"]["count"] == 1
+    assert found.judged["plan"].min() > 0.9
+    with pytest.raises(ValueError, match="no plan on 1 GPUs keeps 100 % as far as was searched"):
+        fs.plan(wish.trace, models, gpus=1, ttft_slo_s=0.01, spread=True, target=1.0, evaluations=5, jobs=1)

@@ -25,7 +25,7 @@ from fineserve_sim.cluster.compose.models import compose
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.experiment.run.executor import Executor
-from fineserve_sim.plan.problem import Group, Layout, Problem
+from fineserve_sim.planning.problem import Group, Layout, Problem
 from fineserve_sim.policy.interfaces import Instance, Placement
 
 
