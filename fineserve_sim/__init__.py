@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Sizing", "__version__", "compare", "read", "run", "size"]
+__all__ = ["Result", "Sizing", "__version__", "compare", "plan", "read", "run", "size"]
 
 
 def __getattr__(name: str) -> Any:

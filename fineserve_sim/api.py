@@ -123,6 +123,16 @@ class Sizing:
         return str(self.table.to_html(index=False))
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a search found. ``experiment``: the plan as ``run`` and ``size`` take it. ``judged``: shares of the requests on time
+    in situations that the search never saw, beside those of ``best_system``, the best of the papers' systems."""
+
+    experiment: dict[str, Any]
+    judged: pd.DataFrame
+    best_system: str
+
+
 def run(
     experiment: Source,
     out: str | Path | None = None,
@@ -220,6 +230,54 @@ def size(
         found = list(search(prober, axis_of(over), most_gpus=most_gpus, precision=precision))
     sizing = Sizing(over, pd.DataFrame([_best(answer) for answer in found]), _probes(found))
     return _keeping(sizing, folder, out)
+
+
+def plan(
+    trace: str | Path,
+    models: Sequence[str],
+    *,
+    gpus: int,
+    ttft_slo_s: float,
+    gpu: str = "h100-sxm",
+    tpot_slo_s: float | None = None,
+    e2e_slo_s: float | None = None,
+    rate_scale: float = 1.0,
+    load: float = 1.0,
+    requests: int | None = None,
+    spread: bool = False,
+    target: float | None = None,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    jobs: int | None = None,
+    executor: str = "local",
+) -> Plan:
+    """The best plan that a search finds for a trace file on these GPUs; with a ``target``, on the fewest of them that keep it.
+
+    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line. A search takes ``evaluations`` or ``seconds``, 60
+    seconds if neither is given. Raises ConfigError, and ValueError where no plan is possible.
+    """
+    from fineserve_sim.planning import make
+
+    wish = make.Wish(
+        trace=Path(trace),
+        models=tuple(map(make.model_wish, models)),
+        gpus=gpus,
+        ttft_slo_s=ttft_slo_s,
+        gpu=gpu,
+        tpot_slo_s=tpot_slo_s,
+        e2e_slo_s=e2e_slo_s,
+        rate_scale=rate_scale,
+        load=load,
+        requests=requests,
+        spread=spread,
+    )
+    if evaluations is None and seconds is None:
+        seconds = make.SECONDS
+    with executor_of(executor, jobs) as where:
+        found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed)
+    table = pd.DataFrame([asdict(each) for each in found.judged])
+    return Plan(make.plan_document(found.wish, found.best.layout), table, found.best_system)
 
 
 def read(folder: str | Path) -> Result:

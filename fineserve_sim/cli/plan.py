@@ -1,0 +1,194 @@
+"""The command that finds a plan: plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fineserve_sim.cli.compare import GpuOption, GpusOption, TraceArgument
+from fineserve_sim.cli.console import (
+    ExecutorOption,
+    JobsOption,
+    JsonOption,
+    OutOption,
+    console,
+    examples,
+    interruptible,
+    print_json,
+)
+from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
+
+if TYPE_CHECKING:
+    from fineserve_sim.planning.make import Found, Told
+    from fineserve_sim.planning.problem import Rules
+
+ModelsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME=MODEL:PRECISIONS:DEGREES",
+        help="A model and the ways in which it may run, the best first, as in chat=llama-3.1-8b:fp8|awq:1|2; repeat for each.",
+    ),
+]
+SecondsOption = Annotated[
+    float | None, typer.Option(min=1.0, help="How long to search: 60 if nothing else is said.", show_default=False)
+]
+EvaluationsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Search until so many parts of clusters were simulated: the same answer on every machine."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command(
+        epilog=examples(
+            "fineserve-sim plan trace.csv --spread --model a=llama-3.1-8b:fp8 --model b=qwen3-32b:W16A16|fp8 --gpus 4 "
+            "--rate-scale 10 --ttft-slo 1 --seconds 60 --out plan"
+        )
+    )(plan)
+
+
+def plan(
+    trace: TraceArgument,
+    *,
+    models: ModelsOption,
+    gpus: GpusOption,
+    ttft_slo: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
+    gpu: GpuOption = "h100-sxm",
+    tpot_slo: TpotOption = None,
+    e2e_slo: E2eOption = None,
+    rate_scale: Annotated[float, typer.Option(min=1e-6, help="Replay this many times as fast.")] = 1.0,
+    load: Annotated[float, typer.Option(min=1e-6, help="Head room: plan for this many times the load.")] = 1.0,
+    requests: RequestsOption = None,
+    spread: SpreadOption = False,
+    apart: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="Models that share no GPU; may be repeated.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="A=0,1", help="GPUs that a model may stand on; may be repeated.")
+    ] = None,
+    most_per_gpu: Annotated[int | None, typer.Option(min=1, help="Engines on a GPU, at most.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Find the fewest of these GPUs that keep this share of the requests on time."
+        ),
+    ] = None,
+    seconds: SecondsOption = None,
+    evaluations: EvaluationsOption = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
+    out: OutOption = None,
+    jobs: JobsOption = None,
+    executor: ExecutorOption = "local",
+    as_json: JsonOption = False,
+) -> None:
+    """Find a plan: which model in which precision and degree on which GPUs.
+
+    The plan is chosen by the first two thirds of the requests and judged by the others.
+    """
+    with interruptible():
+        from fineserve_sim.experiment.file.document import to_yaml
+        from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.planning import make
+
+        wish = make.Wish(
+            trace=trace,
+            models=tuple(map(make.model_wish, models)),
+            gpus=gpus,
+            ttft_slo_s=ttft_slo,
+            gpu=gpu,
+            tpot_slo_s=tpot_slo,
+            e2e_slo_s=e2e_slo,
+            rate_scale=rate_scale,
+            load=load,
+            spread=spread,
+            requests=requests,
+            rules=_rules(apart, pin, most_per_gpu, [text.partition("=")[0] for text in models], gpus),
+        )
+        if seconds is None and evaluations is None:
+            seconds = make.SECONDS
+        with executor_of(executor, jobs) as where:
+            found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, tell=_tell)
+        folder = out or Path("results") / f"plan-{trace.name.split('.')[0]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "plan.yaml"
+        path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
+        if as_json:
+            print_json(_json(found, path))
+        else:
+            _print(found, path)
+
+
+def _rules(
+    apart: Sequence[str] | None, pin: Sequence[str] | None, most_per_gpu: int | None, models: Sequence[str], gpus: int
+) -> Rules:
+    """Raises ValueError for a model or a GPU that is not there."""
+    from fineserve_sim.planning.problem import Rules
+
+    pairs, pinned = [], {}
+    for text in apart or ():
+        names = text.split(",")
+        if len(set(names)) != 2 or not set(names) <= set(models):
+            raise ValueError(f"--apart {text}: expected two of the models, as in {models[0]},{models[-1]}")
+        pairs.append(frozenset(names))
+    for text in pin or ():
+        name, _, given = text.partition("=")
+        numbers = given.split(",")
+        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
+            raise ValueError(f"--pin {text}: expected a model and GPUs from 0 to {gpus - 1}, as in {models[0]}=0,1")
+        pinned[name] = frozenset(map(int, numbers))
+    return Rules(frozenset(pairs), pinned, most_per_gpu)
+
+
+def _tell(told: Told) -> None:
+    typer.echo(
+        f"  {told.elapsed_s:5.0f} s, {told.best.runs} simulated: {100 * told.share:.2f} % on time; "
+        f"no plan keeps more than {100 * told.bound:.1f} %",
+        err=True,
+    )
+
+
+def _json(found: Found, path: Path) -> dict[str, Any]:
+    return {
+        "plan": str(path),
+        "gpus": found.wish.gpus,
+        "models": {
+            each.id: {
+                "precision": each.options[home.option][0],
+                "tp": each.options[home.option][1],
+                "gpus": home.groups,
+            }
+            for each, home in found.homes
+        },
+        "best_system": found.best_system,
+        "judged": {each.situation: {"plan": each.plan, "best_system": each.best_system} for each in found.judged},
+    }
+
+
+def _print(found: Found, path: Path) -> None:
+    from rich.table import Table
+
+    where = Table("GPU", "models", box=None)
+    for gpu in range(found.wish.gpus):
+        here = [
+            f"{each.id} ({each.options[home.option][0]}" + (f", TP {len(group)})" if len(group) > 1 else ")")
+            for each, home in found.homes
+            for group in home.groups
+            if gpu in group
+        ]
+        where.add_row(str(gpu), ", ".join(here) or "-")
+    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", box=None)
+    for row in found.judged:
+        kept.add_row(row.situation, f"{100 * row.plan:.1f} %", f"{100 * row.best_system:.1f} %")
+    console().print(where, kept)
+    for each, home in found.homes:
+        if not home.groups:
+            typer.echo(f"{each.id} has no GPU: none has room left")
+    typer.echo(f"Plan in {path}: fineserve-sim run {path}")

@@ -1,0 +1,211 @@
+"""What a layout costs: late requests, found by simulating one island at a time.
+
+Under a static placement, engines touch each other on their GPUs alone, and the turns of a model's instances say which request
+goes to which instance before anything runs (``cluster/components.py``). So the engines that share GPUs, an *island*, can be
+simulated by themselves: the late requests of a layout are the sum over its islands. A search changes one or two islands at a
+time and meets most islands again, so each is simulated once.
+
+An island's key is what its result depends on: the model, option and share of the requests of each engine, and which engines
+share GPUs. Two islands of equal GPUs with equal keys are the same island.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fineserve_sim.cluster import Fate, ScenarioError
+from fineserve_sim.cluster.compose.models import compose
+from fineserve_sim.cluster.run import Run
+from fineserve_sim.cluster.sharing.domain import connected
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.planning.problem import Group, Layout, Problem
+from fineserve_sim.policy.interfaces import Instance, Placement
+
+
+class Member(NamedTuple):
+    """Instance ``number`` of the ``of`` instances of a model, on these GPUs of its island."""
+
+    model: int
+    option: int
+    number: int
+    of: int
+    gpus: Group
+
+
+Island = tuple[Member, ...]
+
+
+class Place(NamedTuple):
+    """An island and the GPUs that it is on."""
+
+    island: Island
+    gpus: Group
+
+
+def places_of(layout: Layout) -> list[Place]:
+    """The islands of a layout."""
+    engines = [
+        Member(model, home.option, number, len(home.groups), group)
+        for model, home in enumerate(layout)
+        for number, group in enumerate(home.groups)
+    ]
+    found = []
+    for numbers in connected({number: engine.gpus for number, engine in enumerate(engines)}):
+        members = [engines[number] for number in numbers]
+        gpus = tuple(sorted({gpu for member in members for gpu in member.gpus}))
+        local = {gpu: place for place, gpu in enumerate(gpus)}
+        found.append(
+            Place(tuple(sorted(each._replace(gpus=tuple(local[gpu] for gpu in each.gpus)) for each in members)), gpus)
+        )
+    return found
+
+
+def late_requests(problem: Problem, part: int, island: Island, share: float = 1.0) -> tuple[int, ...] | None:
+    """How many requests of each member miss a limit in a part, or in its first ``share``; None where the engines do not fit
+    their GPUs."""
+    base, trace = problem.scenario, problem.parts[part].trace
+    ids = [f"{problem.models[each.model].id}#{each.number}" for each in island]
+    member_of = np.full(len(trace), -1, dtype=np.int32)
+    for number, each in enumerate(island):
+        member_of[problem.requests(part, each.model, each.number, each.of)] = number
+    rows = np.flatnonzero(member_of[: int(share * len(trace))] >= 0)
+    if not len(rows):
+        return (0,) * len(island)
+    models = tuple(
+        replace(served, id=id, rate_per_s=served.rate_per_s / each.of)
+        for id, each in zip(ids, island, strict=True)
+        for served in [problem.served(each.model, each.option)]
+    )
+    gpus = tuple(replace(base.gpus[0], id=id, node=0) for id in range(1 + max(max(each.gpus) for each in island)))
+    own = replace(trace.take(rows), model=member_of[rows], models=tuple(ids))
+    scenario = replace(base, models=models, gpus=gpus, trace=own, sample_s=0.0)
+    demands = {
+        served.id: replace(problem.demands[each.model][each.option], id=served.id, rate_per_s=served.rate_per_s)
+        for served, each in zip(models, island, strict=True)
+    }
+    instances = tuple(
+        Instance(served.id, 0, each.gpus, served.rate_per_s, demands[served.id].engine_bytes)
+        for served, each in zip(models, island, strict=True)
+    )
+    try:
+        run = Run(scenario, compose(scenario, (Placement(instances), demands)))
+    except (ScenarioError, ValueError):
+        return None
+    run.to_the_end()
+    result = run.result()
+    limits = problem.limits
+    ttft_s = np.array([limits.ttft_s[each.model] for each in island])[own.model]
+    kept = (result.fate == Fate.FINISHED) & (result.first_token_s - own.arrival_s <= ttft_s)
+    if limits.tpot_s is not None:
+        later = np.maximum(1, own.output_tokens - 1)
+        kept &= (result.finish_s - result.first_token_s) / later <= limits.tpot_s
+    if limits.e2e_s is not None:
+        kept &= result.finish_s - own.arrival_s <= limits.e2e_s
+    return tuple(np.bincount(own.model[~kept], minlength=len(island)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What each member of an island costs: late requests, by their weights. ``fits``: whether the engines fit at all.
+    ``whole``: whether all requests were simulated; else it costs this much at least."""
+
+    by_member: tuple[float, ...]
+    fits: bool = True
+    whole: bool = True
+
+    @property
+    def sum(self) -> float:
+        return sum(self.by_member)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Some islands to simulate, as an executor takes them."""
+
+    problem: Problem
+    islands: Mapping[Island, float]
+
+    def __call__(self, out: Path, tell: object) -> dict[Island, Losses]:
+        return {island: losses(self.problem, island, limit) for island, limit in self.islands.items()}
+
+    def packed(self) -> Task:
+        return self
+
+
+FIRST = 0.25
+"""The share of each part that is simulated first: what is too late there is not simulated further."""
+
+
+def losses(problem: Problem, island: Island, limit: float = math.inf) -> Losses:
+    """The losses of one island over all parts, or at least ``limit`` of them."""
+    for share in (FIRST, 1.0) if limit < math.inf else (1.0,):
+        total = np.zeros(len(island))
+        for number, part in enumerate(problem.parts):
+            late = late_requests(problem, number, island, share)
+            if late is None:
+                return Losses(tuple(problem.lost[each.model] / each.of for each in island), fits=False)
+            total += part.weight * np.array(late)
+            if share < 1 and total.sum() >= limit:
+                return Losses(tuple(total.tolist()), whole=False)
+    return Losses(tuple(total.tolist()))
+
+
+@dataclass
+class Simulated:
+    """The losses of islands, each simulated once, by ``executor`` or in this process. ``runs`` counts the simulated ones."""
+
+    problem: Problem
+    executor: Executor | None = None
+    known: dict[Island, Losses] = field(default_factory=dict)
+    runs: int = 0
+
+    def of(self, island: Island) -> Losses:
+        """All that an island costs."""
+        self.ensure({island: math.inf})
+        return self.known[island]
+
+    def is_known(self, island: Island, limit: float) -> bool:
+        """Whether its losses are known as far as ``limit``."""
+        found = self.known.get(island)
+        return found is not None and (found.whole or found.sum >= limit)
+
+    def ensure(self, islands: Mapping[Island, float]) -> None:
+        """Know the losses of islands, each as far as its limit; as many at a time are simulated as there are workers."""
+        new = {island: limit for island, limit in islands.items() if not self.is_known(island, limit)}
+        self.runs += len(new)
+        if self.executor is None or self.executor.workers == 1 or len(new) < 2:
+            self.known |= {island: losses(self.problem, island, limit) for island, limit in new.items()}
+            return
+        workers = min(self.executor.workers, len(new))
+        tasks = [Task(self.problem, dict(islice(new.items(), number, None, workers))) for number in range(workers)]
+        for _, found in self.executor.each(tasks, Path(), lambda task, share: None):
+            self.known |= found
+
+    def loss(self, layout: Layout) -> float:
+        """What a layout costs: late requests, and all requests of models without a GPU. Infinite where it does not fit."""
+        places = places_of(layout)
+        self.ensure({place.island: math.inf for place in places})
+        found = [self.known[place.island] for place in places]
+        if not all(each.fits for each in found):
+            return math.inf
+        homeless = sum(lost for lost, home in zip(self.problem.lost, layout, strict=True) if not home.groups)
+        return homeless + sum(each.sum for each in found)
+
+    def by_gpu(self, layout: Layout) -> Mapping[int, float]:
+        """What the island of each GPU costs; GPUs without engines cost nothing."""
+        return {gpu: self.of(place.island).sum for place in places_of(layout) for gpu in place.gpus}
+
+    def by_model(self, layout: Layout) -> Sequence[float]:
+        """What each model costs."""
+        total = [0.0 if home.groups else lost for lost, home in zip(self.problem.lost, layout, strict=True)]
+        for place in places_of(layout):
+            for member, loss in zip(place.island, self.of(place.island).by_member, strict=True):
+                total[member.model] += loss
+        return total

@@ -1,0 +1,359 @@
+"""From a user's wish to a plan: the problem, the search, and what the plan does on requests that the search never saw.
+
+The search sees the first part of a trace (``CHOSEN``), as it is and a fifth faster: a plan that only holds at exactly the load
+of the past is of no use. What is reported comes from the rest of the trace, where the plan stands beside the systems of the
+papers, all of them on the same GPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fineserve_traces import Trace
+
+from fineserve_sim import catalog
+from fineserve_sim.catalog import ModelSpec
+from fineserve_sim.cluster import Scenario, ScenarioError, simulate
+from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.experiment import Experiment, experiment_for_trace
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.run import Run, scenario
+from fineserve_sim.planning.islands import Simulated
+from fineserve_sim.planning.problem import Home, Layout, Limits, Option, Part, Problem, Rules, impossible
+from fineserve_sim.planning.search import Best, Search, layout_of, packed
+from fineserve_sim.systems import load_systems
+
+CHOSEN = 2 / 3
+"""The share of the requests by which a plan is chosen; the others judge it."""
+
+FASTER, FASTER_WEIGHT = 1.2, 0.5
+"""The same requests so many times as fast count, too, each late one half."""
+
+SECONDS = 60.0
+"""How long a search takes where nothing else is said."""
+
+BASE = "fineserve"
+"""The system whose scheduler, memory and sharing a plan has."""
+
+STARTS = ("fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
+"""Systems whose placements a search starts from, and which the plan is compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWish:
+    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees."""
+
+    id: str
+    model: str
+    options: tuple[tuple[str, int], ...]
+
+
+def model_wish(text: str) -> ModelWish:
+    """``NAME=MODEL:PRECISIONS:DEGREES``. Raises ValueError for another text."""
+    name, sign, described = text.partition("=")
+    model, *rest = (described if sign else name).split(":")
+    precisions, degrees = (*rest, "", "")[:2]
+    counts = (degrees or "1").split("|")
+    if not name or not model or len(rest) > 2 or not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
+    options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
+    return ModelWish(name if sign else model, model, options)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace."""
+
+    trace: Path
+    models: tuple[ModelWish, ...]
+    gpus: int
+    ttft_slo_s: float
+    gpu: str = "h100-sxm"
+    tpot_slo_s: float | None = None
+    e2e_slo_s: float | None = None
+    rate_scale: float = 1.0
+    load: float = 1.0
+    spread: bool = False
+    requests: int | None = None
+    rules: Rules = field(default_factory=Rules)
+
+    def experiment(self, systems: Sequence[Any], **changed: Any) -> Experiment:
+        """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
+        entries = [
+            {"id": each.id, "model": each.model, "precision": each.options[-1][0], "tp": each.options[-1][1]}
+            | ({"share": 1.0} if self.spread else {})
+            for each in self.models
+        ]
+        return experiment_for_trace(
+            self.trace,
+            systems,
+            entries,
+            gpu=self.gpu,
+            count=self.gpus,
+            ttft_slo_s=self.ttft_slo_s,
+            tpot_slo_s=self.tpot_slo_s,
+            e2e_slo_s=self.e2e_slo_s,
+            rate_scale=self.rate_scale * self.load,
+            requests=self.requests,
+            **changed,
+        )
+
+
+def problem_of(wish: Wish) -> Problem:
+    """What the search solves. Raises ConfigError for a wish that means nothing, ValueError for an option that a model cannot
+    run in, or where no plan is possible."""
+    experiment = wish.experiment([BASE])
+    (point,) = experiment.points
+    setup = experiment.setup_of(point)
+    limits = (wish.ttft_slo_s,) * len(setup.models)
+    whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, 0, limits))
+    trace = whole.whole_trace
+    chosen = trace.take(np.arange(max(1, round(CHOSEN * len(trace)))))
+    faster = replace(chosen, arrival_s=chosen.arrival_s / FASTER)
+    options = tuple(
+        tuple(_option(model.id, resolved.spec, precision, tp) for precision, tp in model.options)
+        for model, resolved in zip(wish.models, setup.models, strict=True)
+    )
+    problem = Problem(
+        replace(whole, trace=chosen),
+        options,
+        (Part(chosen), Part(faster, FASTER_WEIGHT)),
+        Limits(limits, wish.tpot_slo_s, wish.e2e_slo_s),
+        wish.rules,
+    )
+    if why := impossible(problem):
+        raise ValueError(f"no plan: {why}")
+    return problem
+
+
+def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
+    try:
+        catalog.check_tp(model, tp)
+        return Option(catalog.precision(precision), tp)
+    except ValueError as problem:
+        raise ValueError(f"--model {id}: {problem}") from None
+
+
+def starts(problem: Problem) -> dict[str, Layout]:
+    """Where systems of the papers place the models, by system; one that cannot is left out."""
+    found = {}
+    models = tuple(problem.served(model, option) for model, option in enumerate(problem.first))
+    for name in STARTS:
+        with suppress(ScenarioError):
+            placement, _ = place(replace(problem.scenario, models=models, system=load_systems()[name]))
+            found[name] = layout_of(problem, placement)
+    return found
+
+
+def most_on_time(problem: Problem) -> int:
+    """How many requests of the first part can be on time at all, by the clairvoyant bound."""
+    clairvoyant: Scenario = replace(problem.scenario, system=load_systems()["clairvoyant"])
+    result = simulate(clairvoyant)
+    arrived = problem.parts[0].trace
+    limits_s = np.array([problem.limits.ttft_s[problem.number_of[name]] for name in arrived.models])[arrived.model]
+    return int(np.count_nonzero(result.first_token_s - arrived.arrival_s <= limits_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How far a search is: shares of the requests by which it chooses that the best plan keeps, and that any could."""
+
+    best: Best
+    share: float
+    bound: float
+    elapsed_s: float
+
+
+def search(
+    problem: Problem,
+    executor: Executor | None = None,
+    *,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    enough: float = 1.0,
+    seed: int = 0,
+    tell: Callable[[Told], None] = lambda told: None,
+) -> Best:
+    """The best layout that is found with so many simulated islands, or in so many seconds, or the first one that keeps
+    ``enough`` (a share of the requests, by their weights). Without ``seconds`` the answer is the same on every machine. Raises
+    ValueError where no start fits."""
+    began_s = time.monotonic()
+    simulated = Simulated(problem, executor)
+    own = Search(problem, simulated, seed)
+    own.begin([*starts(problem).values(), packed(problem, simulated)])
+    bound = most_on_time(problem) / len(problem.parts[0].trace)
+    shown: Best | None = None
+    for best in own.improve():
+        elapsed_s = time.monotonic() - began_s
+        if best is not shown:
+            tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
+            shown = best
+        spent = evaluations is not None and simulated.runs >= evaluations
+        if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
+            break
+    return own.best
+
+
+def fewest(
+    wish: Wish,
+    target: float,
+    executor: Executor | None = None,
+    *,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    tell: Callable[[Told], None] = lambda told: None,
+) -> tuple[Wish, Best]:
+    """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan; by bisection, each
+    number of GPUs with an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it."""
+    steps = wish.gpus.bit_length() + 1
+    searched = partial(
+        search,
+        executor=executor,
+        evaluations=None if evaluations is None else max(1, evaluations // steps),
+        seconds=None if seconds is None else seconds / steps,
+        enough=target,
+        seed=seed,
+        tell=tell,
+    )
+    found: tuple[Wish, Best] | None = None
+    low, high, tried = 1, wish.gpus, wish.gpus
+    while low <= high:
+        asked = replace(wish, gpus=tried)
+        best = _holding(asked, target, searched)
+        if best is not None:
+            found, high = (asked, best), tried - 1
+        elif found is None:
+            raise ValueError(f"no plan on {wish.gpus} GPUs keeps {100 * target:g} % as far as was searched")
+        else:
+            low = tried + 1
+        tried = (low + high) // 2
+    assert found is not None
+    return found
+
+
+def _holding(wish: Wish, target: float, searched: Callable[[Problem], Best]) -> Best | None:
+    """The plan that keeps the target on exactly these GPUs, if one is found."""
+    try:
+        problem = problem_of(wish)
+    except ValueError:  # too little memory
+        return None
+    best = searched(problem)
+    return best if best.loss <= (1 - target) * problem.worth else None
+
+
+def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
+    """A layout as the text of an experiment: what ``run``, ``compare`` and ``size`` take."""
+    models, groups = [], {}
+    for each, home in zip(wish.models, layout, strict=True):
+        precision, tp = each.options[home.option]
+        entry: dict[str, Any] = {"id": each.id, "model": each.model, "precision": precision, "tp": tp}
+        models.append(entry | ({"share": 1.0} if wish.spread else {}))
+        if home.groups:
+            groups[each.id] = [list(group) for group in home.groups]
+    workload: dict[str, Any] = {"trace": str(wish.trace.resolve())}
+    workload |= {"assign": "share"} if wish.spread else {}
+    workload |= {} if wish.requests is None else {"requests": wish.requests}
+    limits = {"ttft_s": wish.ttft_slo_s, "tpot_s": wish.tpot_slo_s, "e2e_s": wish.e2e_slo_s}
+    return {
+        "fineserve": 1,
+        "title": f"A plan for {wish.trace.name}",
+        "cluster": {"gpu": wish.gpu, "count": wish.gpus},
+        "models": models,
+        "workload": workload,
+        "slo": {name: limit_s for name, limit_s in limits.items() if limit_s is not None},
+        "systems": [
+            {"name": "plan", "title": "Plan", "base": BASE, "placement": {"policy": "pinned", "groups": groups}}
+        ],
+        "seeds": 1,
+        "sweeps": [{"name": "run", "at": {"rate_scale": wish.rate_scale}, "systems": ["plan"]}],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The share of requests on time in one situation that the search never saw, of the plan and of the placement of the best
+    system, which is chosen by the same requests as the plan."""
+
+    situation: str
+    plan: float
+    best_system: float
+
+
+def judged(wish: Wish, problem: Problem, layout: Layout) -> tuple[str, list[Judged]]:
+    """The system whose placement is best on the requests of the search, and how both do on the rest: as it came, a fifth faster
+    and slower, and (where requests are dealt out) dealt anew."""
+    by_system, simulated = starts(problem), Simulated(problem)
+    best_system = min(by_system, key=lambda name: simulated.loss(by_system[name]))
+    rest = _rest(wish, 0)
+    situations = {
+        "unseen requests": rest,
+        "20 % faster": replace(rest, arrival_s=rest.arrival_s / 1.2),
+        "20 % slower": replace(rest, arrival_s=rest.arrival_s * 1.2),
+    }
+    if wish.spread:
+        situations["dealt out anew"] = _rest(wish, 1)
+    found = []
+    for name, trace in situations.items():
+        own = Simulated(replace(problem, scenario=replace(problem.scenario, trace=trace), parts=(Part(trace),)))
+        kept = [1 - own.loss(each) / len(trace) for each in (layout, by_system[best_system])]
+        found.append(Judged(name, *kept))
+    return best_system, found
+
+
+def _rest(wish: Wish, seed: int) -> Trace:
+    """The requests that the search does not see."""
+    experiment = wish.experiment([BASE])
+    (point,) = experiment.points
+    setup = experiment.setup_of(point)
+    limits = (wish.ttft_slo_s,) * len(setup.models)
+    whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, seed, limits)).whole_trace
+    first = max(1, round(CHOSEN * len(whole)))
+    if first >= len(whole):
+        raise ValueError(f"{wish.trace}: {len(whole)} requests are too few to choose a plan and to judge it; give more")
+    rest = whole.take(np.arange(first, len(whole)))
+    return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan: the wish with the GPUs that it takes, its layout, and how it does beside the best system on unseen requests."""
+
+    wish: Wish
+    best: Best
+    best_system: str
+    judged: tuple[Judged, ...]
+
+    @property
+    def homes(self) -> list[tuple[ModelWish, Home]]:
+        """Each model with its home."""
+        return list(zip(self.wish.models, self.best.layout, strict=True))
+
+
+def found(
+    wish: Wish,
+    target: float | None = None,
+    executor: Executor | None = None,
+    *,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    tell: Callable[[Told], None] = lambda told: None,
+) -> Found:
+    """Search and judge: the best plan on the GPUs of the wish, or with a ``target`` on the fewest that keep it. Raises
+    ConfigError and ValueError as ``problem_of``, ``search`` and ``fewest`` do."""
+    problem = problem_of(wish)
+    if target is None:
+        best = search(problem, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+    else:
+        wish, best = fewest(wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+        problem = problem_of(wish)
+    system, rows = judged(wish, problem, best.layout)
+    return Found(wish, best, system, tuple(rows))
