@@ -21,6 +21,7 @@ from fineserve_traces import Trace
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec
 from fineserve_sim.cluster import Scenario, ScenarioError, simulate
+from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import Experiment, experiment_for_trace
 from fineserve_sim.experiment.run.executor import Executor
@@ -147,7 +148,8 @@ def starts(problem: Problem) -> dict[str, Layout]:
     models = tuple(problem.served(model, option) for model, option in enumerate(problem.first))
     for name in STARTS:
         with suppress(ScenarioError):
-            placement, _ = place(replace(problem.scenario, models=models, system=load_systems()[name]))
+            asked = replace(problem.scenario, models=models, system=load_systems()[name])
+            placement, _ = place(asked, demands_of(asked))
             found[name] = layout_of(problem, placement)
     return found
 

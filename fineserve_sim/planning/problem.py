@@ -17,8 +17,8 @@ from fineserve_traces import Trace
 
 from fineserve_sim.catalog import PrecisionSpec
 from fineserve_sim.cluster import Gpu, Scenario, ServedModel
-from fineserve_sim.cluster.compose.models import slots_of
-from fineserve_sim.cluster.compose.place import demand_of
+from fineserve_sim.cluster.compose.facts import demand_of
+from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.cluster.scenario import Ints
 from fineserve_sim.policy.interfaces import ModelDemand
 from fineserve_sim.policy.memory.ledger import MemoryLedger

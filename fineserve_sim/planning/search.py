@@ -16,7 +16,7 @@ from itertools import islice
 from math import inf
 from random import Random
 
-from fineserve_sim.cluster.compose.models import slots_of
+from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.planning.islands import Island, Simulated, places_of
 from fineserve_sim.planning.moves import Moves
 from fineserve_sim.planning.problem import Home, Layout, Problem
