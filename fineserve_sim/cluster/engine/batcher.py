@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 from fineserve_sim.cluster.engine.base import Engine
 from fineserve_sim.cluster.engine.sequence import Lane, PromptChunk, Queue, SequenceState
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.memory.preemption import preemption_victim
 
 
@@ -154,7 +155,7 @@ class Batcher(Engine):
         if sequence.generated_tokens and self.too_long(sequence):
             self._host.finished(self, sequence, now)  # it has outgrown the memory: cut, as at vLLM's max_model_len
         elif self.closing:
-            self._host.returned(self, [sequence], now)
+            self._host.returned(self, [sequence], now, Left.REGROUPED)
         else:
             lane.queue.put_back(sequence)
             self._backlog_tokens += sequence.target_tokens

@@ -16,6 +16,7 @@ from fineserve_sim.cluster.engine.pipeline import KV
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.commands import Migrate
 from fineserve_sim.policy.events import MigrationEnded
 
@@ -83,6 +84,7 @@ class Migrations:
         held = destination.kv.hold(sequence, {})
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._cluster.settle_now(destination, now)
+        self._cluster.moved(sequence, destination, now, Left.MIGRATED)
         destination.adopt(sequence, now)
         source.replan(now)
         self.moved += 1

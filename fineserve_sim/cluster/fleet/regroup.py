@@ -30,6 +30,7 @@ from fineserve_sim.cluster.engine.spans import SpanEngine
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.exchange import Exchange
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import DropLayers, RestoreLayers
 from fineserve_sim.policy.events import EngineDrained, LayersDropped, LayersKept, LayersRestored
@@ -197,7 +198,7 @@ class Regrouping:
                 cluster.touch(engine)
         if not merged.stopping:
             cluster.hear(now, LayersDropped(merged.index))
-        cluster.returned(merged, sorted(waiting, key=arrival_order), now)
+        cluster.returned(merged, sorted(waiting, key=arrival_order), now, Left.REGROUPED)
 
     def _complete(self, merged: PipelineEngine, now: float) -> None:
         """A merged engine has the last layer that it missed."""
@@ -228,6 +229,7 @@ class Regrouping:
 
         came: dict[tuple[int, int], int] = {}
         for sequence in sorted(started, key=arrival_order):
+            self._cluster.moved(sequence, merged, now, Left.REGROUPED)
             if merged.kv.hold(sequence, came):
                 merged.stalled[sequence] = None
                 moving.append(sequence)
@@ -278,7 +280,7 @@ class Regrouping:
         engine.closing = True
         self.create({into[stage.gpus]: {stage.id: range(self._layers)} for stage in engine.stages})
         cluster.hear(now, LayersRestored(engine.index))
-        cluster.returned(engine, waiting, now)
+        cluster.returned(engine, waiting, now, Left.REGROUPED)
         self.end_drained([engine], now)
 
     def end_drained(self, engines: Iterable[Engine], now: float) -> None:
