@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from groupkit import burst, cluster, system
@@ -69,7 +70,7 @@ def test_where_models_come_and_go_a_visit_is_of_one_stay_of_an_engine(kind: str)
     for seed in range(12):
         _, visits = visits_of(scenario_of(kind, seed))
         for stays in visits.values():
-            for before, after in zip(stays, stays[1:], strict=False):
+            for before, after in pairwise(stays):
                 assert before.engine != after.engine or before.left is Left.RESIZED
                 assert before.to_s <= after.from_s
                 found += before.left is left
