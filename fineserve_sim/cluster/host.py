@@ -96,9 +96,7 @@ class Cluster:
         self._depth = 0  # of commands that follow from commands
         self._asking: Engine | None = None
         self._waiting: dict[int, Waiting] = {}
-        self._returned: dict[
-            int, tuple[str, SequenceState]
-        ] = {}  # those that wait for an engine again, and their models
+        self._returned: dict[int, tuple[str, SequenceState]] = {}  # they wait for an engine of their model again
         self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
@@ -164,11 +162,6 @@ class Cluster:
             self.hear(now, RequestReturned(again))
             if (engine_id := self.controller.engine_of(again.id)) is not None:
                 self.waits(self.engines[engine_id], now)
-
-    def moved(self, sequence: SequenceState, engine: Engine, now: float, left: Left) -> None:
-        """A sequence goes on at this engine."""
-        self.outcomes.leave(sequence.index, now, sequence.generated_tokens, left)
-        self.outcomes.enter(sequence.index, engine.index, now, sequence.generated_tokens)
 
     def close(self, end_s: float) -> None:
         """The run is over: those that still wait do not finish, nor do those under way."""

@@ -63,6 +63,11 @@ class Outcomes:
             self._left.append((index, engine, since_s, now, generated_tokens - before, int(left)))
             self._at[index] = engine, NEVER, generated_tokens
 
+    def move(self, index: int, engine: int, now: float, generated_tokens: int, left: Left) -> None:
+        """A request goes on at this engine."""
+        self.leave(index, now, generated_tokens, left)
+        self.enter(index, engine, now, generated_tokens)
+
     def first_token(self, index: int, now: float) -> None:
         """Only the first time counts: a recomputed prefill yields a later token."""
         if index not in self.first_token_s:

@@ -348,7 +348,6 @@ class RunResult:
     engine: NDArray[np.int32]
     cause: NDArray[np.int8]
     generated_tokens: Ints
-    visits: Visits
     placement: Placement
     kv_capacity_bytes: tuple[int, ...]
     timeline: Timeline
@@ -360,3 +359,4 @@ class RunResult:
     step_samples: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     gpu_use: tuple[GpuUse, ...] = ()
+    visits: Visits = field(default_factory=partial(Visits.joined, ()))

@@ -84,7 +84,8 @@ class Migrations:
         held = destination.kv.hold(sequence, {})
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._cluster.settle_now(destination, now)
-        self._cluster.moved(sequence, destination, now, Left.MIGRATED)
+        outcomes, tokens = self._cluster.outcomes, sequence.generated_tokens
+        outcomes.move(sequence.index, destination.index, now, tokens, Left.MIGRATED)
         destination.adopt(sequence, now)
         source.replan(now)
         self.moved += 1

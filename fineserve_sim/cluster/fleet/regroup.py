@@ -229,7 +229,8 @@ class Regrouping:
 
         came: dict[tuple[int, int], int] = {}
         for sequence in sorted(started, key=arrival_order):
-            self._cluster.moved(sequence, merged, now, Left.REGROUPED)
+            tokens = sequence.generated_tokens
+            self._cluster.outcomes.move(sequence.index, merged.index, now, tokens, Left.REGROUPED)
             if merged.kv.hold(sequence, came):
                 merged.stalled[sequence] = None
                 moving.append(sequence)
