@@ -71,6 +71,9 @@ def _print(life: Life, title: str) -> None:
     typer.echo(f"{life.verdict}\n")
     rows = [[f"{moment.at_s:.3f}", f"+{moment.after_s:.3f}", moment.what] for moment in life.moments]
     print_rows(("time, s", "after, s", "what"), rows, right=("time, s", "after, s"))
+    if len(life.visits) > 1:
+        typer.echo("")
+        _print_visits(life)
     if life.waited_s:
         typer.echo("")
         waits = [[f"{seconds:.3f}", what] for what, seconds in life.waited_s.items()]
@@ -81,3 +84,15 @@ def _print(life: Life, title: str) -> None:
         spent = [[f"{seconds:.3f}", f"{100 * seconds / total_s:.0f}", what] for what, seconds in life.decoded_s.items()]
         heading = f"for, in a batch of {life.batch:.1f} on average"
         print_rows(("decoded, s", "%", heading), spent, right=("decoded, s", "%"))
+
+
+def _print_visits(life: Life) -> None:
+    """The engines that it was at."""
+    from fineserve_sim.experiment.show.timelines.life import LEFT, where
+
+    rows = [
+        [where(visit), f"{visit.from_s:.3f}", f"{visit.to_s:.3f}", str(visit.tokens), LEFT[visit.left]]
+        for visit in life.visits
+    ]
+    right = ("from, s", "to, s", "tokens")
+    print_rows(("was at", *right, "left because"), rows, right=right)

@@ -65,7 +65,7 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
         everywhere = len(scenario.gpus) // served.tp if system.scheduler.engines == "everywhere" else 0
         _serve(scenario, served, max(placed[served.id], everywhere), whole)
     return RunResult(
-        **vars(whole),
+        **whole.columns,
         placement=placement,
         kv_capacity_bytes=(),
         timeline=Samples((), 0).timeline(),

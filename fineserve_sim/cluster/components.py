@@ -24,7 +24,7 @@ from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.looks import Looks, Note, fractions, looks_at, shares_of
 from fineserve_sim.cluster.run import WholeTrace
 from fineserve_sim.cluster.samples import PER_COLUMN, PER_GPU
-from fineserve_sim.cluster.scenario import GpuUse, Ints, RunResult, Scenario, Timeline
+from fineserve_sim.cluster.scenario import OUTCOMES, Ended, GpuUse, Ints, RunResult, Scenario, Timeline
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.controller import Controller
@@ -79,10 +79,15 @@ class Apart(NamedTuple):
         iterations = events = 0
         uses: dict[int, GpuUse] = {}
         for component, (result, own_notes, own_uses) in zip(self.components, pieces, strict=True):
-            for name, column in vars(whole).items():
-                column[component.requests] = getattr(result, name)
-            engines = np.array([*component.engines, -1])  # -1 stays -1
-            whole.engine[component.requests] = engines[result.engine]
+            engines = np.array([*component.engines, -1], dtype=np.int32)  # -1 stays -1
+            own = {name: getattr(result, name) for name in OUTCOMES} | {"engine": engines[result.engine]}
+            visits = replace(
+                result.visits,
+                request=component.requests[result.visits.request],
+                engine=engines[result.visits.engine],
+                stages={engine: (engine,) for engine in component.engines},
+            )
+            whole(Ended(component.requests, **own, visits=visits))
             notes += [(sample, component.engines[engine], batch) for sample, engine, batch in own_notes]
             capacity_of |= dict(zip(component.gpus, result.kv_capacity_bytes, strict=True))
             uses |= own_uses
@@ -95,7 +100,7 @@ class Apart(NamedTuple):
         timeline = self._timeline(timelines, gpus)
         looks = int(np.count_nonzero(timeline.time_s <= self.scenario.whole_trace.arrival_s[-1]))
         return RunResult(
-            **vars(whole),
+            **whole.columns,
             placement=self.placement,
             kv_capacity_bytes=tuple(capacity_of[gpu] for gpu in gpus),
             timeline=timeline,

@@ -19,7 +19,7 @@ from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, Sequenc
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
 from fineserve_sim.cluster.outcomes import Outcomes
-from fineserve_sim.cluster.scenario import Cause, Fate
+from fineserve_sim.cluster.scenario import Cause, Fate, Left
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import MemoryDomain
 from fineserve_sim.latency.sharing import Demand
@@ -104,6 +104,7 @@ class Cluster:
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
         """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
         self.engines |= {engine.index: engine for engine in engines}
+        self.outcomes.stages |= {engine.index: engine.columns for engine in engines}
         self._domain_of |= {engine.index: domain for domain in domains for engine in domain.engines}
         self._scope_of |= {engine: scope for scope in scopes for engine in scope.engines}
 
@@ -154,23 +155,23 @@ class Cluster:
         self.ask_again(engine, now)
         engine.executor.start(now)
 
-    def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float) -> None:
-        """These wait for an engine again, with what they generated as part of their prompts."""
+    def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float, left: Left) -> None:
+        """These have left their engines and wait for one again, with what they generated as part of their prompts."""
         for sequence in sequences:
+            self.outcomes.leave(sequence.index, now, sequence.generated_tokens, left)
             self._returned[sequence.index] = engine.model, sequence
             again = Request(sequence.index, engine.model, sequence.arrival_s, sequence.target_tokens)
             self.hear(now, RequestReturned(again))
             if (engine_id := self.controller.engine_of(again.id)) is not None:
                 self.waits(self.engines[engine_id], now)
 
-    def close(self) -> None:
+    def close(self, end_s: float) -> None:
         """The run is over: those that still wait do not finish, nor do those under way."""
         for index, waiting in self._waiting.items():
             self.outcomes.arrive(index, waiting.engine)
-        self.outcomes.close()
+        self.outcomes.close(end_s)
 
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None:
-        self.outcomes.engine[sequence.index] = engine.columns[0]  # it may have moved
         generated_tokens, fate, cause = sequence.generated_tokens, Fate.FINISHED, Cause.NONE
         if generated_tokens < sequence.asked_tokens:
             fate, cause = Fate.CUT, self._bounds(engine.model, sequence.prompt_tokens + generated_tokens)
@@ -369,9 +370,9 @@ class Cluster:
         engine = self.engines[command.engine]
         _, sequence = self._waited(command.request_id)
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
-            self.returned(engine, [sequence], now)
+            self.returned(engine, [sequence], now, Left.RESIZED)
             return
-        self.outcomes.engine[command.request_id] = engine.columns[0]
+        self.outcomes.enter(command.request_id, engine.index, now, sequence.generated_tokens)
         if isinstance(engine.executor, Lone):
             engine.executor.post(now, self.order, sequence)
             return

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from fineserve_sim.cluster.scenario import Cause, Ended, Fate
+from fineserve_sim.cluster.scenario import Cause, Ended, Fate, Left, Visits
 
 NEVER = float("nan")
 BATCH = 8192
 """Ended requests that are handed on together."""
-_DTYPES = (np.int64, np.float64, np.float64, np.int8, np.int64, np.int32, np.int8, np.int64)
-"""Of the columns of ``Ended``."""
+_ENDED = (np.int64, np.float64, np.float64, np.int8, np.int64, np.int32, np.int8, np.int64, np.float64, np.int64)
+"""Of the columns of ``Ended``, and of when the last visit began and the tokens before it."""
+_LEFT = (np.int64, np.int32, np.float64, np.float64, np.int64, np.int8)
+"""Of the columns of ``Visits``."""
+
+_LAST_LEFT = np.full(len(Fate), Left.OPEN, dtype=np.int8)
+_LAST_LEFT[[Fate.FINISHED, Fate.CUT]] = Left.FINISHED, Left.CUT
 
 
 class Outcomes:
-    """Moments and fates of the requests under way, by number; ``open`` counts these, those that wait for their first engine
-    (the cluster keeps them) and those still to come. A request ends once: ``end`` raises on a second time."""
+    """Moments, fates and visits of the requests under way, by number. ``open`` counts these, those that wait for their first
+    engine (the cluster keeps them) and those still to come. A request ends once: ``end`` raises on a second time.
+
+    ``stages``: the instances of each engine (``Visit``). Of a request under way only its last visit is kept; an earlier one is
+    written down when it ends, so that a request that never moves costs no more for it.
+    """
 
     _sink: Callable[[Ended], None]
 
@@ -26,9 +36,12 @@ class Outcomes:
         self.open = 0
         self.last_end_s = 0.0
         self.first_token_s: dict[int, float] = {}
-        self.engine: dict[int, int] = {}
         self.preemptions: defaultdict[int, int] = defaultdict(int)
-        self._ended: list[tuple[int, float, float, int, int, int, int, int]] = []
+        self.stages: dict[int, tuple[int, ...]] = {}
+        # By request: its last engine (-1: none), since when (NaN: it is there no more, or not yet), and its tokens before.
+        self._at: dict[int, tuple[int, float, int]] = {}
+        self._left: list[tuple[int, int, float, float, int, int]] = []
+        self._ended: list[tuple[int, float, float, int, int, int, int, int, float, int]] = []
 
     def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
         """So many will come; what becomes of them goes to ``sink``."""
@@ -36,8 +49,24 @@ class Outcomes:
         self._sink = sink
 
     def arrive(self, index: int, engine: int = -1) -> None:
-        """A request is under way, at this engine if any."""
-        self.engine[index] = engine
+        """A request is under way; it waited for this engine, if for any."""
+        self._at[index] = engine, NEVER, 0
+
+    def enter(self, index: int, engine: int, now: float, generated_tokens: int) -> None:
+        """A visit begins; the request has so many tokens."""
+        self._at[index] = engine, now, generated_tokens
+
+    def leave(self, index: int, now: float, generated_tokens: int, left: Left) -> None:
+        """A visit ends, if the request is at an engine, and the request goes on."""
+        engine, since_s, before = self._at[index]
+        if since_s >= 0.0:
+            self._left.append((index, engine, since_s, now, generated_tokens - before, int(left)))
+            self._at[index] = engine, NEVER, generated_tokens
+
+    def move(self, index: int, engine: int, now: float, generated_tokens: int, left: Left) -> None:
+        """A request goes on at this engine."""
+        self.leave(index, now, generated_tokens, left)
+        self.enter(index, engine, now, generated_tokens)
 
     def first_token(self, index: int, now: float) -> None:
         """Only the first time counts: a recomputed prefill yields a later token."""
@@ -46,27 +75,48 @@ class Outcomes:
 
     def end(self, index: int, now: float, fate: Fate, cause: Cause = Cause.NONE, *, generated_tokens: int = 0) -> None:
         """``generated_tokens``: of a request that finished or was cut."""
-        engine = self.engine.pop(index, None)
-        if engine is None:
+        at = self._at.pop(index, None)
+        if at is None:
             raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
+        engine, since_s, before = at
         first_token_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
         finish_s = now if generated_tokens else NEVER
-        moments = index, first_token_s, finish_s
-        self._ended.append((*moments, int(fate), preemptions, engine, int(cause), generated_tokens))
+        became = index, first_token_s, finish_s, int(fate), preemptions, engine, int(cause), generated_tokens
+        self._ended.append((*became, since_s, before))
         self.last_end_s = max(self.last_end_s, now)
         self.open -= 1
         if len(self._ended) >= BATCH:
             self._hand_on()
 
-    def close(self) -> None:
+    def close(self, end_s: float) -> None:
         """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
-        for index in sorted(self.engine):
-            self.end(index, self.last_end_s, Fate.UNFINISHED)
+        for index in sorted(self._at):
+            self.end(index, end_s, Fate.UNFINISHED)
         self._hand_on()
 
     def _hand_on(self) -> None:
         if self._ended:
-            columns = zip(zip(*self._ended, strict=True), _DTYPES, strict=True)
-            ended = Ended(*(np.array(column, dtype) for column, dtype in columns))
+            *columns, since_s, before = _columns(self._ended, _ENDED)
+            visits = Visits.joined(
+                [Visits(*_columns(self._left, _LEFT), self.stages), self._last(columns, since_s, before)]
+            )
+            first_stage = {engine: stages[0] for engine, stages in self.stages.items()}
+            columns[5] = np.array([first_stage.get(engine, engine) for engine in columns[5].tolist()], dtype=np.int32)
             self._ended.clear()
-            self._sink(ended)
+            self._left.clear()
+            self._sink(Ended(*columns, visits))
+
+    def _last(self, columns: list[Any], since_s: Any, before: Any) -> Visits:
+        """The last visits of requests that have ended, those that ended at an engine."""
+        request, _, finish_s, fate, _, engine, _, generated_tokens = columns
+        left = _LAST_LEFT[fate]
+        open_ = np.isnan(finish_s)
+        to_s, tokens = np.where(open_, self.last_end_s, finish_s), np.where(open_, 0, generated_tokens - before)
+        there = since_s >= 0.0
+        return Visits(*(column[there] for column in (request, engine, since_s, to_s, tokens, left)), self.stages)
+
+
+def _columns(rows: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
+    if not rows:
+        return [np.empty(0, dtype) for dtype in dtypes]
+    return [np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 from fineserve_traces import totals
@@ -17,7 +18,7 @@ from fineserve_sim.cluster.compose.memory import caches_prefixes
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
 from fineserve_sim.cluster.looks import GpuUses, Looks, StepTimes, fractions, looks_at
 from fineserve_sim.cluster.samples import Sampler, sample_time_s
-from fineserve_sim.cluster.scenario import Ended, RunResult, Scenario, ScenarioError, wrong_fault
+from fineserve_sim.cluster.scenario import OUTCOMES, Ended, RunResult, Scenario, ScenarioError, Visits, wrong_fault
 from fineserve_sim.policy.interfaces import Placement
 
 FAULT = order_of(Kind.TIMER, 1 << 19)
@@ -41,8 +42,8 @@ class Parts:
 
 
 class WholeTrace:
-    """Takes ended requests in any order. Its attributes are columns of ``RunResult``, in the order of a trace that is all
-    there; requests that never end stay unfinished, without moments."""
+    """Takes ended requests in any order. ``columns`` are those of ``RunResult``, in the order of a trace that is all there;
+    requests that never end stay unfinished, without moments. ``visits`` come part by part."""
 
     def __init__(self, requests: int) -> None:
         self.first_token_s = np.full(requests, np.nan)
@@ -52,10 +53,16 @@ class WholeTrace:
         self.engine = np.full(requests, -1, dtype=np.int32)
         self.cause = np.zeros(requests, dtype=np.int8)
         self.generated_tokens = np.zeros(requests, dtype=np.int64)
+        self.visits: list[Visits] = []
 
     def __call__(self, ended: Ended) -> None:
-        for name, column in vars(self).items():
-            column[ended.request] = getattr(ended, name)
+        for name in OUTCOMES:
+            getattr(self, name)[ended.request] = getattr(ended, name)
+        self.visits.append(ended.visits)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in OUTCOMES} | {"visits": Visits.joined(self.visits)}
 
 
 class Run:
@@ -106,7 +113,7 @@ class Run:
             self._events += 1
         self.parts.cluster.settle_all(self._horizon_s, order_of(Kind.START, 0))
         self._end_s = self._horizon_s if outcomes.open else outcomes.last_end_s
-        self.parts.cluster.close()
+        self.parts.cluster.close(self._end_s)
         self._loop_cpu_s = time.process_time() - began_s
 
     def _expect(self) -> None:
@@ -139,7 +146,7 @@ class Run:
     def result(self) -> RunResult:
         parts = self.parts
         return RunResult(
-            **vars(self._whole),
+            **self._whole.columns,
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
             timeline=parts.sampler.rows.timeline(),

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from fineserve_traces import Requests, Trace
@@ -179,10 +180,88 @@ class Cause(IntEnum):
     DEADLINE = 4
 
 
+class Left(IntEnum):
+    """Why a request left an engine.
+
+    OPEN: it is there when the run ends; FINISHED, CUT: it ended there; MIGRATED: it went on elsewhere with its KV; REGROUPED:
+    engines merged or split; EVICTED: the engine left its GPUs; FAILED: the engine was lost; RESIZED: the engine's memory became
+    too small for it.
+    """
+
+    OPEN = 0
+    FINISHED = 1
+    CUT = 2
+    MIGRATED = 3
+    REGROUPED = 4
+    EVICTED = 5
+    FAILED = 6
+    RESIZED = 7
+
+
+LAST = (Left.OPEN, Left.FINISHED, Left.CUT)
+"""Of these none is followed by another visit."""
+
+
+class Visit(NamedTuple):
+    """A request at an engine, from its dispatch there until it left, with the tokens that the engine generated for it.
+
+    ``engine`` is the engine's number in the decision log. ``stages`` are the instances that the engine ran on, one a stage, in
+    a cluster of one model; elsewhere the engine alone.
+    """
+
+    engine: int
+    stages: tuple[int, ...]
+    from_s: float
+    to_s: float
+    tokens: int
+    left: Left
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visits:
+    """Visits of many requests, in columns (v,) as in ``Visit``; ``stages`` by engine. A whole run's are sorted by request, and
+    those of a request by time. The tokens of a request that finished or was cut add up to its ``generated_tokens``; the run
+    does not tell what an engine had generated in a visit that is still open."""
+
+    request: Ints
+    engine: NDArray[np.int32]
+    from_s: Floats
+    to_s: Floats
+    tokens: Ints
+    left: NDArray[np.int8]
+    stages: Mapping[int, tuple[int, ...]]
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("request", "engine", "from_s", "to_s", "tokens", "left")
+
+    @classmethod
+    def joined(cls, parts: Sequence[Visits]) -> Visits:
+        """All of these, by request; the visits of a request must be in the order of their times."""
+        dtypes = (np.int64, np.int32, np.float64, np.float64, np.int64, np.int8)
+        columns = [
+            np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)])
+            for name, dtype in zip(cls.COLUMNS, dtypes, strict=True)
+        ]
+        order = np.argsort(columns[0], kind="stable")
+        stages = {engine: stages for part in parts for engine, stages in part.stages.items()}
+        return cls(*(column[order] for column in columns), stages)
+
+    def of(self, request: int) -> list[Visit]:
+        """The visits of one request, the first one first."""
+        first, end = np.searchsorted(self.request, (request, request + 1)).tolist()
+        rows = zip(*(getattr(self, name)[first:end].tolist() for name in self.COLUMNS[1:]), strict=True)
+        return [Visit(engine, self.stages[engine], *times, tokens, Left(left)) for engine, *times, tokens, left in rows]
+
+    def moved(self) -> Visits:
+        """The visits of requests that had more than one."""
+        _, number, visits = np.unique(self.request, return_inverse=True, return_counts=True)
+        several = visits[number] > 1
+        return Visits(*(getattr(self, name)[several] for name in self.COLUMNS), self.stages)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ended:
     """Requests that have ended, in the order in which they did: their numbers in the order of arrival, and as in ``RunResult``
-    what became of them. Columns, (n,) each."""
+    what became of them. Columns, (n,) each. ``visits``: their last ones, and those that others have ended meanwhile."""
 
     request: Ints
     first_token_s: Floats
@@ -192,6 +271,7 @@ class Ended:
     engine: NDArray[np.int32]
     cause: NDArray[np.int8]
     generated_tokens: Ints
+    visits: Visits = field(default_factory=partial(Visits.joined, ()))
 
 
 class EndedRequests(NamedTuple):
@@ -233,6 +313,10 @@ COUNTERS = (
 """What is counted of a single-model cluster beside the requests (``samples.py``)."""
 
 
+OUTCOMES = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "cause", "generated_tokens")
+"""The columns that say what became of each request."""
+
+
 @dataclass(slots=True)
 class GpuUse:
     """How one GPU was used, in fractions of all looks at it (``looks.py``); while the run goes on, in sums of looks."""
@@ -250,7 +334,8 @@ class GpuUse:
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came; of no length where requests stream in) and
     counters of the run. ``cause`` (``Cause``): why a request was cut, rejected or dropped. ``generated_tokens``: of finished
-    requests what they asked for, of cut ones fewer, of others 0.
+    requests what they asked for, of cut ones fewer, of others 0. ``engine``: that of its last visit, by its first stage; of a
+    request that no engine ever had the one that it waited for. ``visits`` tells of all.
 
     ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
@@ -277,3 +362,4 @@ class RunResult:
     step_samples: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     gpu_use: tuple[GpuUse, ...] = ()
+    visits: Visits = field(default_factory=partial(Visits.joined, ()))

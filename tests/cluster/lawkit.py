@@ -2,6 +2,7 @@
 
 * ``runs``: it ends by itself, within its horizon, and no memory contradicts itself at any step.
 * ``ends once``: a request finishes, or is refused by one command, or is open at the horizon; effects follow causes.
+* ``visits``: those of a request do not overlap, in the order of their times; its tokens are those of its visits.
 * ``all end``: nobody is open at the horizon (where nobody may wait for ever).
 * ``nothing leaks``: ``CALM_S`` after the last request in flight has gone, nobody holds KV memory (but for kept prefixes).
 * ``merged = plain``: one event an iteration gives the same bits and commands. ``twice``: so does the same run again.
@@ -21,8 +22,9 @@ import numpy as np
 from logkit import commands_of, replay
 from pytest import MonkeyPatch
 
-from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, simulate
+from fineserve_sim.cluster import Fate, Left, RunResult, Scenario, ScenarioError, Visits, simulate
 from fineserve_sim.cluster.engine.swap import HostTier
+from fineserve_sim.cluster.scenario import LAST
 from fineserve_sim.cluster.simulation import prepare
 
 LONGEST_LOG = 100_000
@@ -91,6 +93,7 @@ def judge(
     if merged is None:
         return Verdict(broken, Counter())
     _note(broken, "ends once", _wrong_ends(scenario, merged))
+    _note(broken, "visits", _wrong_visits(merged.result))
     if not getattr(scenario.system.memory, "prefix_cache", False):
         _note(broken, "nothing leaks", _leaks(scenario, merged))
     if all_end:
@@ -146,6 +149,8 @@ def differences(a: Run, b: Run, *, commands: bool = True, timelines: bool = True
     """Where two runs differ by a bit."""
     for name in RESULTS:
         yield from _differing(name, getattr(a.result, name), getattr(b.result, name))
+    for name in Visits.COLUMNS:
+        yield from _differing(f"visits.{name}", getattr(a.result.visits, name), getattr(b.result.visits, name))
     for name in TIMELINES if timelines else ():
         yield from _differing(f"timeline.{name}", getattr(a.result.timeline, name), getattr(b.result.timeline, name))
     if commands:
@@ -199,6 +204,29 @@ def _wrong_ends(scenario: Scenario, run: Run) -> Iterator[str]:
                 yield f"request {request} is {Fate(fate).name} after {told[command, request]} times {command}"
         if fate == Fate.UNFINISHED and result.end_s != arrival_s[-1] + scenario.drain_s:
             yield f"request {request} is open, and the run ended at {result.end_s}, before its horizon"
+
+
+def _wrong_visits(result: RunResult) -> Iterator[str]:
+    visits = result.visits
+    assert (np.diff(visits.request) >= 0).all(), "visits are not sorted by request"
+    for request, (fate, engine) in enumerate(zip(result.fate.tolist(), result.engine.tolist(), strict=True)):
+        stays, first_s, end_s = visits.of(request), result.first_token_s[request], result.finish_s[request]
+        moments = [moment for visit in stays for moment in (visit.from_s, visit.to_s)]
+        if moments != sorted(moments) or any(visit.tokens < 0 for visit in stays):
+            yield f"request {request} is at {stays}"
+        if any(visit.left in LAST for visit in stays[:-1]):
+            yield f"request {request} goes on after its end: {stays}"
+        ends = {Fate.FINISHED: Left.FINISHED, Fate.CUT: Left.CUT}.get(Fate(fate))
+        if ends is None:
+            if any(visit.left in (Left.FINISHED, Left.CUT) for visit in stays):
+                yield f"request {request} is {Fate(fate).name}, and did it end? {stays}"
+            continue
+        if not stays or (stays[-1].left, stays[-1].to_s, stays[-1].stages[0]) != (ends, end_s, engine):
+            yield f"request {request} is {ends.name} at {end_s} on {engine}, and was at {stays}"
+        if sum(visit.tokens for visit in stays) != result.generated_tokens[request]:
+            yield f"request {request} has {result.generated_tokens[request]} tokens, and from {stays}"
+        if not any(visit.from_s <= first_s <= visit.to_s and visit.tokens for visit in stays):
+            yield f"request {request} has its first token at {first_s}, outside of {stays}"
 
 
 def _leaks(scenario: Scenario, run: Run) -> Iterator[str]:

@@ -37,7 +37,7 @@ def streamed(scenario: Scenario) -> tuple[RunResult, list[EndedRequests], list[T
 
 def in_order(ended: list[EndedRequests]) -> tuple[Ended, dict[str, np.ndarray]]:
     """Outcomes and trace columns in the order of arrival."""
-    whole = [np.concatenate([getattr(one.ended, each.name) for one in ended]) for each in fields(Ended)]
+    whole = [np.concatenate([getattr(one.ended, each.name) for one in ended]) for each in fields(Ended)[:-1]]
     order = np.argsort(whole[0])
     return Ended(*(column[order] for column in whole)), {
         name: np.concatenate([getattr(one, name) for one in ended])[order] for name in TRACE

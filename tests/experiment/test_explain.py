@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from fineserve_sim.cluster import Left
 from fineserve_sim.experiment import run_experiment
+from fineserve_sim.experiment.show.page.build import write_page
 from fineserve_sim.experiment.show.timelines.chrome import write_trace
 from fineserve_sim.experiment.show.timelines.decode import DECODES, NEIGHBOURS, PREEMPTED, PROMPTS
 from fineserve_sim.experiment.show.timelines.life import life_of
@@ -135,6 +140,38 @@ def test_the_trace_file_shows_what_instances_compute_and_send(spike: StoredRun, 
     assert {"KV exchange", "restore"} <= names
 
 
+def test_a_request_that_moved_stands_at_each_engine_that_it_was_at(spike: StoredRun, tmp_path: Path) -> None:
+    """Its engines merged and split again: the story says when it left each, and the trace file shows it on their GPUs."""
+    visits = spike.data.visits
+    moved = int(visits.moved().request[0])
+    first, *_, last = life_of(spike, moved).visits
+    assert first.to_s <= last.from_s and last.to_s == spike.data.finish_s[moved]
+    told = [moment.what for moment in life_of(spike, moved).moments if moment.what.startswith("leaves ")]
+    assert len(told) == len(visits.of(moved)) - 1 and all("engines merged or split" in what for what in told)
+    write_trace([spike], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    spans = [event for event in events if event["name"].startswith(f"request {moved} at ") and event["ph"] == "b"]
+    stood = {(event["name"].rpartition(" ")[2], event["pid"] - 1) for event in spans}  # instance n is on GPU n
+    assert stood == {(str(visit.engine), stage) for visit in visits.of(moved) for stage in visit.stages}
+    assert any(len(visit.stages) > 1 for visit in visits.of(moved))
+
+
+def test_the_results_folder_has_the_visits_of_requests_that_moved(spike: StoredRun, out: Path) -> None:
+    table = pd.read_parquet(spike.decisions_path.parents[1] / "visits.parquet")
+    moved = spike.data.visits.moved()
+    assert table["request"].tolist() == moved.request.tolist()
+    assert {*table["left"]} == {"regrouped", "finished"} and {*table["model"]} == {"A"}
+    tokens = table.groupby("request")["tokens"].sum()
+    assert tokens.tolist() == spike.data.generated_tokens[tokens.index].tolist()
+    assert not (out / "visits.parquet").exists()  # of engines that stay nobody moves
+
+
+def test_the_page_says_how_many_moved_and_why(spike: StoredRun, tmp_path: Path) -> None:
+    page = write_page([spike.decisions_path.parents[1]], tmp_path / "page.html").read_text(encoding="utf-8")
+    row = f"<td>engines merged or split</td><td>{np.isin(spike.data.visits.left, Left.REGROUPED).sum()}</td>"
+    assert "Requests that moved" in page and row in re.sub(r" class=[^>]*", "", page)
+
+
 def test_each_gpu_is_a_process_with_a_track_for_each_engine_on_it(tmp_path: Path) -> None:
     """An engine over two GPUs is on both, and those that share a GPU are in one process."""
     text = CROWDED.replace("count: 1}", "count: 3}").replace('systems: ["static*", fineserve]', 'systems: ["static*"]')
@@ -237,7 +274,8 @@ def test_spans_of_the_trace_file_open_and_close_in_order(run: StoredRun, tmp_pat
             spans[event["id"], event["name"]].append((event["ph"], event["ts"]))
     assert all([ph for ph, _ in pair] == ["b", "e"] and pair[0][1] <= pair[1][1] for pair in spans.values())
     finished = int((run.data.fate == 1).sum())
-    assert len(spans) == 2 * 4 * finished
+    visits = len(run.data.visits.request)
+    assert len(spans) == 2 * (4 * finished + visits) and visits >= finished
     drops = [event for event in events if event["ph"] == "i" and event["name"] == "Drop"]
     assert len(drops) == 2 * int((run.data.fate == 2).sum())
     counters = [event for event in events if event["ph"] == "C"]

@@ -15,6 +15,7 @@ from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.fleet.loader import Loader
 from fineserve_sim.cluster.host import Cluster, Fleet, Scope
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.latency.sharing import IDLE
 from fineserve_sim.policy.commands import Activate, Evict, Survey
@@ -251,7 +252,7 @@ class ModelFleet(Fleet):
         if engine is None:
             self._await_loading()
         else:
-            cluster.returned(engine, lost, now)
+            cluster.returned(engine, lost, now, Left.EVICTED)
             if command.drain:
                 cluster.hear(now, EngineDrained(command.engine))
 
@@ -265,7 +266,7 @@ class ModelFleet(Fleet):
             cluster.hear(now, EngineFailed(id, (number,)))
         for engine, sequences in gone:
             if engine is not None:
-                cluster.returned(engine, sequences, now)
+                cluster.returned(engine, sequences, now, Left.FAILED)
         self.reform(now)
 
     def repair(self, number: int, now: float) -> None:
@@ -336,7 +337,7 @@ class ModelFleet(Fleet):
         lost = engine.shed(now)
         engine.go_on(now)
         self._cluster.memory_freed(engine, now)
-        self._cluster.returned(engine, lost, now)
+        self._cluster.returned(engine, lost, now, Left.RESIZED)
 
     def _connected(self, gpus: Iterable[int]) -> set[int]:
         """The loaded engines on these GPUs, and all that are near them: on a GPU of one of them, and so on."""

@@ -16,6 +16,7 @@ from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.migrate import Migrations
 from fineserve_sim.cluster.fleet.regroup import EngineMaker, Layout, Regrouping, TransferRules
 from fineserve_sim.cluster.host import TIMER, Cluster, Fleet
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.commands import Activate
 from fineserve_sim.policy.events import EngineFailed, EngineReady, GpusRepaired, Tick
 from fineserve_sim.policy.groups.drop_plan import even_split
@@ -118,7 +119,7 @@ class Instances(Fleet):
         for event in kept:
             cluster.hear(now, event)
         if hit:
-            cluster.returned(hit[0], sorted(lost, key=arrival_order), now)
+            cluster.returned(hit[0], sorted(lost, key=arrival_order), now, Left.FAILED)
 
     def repair(self, number: int, now: float) -> None:
         instance = self._instances[number]

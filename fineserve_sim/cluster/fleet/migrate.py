@@ -16,6 +16,7 @@ from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.commands import Migrate
 from fineserve_sim.policy.events import MigrationEnded
 
@@ -82,6 +83,8 @@ class Migrations:
         held = destination.kv.hold(sequence, {})
         assert held, f"engine {destination.index} lost blocks that it had reserved"
         self._cluster.settle_now(destination, now)
+        outcomes, tokens = self._cluster.outcomes, sequence.generated_tokens
+        outcomes.move(sequence.index, destination.index, now, tokens, Left.MIGRATED)
         destination.adopt(sequence, now)
         source.executor.replan(now)
         self.moved += 1

@@ -29,6 +29,7 @@ from fineserve_sim.cluster.engine.spans import Spans
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.exchange import Exchange
 from fineserve_sim.cluster.host import TIMER, Cluster, Scope
+from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.cluster.sharing.domain import MemoryDomain, PrivateDomain, connected
 from fineserve_sim.policy.commands import DropLayers, RestoreLayers
 from fineserve_sim.policy.events import EngineDrained, LayersDropped, LayersKept, LayersRestored
@@ -198,7 +199,7 @@ class Regrouping:
                 cluster.touch(engine)
         if not merged.stopping:
             cluster.hear(now, LayersDropped(merged.index))
-        cluster.returned(merged, sorted(waiting, key=arrival_order), now)
+        cluster.returned(merged, sorted(waiting, key=arrival_order), now, Left.REGROUPED)
 
     def _complete(self, merged: Engine, now: float) -> None:
         """A merged engine has the last layer that it missed."""
@@ -229,6 +230,8 @@ class Regrouping:
 
         came: dict[tuple[int, int], int] = {}
         for sequence in sorted(started, key=arrival_order):
+            tokens = sequence.generated_tokens
+            self._cluster.outcomes.move(sequence.index, merged.index, now, tokens, Left.REGROUPED)
             if merged.kv.hold(sequence, came):
                 merged.stalled[sequence] = None
                 moving.append(sequence)
@@ -278,7 +281,7 @@ class Regrouping:
         engine.closing = True
         self.create({into[stage.gpus]: {stage.id: range(self._layers)} for stage in engine.stages})
         cluster.hear(now, LayersRestored(engine.index))
-        cluster.returned(engine, waiting, now)
+        cluster.returned(engine, waiting, now, Left.REGROUPED)
         self.end_drained([engine], now)
 
     def end_drained(self, engines: Iterable[Engine], now: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fineserve_sim.cluster import RunResult, Scenario, simulate, simulate_streamed
-from fineserve_sim.cluster.scenario import Ended, EndedRequests, boards
+from fineserve_sim.cluster.scenario import OUTCOMES, Ended, EndedRequests, boards
 from fineserve_sim.experiment.file.metric_names import PER_MODEL
 from fineserve_sim.experiment.results.hits import Batches, Hits
 from fineserve_sim.experiment.results.metrics import Cluster, Measures, cluster_values
@@ -40,8 +40,7 @@ def summarised(scenario: Scenario, warmup: int, limits: Limits) -> tuple[RunResu
 
 def _all_of(scenario: Scenario, result: RunResult) -> EndedRequests:
     trace = scenario.whole_trace
-    outcomes = (result.first_token_s, result.finish_s, result.fate, result.preemptions, result.engine)
-    ended = Ended(np.arange(len(trace)), *outcomes, result.cause, result.generated_tokens)
+    ended = Ended(np.arange(len(trace)), *(getattr(result, name) for name in OUTCOMES), result.visits)
     return EndedRequests(ended, trace.model, trace.arrival_s, trace.prompt_tokens, trace.output_tokens)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fineserve_sim.cluster import Cause, Fate
+from fineserve_sim.cluster import Cause, Fate, Left, Visits
 from fineserve_sim.experiment.file.axes import LOAD_AXES
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment
@@ -21,10 +21,11 @@ from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.run.run_data import Limits, RunData
 from fineserve_sim.experiment.run.runner import Outcome
-from fineserve_sim.experiment.run.store import PARQUET
+from fineserve_sim.experiment.run.store import PARQUET, visit_columns
 
 _MOMENTS = ("ttft", "tpot", "e2e")
 _FATES = [fate.name.lower() for fate in sorted(Fate)]
+_LEFT = [left.name.lower() for left in sorted(Left)]
 _CAUSES = ["", *(cause.name.lower() for cause in sorted(Cause) if cause)]
 
 
@@ -33,17 +34,16 @@ def axis_names(experiment: Experiment) -> list[str]:
     return list(dict.fromkeys(axis for point in experiment.points for axis in point.axes))
 
 
-class RequestWriter:
-    """Streams requests.parquet, one row group a run. The file is there when all are written, and not where there is none; an
-    older one goes."""
+class TableWriter:
+    """Streams a table, one row group a run. The file is there when all are written, and not where there is none; an older one
+    goes."""
 
-    def __init__(self, path: Path, experiment: Experiment) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._axes = axis_names(experiment)
         self._open = ExitStack()
         self._writer: Any = None
 
-    def __enter__(self) -> RequestWriter:
+    def __enter__(self) -> TableWriter:
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -51,38 +51,64 @@ class RequestWriter:
             self._path.unlink(missing_ok=True)
         self._open.__exit__(*raised)
 
-    def write(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str] = ()) -> None:
-        """``unplaced``: models that had no instance in the run."""
-        table = self._table(outcome, seed, run, unplaced)
+    def write(self, columns: Mapping[str, Any]) -> None:
+        table = pa.table(columns)
         if self._writer is None:
             temporary = self._open.enter_context(atomic(self._path))
             self._writer = self._open.enter_context(pq.ParquetWriter(temporary, table.schema, **PARQUET))
         self._writer.write_table(table)
 
-    def _table(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str]) -> Any:
-        count = len(run.arrival_s)
-        judged = run.accepting_cuts() if outcome.limits.accept_cut else run
+
+class RequestWriter:
+    """Streams requests.parquet, and visits.parquet with the visits of requests that had more than one."""
+
+    def __init__(self, out: Path, experiment: Experiment) -> None:
+        self._axes = axis_names(experiment)
+        self._requests, self._visits = TableWriter(out / "requests.parquet"), TableWriter(out / "visits.parquet")
+
+    def __enter__(self) -> RequestWriter:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._requests.__exit__(*raised)
+        self._visits.__exit__(*raised)
+
+    def write(self, outcome: Outcome, seed: int, run: RunData, unplaced: Collection[str] = ()) -> None:
+        """``unplaced``: models that had no instance in the run."""
+        self._requests.write(self._place(outcome, seed, len(run.arrival_s)) | _request_columns(outcome, run, unplaced))
+        if len((moved := run.visits.moved()).request):
+            self._visits.write(self._place(outcome, seed, len(moved.request)) | _moved_columns(run, moved))
+
+    def _place(self, outcome: Outcome, seed: int, count: int) -> dict[str, Any]:
         axes = outcome.point.axes
         columns = {"system": _constant(outcome.point.system, count)}
         columns |= {axis: _constant(_column_value(axis, axes.get(axis)), count) for axis in self._axes}
-        columns |= {
-            "seed": _constant(seed, count),
-            "request": pa.array(np.arange(count)),
-            "model": _words(run.models, run.model),
-            "arrival_s": pa.array(run.arrival_s),
-            "prompt_tokens": pa.array(run.prompt_tokens),
-            "output_tokens": pa.array(run.output_tokens),
-            "generated_tokens": pa.array(run.generated_tokens),
-            "first_token_s": pa.array(run.first_token_s),
-            "finish_s": pa.array(run.finish_s),
-            "fate": _words(_FATES, run.fate.astype(np.int32)),
-            "cause": _words(_CAUSES, run.cause.astype(np.int32)),
-            "miss": _words(["", *misses.CAUSES], misses.causes(judged, misses.met(judged, outcome.limits), unplaced)),
-            "preemptions": pa.array(run.preemptions),
-            "engine": pa.array(run.engine),
-            "measured": pa.array(run.measured),
-        }
-        return pa.table(columns)
+        return columns | {"seed": _constant(seed, count)}
+
+
+def _request_columns(outcome: Outcome, run: RunData, unplaced: Collection[str]) -> dict[str, Any]:
+    judged = run.accepting_cuts() if outcome.limits.accept_cut else run
+    return {
+        "request": pa.array(np.arange(len(run.arrival_s))),
+        "model": _words(run.models, run.model),
+        "arrival_s": pa.array(run.arrival_s),
+        "prompt_tokens": pa.array(run.prompt_tokens),
+        "output_tokens": pa.array(run.output_tokens),
+        "generated_tokens": pa.array(run.generated_tokens),
+        "first_token_s": pa.array(run.first_token_s),
+        "finish_s": pa.array(run.finish_s),
+        "fate": _words(_FATES, run.fate.astype(np.int32)),
+        "cause": _words(_CAUSES, run.cause.astype(np.int32)),
+        "miss": _words(["", *misses.CAUSES], misses.causes(judged, misses.met(judged, outcome.limits), unplaced)),
+        "preemptions": pa.array(run.preemptions),
+        "engine": pa.array(run.engine),
+        "measured": pa.array(run.measured),
+    }
+
+
+def _moved_columns(run: RunData, moved: Visits) -> dict[str, Any]:
+    model = {"model": _words(run.models, run.model[moved.request])}
+    return model | visit_columns(moved) | {"left": _words(_LEFT, moved.left.astype(np.int32))}
 
 
 def _words(words: Sequence[str], index: Any) -> Any:

@@ -50,7 +50,7 @@ def write_results(
     write_json(out / "environment.json", environment())
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     cells: dict[Point, dict[str, Any]] = {}
-    with RequestWriter(out / "requests.parquet", experiment) as requests:
+    with RequestWriter(out, experiment) as requests:
         for outcome in outcomes:
             runs = []
             for seed in range(len(outcome.keys)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.cluster import Fate, GpuUse
+from fineserve_sim.cluster import Fate, GpuUse, Visits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -73,7 +74,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunData(Columns):
-    """One finished run. Columns are in arrival order.
+    """One finished run. Columns are in arrival order; ``visits`` are by request, none in a bound.
 
     Timeline arrays have one row a sample and one column an engine, ``engine_models`` names each engine's model;
     ``gpu_free_bytes`` has a column a GPU with KV memory. ``gpus`` counts the slices of a GPU once.
@@ -89,6 +90,7 @@ class RunData(Columns):
     counters: Mapping[str, float] = field(default_factory=dict)
     gpu_free_bytes: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     gpu_use: tuple[GpuUse, ...] = ()
+    visits: Visits = field(default_factory=partial(Visits.joined, ()))
 
     @property
     def measured(self) -> Mask:

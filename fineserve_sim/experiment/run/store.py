@@ -1,8 +1,9 @@
-"""Finished simulations on disk, by key. A run is three files; its JSON comes last, so that it is there or not.
+"""Finished simulations on disk, by key. A run is four files; its JSON comes last, so that it is there or not.
 
 cells/<key>.parquet            one row a request
+cells/<key>.visits.parquet     one row a visit of a request to an engine
 cells/<key>.timeline.parquet   one row a sample (absent for runs without samples)
-cells/<key>.summary.json       instead of both, where metrics alone are kept
+cells/<key>.summary.json       instead of these, where metrics alone are kept
 cells/<key>.json               placement, capacities, counters
 decisions/<key>.jsonl          every event and command, on request
 """
@@ -27,19 +28,18 @@ from fineserve_traces import Requests, Trace
 from pydantic import BaseModel
 
 from fineserve_sim import __version__
-from fineserve_sim.cluster import GpuUse, RunResult, Scenario
+from fineserve_sim.cluster import GpuUse, RunResult, Scenario, Visits
 from fineserve_sim.cluster.compose.policies import registered_sources
-from fineserve_sim.cluster.scenario import boards
+from fineserve_sim.cluster.scenario import OUTCOMES, boards
 from fineserve_sim.experiment.file.errors import MachineError
 from fineserve_sim.experiment.run.files import atomic, write_json
 from fineserve_sim.experiment.run.run_data import RunData
 
 PARQUET = {"compression": "zstd", "compression_level": 3, "version": "2.6"}
-FORMAT = 6
+FORMAT = 7
 """Raised whenever the files of a run change their columns or meaning, or their key what it covers."""
 
 _COMPILED = (".so", ".pyd")
-_REQUEST_COLUMNS = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "cause", "generated_tokens")
 _TRACE_COLUMNS = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 
 
@@ -112,8 +112,8 @@ class Store:
         """Or its metrics, where they alone were kept."""
         if (self._cells / f"{key}.summary.json").exists():
             return True
-        requests, samples = (self._cells / f"{key}{kind}.parquet" for kind in ("", ".timeline"))
-        return _is_parquet(requests) and (not samples.exists() or _is_parquet(samples))
+        *tables, samples = (self._cells / f"{key}{kind}.parquet" for kind in ("", ".visits", ".timeline"))
+        return all(map(_is_parquet, tables)) and (not samples.exists() or _is_parquet(samples))
 
     def decisions_path(self, key: str) -> Path:
         return self._decisions / f"{key}.jsonl"
@@ -129,8 +129,9 @@ class Store:
         """Store a finished run. Raises OSError when the disk refuses; then the run is not there."""
         trace = scenario.whole_trace
         requests = {column: getattr(trace, column) for column in _TRACE_COLUMNS}
-        requests |= {column: getattr(result, column) for column in _REQUEST_COLUMNS}
+        requests |= {column: getattr(result, column) for column in OUTCOMES}
         self._write_table(self._cells / f"{key}.parquet", requests)
+        self._write_table(self._cells / f"{key}.visits.parquet", visit_columns(result.visits))
         if len(result.timeline.time_s):
             self._write_table(self._cells / f"{key}.timeline.parquet", _timeline_columns(result))
         self._write_meta(key, scenario, warmup, result)
@@ -199,6 +200,7 @@ class Store:
             gpus=meta["gpus"],
             gpu_free_bytes=_columns(samples, "gpu_free_bytes"),
             gpu_use=tuple(GpuUse(**use) for use in meta["gpu_use"]),
+            visits=_visits(self._cells / f"{key}.visits.parquet"),
         )
 
 
@@ -231,6 +233,23 @@ def placement(result: RunResult) -> dict[str, Any]:
         "unplaced": list(result.placement.unplaced),
         "infeasible": list(result.placement.infeasible),
     }
+
+
+def visit_columns(visits: Visits) -> dict[str, Any]:
+    """The columns of a table of visits."""
+    stages = pa.array([visits.stages[engine] for engine in visits.engine.tolist()], pa.list_(pa.int32()))
+    return {name: getattr(visits, name) for name in Visits.COLUMNS} | {"stages": stages}
+
+
+def _visits(path: Path) -> Visits:
+    """None where an earlier version wrote the run."""
+    if not path.exists():
+        return Visits.joined(())
+    table = read_table(path)
+    columns = [table.column(name).to_numpy() for name in Visits.COLUMNS]
+    engines, firsts = np.unique(table.column("engine").to_numpy(), return_index=True)
+    stages = map(tuple, table.column("stages").take(firsts).to_pylist())
+    return Visits(*columns, dict(zip(engines.tolist(), stages, strict=True)))
 
 
 def _timeline_columns(result: RunResult) -> dict[str, Any]:

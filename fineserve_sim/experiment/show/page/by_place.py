@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.cluster import Left
+from fineserve_sim.cluster.scenario import LAST
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.page.curves import LATENCIES, latency_chart, latency_traces
 from fineserve_sim.experiment.show.page.gpus import gpus_chart
@@ -16,6 +18,7 @@ from fineserve_sim.experiment.show.page.places import Places
 from fineserve_sim.experiment.show.page.records import records
 from fineserve_sim.experiment.show.page.requests import stories
 from fineserve_sim.experiment.show.page.style import Looks, Spec
+from fineserve_sim.experiment.show.timelines.life import LEFT
 from fineserve_sim.experiment.show.timelines.stored import StoredRun, run_of
 from fineserve_sim.systems import load_systems
 
@@ -68,7 +71,7 @@ def by_place(folder: Path, places: Places, resolved: Mapping[str, Any], systems:
         systems_with("memory"),
         systems_with("gpus"),
         _placements(folder, places),
-        _tables(places),
+        _tables(places) | _moves(places, runs),
         joined(told),
     )
 
@@ -121,6 +124,21 @@ def _tables(places: Places) -> dict[str, Html]:
         if rows:
             found[title] = records([row for row, _ in rows], [data for _, data in rows])
     return found
+
+
+def _moves(places: Places, runs: list[list[StoredRun]]) -> dict[str, Html]:
+    """How often requests left an engine and went on, by reason; nothing where all ended at their first engine."""
+    rows, data = [], []
+    for index, (place, here) in enumerate(zip(places.shown, runs, strict=True)):
+        for cell, run in zip(place.cells.values(), here, strict=True):
+            visits = run.data.visits
+            for left in (left for left in Left if left not in LAST):
+                found = visits.left == left
+                if found.any():
+                    moved = {"moves": int(found.sum()), "requests": len(set(visits.request[found].tolist()))}
+                    rows.append({"System": cell["title"], "Left because": LEFT[left], **moved})
+                    data.append({"system": cell["system"], "place": index})
+    return {"Requests that moved": records(rows, data)} if rows else {}
 
 
 def _records(value: Any) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """A run as a trace file of the Chrome format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
 One process a GPU, with a track for each engine on it, so that engines that share a GPU stand below each other, and their KV
-memory as a counter. One process for the run itself: each request as spans in a track of its own (it waits, is prefilled,
-decodes), transfers between engines (KV exchange, restore), queues as a counter, and decisions but dispatches as instants. An
-engine over several GPUs is on each of them. Where engines come and go, the KV memory of a model is a counter of the run. Times
-are in us.
+memory as a counter. Each visit of a request is a span of the GPUs of the engine that it was at. One process for the run
+itself: each request as spans in a track of its own (it waits, is prefilled, decodes), transfers between engines (KV exchange,
+restore), queues as a counter, and decisions but dispatches as instants. An engine over several GPUs is on each of them. Where
+engines come and go, the KV memory of a model is a counter of the run. Times are in us.
 
 Source of the format: Trace Event Format, phases b and e (a span of its own track), X (a span of a thread), C (counter), i
 (instant), M (metadata).
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fineserve_sim.cluster import Left, Visits
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
@@ -49,9 +50,9 @@ def events(run: StoredRun, process: int) -> Iterator[Event]:
     yield _named("process_name", process, 0, run.title)
     seats = _Seats(run, process)
     yield from seats.names()
-    dispatched_s: dict[int, float] = {}
-    yield from _decisions(run, process, seats, dispatched_s)
-    yield from _requests(run, process, dispatched_s)
+    yield from _decisions(run, process, seats)
+    yield from _requests(run, process)
+    yield from _visits(run, process, seats)
     yield from _samples(run, process, seats)
 
 
@@ -95,17 +96,14 @@ class _Seats:
             yield _named("thread_name", process, engine, f"engine {engine}: {self._models[engine]}")
 
 
-def _decisions(run: StoredRun, process: int, seats: _Seats, dispatched_s: dict[int, float]) -> Iterator[Event]:
-    """What the decision log tells: commands but dispatches, whose last time for each request goes to ``dispatched_s``, what
-    engines compute, and transfers."""
+def _decisions(run: StoredRun, process: int, seats: _Seats) -> Iterator[Event]:
+    """What the decision log tells: commands but dispatches, what engines compute, and transfers."""
     try:
         for number, entry in enumerate(run.decisions()):
             kind = str(entry.get("command") or entry.get("span", ""))
-            if kind == "Activate":
+            if kind == "Activate" and not run.of_groups:  # there seats are instances, which stay
                 yield from seats.activate(entry)
-            if kind == "Dispatch":
-                dispatched_s[entry["request_id"]] = entry["now_s"]
-            elif kind == "EngineComputed":
+            if kind == "EngineComputed":
                 for gpu in seats.processes(entry["engine"]) or [process]:
                     yield _computed(entry, gpu)
             elif kind == "Transferred":
@@ -137,17 +135,21 @@ def _fields(entry: Entry) -> Entry:
     return {name: value for name, value in entry.items() if name not in ("now_s", "command", "span")}
 
 
-def _requests(run: StoredRun, process: int, dispatched_s: Mapping[int, float]) -> Iterator[Event]:
-    """The spans of every request that ended; without a decision log, prefill is part of the wait."""
+def _requests(run: StoredRun, process: int) -> Iterator[Event]:
+    """The spans of every request that ended; it waits until it comes to the engine of its first token."""
     data = run.data
+    visits = data.visits
+    came_s = np.full(len(data.arrival_s), np.inf)
+    early = visits.from_s <= data.first_token_s[visits.request]
+    came_s[visits.request[early]] = visits.from_s[early]
     for request, arrival_s in enumerate(data.arrival_s.tolist()):
         first_s, finish_s = float(data.first_token_s[request]), float(data.finish_s[request])
         if not math.isfinite(finish_s):
             continue
-        dispatch_s = min(dispatched_s.get(request, first_s), first_s)
+        dispatch_s = min(float(came_s[request]), first_s)
         track = {"pid": process, "tid": 0, "cat": data.models[data.model[request]], "id": f"{process}.{request}"}
         tokens = {"prompt": int(data.prompt_tokens[request]), "output": int(data.output_tokens[request])}
-        arguments = {"request": request, "engine": int(data.engine[request]), "tokens": tokens}
+        arguments = {"request": request, "tokens": tokens}
         for name, start_s, end_s in (
             (f"request {request}", arrival_s, finish_s),
             ("wait", arrival_s, dispatch_s),
@@ -156,6 +158,20 @@ def _requests(run: StoredRun, process: int, dispatched_s: Mapping[int, float]) -
         ):
             yield track | {"ph": "b", "name": name, "ts": _US * start_s, "args": arguments}
             yield track | {"ph": "e", "name": name, "ts": _US * end_s}
+
+
+def _visits(run: StoredRun, process: int, seats: _Seats) -> Iterator[Event]:
+    """Each visit as a span of the GPUs of its engine."""
+    data, visits = run.data, run.data.visits
+    columns = (getattr(visits, name).tolist() for name in Visits.COLUMNS)
+    for number, (request, engine, from_s, to_s, tokens, left) in enumerate(zip(*columns, strict=True)):
+        arguments = {"request": request, "engine": engine, "tokens": tokens, "left": Left(left).name.lower()}
+        name = f"request {request} at engine {engine}"
+        places = dict.fromkeys(gpu for stage in visits.stages[engine] for gpu in seats.processes(stage))
+        for gpu in places or [process]:
+            track = {"pid": gpu, "tid": 0, "cat": data.models[data.model[request]], "id": f"{gpu}.visit.{number}"}
+            yield track | {"ph": "b", "name": name, "ts": _US * from_s, "args": arguments}
+            yield track | {"ph": "e", "name": name, "ts": _US * to_s}
 
 
 def _samples(run: StoredRun, process: int, seats: _Seats) -> Iterator[Event]:

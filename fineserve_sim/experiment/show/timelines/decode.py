@@ -8,8 +8,10 @@ what is left between steps. The slowdown of a span is that at its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from fineserve_sim.cluster import Visit
 
 NEIGHBOURS = "neighbours on its GPU"
 PROMPTS = "steps that also computed prompts"
@@ -19,11 +21,11 @@ BETWEEN = "nothing computed: between steps, or out of its engine"
 
 
 class Decode:
-    """Reads the log for one request, which decodes from ``first_s`` to ``finish_s`` on ``engine`` unless it is dispatched to
-    another. ``spent_s`` tells what it spent that time for; ``batch`` is the mean number of sequences that decoded with it."""
+    """Reads the log for one request, which decodes from ``first_s`` to ``finish_s`` at the engines of its ``visits``.
+    ``spent_s`` tells what it spent that time for; ``batch`` is the mean number of sequences that decoded with it."""
 
-    def __init__(self, request: int, engine: int, first_s: float, finish_s: float, *, follows: bool) -> None:
-        self._request, self._engine, self._follows = request, engine, follows
+    def __init__(self, request: int, visits: Sequence[Visit], first_s: float, finish_s: float) -> None:
+        self._request, self._visits = request, visits
         self._first_s, self._finish_s = first_s, finish_s
         self._out_since_s = math.nan
         self._spent_s = dict.fromkeys((NEIGHBOURS, PROMPTS, DECODES, PREEMPTED), 0.0)
@@ -38,21 +40,23 @@ class Decode:
     def take(self, entry: Mapping[str, Any]) -> None:
         span = entry.get("span")
         if span == "EngineComputed":
-            if entry["engine"] == self._engine and math.isnan(self._out_since_s):
-                self._computed(entry)
+            if math.isnan(self._out_since_s):
+                for visit in self._visits:
+                    if entry["engine"] == visit.stages[0]:
+                        self._computed(entry, visit)
         elif span == "Preempted":
             if entry["request"] == self._request:
                 self._out_since_s = max(self._first_s, entry["now_s"])
-        elif span == "EngineLaunched":
-            if self._request in entry["starts"] and not math.isnan(self._out_since_s):
-                self._spent_s[PREEMPTED] += max(0.0, min(entry["now_s"], self._finish_s) - self._out_since_s)
-                self._out_since_s = math.nan
-        elif self._follows and entry.get("command") == "Dispatch" and entry["request_id"] == self._request:
-            self._engine = entry["engine"]
+        elif span == "EngineLaunched" and self._request in entry["starts"] and not math.isnan(self._out_since_s):
+            self._spent_s[PREEMPTED] += max(0.0, min(entry["now_s"], self._finish_s) - self._out_since_s)
+            self._out_since_s = math.nan
 
-    def _computed(self, entry: Mapping[str, Any]) -> None:
+    def _computed(self, entry: Mapping[str, Any], visit: Visit) -> None:
+        """What the engine computed then, as far as the request was there and decoded."""
         start_s = entry["now_s"]
-        seconds = min(start_s + entry["seconds"], self._finish_s) - max(start_s, self._first_s)
+        seconds = min(start_s + entry["seconds"], self._finish_s, visit.to_s) - max(
+            start_s, self._first_s, visit.from_s
+        )
         if seconds <= 0:
             return
         own_s = seconds / entry["slowdown"]

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from fineserve_sim.cluster import Cause, Fate
+from fineserve_sim.cluster import Cause, Fate, Left, Visit
+from fineserve_sim.cluster.scenario import LAST
 from fineserve_sim.experiment.show.timelines.decode import Decode
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
@@ -26,6 +28,18 @@ ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
 LAG_S = 2.0
 """Engines that nobody disturbs tell what they computed when somebody looks, a second later at most."""
+
+LEFT = {
+    Left.OPEN: "the run ended",
+    Left.FINISHED: "finished",
+    Left.CUT: "cut",
+    Left.MIGRATED: "migrated with its KV",
+    Left.REGROUPED: "engines merged or split",
+    Left.EVICTED: "its engine was taken from it",
+    Left.FAILED: "its engine failed",
+    Left.RESIZED: "the engine's memory became too small for it",
+}
+"""Why a request left an engine, in words."""
 
 GROUP_COMMANDS = ("DropLayers", "RestoreLayers", "Migrate")
 
@@ -41,13 +55,15 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A request's own story. ``waited_s``: seconds in the scheduler by what it waited for, the longest first; ``decoded_s``:
-    seconds from the first token to the last by what they were spent for; ``batch``: sequences that decoded with it."""
+    """A request's own story, with the engines that it was at. ``waited_s``: seconds in the scheduler by what it waited for, the
+    longest first; ``decoded_s``: seconds from the first token to the last by what they were spent for; ``batch``: sequences
+    that decoded with it."""
 
     request: int
     model: str
     prompt_tokens: int
     output_tokens: int
+    visits: tuple[Visit, ...]
     moments: tuple[Moment, ...]
     waited_s: Mapping[str, float]
     verdict: str
@@ -84,24 +100,26 @@ def _log_of(run: StoredRun, request: int) -> _Log:
     data = run.data
     model = data.models[data.model[request]]
     own = {str(engine) for engine, name in enumerate(data.engine_models) if name == model}
-    return _Log(request, float(data.arrival_s[request]), model, own, run.of_groups)
+    return _Log(request, float(data.arrival_s[request]), model, own, run.of_groups, data.visits.of(request))
 
 
 def _decode_of(run: StoredRun, request: int) -> Decode:
     data = run.data
     times_s = (float(data.first_token_s[request]), float(data.finish_s[request]))
-    return Decode(request, int(data.engine[request]), *times_s, follows=not run.of_groups)
+    return Decode(request, data.visits.of(request), *times_s)
 
 
 def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
     data = run.data
     arrival_s = float(data.arrival_s[request])
-    moments = [Moment(arrival_s, 0.0, _surroundings(run, arrival_s)), *log.moments, *_outcomes(run, request)]
+    moments = [Moment(arrival_s, 0.0, _surroundings(run, arrival_s)), *log.moments]
+    moments += [*_moves(run, request), *_outcomes(run, request)]
     return Life(
         request=request,
         model=data.models[data.model[request]],
         prompt_tokens=int(data.prompt_tokens[request]),
         output_tokens=int(data.output_tokens[request]),
+        visits=tuple(data.visits.of(request)),
         moments=tuple(sorted(moments, key=lambda moment: moment.at_s)),
         waited_s=dict(sorted(log.waited_s.items(), key=lambda item: -item[1])),
         verdict=_verdict(run, request, decode),
@@ -118,8 +136,11 @@ def _end_s(run: StoredRun, request: int) -> float:
 class _Log:
     """Reads the decision log and keeps what concerns one request."""
 
-    def __init__(self, request: int, arrival_s: float, model: str, engines: set[str], groups: bool) -> None:
+    def __init__(
+        self, request: int, arrival_s: float, model: str, engines: set[str], groups: bool, visits: Sequence[Visit]
+    ) -> None:
         self._id = request
+        self._visits = visits
         self._arrival_s = arrival_s
         self._prompt_tokens = 0
         self._model = model
@@ -141,7 +162,7 @@ class _Log:
         elif entry.get("request_id") == self._id and "command" in entry:
             self._decided(now, entry)
         elif entry.get("span") == "Preempted" and entry["request"] == self._id:
-            self._note(now, f"preempted on engine {entry['engine']}: its KV memory went to others")
+            self._note(now, f"preempted{_at(self._visits, now, ' on')}: its KV memory went to others")
         elif self.open and event == "EngineStepped":
             self._looked_at(now, entry["engines"])
         elif entry.get("span") == "EngineLaunched" and self._queue == entry["engine"]:
@@ -154,11 +175,10 @@ class _Log:
             self._note(now, f"{entry['command']}: {_fields(entry)}")
 
     def _arrives(self, now: float, request: Mapping[str, Any]) -> None:
+        self._close(now)
         self.open = True
         self._prompt_tokens = request["prompt_tokens"]
         self._reason, self._since_s = STEP, now
-        if now > self._arrival_s:
-            self._note(now, "waits again: its engine was taken from it")
 
     def _looked_at(self, now: float, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """An engine stepped and the request may have stayed behind: what for, as far as the state tells."""
@@ -239,12 +259,34 @@ def _surroundings(run: StoredRun, at_s: float) -> str:
     )
 
 
+def where(visit: Visit) -> str:
+    """An engine, with the instances that it runs on where these have numbers of their own."""
+    if visit.stages == (visit.engine,):
+        return f"engine {visit.engine}"
+    return f"engine {visit.engine} (instance{'s' * (len(visit.stages) > 1)} {', '.join(map(str, visit.stages))})"
+
+
+def _at(visits: Sequence[Visit], now: float, word: str) -> str:
+    """The engine that it was at then, after this word."""
+    return next((f"{word} {where(visit)}" for visit in visits if visit.from_s <= now <= visit.to_s), "")
+
+
+def _moves(run: StoredRun, request: int) -> Iterator[Moment]:
+    """Why it left the engines that it did not end at, and whether it went on at once."""
+    arrival_s = float(run.data.arrival_s[request])
+    for visit, after in zip_longest(visits := run.data.visits.of(request), visits[1:]):
+        if visit.left not in LAST:
+            goes_on = after is not None and visit.left in (Left.MIGRATED, Left.REGROUPED) and after.from_s == visit.to_s
+            then = f", goes on at {where(after)}" if goes_on else ", waits again"
+            yield Moment(visit.to_s, visit.to_s - arrival_s, f"leaves {where(visit)}: {LEFT[visit.left]}{then}")
+
+
 def _outcomes(run: StoredRun, request: int) -> Iterator[Moment]:
     data = run.data
     columns = (data.arrival_s, data.first_token_s, data.finish_s)
     arrival_s, first_s, finish_s = (float(column[request]) for column in columns)
     if math.isfinite(first_s):
-        yield Moment(first_s, first_s - arrival_s, f"first token, from engine {data.engine[request]}")
+        yield Moment(first_s, first_s - arrival_s, f"first token{_at(data.visits.of(request), first_s, ', from')}")
     if math.isfinite(finish_s):
         preempted = int(data.preemptions[request])
         note = f", after {preempted} preemptions" if preempted else ""
