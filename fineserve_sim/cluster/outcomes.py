@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,13 +99,13 @@ class Outcomes:
         if self._ended:
             *columns, since_s, before = _columns(self._ended, _ENDED)
             visits = Visits.joined(
-                [Visits(*_columns(self._left, _LEFT), self.stages), self._last(columns, since_s, before)]
+                [Visits.of_columns(_columns(self._left, _LEFT), self.stages), self._last(columns, since_s, before)]
             )
             first_stage = {engine: stages[0] for engine, stages in self.stages.items()}
             columns[5] = np.array([first_stage.get(engine, engine) for engine in columns[5].tolist()], dtype=np.int32)
             self._ended.clear()
             self._left.clear()
-            self._sink(Ended(*columns, visits))
+            self._sink(replace(Ended(*columns), visits=visits))
 
     def _last(self, columns: list[Any], since_s: Any, before: Any) -> Visits:
         """The last visits of requests that have ended, those that ended at an engine."""
@@ -113,7 +114,8 @@ class Outcomes:
         open_ = np.isnan(finish_s)
         to_s, tokens = np.where(open_, self.last_end_s, finish_s), np.where(open_, 0, generated_tokens - before)
         there = since_s >= 0.0
-        return Visits(*(column[there] for column in (request, engine, since_s, to_s, tokens, left)), self.stages)
+        columns = [column[there] for column in (request, engine, since_s, to_s, tokens, left)]
+        return Visits.of_columns(columns, self.stages)
 
 
 def _columns(rows: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from fineserve_traces import Requests, Trace
@@ -234,6 +234,12 @@ class Visits:
     COLUMNS: ClassVar[tuple[str, ...]] = ("request", "engine", "from_s", "to_s", "tokens", "left")
 
     @classmethod
+    def of_columns(cls, columns: Iterable[Any], stages: Mapping[int, tuple[int, ...]]) -> Visits:
+        """From the columns of ``COLUMNS``, in their order."""
+        request, engine, from_s, to_s, tokens, left = columns
+        return cls(request, engine, from_s, to_s, tokens, left, stages)
+
+    @classmethod
     def joined(cls, parts: Sequence[Visits]) -> Visits:
         """All of these, by request; the visits of a request must be in the order of their times."""
         dtypes = (np.int64, np.int32, np.float64, np.float64, np.int64, np.int8)
@@ -243,19 +249,22 @@ class Visits:
         ]
         order = np.argsort(columns[0], kind="stable")
         stages = {engine: stages for part in parts for engine, stages in part.stages.items()}
-        return cls(*(column[order] for column in columns), stages)
+        return cls.of_columns((column[order] for column in columns), stages)
 
     def of(self, request: int) -> list[Visit]:
         """The visits of one request, the first one first."""
         first, end = np.searchsorted(self.request, (request, request + 1)).tolist()
         rows = zip(*(getattr(self, name)[first:end].tolist() for name in self.COLUMNS[1:]), strict=True)
-        return [Visit(engine, self.stages[engine], *times, tokens, Left(left)) for engine, *times, tokens, left in rows]
+        return [
+            Visit(engine, self.stages[engine], from_s, to_s, tokens, Left(left))
+            for engine, from_s, to_s, tokens, left in rows
+        ]
 
     def moved(self) -> Visits:
         """The visits of requests that had more than one."""
         _, number, visits = np.unique(self.request, return_inverse=True, return_counts=True)
         several = visits[number] > 1
-        return Visits(*(getattr(self, name)[several] for name in self.COLUMNS), self.stages)
+        return Visits.of_columns((getattr(self, name)[several] for name in self.COLUMNS), self.stages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

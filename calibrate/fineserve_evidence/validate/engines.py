@@ -137,7 +137,7 @@ class EngineRun:
         return arrive
 
     def _times(self) -> Times:
-        self._outcomes.close()
+        self._outcomes.close(self._outcomes.last_end_s)
         return Times(self._arrival_s, self._ended.first_token_s, self._ended.finish_s)
 
 

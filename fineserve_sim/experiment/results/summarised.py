@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ def summarised(scenario: Scenario, warmup: int, limits: Limits) -> tuple[RunResu
 
 def _all_of(scenario: Scenario, result: RunResult) -> EndedRequests:
     trace = scenario.whole_trace
-    ended = Ended(np.arange(len(trace)), *(getattr(result, name) for name in OUTCOMES), result.visits)
+    became = Ended(np.arange(len(trace)), *(getattr(result, name) for name in OUTCOMES))
+    ended = replace(became, visits=result.visits)
     return EndedRequests(ended, trace.model, trace.arrival_s, trace.prompt_tokens, trace.output_tokens)
 
 

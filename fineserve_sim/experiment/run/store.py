@@ -249,7 +249,7 @@ def _visits(path: Path) -> Visits:
     columns = [table.column(name).to_numpy() for name in Visits.COLUMNS]
     engines, firsts = np.unique(table.column("engine").to_numpy(), return_index=True)
     stages = map(tuple, table.column("stages").take(firsts).to_pylist())
-    return Visits(*columns, dict(zip(engines.tolist(), stages, strict=True)))
+    return Visits.of_columns(columns, dict(zip(engines.tolist(), stages, strict=True)))
 
 
 def _timeline_columns(result: RunResult) -> dict[str, Any]:
