@@ -1,28 +1,28 @@
 """The run of a system whose scheduler is ``clairvoyant``: not a simulation but a bound on one.
 
-It bounds the TTFT attainment of every scheduler, KV memory and placement, and of models that come and go, as long as no prefix
-is reused and no GPU hosts two engines of one model (``engines: placed``: for as many engines as the system's own placement
-gives, wherever they are). What is left out only ever costs time: decodes, memory and its limits, the other models on the
-GPUs, loading, and which of a model's engines a request goes to. What is left in:
+It bounds the TTFT attainment of every scheduler, KV memory and placement, and of models that come and go. It needs that no
+prefix is reused and that no GPU hosts two engines of one model. With ``engines: placed`` it holds for as many engines as the
+system's own placement gives, wherever they are. What is left out only ever costs time: decodes, memory and its limits, the
+other models on the GPUs, loading, and which of a model's engines a request goes to. What is left in:
 
 * An engine does one step at a time, and a step with c prompt tokens takes at least base(c), what all operators but attention
-  take. So each prompt token takes at least rho = min over c <= budget of base(c) / c, however it is batched, and a request
-  of p tokens is on time only if p rho seconds of its model's engines lie between its arrival and its deadline.
+  take. So each prompt token takes at least rho = min over c <= budget of base(c) / c, however it is batched. A request of p
+  tokens is on time only if p rho seconds of its model's engines lie between its arrival and its deadline.
 * k engines do no more than one machine that is k times as fast; ``most_on_time`` then finds the largest set that it ends.
 * The prompt of one request takes ceil(p / budget) steps at least, and p rho seconds, on however many engines.
 
 Those put aside are dropped at their arrival. True output lengths enter here and nowhere else: the others go on decoding as if
 each had an engine to itself.
 
-One machine prefills request after request; request j may start at its arrival r_j, takes p_j seconds, and is on time if it
+One machine prefills request after request. Request j may start at its arrival r_j and takes p_j seconds; it is on time if it
 ends by its deadline d_j (1 | r_j | sum U_j). Where deadlines come in the order of arrivals, as they do for the requests of
-one model with one SLO, this is easy. Serving in that order is optimal for any set of requests that can be on time at
-all, even if work could be interrupted: who came later is never more urgent. And the largest set comes from taking requests in
-that order and, whenever the one just taken would end late, putting aside the one without which the rest ends soonest
-(Kise, Ibaraki and Mine, Operations Research 26(1), 1978; with equal arrivals it is Moore and Hodgson's rule: the longest).
+one model with one SLO, this is easy. A later request is then never more urgent, so serving in that order is optimal for any
+set of requests that can be on time at all. The largest set comes from taking requests in that order. Whenever the one just
+taken would end late, the one without which the rest ends soonest is put aside (Kise, Ibaraki and Mine, Operations Research
+26(1), 1978). With equal arrivals this is Moore and Hodgson's rule: the longest goes.
 
-Without request i the end moves forward by its duration, or less where a later request cannot start so much sooner because it
-arrives no sooner: by min(p_i, min over later k of start_k - r_k).
+Without request i the end moves forward by min(p_i, min over later k of start_k - r_k). That is its duration, or less where a
+later request arrives too late to start so much sooner.
 """
 
 from __future__ import annotations

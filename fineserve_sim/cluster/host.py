@@ -46,10 +46,12 @@ class Scope:
 
 
 class Fleet:
-    """Whoever lets engines come and go. It is told of an engine that has nothing more to do (``rested``) and, when all commands
-    are carried out, of GPUs that are ``unformed`` (``reform``). A GPU, or an instance by its number in the placement, may
-    ``fail``, with all that its engines hold, whose requests start again elsewhere, and come back with nothing in its memory
-    (``repair``). ``check`` raises AssertionError if bytes do not add up. As it stands: as in a static cluster."""
+    """Adds and removes engines. The base class does nothing: a static cluster.
+
+    The cluster calls ``rested`` when an engine runs dry, and ``reform`` after commands that left GPUs ``unformed``. ``fail``
+    loses a GPU, or an instance by its number in the placement, with all that its engines hold; their requests start again
+    elsewhere. ``repair`` brings it back with empty memory. ``check`` raises AssertionError if bytes do not add up.
+    """
 
     def rested(self, engine: Engine, now: float) -> None: ...
     def reform(self, now: float) -> None: ...
@@ -118,7 +120,7 @@ class Cluster:
         return {other.index for other in self._domain_of.pop(engine.index).engines} - {engine.index}
 
     def iterations(self) -> int:
-        """Of all engines that ever were."""
+        """Steps of all engines that ever were."""
         return self._iterations_gone + sum(engine.iterations for engine in self.engines.values())
 
     def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
@@ -220,8 +222,8 @@ class Cluster:
             self._cut(scope, now, but=engine.index)
 
     def ask_again_s(self, engine: Engine) -> float:
-        """The first time at which the engine's scheduler may have news without any event; before any time (-NEVER) if something
-        changed since it was asked: it wants to be asked after one iteration."""
+        """The first time at which the engine's scheduler may have news without any event. It is -NEVER, before any time, if
+        something changed since it was asked: it wants to be asked after one iteration."""
         if not self.controller.waiting(engine.index):
             return NEVER
         scope = self._scope_of[engine.index]

@@ -1,9 +1,13 @@
 """How busy each GPU is and what keeps requests waiting on it, from looks spread evenly over time (``samples.py``).
 
-Of all looks up to the last arrival: how often some engine computed there (all stages of a pipeline that computes), how much of
-the GPU's compute units and memory bandwidth the steps in flight needed (their solo shares, over the slowdown of each engine),
-how often requests waited for an engine there, and how often such an engine had no KV memory for the mean prompt of its model
-beside a block for each running request, or no free slot.
+All looks up to the last arrival count:
+
+* how often some engine computed there (a pipeline that computes does so on all its stages);
+* how much of the GPU's compute units and memory bandwidth the steps in flight needed: their shares alone on the GPU, over the
+  slowdown of each engine;
+* how often requests waited for an engine there;
+* how often such an engine was short of KV memory or of slots. It is short of memory when the mean prompt of its model does not
+  fit beside a block for each running request.
 
 ``StepTimes`` say what the engines' time is made of, from the steps in flight at the same moments.
 """

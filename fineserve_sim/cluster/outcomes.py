@@ -27,8 +27,8 @@ class Outcomes:
     """Moments, fates and visits of the requests under way, by number. ``open`` counts these, those that wait for their first
     engine (the cluster keeps them) and those still to come. A request ends once: ``end`` raises on a second time.
 
-    ``stages``: the instances of each engine (``Visit``). Of a request under way only its last visit is kept; an earlier one is
-    written down when it ends, so that a request that never moves costs no more for it.
+    ``stages``: the instances of each engine (``Visit``). Only the last visit of a request under way is kept. An earlier one is
+    written down when it ends, so a request that never moves costs no more.
     """
 
     _sink: Callable[[Ended], None]

@@ -37,8 +37,8 @@ def sample_time_s(number: int, every_s: float) -> float:
     """When sample ``number`` (0, 1, ...) is taken: one in each interval of ``every_s``, the place in it by the golden ratio.
 
     At equal distances all samples would meet a trace whose arrivals stand on whole seconds at one phase. The places
-    ``number * GOLDEN`` modulo 1 fill the interval evenly (Weyl; discrepancy O(log n / n)), so that for a rhythm of any rational
-    number of intervals the mean over n samples is as near to the mean over time (Koksma's inequality).
+    ``number * GOLDEN`` modulo 1 fill the interval evenly (Weyl; discrepancy O(log n / n)). So the mean over n samples is as
+    near to the mean over time, for a rhythm of any rational number of intervals (Koksma's inequality).
     """
     return (number + number * GOLDEN % 1.0) * every_s
 

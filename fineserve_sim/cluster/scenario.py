@@ -199,7 +199,7 @@ class Left(IntEnum):
 
 
 LAST = (Left.OPEN, Left.FINISHED, Left.CUT)
-"""Of these none is followed by another visit."""
+"""A visit that ended so is the last one of its request."""
 
 
 class Visit(NamedTuple):
@@ -219,9 +219,9 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visits:
-    """Visits of many requests, in columns (v,) as in ``Visit``; ``stages`` by engine. A whole run's are sorted by request, and
-    those of a request by time. The tokens of a request that finished or was cut add up to its ``generated_tokens``; the run
-    does not tell what an engine had generated in a visit that is still open."""
+    """Visits of many requests, in columns (v,) as in ``Visit``; ``stages`` by engine. The visits of a whole run
+    are sorted by request, and by time within one. The tokens of a request that finished or was cut add up to its
+    ``generated_tokens``. A visit that is still open when the run ends has no tokens."""
 
     request: Ints
     engine: NDArray[np.int32]

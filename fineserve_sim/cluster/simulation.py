@@ -52,8 +52,8 @@ def simulate_whole(scenario: Scenario, placed: Placed | None = None) -> RunResul
 def simulate_streamed(
     scenario: Scenario, ended: Callable[[EndedRequests], None], sampled: Callable[[Timeline], None]
 ) -> RunResult:
-    """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept: ``ended`` gets columns of
-    those that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
+    """As ``simulate``, all engines together, with requests that come chunk by chunk and are not kept. ``ended`` gets columns of
+    the requests that have ended, ``sampled`` the timeline some samples at a time. The result has neither."""
     run = prepare(scenario, joined=Joined(scenario.trace, ended))
     run.step_times.most_notes = MOST_NOTES
     run.parts.sampler.rows.hand_on(sampled)

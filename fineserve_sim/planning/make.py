@@ -1,7 +1,7 @@
 """From a user's wish to a plan: the problem, the search, and what the plan does on requests that the search never saw.
 
-The search sees the first part of a trace (``CHOSEN``), as it is and a fifth faster: a plan that only holds at exactly the load
-of the past is of no use. What is reported comes from the rest of the trace, where the plan stands beside the systems of the
+The search sees the first part of a trace (``CHOSEN``), as it is and a fifth faster. A plan that holds at exactly the load of
+the past alone is of no use. What is reported comes from the rest of the trace, where the plan stands beside the systems of the
 papers, all of them on the same GPUs.
 """
 
@@ -183,9 +183,9 @@ def search(
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
 ) -> Best:
-    """The best layout that is found with so many simulated islands, or in so many seconds, or the first one that keeps
-    ``enough`` (a share of the requests, by their weights). Without ``seconds`` the answer is the same on every machine. Raises
-    ValueError where no start fits."""
+    """The best layout that is found with so many simulated islands, or in so many seconds. The search ends early with a layout
+    that keeps ``enough``, a share of the requests by their weights. Without ``seconds`` the answer is the same on every machine.
+    Raises ValueError where no start fits."""
     began_s = time.monotonic()
     simulated = Simulated(problem, executor)
     own = Search(problem, simulated, seed)
@@ -213,8 +213,8 @@ def fewest(
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
 ) -> tuple[Wish, Best]:
-    """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan; by bisection, each
-    number of GPUs with an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it."""
+    """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan. The number is found
+    by bisection; each number of GPUs has an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it."""
     steps = wish.gpus.bit_length() + 1
     searched = partial(
         search,
@@ -281,8 +281,8 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The share of requests on time in one situation that the search never saw, of the plan and of the placement of the best
-    system, which is chosen by the same requests as the plan."""
+    """The share of requests on time in one situation that the search never saw: with the plan, and with the placement of the
+    best system. That system is chosen by the same requests as the plan."""
 
     situation: str
     plan: float

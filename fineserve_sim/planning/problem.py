@@ -1,7 +1,7 @@
 """What a search for a plan is given, and what it looks for.
 
-A *layout* says for each model how it runs (one of its options: a precision and a tensor-parallel degree) and on which GPUs:
-one group of GPUs for each of its instances. Everything else of a plan, such as the scheduler, belongs to the system.
+A *layout* says how each model runs and on which GPUs. How: by one of its options, a precision and a tensor-parallel degree.
+Where: on one group of GPUs for each of its instances. Everything else of a plan, such as the scheduler, belongs to the system.
 """
 
 from __future__ import annotations
@@ -72,8 +72,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Models with the options that they may run in, the best first; GPUs and a system (``scenario``, whose own placement and
-    trace count for nothing); the requests; the limits; the rules."""
+    """What a search is given.
+
+    ``scenario``: models, GPUs and the system; its own placement and trace count for nothing. ``options``: the ways in which
+    each model may run, the best first. ``parts``: the requests. ``limits`` and ``rules`` are what a plan must keep.
+    """
 
     scenario: Scenario
     options: tuple[tuple[Option, ...], ...]

@@ -4,7 +4,7 @@
 and the best layout of the window is taken if it costs less. When several windows in a row bring nothing, the layout is
 kicked (some moves at once) and the descent goes on from there; the best layout of all is kept.
 
-The order of moves depends on the seed and on losses alone, never on time or on the number of workers: so many windows give the
+The order of moves depends on the seed and on losses alone, never on time or on the number of workers. So many windows give the
 same answer on every machine.
 """
 
