@@ -184,8 +184,8 @@ def search(
     tell: Callable[[Told], None] = lambda told: None,
 ) -> Best:
     """The best layout that is found with so many simulated islands, or in so many seconds. The search ends early with a layout
-    that keeps ``enough``, a share of the requests by their weights. Without ``seconds`` the answer is the same on every machine.
-    Raises ValueError where no start fits."""
+    that keeps ``enough``, a share of the requests by their weights. Without ``seconds`` the answer is the same on every
+    machine. Raises ValueError where no start fits."""
     began_s = time.monotonic()
     simulated = Simulated(problem, executor)
     own = Search(problem, simulated, seed)
