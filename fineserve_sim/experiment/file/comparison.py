@@ -35,7 +35,7 @@ def experiment_for_trace(
 
     ``models`` are mappings as under ``models`` in a file (id, model, precision, tp). Their ids are those of the trace,
     or they all have a ``share``, by which the requests are dealt out whatever the trace calls them. Without
-    ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT; limits of TPOT and from arrival to
+    ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT. Limits of TPOT and from arrival to
     the last token are in seconds, and there where they are given. ``anchors``: beside the systems stand the clairvoyant bound,
     and dedicated GPUs, as many as the models need. ``sharing``: of every GPU, whatever the systems say, in the words of a
     file. Raises ConfigError.

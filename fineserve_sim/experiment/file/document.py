@@ -1,7 +1,7 @@
 """YAML as plain data that remembers where every value was written.
 
-The dialect is the useful part of YAML 1.2: plain words are read by its core schema (``1e3`` and ``012`` are numbers; ``no``,
-``1:30`` and dates are texts); a key given twice, an anchor or an alias is an error.
+The dialect is the useful part of YAML 1.2. Plain words are read by its core schema: ``1e3`` and ``012`` are numbers; ``no``,
+``1:30`` and dates are texts. A key given twice, an anchor or an alias is an error.
 """
 
 from __future__ import annotations

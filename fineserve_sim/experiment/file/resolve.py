@@ -22,7 +22,7 @@ from fineserve_sim.systems import SystemSpec
 
 T = TypeVar("T")
 Stamp = tuple[int, int]
-"""Of a file: when it was written, in ns, and how many bytes; another one once it has been written again."""
+"""When a file was written, in ns, and how many bytes it has. A file that is written again has another one."""
 Overrides = tuple[tuple[str, Any], ...]
 """Dotted keys of a file and the values that replace its own, sorted by key."""
 

@@ -183,9 +183,10 @@ class Replay(Strict):
 
 
 class ManyModels(Strict):
-    """Every model on and off by itself, as in Prism's traces (``fineserve_traces.prism``): like a provider's or like Chatbot
-    Arena's, for ``duration_s``; or one client of ServeGen a model, whose day passes in it (``fineserve_traces.servegen``). The
-    first model of the file is the most popular. ``scale`` and a rate scale multiply requests and leave the times on and off."""
+    """Every model on and off by itself for ``duration_s``. The pattern is that of Prism's traces, like a provider's or like
+    Chatbot Arena's (``fineserve_traces.prism``), or of a client of ServeGen, whose day passes in it
+    (``fineserve_traces.servegen``). The first model of the file is the most popular. ``scale`` and a rate scale multiply
+    requests and leave the times on and off."""
 
     process: Literal["provider", "arena", "servegen"]
     duration_s: Positive
@@ -221,9 +222,10 @@ class Workload(Strict):
 
 
 class Reference(Strict):
-    """The runs from which a base SLO is taken: a quantile of a model's TTFT under ``system`` (the best of several): each
-    request ``isolated``, all models under the ``same`` arrivals, or each model ``alone`` with its own at rate scale 1. A
-    quantile below ``least_s`` counts as this: what a front end takes that is not simulated."""
+    """The runs from which a base SLO is taken: a quantile of a model's TTFT under ``system``, the best of several.
+
+    Each request is ``isolated``, or all models have the ``same`` arrivals, or each model is ``alone`` with its own at rate
+    scale 1. A quantile below ``least_s`` counts as this: what a front end takes that is not simulated."""
 
     system: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
     load: Literal["isolated", "same", "alone"]

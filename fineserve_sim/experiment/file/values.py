@@ -12,16 +12,16 @@ MAX_TOKENS = 2**20
 """No served model takes a longer prompt: 1,048,576 tokens is the largest context window in use."""
 
 MAX_REQUESTS = 100_000_000
-"""Of a run: a day of a large provider."""
+"""The most requests of a run: a day of a large provider."""
 
 MAX_GPUS = 100_000
-"""Of a cluster: no provider has more of one kind behind one scheduler."""
+"""The most GPUs of a cluster: no provider has more of one kind behind one scheduler."""
 
 MAX_RATE_PER_S = 1e6
 """No cluster is asked more: beyond, all requests come at once and a second means nothing."""
 
 MAX_CV = 100.0
-"""Of the gaps between arrivals: far beyond any recorded, where one gap lasts longer than all others together."""
+"""The largest CV of the gaps between arrivals, far beyond any recorded: one gap lasts longer than all others together."""
 
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE_PER_S, allow_inf_nan=False)]

@@ -1,7 +1,7 @@
 """Our numbers against a target: reproduced, direction only, or not reproduced.
 
-A number is reproduced within the tolerance, a range inside it, a comparison beyond our interval, an order at every point
-(``results.claims`` has these rules); direction only means on the paper's side of no effect. A claim of several
+A number is reproduced within the tolerance, a range inside it, a comparison beyond our interval, an order at every point.
+``results.claims`` has these rules. Direction only means on the paper's side of no effect. A claim of several
 numbers is reproduced when all of them are, and has the direction only when none of them lacks it.
 """
 

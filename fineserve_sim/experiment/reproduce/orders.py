@@ -20,8 +20,8 @@ class Step:
 
 
 def order(steps: Sequence[Step], detail: str = "") -> Evaluation:
-    """All steps as one claim, as ``results.claims`` judges an order: reproduced when no step is reversed beyond its interval
-    and one is clear; direction only when more steps hold than not."""
+    """All steps as one claim, as ``results.claims`` judges an order. It is reproduced when no step is reversed beyond its
+    interval and one is clear, and direction only when more steps hold than not."""
     gaps = [(step.place, difference(step.higher, step.lower)) for step in steps]
     reversed_ = [place for place, gap in gaps if not gap.mean >= -_slack(gap)]
     clear = sum(gap.mean > _slack(gap) for _, gap in gaps)

@@ -1,7 +1,7 @@
 """The answer: which system on how many GPUs keeps the targets, at what cost, with what margin, and at which load it breaks.
 
-Cells are compared at one place, their axes but those of the cluster, so that the number of GPUs is part of the answer. Of all
-places it is the one at which the systems part: where the best and the worst are furthest from each other. There the cheapest
+Cells are compared at one place, their axes but those of the cluster, so that the number of GPUs is part of the answer. This
+place is the one at which the systems part: where the best and the worst are furthest from each other. There the cheapest
 cell that keeps all targets is chosen; where none does, the one that comes closest on the GPUs of the file. A bound
 (clairvoyant) is no choice.
 """

@@ -8,9 +8,9 @@ A claim names a measure of cells and what the paper says of it:
 * order: ``of`` is at least ``over`` at every such cell; our number is the smallest difference.
 * placement: which model went where, in the order of the decisions.
 
-Verdicts on a number: *reproduced* within the tolerance (relative to the paper's number) and, for a ratio or difference,
-clearly beyond no effect (1, 0) on the paper's side; *direction only* when merely on that side; otherwise *not
-reproduced*. On a comparison:
+Verdicts on a number: *reproduced* within the tolerance, relative to the paper's number. A ratio or difference must also be
+clearly beyond no effect (1, 0) on the paper's side. *Direction only* when merely on that side; otherwise *not reproduced*.
+On a comparison:
 "> 1" is reproduced when it holds beyond our interval and direction only within it; ">= 1" is reproduced unless the
 contrary holds beyond our interval. On an order: reproduced when no point contradicts it beyond its interval and some
 point confirms it beyond its interval; direction only when it holds on average. A claim that served to set the load is

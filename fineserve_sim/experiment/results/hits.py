@@ -15,8 +15,8 @@ from fineserve_sim.experiment.run.run_data import Ints, Mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hits:
-    """Of a run's measured requests (or those of a model), in batches in the order of arrival: how many ``met`` the limit,
-    ``of`` how many. (batches,) each."""
+    """How many measured requests of a run, or of a model, ``met`` the limit, ``of`` how many: in batches in the order of
+    arrival, (batches,) each."""
 
     met: Ints
     of: Ints

@@ -1,7 +1,7 @@
 """What is measured of one run (systems.md 1.4, claims.yaml meta.definitions).
 
-The window lasts from the first measured arrival (after the warm-up) to the last arrival; rates count everything that
-happens inside it, whoever it belongs to, so that a queue carried over from the warm-up and one left at the end weigh
+The window lasts from the first measured arrival (after the warm-up) to the last arrival. Rates count everything that
+happens inside it, whichever request it belongs to. So a queue carried over from the warm-up and one left at the end weigh
 the same. Latencies and attainment are those of the measured requests, however late they finish.
 
 * TTFT: first token - arrival. TPOT: (finish - first token) / (output tokens - 1), for two tokens and more.
@@ -10,10 +10,10 @@ the same. Latencies and attainment are those of the measured requests, however l
 * throughput: completions in the window a second; goodput: those that met their TTFT limit.
 * decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those
   inside the window a second; token throughput: with the first tokens.
-* percentiles are over all measured requests (TPOT: of two tokens and more); one that never got so far is infinitely late, so
-  that a system that drops has no better percentiles than one that serves. Means are over those that did.
-* GPU hours: of all GPUs of the cluster in the window, slices by MIG counted as the GPUs that they are of, a million
-  output tokens and a thousand requests within all limits.
+* percentiles are over all measured requests (TPOT: of two tokens and more). One that never got so far is infinitely late:
+  a system that drops has no better percentiles than one that serves. Means are over those that did.
+* GPU hours: all GPUs of the cluster in the window count, slices by MIG as the GPUs that they are of. They are told a million
+  output tokens, and a thousand requests within all limits.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
 * counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/samples.py``.
 """

@@ -2,8 +2,8 @@
 
 * unplaced: turned away because its model had no instance; rejected: turned away for another reason (a prompt that no engine of
   its model can hold). dropped: its scheduler gave it up. unfinished: it had not ended when the run did.
-* cut_memory, cut_context: its output ended before it was as long as asked, where the KV memory of its engine or the context of
-  its model ended, unless such outputs are accepted.
+* cut_memory, cut_context: its output ended before it was as long as asked, since the KV memory of its engine or the context
+  of its model was full. It is no miss where such outputs are accepted.
 * late: it finished, its first token after the TTFT limit. slow: in time, but above the TPOT limit. overdue: both met, but
   above the end-to-end limit.
 """
@@ -38,7 +38,7 @@ def _by_request(run: Columns, limit_s: Mapping[str, float]) -> Floats:
 
 
 def causes(run: Columns, hits: Mapping[str, Mask], unplaced: Collection[str]) -> NDArray[np.int8]:
-    """Of each request 0, or the place of its cause in ``CAUSES``, counted from 1. ``hits``: as ``met`` gives them;
+    """For each request 0, or the place of its cause in ``CAUSES``, counted from 1. ``hits``: as ``met`` gives them;
     ``unplaced``: models without an instance."""
     everything = np.ones(len(run.fate), dtype=np.bool_)
     homeless = np.array([name in unplaced for name in run.models], dtype=np.bool_)[run.model]

@@ -1,7 +1,7 @@
 """Where everything is: which GPU holds which models, what their weights take, what is left for KV, and who has no place.
 
 The bytes are those of the cluster itself (``cluster/compose/memory.py``): usable memory, less weights, activations and the
-context of each engine, is KV memory. Of a system whose models come and go it is the placement at the start.
+context of each engine, is KV memory. Where models come and go it is the placement at the start.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Places:
 
 
 def kv_left(run: RunData) -> list[tuple[int, int]]:
-    """Of each GPU with KV memory, free KV bytes over the samples in the window, their mean and their least."""
+    """The free KV bytes of each GPU with KV memory, over the samples in the window: their mean and their least."""
     start_s, end_s = run.window_s
     rows = (run.sample_s >= start_s) & (run.sample_s <= end_s)
     if not rows.any():

@@ -8,7 +8,7 @@ Two estimators, one for each kind of number:
   Analysis, ch. 9): cut each run into batches of consecutive requests, take each batch's share as one observation, pool
   the batches of all seeds, Student's t over them. Batches longer than the memory of the queue are nearly independent,
   and 20 a run keep them as long as possible. Where batches do not differ, since nearly all requests met their limit, that
-  interval is nothing wide, which n requests cannot show: without a miss the share of misses may still be 3 / n. So it is
+  interval has no width. n requests cannot show so much: without a miss the share of misses may still be 3 / n. So it is
   at least as wide as Wilson's for n independent requests (Wilson, JASA 22, 1927), told from its farther end, and no wider
   than shares can be.
 

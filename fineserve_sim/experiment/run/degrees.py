@@ -17,8 +17,9 @@ from fineserve_sim.systems.spec import DedicatedPlacementSpec, PinnedPlacementSp
 
 
 def at_degrees(setup: Setup, system: SystemSpec, models: Sequence[ServedModel]) -> tuple[ServedModel, ...]:
-    """The models of a setup at the degrees of its file. One that is open is that which carries the model's rate within its
-    limit, or less where the placement would leave some model without a GPU; that of the GPUs to which a model is pinned."""
+    """The models of a setup at the degrees of its file. A pinned model has that of its GPUs. A
+    degree that is open is the one that carries the model's rate within its limit. It is less where the placement would leave
+    some model without a GPU."""
     placement = system.placement
     if isinstance(placement, PinnedPlacementSpec):
         pinned = (pinned_degree(setup, model, placement.groups[model.id]) for model in setup.models)

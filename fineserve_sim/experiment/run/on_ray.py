@@ -154,8 +154,8 @@ def _write(files: Mapping[str, bytes], out: Path) -> None:
 
 @contextmanager
 def ray_cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster]:
-    """Be a driver of the cluster at ``address``; None: the one that RAY_ADDRESS names or that runs on this machine, else one of
-    this machine alone, for as long as the block lasts. Raises ValueError when none answers."""
+    """Be a driver of the cluster at ``address``. Without one it is the cluster that RAY_ADDRESS names or that runs on this
+    machine. If there is none, this machine alone is one for as long as the block lasts. Raises ValueError when none answers."""
     _check_answers(address or os.environ.get("RAY_ADDRESS"))
     before = signal.getsignal(signal.SIGTERM)
     options = {} if address else {"include_dashboard": False}

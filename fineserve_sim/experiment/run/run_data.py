@@ -28,7 +28,7 @@ class Limits(NamedTuple):
 
     @property
     def moments(self) -> tuple[Mapping[str, float] | None, ...]:
-        """Of the first token, the time per token and the last token."""
+        """The limits of the first token, the time per token and the last token."""
         return self[:3]
 
 

@@ -1,7 +1,7 @@
 """Random streams by name.
 
 Every consumer has a stream of its own, derived from the seed and its name, so that a new one changes no other
-(``arrivals/A``, ``lengths/A`` for model A). A name counts by its 32-bit hash, on which published results depend. Of 20,000
+(``arrivals/A``, ``lengths/A`` for model A). A name counts by its 32-bit hash, on which published results depend. Among 20,000
 names two share a hash with 5 %, so models get names by ``stream_names``, which share none.
 """
 

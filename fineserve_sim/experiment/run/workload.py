@@ -1,8 +1,8 @@
 """The requests of a run, drawn from named random streams.
 
-Common random numbers: all systems, rate scales and SLO scales of one seed
-see the same requests; a higher rate runs the same arrivals on a faster clock, so request i has the same lengths at
-every rate. Phases are the exception: their durations are fixed, so a higher rate has other, more arrivals.
+Common random numbers: all systems, rate scales and SLO scales of one seed see the same requests. A higher rate runs the same
+arrivals on a faster clock, so request i has the same lengths at every rate. Phases are the exception: their durations are
+fixed, so a higher rate has other, more arrivals.
 """
 
 from __future__ import annotations

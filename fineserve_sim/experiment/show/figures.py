@@ -25,9 +25,9 @@ _SYSTEMS, _PLACEMENT = "systems", "placement"
 
 
 def draw(results_dir: Path, *, timelines: bool = True) -> list[Path]:
-    """Draw the ``figures`` of resolved.yaml, or a default set when it names none, and the placement of the system that the
-    answer chose, into the folder ``figures/``; without ``timelines`` where no samples were kept. Figures of another experiment
-    that were there go.
+    """Draw the ``figures`` of resolved.yaml, or a default set when it names none, into the folder ``figures/``. The placement
+    of the system that the answer chose comes with them. Without ``timelines`` no samples are drawn. Figures of another
+    experiment that were there go.
 
     Returns the files written. Raises ValueError when the folder holds no results or a figure names what they lack.
     """

@@ -1,8 +1,8 @@
 """How every figure looks, and how it is written so that the same results give the same bytes.
 
 Fixed hash salt, no date, text as outlines, and none of the user's own matplotlib settings. Series differ by more than colour,
-so that a grey print tells them apart, and equal ones do not hide each other: lines by marker and dashes, wide ones below
-narrow ones and each a little aside; bars by hatching.
+so that a grey print tells them apart: lines by marker and dashes, bars by hatching. Equal lines do not hide each other: wide
+ones lie below narrow ones, each a little aside.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _BESIDE_PT, _ROOM_PT = 5.0, 24.0
 
 
 class SystemStyles:
-    """Colour, marker, dashes and hatching of each system, the same in every figure: no two of 60 have both marker and dashes in
-    common, and no two of 10 their hatching.
+    """Colour, marker, dashes and hatching of each system, the same in every figure. No two of 60 systems have both marker and
+    dashes in common, and no two of 10 their hatching.
 
     The systems of the FineServe paper have fixed places; others follow in order of appearance.
     """
@@ -109,12 +109,12 @@ def look_at(place: int) -> dict[str, Any]:
 
 
 def line_width(place: int, count: int) -> float:
-    """Of the series at ``place`` of ``count`` that are drawn one over the other: the later, the narrower."""
+    """The width of the series at ``place`` of ``count`` that are drawn one over the other: the later, the narrower."""
     return _WIDEST - (_WIDEST - _NARROWEST) * place / max(1, count - 1)
 
 
 def dashes_at(place: int) -> Dashes:
-    """Of the line at ``place``, where lines have no markers."""
+    """The style of the line at ``place``, where lines have no markers."""
     return _DASHES[place % len(_DASHES)]
 
 

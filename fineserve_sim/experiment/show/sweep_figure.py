@@ -1,7 +1,7 @@
 """The figure of a sweep: one row a metric, one column a value of the axes that are not on x, one series a system.
 
-Points carry their 95 % interval. A numeric axis gives lines; anything else (named loads, a single point) grouped bars. Of a
-bound, which nobody can run, only attainments are drawn. A percentile of requests that never got so far says ``never``.
+Points carry their 95 % interval. A numeric axis gives lines; anything else (named loads, a single point) grouped bars. A bound
+is no system that runs: only its attainments are drawn. A percentile of requests that never got so far says ``never``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NEVER: dict[str, Any] = {"rotation": 90, "fontsize": 7, "ha": "center"}
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One system in one panel: shown means and interval half-widths (NaN where there is none) at each value of x; where a
-    percentile is of requests that never got so far."""
+    """One system in one panel: shown means and interval half-widths at each value of x (NaN where there is none). ``never``
+    says where a percentile is of requests that never got so far."""
 
     system: str
     title: str

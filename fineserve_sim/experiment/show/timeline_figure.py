@@ -1,8 +1,8 @@
 """The figure of one moment after another: one row a panel, one column a system, one line a model (or a GPU).
 
 Drawn from the timeline samples of the first seed of one cell a system. Engines of the same model are added up. What clients
-see comes from the requests of the run: mean TTFT of those that arrived in the same 2 s, and output as if the tokens of a
-request came evenly.
+see comes from the requests of the run. TTFT is the mean of those that arrived in the same 2 s. Output is drawn as if the tokens
+of a request came evenly.
 """
 
 from __future__ import annotations

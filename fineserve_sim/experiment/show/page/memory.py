@@ -1,7 +1,7 @@
 """Memory over time, a row a GPU, and the requests that wait, from the samples of a run.
 
 Where engines stay where they are, each row stacks the KV memory of the models on that GPU. Where they come and go, samples are
-by model and not by GPU: a row then shows what weights and KV take together, and the KV of each model is shown for the cluster.
+by model and not by GPU. A row then shows what weights and KV take together; the KV of each model is shown for the cluster.
 However long a run is, a series has at most ``points`` values, each the most in its stretch of time.
 """
 

@@ -1,7 +1,7 @@
 """The places of an experiment, numbered: each point of its sweeps once, with the cell of every system there.
 
-What is shown by place (memory, distributions, requests) is heavy, so that a large grid keeps some of its places alone, with
-the one at which the systems differ most (of equals the last), where the page opens.
+What is shown by place (memory, distributions, requests) is heavy, so a large grid keeps only some of its places. The page
+opens at the one at which the systems differ most (of equals the last), which is always kept.
 """
 
 from __future__ import annotations

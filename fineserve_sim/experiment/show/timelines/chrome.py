@@ -2,9 +2,9 @@
 
 One process a GPU, with a track for each engine on it, so that engines that share a GPU stand below each other, and their KV
 memory as a counter. Each visit of a request is a span of the GPUs of the engine that it was at. One process for the run
-itself: each request as spans in a track of its own (it waits, is prefilled, decodes), transfers between engines (KV exchange,
-restore), queues as a counter, and decisions but dispatches as instants. An engine over several GPUs is on each of them. Where
-engines come and go, the KV memory of a model is a counter of the run. Times are in us.
+itself. There each request has a track of its own with its spans: it waits, is prefilled, decodes. Beside them are transfers
+between engines (KV exchange, restore), queues as a counter, and decisions but dispatches as instants. An engine over several
+GPUs is on each of them. Where engines come and go, the KV memory of a model is a counter of the run. Times are in us.
 
 Source of the format: Trace Event Format, phases b and e (a span of its own track), X (a span of a thread), C (counter), i
 (instant), M (metadata).

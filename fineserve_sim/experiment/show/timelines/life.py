@@ -56,7 +56,7 @@ class Moment:
 @dataclass(frozen=True, slots=True)
 class Life:
     """A request's own story, with the engines that it was at. ``waited_s``: seconds in the scheduler by what it waited for, the
-    longest first; ``decoded_s``: seconds from the first token to the last by what they were spent for; ``batch``: sequences
+    longest first. ``decoded_s``: seconds from the first token to the last by what they were spent for. ``batch``: sequences
     that decoded with it."""
 
     request: int

@@ -4,8 +4,8 @@ With sends that nobody waits for, microbatch k leaves stage s at
 
     finish[k][s] = max(finish[k-1][s], finish[k][s-1] + transfer) + t[k][s]
 
-The paper's eq. (4) hands over in lock step, a stage only passing on when its neighbour is free: for two stages of equal
-cost an upper bound of the recurrence. Times 5, 1, 5 take 16 with asynchronous sends and 20 by eq. (4).
+The paper's eq. (4) hands over in lock step: a stage only passes on when its neighbour is free. For two stages of equal cost
+this is an upper bound of the recurrence. Times 5, 1, 5 take 16 with asynchronous sends and 20 by eq. (4).
 """
 
 from __future__ import annotations

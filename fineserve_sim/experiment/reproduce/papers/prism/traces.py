@@ -1,7 +1,7 @@
 """Prism's traces, section 3: statistics of generated ones.
 
-The claims on traces are what our generators (``fineserve_traces.prism``) are made from, since the traces are private: the
-findings say whether a generated trace shows the statistics that the paper reports, not that the world does.
+The traces are private, so our generators (``fineserve_traces.prism``) are made from the claims on them. The findings say
+whether a generated trace shows the statistics that the paper reports, not that the world does.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Readings:
     """How Algorithm 1 is read.
 
     suffix_after_match (a): after a match the rest of the prompt gets rows; the listing maps none.
-    prefill_extends (b): rows mapped beyond the prompt. 0: the next one is mapped when it is near; 1: always one ahead; 2: the
-        listing, whose Create maps the prompt and is followed by two Extends.
+    prefill_extends (b): rows mapped beyond the prompt. 0: the next one is mapped when it is near. 1: always one ahead.
+        2: the listing, whose Create maps the prompt and is followed by two Extends.
     decode_extends (c): a row when fewer than ``margin_tokens`` slots are left, or, as listed, with every token.
     preempt (d): the lowest priority again and again until the row fits, or, as listed, one and no more.
     record (e): a finished request is recorded if its session goes on, or, as listed, always.

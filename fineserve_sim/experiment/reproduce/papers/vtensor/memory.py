@@ -1,8 +1,8 @@
 """vTensor's memory claims, from ledgers of three managers over batch sizes: VT-1-*, VT-2-*, VT-5-*, VT-11a.
 
-The paper does not name the model of its Fig. 2 nor its lengths. A weight share of 1 - 83.2 % of 80 GB and the batch size at
-which contiguous memory runs out both point to Llama-2-7B with 4,096 tokens reserved a request (claims VT-1-reserved,
-VT-2-oom). Requests are taken as long as ShareGPT's first turns are on average, the data of the studies that it cites.
+The paper does not name the model of its Fig. 2 nor its lengths. Two claims point to Llama-2-7B with 4,096 tokens reserved a
+request. VT-1-reserved gives a weight share of 1 - 83.2 % of 80 GB, and VT-2-oom the batch size at which contiguous memory
+runs out. Requests are taken as long as ShareGPT's first turns are on average, the data of the studies that it cites.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Both are said of all three applications. *Slow-down*: "up to 59 % slowdown for emerging LLM applications such as
 single-generation, multi-turn chat, and prefix sharing", so the worst of their points. *Mean*: "an average of 1.86x speedups
-across 3 applications on 3 predominant LLMs", so the mean of the three applications' means. A mean over points cannot be meant:
-by the paper's own 1.8, 1.3 and 1.4 (Fig. 9) and at most 2.42 (Fig. 10), one over our 21 and 7 points would be 1.73 at most.
+across 3 applications on 3 predominant LLMs", so the mean of the three applications' means. A mean over points cannot be meant.
+The paper's own numbers are 1.8, 1.3 and 1.4 (Fig. 9) and at most 2.42 (Fig. 10). Over our 21 and 7 points it would be
+1.73 at most.
 """
 
 from __future__ import annotations
