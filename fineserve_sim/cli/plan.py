@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "fineserve-sim plan trace.csv --spread --model a=llama-3.1-8b:fp8 --model b=qwen3-32b:W16A16|fp8 --gpus 4 "
-            "--rate-scale 10 --ttft-slo 1 --seconds 60 --out plan"
+            "--rate-scale 10 --ttft-slo 1 --seconds 60"
         )
     )(plan)
 

@@ -1,11 +1,13 @@
 """Finished simulations on disk, by key. A run is four files; its JSON comes last, so that it is there or not.
 
-cells/<key>.parquet            one row a request
-cells/<key>.visits.parquet     one row a visit of a request to an engine
-cells/<key>.timeline.parquet   one row a sample (absent for runs without samples)
-cells/<key>.summary.json       instead of these, where metrics alone are kept
-cells/<key>.json               placement, capacities, counters
-decisions/<key>.jsonl          every event and command, on request
+The files of a run:
+
+    cells/<key>.parquet            one row a request
+    cells/<key>.visits.parquet     one row a visit of a request to an engine
+    cells/<key>.timeline.parquet   one row a sample (absent for runs without samples)
+    cells/<key>.summary.json       instead of these, where metrics alone are kept
+    cells/<key>.json               placement, capacities, counters
+    decisions/<key>.jsonl          every event and command, on request
 """
 
 from __future__ import annotations
