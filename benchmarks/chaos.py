@@ -3,14 +3,14 @@
     python benchmarks/chaos.py FOLDER [--requests N] [--segment N] [--seed N] [--engines vllm|fake|ray] [--minutes N]
         [--gap S] [--long-gap S] [--clients N] [--grace S] [--report]
 
-A segment is a server of its own (engines in processes, freed memory poisoned, less memory than its load wants) and so many
-requests through OpenAI's client; faults are drawn from the seed and the segment's number. Segments are kept in FOLDER: a
-campaign that was interrupted goes on with the next one. ``--report`` prints what is there, as Markdown. Exit code 1 where
-something happened that must not.
+A segment is a server of its own and so many requests through OpenAI's client. Its engines are processes, freed memory is
+poisoned, and there is less memory than the load wants. Faults are drawn from the seed and the segment's number. Segments are
+kept in FOLDER: a campaign that was interrupted goes on with the next one. ``--report`` prints what is there, as Markdown. Exit
+code 1 where something happened that must not.
 
-Checked: every text against an undisturbed server, every wait and length, the words of every refusal, hostile clients' answers,
-``/health`` from another process ten times a second, and at the end of a segment: both models serve again, no KV is in use, as
-much is free as at the start, the server stops with code 0 and leaves nothing behind.
+Checked are every text against an undisturbed server, every wait and length, the words of every refusal, hostile clients'
+answers, and ``/health`` from another process ten times a second. At the end of a segment both models serve again, no KV is in
+use, and as much is free as at the start. The server stops with code 0 and leaves nothing behind.
 
 With ``--engines ray`` devices are actors on two nodes of a Ray cluster of this machine, engines the fake ones, and actors and
 nodes are lost, too.

@@ -27,8 +27,8 @@ _LONG = {
 
 
 class Faults:
-    """What strikes, and how often it did: short faults about every ``short_gap_s``, long ones of engines, and
-    either of the logs', every ``long_gap_s``; one of each sort at a time, its kinds in turn."""
+    """What strikes, and how often it did. Short faults come about every ``short_gap_s``. Long ones, of engines and of either
+    log, come every ``long_gap_s``. There is one of each sort at a time, its kinds in turn."""
 
     def __init__(
         self, server: Server, third: dict[str, Any], rng: random.Random, short_gap_s: float, long_gap_s: float

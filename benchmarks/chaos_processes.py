@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def children(pid: int, word: str) -> list[int]:
-    """Of a process, those whose command has this word. None of a process that is gone."""
+    """The children of a process whose command has this word; none if the process is gone."""
     lists = [_read(each) for each in Path(f"/proc/{pid}/task").glob("*/children")]
     found = [int(child) for each in lists for child in each.split()]
     return [child for child in found if word in _read(Path(f"/proc/{child}/cmdline"))]

@@ -1,8 +1,8 @@
 """The server under test of the chaos campaign: a file, a process, and what can be seen of it from outside.
 
-With fake engines (``tests/runtime/leased_core.py`` in the place of vLLM: tokens are hashes of what their KV blocks say, a
-restart takes a second) this module is also what that process runs; devices, memory, processes, links, driver and HTTP are the
-real ones.
+With fake engines this module is also what that process runs. ``tests/runtime/leased_core.py`` is then in the place of vLLM:
+tokens are hashes of what their KV blocks say, and a restart takes a second. Devices, memory, processes, links, driver and HTTP
+are the real ones.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling --costs [--json] [--repeat N]
 
-``COSTS`` is the list: for each cost a function that prepares a cluster of some size and returns what is to be timed. The
-sizes are models, on half as many GPUs in nodes of eight, unless the name says otherwise. Times are CPU seconds a unit of
-work, the best of the repeats; slopes are least squares of log time on log size, so 0 does not see the cluster and 1 is a
-step for each of its members.
+``COSTS`` is the list: for each cost a function that prepares a cluster of some size and returns what is to be timed. The sizes
+are models, on half as many GPUs in nodes of eight, unless the name says otherwise. Times are CPU seconds a unit of work, the
+best of the repeats. Slopes are least squares of log time on log size: 0 does not see the cluster, 1 is a step for each of its
+members.
 """
 
 from __future__ import annotations

@@ -6,18 +6,18 @@
 
 The set-up is the one that published figures of other simulators use: Llama-3.1-8B FP16 on one H100, token budget 512, at most
 128 running requests, KV blocks of 16 tokens, no prefix cache. Without ``--trace`` a workload with the same law is drawn.
-``--replicas N`` serves N replicas round robin with times divided by N; ``--colocated`` serves four models on two GPUs under
-FineServe (KV slab, Algorithm 2) at the same total rate; ``--groups vllm-dp`` and ``--groups llumnix`` serve eight instances
-whose KV memory is short enough for preemptions and migrations, times divided by eight; ``--stretch K`` makes outputs and
+``--replicas N`` serves N replicas round robin with times divided by N. ``--colocated`` serves four models on two GPUs under
+FineServe (KV slab, Algorithm 2) at the same total rate. ``--groups vllm-dp`` and ``--groups llumnix`` serve eight instances
+with times divided by eight; their KV memory is short enough for preemptions and migrations. ``--stretch K`` makes outputs and
 gaps K times longer.
 
 ``--plain`` also runs one event an iteration, checks that the results are the same bits (exit status 1 if not), and prints the
 ratio. ``--peer`` also runs another simulator on the very requests simulated here, see ``peers.py``. Both ratios are of one
 run on one machine; seconds of different runs say little. ``--profile`` adds where the time of the loop goes.
 
-``--against CHECKOUT`` runs all of these set-ups alternately with the simulator of this checkout and of another one, which
-need not have this file, ``--rounds`` times each, and prints the ratios of requests per CPU-second, this one over the other.
-A compiled build (``dev.py compile``) is such a checkout: ``--against build/compiled``.
+``--against CHECKOUT`` runs all of these set-ups alternately with the simulator of this checkout and of another one,
+``--rounds`` times each. It prints the ratios of requests per CPU-second, this one over the other. The other one need not have
+this file. A compiled build (``dev.py compile``) is such a checkout: ``--against build/compiled``.
 
 CPU seconds are those of this process. ``loop_s`` is the best of ``--repeat`` loops; ``startup_s`` (interpreter, imports,
 trace, set-up), ``process_s`` and ``peak_mb`` are those of the whole process up to the end of the first simulation.

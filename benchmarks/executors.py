@@ -117,7 +117,7 @@ def nodes(count: int) -> Iterator[str]:
 
 
 def seconds_of(executor: Executor, tried: Experiment, digests: set[str]) -> float:
-    """Of one experiment into a new folder; what is in there is added to ``digests``."""
+    """The seconds of one experiment into a new folder; what is in there is added to ``digests``."""
     with tempfile.TemporaryDirectory() as folder:
         began_s = time.perf_counter()
         run_loaded(tried, Path(folder), executor=executor)

@@ -3,8 +3,8 @@
     python benchmarks/loads.py [--only TEXT] [--jobs N] [--out FOLDER]
 
 The papers print no rates. Where a rule stands in their place (``RULES``), the load is the highest on its grid that the rule
-allows, so it moves whenever engines or the sharing of GPUs do: run this after such a change, write the loads into the files,
-and only then run the claims. One line a rule; simulations are kept in the folder and taken up again.
+allows. It moves whenever engines or the sharing of GPUs do: run this after such a change, write the loads into the files, and
+only then run the claims. One line a rule; simulations are kept in the folder and taken up again.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ PYTHON is an interpreter that has the simulator; nothing else is imported. ``eng
 ratio. The JSON printed has ``loop_s``, the CPU seconds of the best of ``--repeat`` runs, ``requests_per_cpu_s``,
 ``startup_s`` (the CPU seconds of everything before), ``ttft_s``, ``tpot_s``, ``name`` and ``version``.
 
-AISimulate (PyPI ``aisimulate``, tested with 0.12.0.dev2; its core is Rust) replays traces in Mooncake's format. Its core
-is called once to load its performance tables, which counts as start-up, and only then timed; reading the trace lies inside the
+AISimulate (PyPI ``aisimulate``, tested with 0.12.0.dev2; its core is Rust) replays traces in Mooncake's format. Its core is
+called once to load its performance tables, which counts as start-up, and only then timed. Reading the trace lies inside the
 timed call and weighs a few percent.
 """
 

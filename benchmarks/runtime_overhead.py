@@ -4,11 +4,11 @@
 
 Both engines run the same tiny model (the cheaper the model, the larger the share of the host's work) in one process, on the
 CPU backend, with one thread. They get the same requests and take turns step by step, so that both see the same noise of the
-machine; with plenty of memory their batches are the same, which is checked, tokens included. The slab's side of a step is all
+machine. With plenty of memory their batches are the same, which is checked, tokens included. The slab's side of a step is all
 that the runtime does in it: lock, leases, step report, engine state and the counters for onlookers.
 
 A round serves all requests once. Its ``added_us_per_step`` is the median over its steps of the paired difference, its
-``throughput_ratio`` (slab over stock) the ratio of the median step times: other users of the machine stretch single steps
+``throughput_ratio`` (slab over stock) the ratio of the median step times. Other users of the machine stretch single steps
 tenfold. Both are given as means over rounds with 95 % intervals, for CPU seconds of the stepping thread and for wall seconds.
 """
 

@@ -4,7 +4,7 @@
 
 One line an assumption of ``docs/reference/assumptions.md`` that is a number and acts on ``experiments/fig10.yaml``: change in
 points of TTFT attainment of FineServe, Prism* and Static* when it is 20 % smaller / 20 % larger, at SLO scale 20 and rate
-scale 8, under loads A and B. All runs see the same requests (common random numbers), so a change is the assumption's own; the
+scale 8, under loads A and B. All runs see the same requests (common random numbers), so a change is the assumption's own. The
 base SLOs are computed anew each time, as they depend on the assumption too. ``--quick`` takes the file's short version. The
 first line tells the command, the seeds and the requests of a run, as that page states them.
 

@@ -10,8 +10,8 @@ GOOD_S = 60.0
 
 
 class Backoff:
-    """After the first death none, then ``FIRST_S``, twice that, four times that, ... at most ``MOST_S``. Who was up for
-    ``GOOD_S`` starts afresh. Times are seconds of one clock; who never was up counts as up since 0."""
+    """After the first death none, then ``FIRST_S``, twice that, four times that, ... at most ``MOST_S``. An engine that ran
+    for ``GOOD_S`` starts afresh. Times are seconds of one clock. An engine that never started counts from 0."""
 
     def __init__(self) -> None:
         self._deaths: dict[Hashable, int] = {}

@@ -39,8 +39,9 @@ _CPU_BLOCK_TOKENS = 32
 
 class ModelFiles(Strict):
     """Where a model of ``models`` lies (relative to the file), and how its engine runs. ``dtype``, ``quantization``,
-    ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words. Of the model's ``tp`` devices, ``stages`` hold consecutive parts
-    of its layers (pipeline parallelism); the others split each layer. ``embeds``: it answers with vectors, not with text."""
+    ``kv_cache_dtype`` and ``tool_parser`` take vLLM's words. Its ``tp`` devices form ``stages``, which hold consecutive parts
+    of its layers (pipeline parallelism). The devices of a stage split each layer. ``embeds``: it answers with vectors, not
+    with text."""
 
     path: Annotated[str, Field(min_length=1)]
     dtype: str = "auto"
@@ -88,13 +89,12 @@ class TlsFiles(Strict):
 class RuntimeSection(Strict):
     """``region_bytes``: of each device, for KV (and weights, where ``weights_in_region``). ``mode``: engines in this process
     or one process each; by default the former for one CPU. ``cluster``: devices are actors of this Ray cluster; ``ray``: of
-    the one that RAY_ADDRESS names or that runs here, else of a new one. ``step_times``: a table of measured steps (CSV:
-    model, prefill_tokens, decodes, duration_s); without one a few steps are timed at the start. ``api_key_env``: the
-    environment variable that holds the API key; ``api_keys``: several, with limits of their own; ``admin_key_env``: that of
-    operators, without which there is no admin API. A model has at most
-    ``queued_requests`` without a first token, none for longer than ``queued_s``; no request lasts longer than
-    ``request_s``; an engine without a sign of life for ``silent_s`` is ended; SIGTERM gives ``drain_s``.
-    ``tracing``: a span of OpenTelemetry's a request."""
+    the one that RAY_ADDRESS names or that runs here, else of a new one. ``step_times``: a table of measured steps (CSV: model,
+    prefill_tokens, decodes, duration_s); without one a few steps are timed at the start. ``api_key_env``: the environment
+    variable that holds the API key; ``api_keys``: several, with limits of their own; ``admin_key_env``: that of operators,
+    without which there is no admin API. A model has at most ``queued_requests`` without a first token, none for longer than
+    ``queued_s``. No request lasts longer than ``request_s``. An engine without a sign of life for ``silent_s`` is ended.
+    SIGTERM gives ``drain_s``. ``tracing``: a span of OpenTelemetry's a request."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
     mode: Literal["in_process", "processes"] | None = None

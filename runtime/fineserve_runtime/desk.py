@@ -1,4 +1,4 @@
-"""Who is here, and on which engine: the driver's book of requests. Its owner holds a lock around every call."""
+"""The driver's book of requests: which are here, and on which engine. Its owner holds a lock around every call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The controller's driver on real engines: it tells the core what happens, and does what the core says.
 
-It takes no decision of its own. One lock guards the core and all requests; whoever has news (an engine at the end of its
-step, a client, the clock, a device thread) takes it, tells the core, carries out the commands and leaves. An engine's
-step report is the boundary between two iterations at which its scheduler may start requests.
+It takes no decision of its own. One lock guards the core and all requests. News comes from an engine at the end of its step, a
+client, the clock or a device thread. Its thread takes the lock, tells the core, carries out the commands and leaves. An
+engine's step report is the boundary between two iterations at which its scheduler may start requests.
 
 A request with a TTFT limit of its own enters the core with the arrival time that gives it its deadline: the core's
 deadline is arrival + SLO of the model.

@@ -38,7 +38,7 @@ class Refused(RuntimeError):
 
 
 class Sink(Protocol):
-    """Who waits for the tokens of one request. Calls come from engine threads and must return at once."""
+    """Waits for the tokens of one request. Calls come from engine threads and must return at once."""
 
     def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None: ...
 
@@ -49,10 +49,10 @@ class Sink(Protocol):
 class Job:
     """A request of ``model`` with its prompt, in the driver's hands until it ends.
 
-    ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now;
-    None while it waits and when it ended; ``served_by`` where it was dispatched last; ``unproven``: that one has not had a
-    token of it yet. ``trace`` is the client's ``traceparent``; ``waited_s`` is how long the request took from its client to the
-    driver. Times are seconds since the driver started.
+    ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now,
+    None while it waits and when it ended. ``served_by`` is where it was dispatched last; ``unproven``: that engine has not
+    given it a token yet. ``trace`` is the client's ``traceparent``; ``waited_s`` is how long the request took from its client
+    to the driver. Times are seconds since the driver started.
     """
 
     id: int
@@ -109,7 +109,7 @@ class Job:
 
 
 class Observer(Protocol):
-    """Who counts. Calls come one at a time, from any thread."""
+    """Counts requests. Calls come one at a time, from any thread."""
 
     def arrived(self, job: Job) -> None: ...
 

@@ -284,7 +284,7 @@ def _core_spec(
 def model_facts(
     handle: EngineHandle, rate_per_s: float, slo_s: float, measured: tuple[MeasuredStep, ...]
 ) -> ModelFacts:
-    """Of a model with an engine that is awake."""
+    """The facts of a model with an engine that is awake."""
     config = handle.config
     return ModelFacts(
         id=config.name,

@@ -29,9 +29,9 @@ Condition = Literal["ready", "starting", "sleeping", "stopped", "down"]
 
 
 class Health(NamedTuple):
-    """How a model is: ``down``: its engine died, did not come back, and is tried again in ``retry_after_s``; ``sleeping``: the
-    next request wakes it; ``stopped``: an operator put it to sleep, and wakes it. ``down_s`` are the seconds without an
-    engine that it did not choose, all together."""
+    """The state of a model. ``down``: its engine died, did not come back, and is tried again in ``retry_after_s``.
+    ``sleeping``: the next request wakes it. ``stopped``: an operator put it to sleep, and wakes it. ``down_s`` are the seconds
+    without an engine that it did not choose, all together."""
 
     condition: Condition
     retry_after_s: float

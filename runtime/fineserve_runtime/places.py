@@ -1,7 +1,7 @@
 """Which engine of the core is which engine process: an engine of the core is one stay of a model on a device.
 
 Every device has one engine process a model that may stay there; it sleeps while the model is elsewhere. What takes long
-(waking, putting to sleep, starting anew) is done by one thread a device, in order: memory that an eviction frees is free
+(waking, putting to sleep, starting anew) is done by one thread a device, in order. So memory that an eviction frees is free
 when the activation behind it looks for it.
 """
 
@@ -73,7 +73,7 @@ class Places:
         return self._hosts[place.gpu].engines[place.local]
 
     def states(self, engines: Sequence[int]) -> dict[int, EngineState]:
-        """Of those that can be given work."""
+        """The states of these engines, as far as they can be given work."""
         handles = {engine: self.handle(engine) for engine in engines}
         return {engine: handle.state() for engine, handle in handles.items() if handle.alive and not handle.asleep}
 
@@ -95,8 +95,8 @@ class Places:
         return sorted(engine for engine, place in self._place.items() if gpu is None or place.gpu == gpu)
 
     def free_bytes(self, gpu: int, memory_bytes: int, weights: Mapping[str, int]) -> int:
-        """What weights could take of a device's memory: all less KV in use and the weights of the engines that the core has
-        there, be they still loading, but not of those that it evicted, be they still leaving. ``weights`` by model."""
+        """What weights could take of a device's memory: all but KV in use and the weights of the core's engines there. Engines
+        that still load count; evicted ones do not, even while they leave. ``weights`` by model."""
         host = self._hosts[self._host_of[gpu]]
         handles = [self.handle(engine) for engine in self.engines(self._host_of[gpu])]
         here = [handle.config.name for handle in handles if gpu in handle.gpus]

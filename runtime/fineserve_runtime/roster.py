@@ -1,7 +1,7 @@
 """Models that come and go while the server runs.
 
-A model is added where its weights have room in the region, which the memory accounting covers: so ``weights_in_region`` must
-be true, and memory must not be split beforehand between the models of the start. Calls take seconds; one comes at a time.
+A model is added where its weights have room in the region. The memory accounting covers the region, so ``weights_in_region``
+must be true. Memory must not be split beforehand between the models of the start. Calls take seconds; one comes at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
 
 Scenes are played on engines that serve nobody else: some sequences of one model decode, prompts of several lengths join them,
-and another model's sequences decode as well. A step's time is its period: from the report of the step before it, whoever's that
-was, to its own. So the host's time between steps (driver, core, tokens to clients) is part of it, and what a turn of another
-engine costs is the difference between rows that are ``in_turn`` and those that are not. It is processor time of the thread that
-steps the engines, which other work on the machine disturbs as little as can be.
+and another model's sequences decode as well. A step's time is its period: from the report of the step before it, whoever's
+that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part of it. What a turn of another
+engine costs is the difference between rows that are ``in_turn`` and those that are not. It is processor time of the thread
+that steps the engines, which other work on the machine disturbs as little as can be.
 
 The rows are a table that ``engine.step_times`` of an experiment takes.
 """
@@ -36,8 +36,8 @@ PROMPTS = (32, 128, 320)
 """Tokens of the sequences that decode, before they do."""
 
 TOTALS = (32, 96, 160, 240)
-"""Tokens of the steps in which a prompt joins the decodes, give or take ``_JITTER``: kernels are made for a number of rows when
-it comes for the first time, and prompts that always had the same would never pay for that."""
+"""Tokens of the steps in which a prompt joins the decodes, give or take ``_JITTER``. Kernels are made for a number of rows
+when it comes for the first time; prompts of one length alone would never pay for that."""
 
 _JITTER = 12
 
@@ -61,8 +61,8 @@ _TOKEN_IDS = range(10, 250)
 
 
 class Row(NamedTuple):
-    """Steps of a kind. ``context``: cached tokens of each decode, in the mean; ``in_turn``: they came after another engine's;
-    ``latency_s``: the mean of ``repeats`` periods, since what waits for steps waits for their sum; ``spread``: their
+    """Steps of a kind. ``context``: cached tokens of each decode, in the mean. ``in_turn``: they came after another engine's.
+    ``latency_s``: the mean of ``repeats`` periods, since what waits for steps waits for their sum. ``spread``: their
     interquartile range over it."""
 
     model: str
@@ -117,7 +117,7 @@ class Period(NamedTuple):
 
 
 def periods(steps: Sequence[Noted]) -> Iterator[Period]:
-    """Of engines that take turns: the steps before which there was no pause, as somebody had work when the last one ended."""
+    """The steps of engines that take turns before which there was no pause: some engine had work when the last one ended."""
     running: dict[int, int] = {}
     settled = 0
     for (before, before_s), (after, after_s) in pairwise(steps):

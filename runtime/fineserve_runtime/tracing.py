@@ -1,9 +1,9 @@
 """Spans of OpenTelemetry, one a request, under the names that vLLM gives them.
 
 Where they go is said by OpenTelemetry's own environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_SERVICE_NAME``,
-``OTEL_TRACES_SAMPLER``, ...). A span is made when its request has ended, with the times of then, and leaves by a thread of
-OpenTelemetry's from a bounded queue: a collector that is slow or gone costs spans and nothing else. The trace of a request's
-``traceparent`` header goes on in its span.
+``OTEL_TRACES_SAMPLER``, ...). A span is made when its request has ended, with the times of then. It leaves by a thread of
+OpenTelemetry's from a bounded queue, so a collector that is slow or gone costs spans and nothing else. The trace of a
+request's ``traceparent`` header goes on in its span.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests drawn while a run reads them: the same, to the last bit, however many are there at a time.
 
-Each model has random numbers of its own for its arrivals and for its lengths, so that both can be drawn on and on, and a window
-of time holds what all models have in it.
+Each model has random numbers of its own for its arrivals and for its lengths, so both can be drawn on and on. A window of time
+holds what all models have in it.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def read_text(path: Path) -> bytes:
 
 
 def read_blocks(path: Path, size: int, *, cells: bool) -> Iterator[bytes]:
-    """The text of a file in blocks of whole lines, of about so many bytes each. Of ``cells``, as CSV has them, a quoted one may
-    go over lines. Errors as `read_text`, those of a block when it comes."""
+    """The text of a file in blocks of whole lines, of about so many bytes each. With ``cells``, as CSV has them, a quoted one
+    may go over lines. Errors as `read_text`, those of a block when it comes."""
     lines, rest, found = 0, b"", False
     with _readable(path), _opened(path) as file:
         while data := file.read(size):

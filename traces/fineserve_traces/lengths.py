@@ -128,8 +128,8 @@ class LognormalLengths:
 
 
 BURSTGPT = LognormalLengths(prompt=Lognormal(642, 389, 8192), output=Lognormal(262, 159, 4096))
-"""BurstGPT by its means, 642 and 262 tokens (KunServe, section 5.1). Of its spread the text says nothing: sigma 1 for
-both, so that the median is exp(-1/2) of the mean, is an assumption."""
+"""BurstGPT by its means, 642 and 262 tokens (KunServe, section 5.1). The text says nothing of its spread: sigma 1 for both, so
+that the median is exp(-1/2) of the mean, is an assumption."""
 
 
 def _draw(law: Lognormal, rng: Generator, n: int) -> IntArray:
@@ -148,7 +148,7 @@ def read_lengths(path: str | Path, count_tokens: Callable[[str], int] = characte
     """Read length pairs: a CSV with prompt_tokens and output_tokens, ShareGPT's own JSON, or a ``vllm bench serve``
     result.
 
-    Of a ShareGPT conversation the first human message and the reply to it are taken; ``count_tokens`` counts them, and
+    The first human message of a ShareGPT conversation and the reply to it are taken; ``count_tokens`` counts them, and
     ``source`` says so. Conversations without such a pair, and failed benchmark requests, are dropped and counted.
     Raises TraceError as `read_trace` does.
     """
@@ -249,8 +249,8 @@ FITTED: dict[str, LengthSource] = {"burstgpt": BURSTGPT}
 
 
 def length_source(name: str, data_dir: str | Path | None = None) -> LengthSource:
-    """The lengths of data set ``name`` (a key of `DATASETS`): the real pairs when ``data_dir`` is given, as its file in
-    ``data_dir/lengths`` or ``data_dir``, otherwise the embedded sketch; or the law of that name in `FITTED`. ``source``
+    """The lengths of data set ``name``, a key of `DATASETS`, or the law of that name in `FITTED`. A data set gives the real
+    pairs when ``data_dir`` has its file (in ``data_dir/lengths`` or ``data_dir``), otherwise the embedded sketch. ``source``
     says which.
 
     Raises ValueError for an unknown name, TraceError when ``data_dir`` does not hold the file.

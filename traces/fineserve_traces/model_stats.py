@@ -15,8 +15,8 @@ IDLE_S = 10.0
 @dataclass(frozen=True, slots=True)
 class ModelStats:
     """One model within a trace. ``idle_per_hour`` and ``median_idle_s`` are about gaps between requests longer than 10 s (None
-    if there is none); ``cv_per_minute`` is the coefficient of variation of the requests in whole minutes; ``swing`` the largest
-    ratio of the highest to the lowest rate within any minute, in bins of 10 s, a bin without requests counting as one
+    if there is none). ``cv_per_minute`` is the coefficient of variation of the requests in whole minutes. ``swing`` is the
+    largest ratio of the highest to the lowest rate within any minute, in bins of 10 s. A bin without requests counts as one
     with a single request. All are None where the trace is too short to tell."""
 
     model: str

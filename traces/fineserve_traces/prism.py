@@ -4,17 +4,17 @@ The paper describes its traces by four observations. Three of them fix the gener
 
 * C1, popularity: about 60 % of the models make 25 % of the requests, in all traces. Shares follow Zipf's law with the
   exponent for which this is so.
-* C2, idle periods: half of the models of a provider (Hyperbolic, Novita) have more than 40 idle intervals over 10 s per
-  hour, some more than 100; many have a median idle time over 30 s. In Chatbot Arena, more than half have one over 80 s.
+* C2, idle periods: half of the models of a provider (Hyperbolic, Novita) have more than 40 idle intervals over 10 s per hour,
+  some more than 100. Many have a median idle time over 30 s. In Chatbot Arena, more than half have one over 80 s.
 * C3, fluctuation: the requests per minute of many models have a coefficient of variation above 1 (providers) or 0.5 (Arena).
 
 Each model is an on/off process (``onoff.py``), whose idle times and variation are known in closed form. Two numbers are free
-for each kind of trace, and stand below with what they follow from; the duty cycles are spread evenly over their range, in
-a fixed order that mixes popular and rare models. C4, the diversity of SLOs, is no property of the arrivals.
+for each kind of trace, and stand below with what they follow from. The duty cycles are spread evenly over their range, in a
+fixed order that mixes popular and rare models. C4, the diversity of SLOs, is no property of the arrivals.
 
-Prompts and outputs of the Arena workload come from a sketch of the public Arena trace (1,500 requests to 27 models; see
-``data/arena_27models.json``, made by ``traces/build_arena_sketch.py``); those of the provider from ShareGPT's first turns,
-since nothing is known of them.
+Prompts and outputs of the Arena workload come from a sketch of the public Arena trace, 1,500 requests to 27 models
+(``data/arena_27models.json``, made by ``traces/build_arena_sketch.py``). Those of the provider come from ShareGPT's first
+turns, since nothing is known of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Kind:
 
 
 PROVIDER = Kind(per_hour=130.0, duties=(0.1, 1.0), on_s=60.0)
-"""With a mean of 130 per hour the median model of 24 has 40 idle intervals per hour (C2); duty cycles from a tenth to always
+"""With a mean of 130 per hour the median model of 24 has 40 idle intervals per hour (C2). Duty cycles from a tenth to always
 on, a minute at a time, make some models bursty and others steady (C3)."""
 
 ARENA = Kind(per_hour=30.0, duties=(0.3, 1.0), on_s=60.0)

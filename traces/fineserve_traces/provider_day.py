@@ -1,8 +1,8 @@
 """Requests to a provider with many models, made window by window while a run reads them: millions take no memory.
 
 Popularity follows Zipf's law as in Prism's traces (``prism.tail_shares``), burstiness ServeGen's published clients
-(``servegen``): model r has the hours of client r mod 32, their family of gaps and their variation, at the rate that its
-popularity gives it over the day; so that models of one client do not move as one, each begins the day at another hour.
+(``servegen``). Model r has the hours of client r mod 32, their family of gaps and their variation. Its rate over the day is
+what its popularity gives it. Each model begins the day at another hour, so models of one client do not move as one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ProviderDay:
 
     @property
     def rates_per_s(self) -> list[float]:
-        """Of each model, over the whole day."""
+        """The rate of each model, over the whole day."""
         rates: list[float] = (tail_shares(len(self.models)) * self.rate_per_s).tolist()
         return rates
 

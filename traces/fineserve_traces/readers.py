@@ -10,8 +10,8 @@ vllm-bench     the JSON result of ``vllm bench serve --save-result --save-detail
 =============  ======================================================================================================
 
 Files without arrivals (length pairs, ShareGPT's own JSON) are read by `fineserve_traces.lengths.read_lengths`.
-In recorded formats (all but csv and arena) a row with zero prompt or output tokens is a failed request: it is dropped
-and counted in ``Trace.dropped_rows``, and arrivals count from the earliest row. In csv and arena a zero is an error,
+In recorded formats (all but csv and arena) a row with zero prompt or output tokens is a failed request. It is dropped and
+counted in ``Trace.dropped_rows``. Arrivals count from the earliest row. In csv and arena a zero is an error,
 and arrivals stay as they are.
 """
 

@@ -24,10 +24,9 @@ def upscale(trace: Trace, factor: float, rng: Generator) -> Trace:
     """``factor`` times the requests (within one; factor may be a fraction) in the same span, each copy with the model
     and the lengths of its original.
 
-    Copy c of every request lives in its own space of prefix hashes, so copies share prefixes among themselves as the
-    originals do, and never hit the cache of their original (the last copies of a fractional factor are a sample of the
-    requests, and share less). Raises TraceError when nothing is left, ValueError for a
-    factor that is not positive.
+    Copy c of every request lives in its own space of prefix hashes. So copies share prefixes among themselves as the originals
+    do, and never hit the cache of their original. The last copies of a fractional factor are a sample of the requests, and
+    share less. Raises TraceError when nothing is left, ValueError for a factor that is not positive.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"factor is {factor}; give a finite number > 0")

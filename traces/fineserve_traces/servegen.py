@@ -1,12 +1,12 @@
 """Loads of many models after ServeGen's client model (arXiv 2505.09999), from a sketch of its published clients.
 
-ServeGen describes a production load as a sum of clients. Each has a rate that changes over the day, and within a stretch of
+ServeGen describes a production load as a sum of clients. Each has a rate that changes over the day. Within a stretch of
 time the gaps between its requests follow a Gamma or a Weibull distribution with a coefficient of variation of its own. A
 few clients make most of the requests; many are there for some hours only. Here every model serves one client.
 
-A run plays one day: hour after hour, each as long as a 24th of the run. Gaps start in equilibrium in every hour (the first
-is what is left of a gap that holds the hour's start), so that the expected requests are rate times time whatever the
-variation; an ordinary renewal process would have about (cv^2 - 1) / 2 more of them.
+A run plays one day: hour after hour, each as long as a 24th of the run. Gaps start in equilibrium in every hour: the first is
+what is left of a gap that holds the hour's start. So the expected requests are rate times time at any variation. An ordinary
+renewal process would have about (cv^2 - 1) / 2 more of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A compact statistical sketch of (prompt, output) length pairs: a joint distribution of quantiles.
 
 Pairs sorted by prompt length are cut into B bins of equal probability. Stored are the quantiles of the prompt length,
-over all pairs, and within each bin the quantiles of the output length. A draw takes two independent uniforms (u, v): u
-goes through the inverse CDF of the prompt, and picks bin floor(u * B); v goes through the inverse CDF of the output in
+over all pairs, and within each bin the quantiles of the output length. A draw takes two independent uniforms (u, v). u
+goes through the inverse CDF of the prompt, and picks bin floor(u * B). v goes through the inverse CDF of the output in
 that bin. Between levels the inverse CDF is linear; lengths are rounded and at least 1. So marginals and the dependence
 of output on prompt (down to 1/B of the pairs) survive, the pairs themselves do not.
 """

@@ -67,8 +67,8 @@ def describe(trace: Trace) -> TraceStats:
 
 
 def prefix_hit_ratio(trace: Trace) -> float | None:
-    """The share of prompt tokens that an infinite prefix cache, filled in arrival order, would not compute again: the
-    leading blocks whose id came before (all models share it, as the ids do). None without prefix hashes."""
+    """The share of prompt tokens that an infinite prefix cache, filled in arrival order, would not compute again. These are
+    the leading blocks whose id came before; all models share the cache, as the ids do. None without prefix hashes."""
     if trace.prefix_hashes is None or trace.prefix_tokens is None or trace.prefix_block_tokens is None:
         return None
     ends: dict[int, int] = {}  # by id, the tokens that are known up to the end of its block, or of what covers it

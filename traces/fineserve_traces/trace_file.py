@@ -1,7 +1,7 @@
 """A trace file whose requests are read while somebody takes them: those of `read_trace`, to the last bit, and its errors.
 
-A file is cut into blocks of whole lines, and a block goes to the reader of its format behind the header and the first row of
-the file, from which recorded formats count time. So one set of readers does for both, and what is held is a block. A result of
+A file is cut into blocks of whole lines. A block goes to the reader of its format behind the header and the first row of the
+file, from which recorded formats count time. So one set of readers does for both, and what is held is a block. A result of
 ``vllm bench serve`` is one JSON document, and one block.
 """
 
@@ -28,7 +28,7 @@ _HEADED = ("csv", "arena", "azure", "burstgpt")
 class TraceFile:
     """The requests of a file that has been read once, and what was found; a ``Requests``.
 
-    Of each model, int64 (models,): how many ``requests``, their ``prompt_tokens`` and ``output_tokens`` together. ``longest``:
+    By model, int64 (models,): how many ``requests``, their ``prompt_tokens`` and ``output_tokens`` together. ``longest``:
     by token column the most tokens of a request, and the number of the first one with so many, from 1 on.
     """
 

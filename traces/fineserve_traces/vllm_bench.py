@@ -18,8 +18,8 @@ from fineserve_traces.schema import FloatArray, IntArray, Trace, TraceError, tok
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BenchResult:
-    """What the client measured: its requests as a trace, and for request i of that trace the time to first token
-    (``ttft_s``, float64 (n,)) and the gaps between its later tokens (``itl_s[i]``, float64), in seconds."""
+    """What the client measured: its requests as a trace, and seconds for each of them. ``ttft_s``, float64 (n,), are the times
+    to first token; ``itl_s[i]``, float64, are the gaps between the later tokens of request i."""
 
     trace: Trace
     ttft_s: FloatArray

@@ -39,7 +39,7 @@ class Histograms:
         np.add.at(self._counts, (row[known], np.clip(place, 0, BINS - 1)), 1)
 
     def percentiles(self, row: int | None, percents: Sequence[float]) -> list[float]:
-        """A quantile of one row, or of all together; infinite where they fall on or beside a value that never came, NaN
+        """Percentiles of one row, or of all together; infinite where they fall on or beside a value that never came, NaN
         without values."""
         counts = (self._counts.sum(axis=0, dtype=np.int64) if row is None else self._counts[row]).cumsum(dtype=np.int64)
         due = int(self.due.sum() if row is None else self.due[row])

@@ -114,7 +114,7 @@ def line_width(place: int, count: int) -> float:
 
 
 def dashes_at(place: int) -> Dashes:
-    """The style of the line at ``place``, where lines have no markers."""
+    """The dashes of the line at ``place``, where lines have no markers."""
     return _DASHES[place % len(_DASHES)]
 
 

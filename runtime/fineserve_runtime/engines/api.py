@@ -176,11 +176,11 @@ class StepReport(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """Of one rank, on its device.
+    """The memory and counters of one rank, on its device.
 
-    Bytes of the region that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
-    cached prefixes (evictable), those of weights; and counters since the start. ``prefix_queries`` are prompt tokens that were
-    looked up in the cache, ``prefix_hits`` those that were there."""
+    Bytes of the region: those that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
+    cached prefixes (evictable), and those of weights. Counters are since the start. ``prefix_queries`` are prompt tokens that
+    were looked up in the cache, ``prefix_hits`` those that were there."""
 
     leased_bytes: int
     used_bytes: int
@@ -197,8 +197,8 @@ class EngineStats(NamedTuple):
 
 
 class EngineListener(Protocol):
-    """Who hears of steps and deaths. ``lost`` are the requests that the engine held and that nobody will finish; ``crashed``:
-    an exception in a step ended it, which one of them may have caused."""
+    """Hears of steps and deaths of engines. ``lost`` are the requests that the engine held and that no engine will finish;
+    ``crashed``: an exception in a step ended it, which one of them may have caused."""
 
     def on_step(self, report: StepReport) -> None: ...
 
@@ -233,7 +233,7 @@ class EngineHandle(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of a KV block, on each device of the engine."""
+        """The bytes of a KV block, on each device of the engine."""
         ...
 
     @property
@@ -267,7 +267,7 @@ class EngineHandle(Protocol):
         ...
 
     def stats(self, gpu: int | None = None) -> EngineStats:
-        """Of the rank on ``gpu``, by default the first."""
+        """The figures of the rank on ``gpu``, by default the first."""
         ...
 
     def drain(self, timeout_s: float) -> bool:

@@ -87,7 +87,7 @@ class Device(Protocol):
         ...
 
     def stats(self, engine: int, gpu: int | None = None) -> EngineStats:
-        """Of its rank on ``gpu``, by default the first."""
+        """The figures of its rank on ``gpu``, by default the first."""
         ...
 
     def free_kv_tokens(self, engine: int) -> int: ...
@@ -95,7 +95,7 @@ class Device(Protocol):
     def kv_capacity_tokens(self, engine: int) -> int: ...
 
     def ledger(self, gpu: int | None = None) -> KVLedger:
-        """Of the region on ``gpu``, by default the first."""
+        """The bytes of the region on ``gpu``, by default the first."""
         ...
 
     def quit(self) -> None:
@@ -197,8 +197,8 @@ class LocalDevice:
         return (engine,)
 
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
-        """Who holds a table's lock goes first: others may wait for it. A thread cannot be killed, so its engines count as
-        dead, and keep their slabs: it may wake up and write."""
+        """The engine that holds a table's lock goes first: others may wait for it. A thread cannot be killed, so its engines
+        count as dead, and keep their slabs: it may wake up and write."""
         holds = [engine for engine in engines for memory in self._memory_of(engine) if memory.locked_by(engine)]
         link = self._links[(holds or list(engines))[0]]
         if isinstance(link, ProcessLink):

@@ -1,16 +1,16 @@
 """One engine's KV blocks: slabs leased from the owner table, blocks inside them kept by the core's `KVSlabManager`.
 
 **Why leases.** Every step of every engine takes and frees blocks. Were the manager's whole state shared, each of these would
-lock and rewrite it; a server in the middle would cost a round trip a step. What must be agreed on across processes is only
-who owns a slab, one byte of the table. So each engine keeps a manager of its own, over the whole region, in which a second
-owner, the LANDLORD, whose block is one slab, holds every slab that the engine does not lease:
+lock and rewrite it; a server in the middle would cost a round trip a step. What must be agreed on across processes is only who
+owns a slab, one byte of the table. So each engine keeps a manager of its own, over the whole region. A second owner in it, the
+LANDLORD, has blocks of one slab and holds every slab that the engine does not lease:
 
     lease:   the table grants slabs; the manager's landlord frees them       -> the engine can allocate there
     return:  the landlord takes the slabs that drained; the table frees them -> others can lease them
 
-Block ids, the choice of a slab and the ledger are those of the core: id = first block of the slab + place in it. What is
-lost against one manager for all is that engines of equal block size do not share partly used slabs; what is gained is that
-a slab holds bytes of one model at a time, so stale bytes are a matter of slabs (``take_stale``).
+Block ids, the choice of a slab and the ledger are those of the core: id = first block of the slab + place in it. Against one
+manager for all, engines of equal block size do not share partly used slabs. In return a slab holds bytes of one model at a
+time, so stale bytes are a matter of slabs (``take_stale``).
 
 **Livelock.** Engines that starve preempt their own sequences, as vLLM does, and start again when there is room. Several of
 them could undo each other's work for ever: each takes what the other has just given up. So an engine whose last sequence

@@ -1,8 +1,9 @@
 """The owner tables of several devices as one, for an engine whose ranks hold a part of each KV block on each of them.
 
-vLLM has one block id for all ranks, so a slab of such an engine is the slab of the same number on every device: it is free when
-all of them have it free, and is taken and given back on all of them. Locks are taken in the order of the devices' numbers,
-so two engines cannot wait for each other, and tickets are drawn on all devices at once, so they stand in one order everywhere.
+vLLM has one block id for all ranks, so a slab of such an engine is the slab of the same number on every device. It is free
+when all of them have it free, and it is taken and given back on all of them. Locks are taken in the order of the devices'
+numbers, so two engines cannot wait for each other. Tickets are drawn on all devices at once, so they stand in one order
+everywhere.
 """
 
 from __future__ import annotations

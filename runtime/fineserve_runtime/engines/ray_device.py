@@ -1,7 +1,7 @@
 """A device behind a Ray actor: the same commands and messages, over Ray's calls instead of a pipe.
 
-Engines of a device share its memory, so a device is one actor: the actor's process owns the region, and steps the engines in
-a thread or in processes below it, as a server without Ray does on its own machine. The driver's side keeps two calls under
+Engines of a device share its memory, so a device is one actor. The actor's process owns the region. It steps the engines in a
+thread or in processes below it, as a server without Ray does on its own machine. The driver's side keeps two calls under
 way: one that brings commands, in their order, and one that waits for news. Figures (bytes, free tokens) come with the news,
 at least every `NEWS_S` seconds, because the owner table lies on the other machine.
 

@@ -2,8 +2,8 @@
 
 On a CPU the region is a file in shared memory that every process maps. On a GPU it is one allocation of the host process,
 opened by the others through CUDA IPC (torch_region.py). The host holds ``<name>.lock`` as long as it lives; the kernel drops
-it with the process. So a second host is refused while the first lives, and files whose lock is free are what a crash left:
-they are replaced, and processes of the crashed host that linger keep writing into the old, unlinked file.
+it with the process. So a second host is refused while the first lives. Files whose lock is free are what a crash left, and are
+replaced. Processes of the crashed host that linger keep writing into the old, unlinked file.
 """
 
 from __future__ import annotations

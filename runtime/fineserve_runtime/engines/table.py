@@ -1,7 +1,7 @@
 """The owner table: which engine leases which slab of a device's region, in shared memory beside the region.
 
-One byte a slab says who owns it, which is all that engines in several processes must agree on; what happens inside a
-slab is its owner's own business (lease.py). Who takes slabs holds the table's lock, so check-then-take is atomic. Giving
+One byte a slab says who owns it, which is all that engines in several processes must agree on; what happens inside a slab is
+its owner's own business (lease.py). An engine that takes slabs holds the table's lock, so check-then-take is atomic. Giving
 back needs no lock: only the owner writes a byte that is not FREE, and a byte is written at once.
 
 A second byte remembers who wrote into the slab last, so that the next owner knows whether the bytes mean anything to it.

@@ -1,7 +1,8 @@
 """A region as torch sees it: one flat int8 tensor that KV caches and weights are views of.
 
-On a GPU the host process allocates it (plain ``torch.zeros``: the default allocator's memory can be exported) and writes its
-CUDA IPC handle into the region's file; engine processes open the handle. The exporter must outlive them, which the host does.
+On a GPU the host process allocates it by plain ``torch.zeros``, since the default allocator's memory can be exported. It
+writes the CUDA IPC handle into the region's file, and engine processes open the handle. The exporter must outlive them, which
+the host does.
 """
 
 from __future__ import annotations

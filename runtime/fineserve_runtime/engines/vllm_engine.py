@@ -32,9 +32,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Set, where the user has not, before vllm is imported: engine cores in process, nothing fetched or sent, 128 MB of compiled
-grammars at most, one thread an engine (two threads of two engines on two cores turn steps of 3 ms into 50) on whatever core is
-free (else vLLM wants a NUMA node a rank)."""
+"""Set before vllm is imported, where the user has not set them. Engine cores run in process, nothing is fetched or sent, and
+compiled grammars take 128 MB at most. An engine has one thread: two threads of two engines on two cores turn steps of 3 ms
+into 50. It runs on any free core; else vLLM wants a NUMA node a rank."""
 
 _SCHEDULER = {"cpu": "SlabScheduler", "cuda": "SlabAsyncScheduler"}
 _WORKER = {"cpu": "vllm_cpu.SlabCPUWorker", "cuda": "vllm_worker.SlabWorker"}

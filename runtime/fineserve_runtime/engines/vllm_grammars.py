@@ -73,7 +73,7 @@ class TimedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class Grammars:
-    """Of one engine core. Takes the place of its manager's ``grammar_init``."""
+    """Takes the place of ``grammar_init`` of one engine core's manager."""
 
     def __init__(self, core: Any) -> None:
         self._config = core.vllm_config

@@ -53,7 +53,7 @@ def _structured(constraint: tuple[str, str] | None) -> Any:
 
 
 def logprobs(found: Any) -> tuple[Logprobs, ...]:
-    """Of one output of vLLM's, a place a token; none where none were asked for."""
+    """The log probabilities of one output of vLLM's, a place a token; none where none were asked for."""
     if found is None:
         return ()
     rows = zip(found.logprob_token_ids.tolist(), found.logprobs.tolist(), strict=True)

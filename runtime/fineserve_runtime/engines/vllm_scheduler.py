@@ -1,7 +1,7 @@
 """vLLM's schedulers over leased slabs: the plain one on a CPU, the asynchronous one on a GPU.
 
-``schedule`` runs under the table's lock, so what admission was promised it also gets. A block that is freed while a step
-that may write it is still in flight goes back only when that step's output has come (vLLM's own fence for deferred frees).
+``schedule`` runs under the table's lock, so what admission was promised it also gets. A block may be freed while a step that
+may write it is still in flight. It goes back only when that step's output has come (vLLM's own fence for deferred frees).
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def plain_linears() -> Iterator[None]:
 
 def wait_asleep() -> None:
     """Ranks on a CPU, and the process that schedules them, wait for each other asleep from now on. vLLM lets them spin and
-    yield, which presumes a core for each. Where there are fewer, those that spin keep the others from what they wait for,
-    and on Linux 6.18 two ranks that did so have kept everybody else off both cores for four minutes."""
+    yield, which presumes a core for each. Where there are fewer, ranks that spin keep the others from what they wait for. On
+    Linux 6.18 two such ranks have kept all other processes off both cores for four minutes."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 

@@ -1,8 +1,8 @@
 """A model's weights as views of the region, which can leave for host memory and come back elsewhere.
 
-All tensors of the model's state dict are packed one after the other into one run of slabs at the upper end of the region
-(KV grows from the lower end). Eviction copies the run to host memory, lets the tensors view that copy and frees the slabs;
-activation takes whatever run is free then. Weights that share storage (tied embeddings) are packed once.
+All tensors of the model's state dict are packed one after the other into one run of slabs. The run lies at the upper end of
+the region; KV grows from the lower end. Eviction copies the run to host memory, lets the tensors view that copy and frees the
+slabs; activation takes whatever run is free then. Weights that share storage (tied embeddings) are packed once.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ def guarded(limits: HttpLimits, count: Callable[[str], None]) -> type[H11Protoco
 
 
 class GuardedProtocol(H11Protocol):
-    """h11's protocol with limits: connections, bytes of and time for the head of a request, bytes and time for the rest of a
-    body that was answered already, and time for which a client may leave unread what it is sent. Errors are in OpenAI's shape.
+    """h11's protocol with limits: on connections, on bytes of and time for the head of a request, and on both for the rest of
+    a body that was answered already. A client may leave what it is sent unread for a limited time. Errors are in OpenAI's
+    shape.
 
     The time for the head begins with its first byte: a client that opens a thousand connections before it sends anything is
     slow, but does nothing wrong.

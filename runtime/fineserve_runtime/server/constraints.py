@@ -12,8 +12,8 @@ LEVELS = 64
 
 
 def levels(kind: str, text: str) -> float:
-    """Of a JSON schema with the regular expressions in it, or of a regular expression; of other kinds 0: their nesting
-    costs little, and what an ambiguous one costs shows only as it is followed."""
+    """The nesting of a JSON schema with the regular expressions in it, or of a regular expression. Other kinds have 0: their
+    nesting costs little, and what an ambiguous one costs shows only as it is followed."""
     if kind == "regex":
         return _groups(text)
     if kind != "json":

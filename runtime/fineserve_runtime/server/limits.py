@@ -8,9 +8,9 @@ from fineserve_sim.experiment.file.values import Count, Positive
 
 class HttpLimits(Strict):
     """``body_bytes`` of a request, ``head_bytes`` of its headers; ``connections`` at a time; ``choices`` of a request (prompts
-    times ``n``); entries of a list of stop strings, token ids or words: ``entries``; characters of one of them:
-    ``entry_chars``. A client has ``head_s`` to send its headers once it has begun, ``body_s`` for the body, may be
-    silent for ``silent_s`` after it connected, and may leave what it is sent unread for ``unread_s``."""
+    times ``n``). A list of stop strings, token ids or words has at most ``entries``, of ``entry_chars`` characters each. A
+    client has ``head_s`` to send its headers once it has begun, and ``body_s`` for the body. It may be silent for ``silent_s``
+    after it connected, and may leave what it is sent unread for ``unread_s``."""
 
     body_bytes: Count = 4 * 2**20
     head_bytes: Count = 32 * 2**10

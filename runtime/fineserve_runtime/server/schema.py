@@ -45,8 +45,8 @@ _TOKENIZERS_OWN = {
 """Parameters of ``apply_chat_template`` beside the variables of the template: they are the server's to set."""
 
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is refused for its first wrong entry. Of a million of them each would cost a kilobyte, and together the event
-loop seconds."""
+"""A list that is refused for its first wrong entry. A million wrong entries would cost a kilobyte each, and the event loop
+seconds."""
 
 TokenIds = Many[Annotated[int, Field(ge=0)]]
 

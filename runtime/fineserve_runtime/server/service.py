@@ -38,7 +38,7 @@ class Key:
 
 
 class ModelRoster(Protocol):
-    """Who adds and removes models; calls take seconds. They raise ValueError for what cannot be and RuntimeError for what did
+    """Adds and removes models; calls take seconds. They raise ValueError for what cannot be and RuntimeError for what did
     not work."""
 
     def add(self, name: str, model: AddedModel) -> ServedName: ...

@@ -55,8 +55,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """At the first signal new requests are refused and the others go on, for ``drain_s`` at most; then, or at a second signal,
-    all end with an error, and the server stops once that is told."""
+    """At the first signal new requests are refused and the others go on, for ``drain_s`` at most. Then, or at a second signal,
+    all end with an error. The server stops once that is told."""
 
     def __init__(self, service: Service, drain_s: float, tls: Tls | None = None) -> None:
         self._service = service

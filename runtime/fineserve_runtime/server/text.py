@@ -68,7 +68,7 @@ class LocalTokenizer:
 
 
 class Detokenizer:
-    """Text as tokens come. A token may be part of a character, and how it reads may depend on the one before: so each new
+    """Text as tokens come. A token may be part of a character, and how it reads may depend on the one before. So each new
     piece is read together with the last one, and held back while it ends inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
