@@ -46,12 +46,10 @@ class Scope:
 
 
 class Fleet:
-    """Adds and removes engines. The base class does nothing: a static cluster.
-
-    The cluster calls ``rested`` when an engine runs dry, and ``reform`` after commands that left GPUs ``unformed``. ``fail``
-    loses a GPU, or an instance by its number in the placement, with all that its engines hold; their requests start again
-    elsewhere. ``repair`` brings it back with empty memory. ``check`` raises AssertionError if bytes do not add up.
-    """
+    """Adds and removes engines. The base class does nothing: a static cluster. The cluster calls ``rested`` when an engine runs
+    dry, and ``reform`` after commands that left GPUs ``unformed``. ``fail`` loses a GPU, or an instance by its number in the
+    placement, with all that its engines hold; their requests start again elsewhere. ``repair`` brings it back with empty
+    memory. ``check`` raises AssertionError if bytes do not add up."""
 
     def rested(self, engine: Engine, now: float) -> None: ...
     def reform(self, now: float) -> None: ...
