@@ -71,9 +71,10 @@ def bytes_a_request(scenario: Scenario) -> float:
     [
         pytest.param("prism", 1.0, 560, id="in a scheduler, late"),
         pytest.param("prism", 1e6, 900, id="in a scheduler, on time"),
-        pytest.param("static*", 1.0, 400, id="in an engine"),
+        pytest.param("static*", 1.0, 460, id="in an engine"),
     ],
 )
 def test_bytes_of_a_request_that_waits(system: str, ttft_s: float, most_bytes: int) -> None:
-    """In the build that takes more; they were 957, 1,046 and 431 when each had a sequence and a job from the start."""
+    """In the build that takes more; they were 957, 1,046 and 431 when each had a sequence and a job from the start. In an engine
+    a visit has begun, which takes 88 bytes."""
     assert bytes_a_request(crowd(system, ttft_s)) < most_bytes
