@@ -75,6 +75,6 @@ def bytes_a_request(scenario: Scenario) -> float:
     ],
 )
 def test_bytes_of_a_request_that_waits(system: str, ttft_s: float, most_bytes: int) -> None:
-    """In the build that takes more; they were 957, 1,046 and 431 when each had a sequence and a job from the start. In an engine
-    a visit has begun, which takes 88 bytes."""
+    """In the build that takes more; they were 957, 1,046 and 431 when each had a sequence and a job from the start. In an
+    engine a visit has begun, which takes 88 bytes."""
     assert bytes_a_request(crowd(system, ttft_s)) < most_bytes
