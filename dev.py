@@ -31,7 +31,9 @@ MINIMUM = (3, 11)
 REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign")]
 RUNTIME_TESTS = ["--durations=10", "tests/runtime", *REAL]
 COMPILED = ROOT / "build" / "compiled"
-TESTS = ["pytest", "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", "--durations=10"]
+PROCESSES = min(8, (os.cpu_count() or 1) + 1)
+"""Of the tests: one more than there are cores, for tests of servers wait most of their time."""
+TESTS = ["pytest", f"--numprocesses={PROCESSES}", "--dist=worksteal", "--durations=10"]
 COMPILED_TESTS = ["tests/test_compiled.py", "tests/cluster", "tests/latency", "tests/policy"]
 SOURCES = (
     *("fineserve_sim", "traces/fineserve_traces", "runtime/fineserve_runtime"),

@@ -266,6 +266,7 @@ def test_the_record_in_small(bench: dict[str, ModuleType], system: str) -> None:
     assert first["within_ttft"] > 0.9 and first["gpu_hours"] == pytest.approx(8 * 180 / 3600, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_record_measures_each_system_in_a_process_of_its_own(
     bench: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:

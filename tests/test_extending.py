@@ -93,6 +93,7 @@ register_scheduler(ShortestSpec, lambda spec, sheets: Shortest(BATCH))
 """
 
 
+@pytest.mark.slow
 def test_a_policy_that_changes_is_simulated_again(folder: Path) -> None:
     """Though another module registers it. Runs of our own policies keep their names."""
     policy = POLICY.partition("register_scheduler(Shortest")[0] + "BATCH = 2048\n"

@@ -45,6 +45,7 @@ def result() -> fs.Result:
     return fs.run(EXPERIMENT, jobs=1)
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_it_stands_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,6 +184,7 @@ def test_what_is_no_neighbour_is_refused() -> None:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_whole_campaign_in_commands_of_nine_minutes(tmp_path: Path) -> None:
     commands, measured = 0, list[str]()
     while True:

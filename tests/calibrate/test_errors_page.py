@@ -38,6 +38,7 @@ def page() -> list[str]:
     return PAGE.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 @needs_data
 @pytest.mark.parametrize("name", QUICK)
 def test_rows_of_measured_sets(name: str, page: list[str]) -> None:

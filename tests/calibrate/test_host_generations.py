@@ -245,6 +245,7 @@ def test_closed_loops_at_tp4(backend: str, tpot: float, ttft: float) -> None:
     assert medians(found)[1] < ttft
 
 
+@pytest.mark.slow
 @needs_sets
 def test_two_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sixth of the runs that kvcached's host time and the cost of a switch were fitted on."""

@@ -238,6 +238,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("published")
 
 
+@pytest.mark.slow
 @needs_published
 def test_the_shipped_tables_are_the_published_ones_compacted(folder: Path) -> None:
     made, ships = compact(published(folder), H100), shipped()

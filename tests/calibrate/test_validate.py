@@ -661,6 +661,7 @@ def test_the_front_end_is_what_the_idle_runs_of_lmbench_show() -> None:
     assert np.median(idle.ttft_s - engine_s) == pytest.approx(FRONT_END_S, rel=0.05)
 
 
+@pytest.mark.slow
 @needs_sets
 def test_recurring_prompts_of_blis() -> None:
     """No constant was taken from these rows. The limits of the project, but for two runs (docs/fidelity.md)."""

@@ -23,6 +23,7 @@ def test_a_run_leaves_its_page_and_report_writes_it_again(call: Any, results: Pa
     assert (results / "report.html").read_bytes() == first
 
 
+@pytest.mark.slow
 def test_several_folders_make_one_page_where_one_says(call: Any, results: Path) -> None:
     refused = call("report", str(results), str(results))
     assert (refused.code, refused.err.count("\n")) == (2, 1)

@@ -52,6 +52,7 @@ def test_set_replaces_values_of_the_file_and_decisions_are_logged(call: Any, exp
     assert len(list((tmp_path / "results" / "small" / "decisions").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_plot_draws_the_same_bytes_again(call: Any, experiment: Path, tmp_path: Path) -> None:
     call("run", str(experiment), "--jobs", "1", "--quick")
     folder = tmp_path / "results" / "small" / "figures"
@@ -208,6 +209,7 @@ def test_nothing_is_written_outside_the_chosen_folder(call: Any, experiment: Pat
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
+@pytest.mark.slow
 def test_a_model_without_traffic_is_a_row_without_numbers(call: Any, tmp_path: Path) -> None:
     rows = [f"{0.1 * index:.1f},default,512,16" for index in range(20)]
     text = "\n".join(["arrival_s,model,prompt_tokens,output_tokens", *rows, ""])
@@ -225,6 +227,7 @@ def test_a_model_without_traffic_is_a_row_without_numbers(call: Any, tmp_path: P
     assert call("run", "one.yaml", "-j", "1").code == 0
 
 
+@pytest.mark.slow
 def test_into_a_pipe_a_line_says_now_and_then_how_far_a_run_is(
     call: Any, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_no_scheduler_on_one_engine_is_better(
     assert all(on_time(scenario, simulate(scenario)) <= most for scenario in scenarios)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     ROWS,

@@ -222,6 +222,7 @@ def kill_a_busy_worker(cluster: Any) -> None:
     raise AssertionError("no worker was at work")
 
 
+@pytest.mark.slow
 @needs_ray
 def test_ray_gives_the_same_bytes_though_workers_are_killed(
     cluster: Any, file: Path, tmp_path: Path, divide: None
@@ -289,6 +290,7 @@ def test_a_lost_node_leaves_more_under_way_than_the_rest_has_room_for(
     assert len(done) == 20 and {found for _, found in done} == {"done"}
 
 
+@pytest.mark.slow
 @needs_ray
 def test_another_version_of_a_library_on_a_node_is_one_line(
     cluster: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def spike(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return stored_run(folder / "out")
 
 
+@pytest.mark.slow
 def test_the_life_of_a_request_in_a_group(spike: StoredRun) -> None:
     """Between its dispatch and its first chunk it waits in its group's queue, and every moment of that has a reason."""
     assert spike.data.counters["drops"] and spike.data.counters["restores"]

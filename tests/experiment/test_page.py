@@ -189,6 +189,7 @@ def opened_on_phone(chromium: Browser, path: Path) -> Browser:
     return chromium
 
 
+@pytest.mark.slow
 @needs_browser
 def test_several_folders_are_parts_with_filters_of_their_own(chromium: Browser, folder: Path, tmp_path: Path) -> None:
     chromium.emulate(1280, 900)

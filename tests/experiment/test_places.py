@@ -82,6 +82,7 @@ seeds: 1
 """
 
 
+@pytest.mark.slow
 def test_a_cluster_on_which_no_model_has_a_place_is_an_answer(tmp_path: Path) -> None:
     (tmp_path / "big.yaml").write_text(TOO_LARGE, encoding="utf-8")
     run_experiment(tmp_path / "big.yaml", tmp_path / "out", jobs=1)

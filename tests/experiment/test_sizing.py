@@ -207,6 +207,7 @@ def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "out" / "figures" / "size.svg").exists() and (tmp_path / "out" / "size.json").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_tells_of_what_ran_last(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fineserve_sim.cli.app import app
 

@@ -240,6 +240,7 @@ def write_recorded(path: Path, requests: int) -> None:
     path.write_text("\n".join(["arrival_s,model,prompt_tokens,output_tokens", *rows, ""]), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REPLAYED.values(), ids=REPLAYED)
 def test_a_trace_file_streams_in_and_changes_no_byte(
     kind: tuple[str, ...], most_kept: Callable[[Path, Path], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,18 +72,21 @@ def test_the_loss_of_islands_is_the_loss_of_the_whole_cluster(problem: Problem) 
     assert len(set(found)) > 3  # the load tells layouts apart
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_brute_force_finds(problem: Problem) -> None:
     own = replace(problem, options=tuple(options[:1] for options in problem.options))
     least = min(Simulated(own).loss(layout) for layout in every_layout(own))
     assert search(own, evaluations=60).loss == least
 
 
+@pytest.mark.slow
 def test_so_many_evaluations_give_the_same_plan_with_any_number_of_processes(problem: Problem) -> None:
     alone = search(problem, evaluations=40, seed=3)
     with executor_of("local", 2) as two:
         assert search(problem, two, evaluations=40, seed=3) == alone
 
 
+@pytest.mark.slow
 def test_a_limit_stops_early_and_never_says_too_much(problem: Problem) -> None:
     for layout in every_layout(problem):
         for island, _ in places_of(layout):

@@ -302,6 +302,7 @@ def test_clients_with_slow_bodies_hold_nobody_up() -> None:
         assert here.post("/v1/completions", ASK).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_cut_and_its_memory_is_back() -> None:
     with served(limits=HttpLimits(unread_s=0.3), step_s=0.0) as here:
         body = json.dumps({"model": "A", "prompt": ["x"] * 60, "max_tokens": 450, "stream": True}).encode()
@@ -479,6 +480,7 @@ def test_a_draining_server_answers_503_and_streams_end_with_an_error_event() -> 
         assert not [facts for event, facts in here.logged if event in ("internal error", "library")]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_down_is_seen_and_its_clients_are_told_when_to_come_back() -> None:
     with served() as here:
         here.runtime.host.failing_restarts = 2

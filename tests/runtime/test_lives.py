@@ -90,6 +90,7 @@ def test_who_waits_for_a_model_that_does_not_come_back_is_told_at_once() -> None
         assert other.tokens_ == continuation(PROMPT, 5)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_down_comes_back_and_the_time_is_counted() -> None:
     with runtime(core_spec(), step_s=0.001) as here:
         down(here)

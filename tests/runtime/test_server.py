@@ -243,6 +243,7 @@ def test_a_requests_own_limit_of_the_time_per_token_is_counted() -> None:
         assert wrong.status_code == 400 and "x-slo-tpot-ms is '-1'" in wrong.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_against_a_bound_of_a_hundred() -> None:
     """Engines stand still: a hundred wait, nine hundred are turned away at once; then the hundred are served."""
     bounds = Bounds(queued_requests=100)
@@ -338,10 +339,9 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("path", OTHERS.split())
-def test_vllms_other_endpoints_are_named_errors(path: str) -> None:
-    with served() as here:
-        error = here.post(path, {"model": "A"}).json()["error"]
-        assert error["code"] == "unsupported" and error["type"] == "invalid_request_error" and path in error["message"]
+def test_vllms_other_endpoints_are_named_errors(idle: Served, path: str) -> None:
+    error = idle.post(path, {"model": "A"}).json()["error"]
+    assert error["code"] == "unsupported" and error["type"] == "invalid_request_error" and path in error["message"]
 
 
 def test_every_endpoint_of_vllm_is_here_or_a_named_error() -> None:

@@ -73,13 +73,14 @@ def test_tools_and_usual_constraints_are_taken_however_many_brackets_they_have()
         ("/tokenize", {"messages": []}, "messages"),
     ],
 )
-def test_the_field_that_is_wrong_is_named_as_the_client_wrote_it(path: str, change: dict[str, Any], param: str) -> None:
+def test_the_field_that_is_wrong_is_named_as_the_client_wrote_it(
+    idle: Served, path: str, change: dict[str, Any], param: str
+) -> None:
     """Without the kinds of value that were tried for it: it was prompt.str, or tool_choice.literal['none',...]."""
     body = {COMPLETIONS: ASK, CHATS: CHAT}.get(path, {"model": "A"}) | change
-    with served() as here:
-        answer = here.post(path, body)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param, answer.text
+    answer = idle.post(path, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
 
 
 def test_a_list_with_a_million_wrong_entries_costs_as_much_as_one() -> None:
