@@ -1,4 +1,4 @@
-"""Commands about trace files."""
+"""Commands about trace files: what is in one, and one out of a file that another program wrote."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 
 from fineserve_sim.cli.console import JsonOption, examples, path_argument, print_json, print_rows
 
-app = typer.Typer(help="Look at trace files.", no_args_is_help=True)
+app = typer.Typer(help="Look at trace files, and make them from other files.", no_args_is_help=True)
 
 
 @app.callback()
 def options() -> None:
-    """Look at trace files."""
+    """Look at trace files, and make them from other files."""
 
 
 @app.command(
@@ -40,6 +40,50 @@ def stats(
         return
     typer.echo(trace.source)
     print_rows(["", "value"], [[name, value] for name, value in _rows(found)], right=["value"])
+
+
+@app.command(
+    epilog=examples(
+        "fineserve-sim traces convert access_log.jsonl --out trace.csv",
+        "fineserve-sim traces convert log.csv --columns arrival=when,prompt=sent,output=got --unit ms --out trace.csv",
+        "fineserve-sim traces convert sharegpt.json --rate 4 --out trace.csv",
+    )
+)
+def convert(
+    file: Annotated[Path, path_argument("FILE", "CSV, Parquet, JSON or JSON lines; plain or gzip.")],
+    out: Annotated[Path, typer.Option(help="The trace file to write.")],
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROLE=COLUMN,...",
+            help="The columns of arrival, prompt, output and model, where their names do not tell.",
+            show_default=False,
+        ),
+    ] = None,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            help="Unit of the arrivals: s, ms, us or ns; where numbers and names do not tell.", show_default=False
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", help="Draw Poisson arrivals, R a second, in place of the file's.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the arrivals that --rate draws.")] = 0,
+) -> None:
+    """Make a trace from the log of a server, the result of a load generator, or a table of any layout."""
+    from fineserve_traces import TraceError, take_in
+
+    if out.exists():
+        raise TraceError(f"{out}: exists already; name another file with --out, or remove it")
+    named = dict(part.partition("=")[::2] for part in columns.split(",")) if columns else None
+    trace = take_in(file, columns=named, unit=unit, rate_per_s=rate, seed=seed)
+    trace.to_csv(out)
+    span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
+    typer.echo(f"{trace.source}: {len(trace)} requests of {len(trace.models)} models in {span_s:.1f} s, in {out}")
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -23,6 +23,10 @@ from fineserve_sim.policy.interfaces import Placement
 
 FAULT = order_of(Kind.TIMER, 1 << 19)
 
+MOST_SAMPLES = 100_000
+"""A run that would have more samples, after 28 hours at one a second, has them further apart. So a gap of a year between two
+requests costs no more than a day."""
+
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""
 
@@ -84,6 +88,7 @@ class Run:
         self._horizon_s = self._looks.until_s + scenario.drain_s
         self._events = 0
         self._samples = 0
+        self._sample_s = max(scenario.sample_s, self._looks.until_s / MOST_SAMPLES)
         self._told_s = time.monotonic()
         in_groups = scenario.system.dispatch is not None  # whose steps are not told apart
         self.step_times = StepTimes(tuple if in_groups else parts.cluster.engines.values)
@@ -138,7 +143,7 @@ class Run:
         self.step_times.sample()
         self.gpu_uses.sample(now)
         self._samples += 1
-        clock.at(sample_time_s(self._samples, self._scenario.sample_s), TIMER, self._on_sample)
+        clock.at(sample_time_s(self._samples, self._sample_s), TIMER, self._on_sample)
         if tell is not None and time.monotonic() - self._told_s >= TOLD_S:
             self._told_s = time.monotonic()
             tell(self._number - outcomes.open, self._number)

@@ -6,6 +6,7 @@ trace = generate(gamma(rng, rate_per_s=8, cv=2, n=10_000), length_source("shareg
 
 from fineserve_traces.arrivals import gamma, piecewise, poisson, replay, scale_rate, weibull, weibull_shape
 from fineserve_traces.drawn import Draw, Drawn
+from fineserve_traces.intake import ROLES, UNITS_S, take_in
 from fineserve_traces.lengths import (
     DATASETS,
     FITTED,
@@ -32,6 +33,8 @@ from fineserve_traces.vllm_bench import BenchResult, read_vllm_bench
 __all__ = [
     "DATASETS",
     "FITTED",
+    "ROLES",
+    "UNITS_S",
     "BenchResult",
     "ConstantLengths",
     "Draw",
@@ -65,6 +68,7 @@ __all__ = [
     "replay",
     "scale_rate",
     "sharegpt_sketch",
+    "take_in",
     "totals",
     "upscale",
     "weibull",

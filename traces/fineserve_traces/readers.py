@@ -5,7 +5,7 @@ csv            arrival_s[, model], prompt_tokens, output_tokens (seconds); also 
 arena          csv with the model column required (LMSYS Chatbot Arena order, 27 models)
 azure          AzurePublicDataset 2023 and 2024: TIMESTAMP, ContextTokens, GeneratedTokens
 burstgpt       BurstGPT: Timestamp (s), Model, Request tokens, Response tokens, Total tokens, Log Type
-mooncake       JSONL: timestamp (ms), input_length, output_length, hash_ids (one id per 512-token block)
+mooncake       JSONL: timestamp (ms), input_length, output_length, hash_ids (one id per 512-token block), which may be missing
 vllm-bench     the JSON result of ``vllm bench serve --save-result --save-detailed``
 =============  ======================================================================================================
 
@@ -37,6 +37,9 @@ _CSV_LAYOUTS = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     "burstgpt": ("Timestamp", "Model", "Request tokens", "Response tokens"),
 }
+LATEST_S = 1e9
+"""No trace goes on for so long, 31 years: such arrivals are times since 1970, in seconds or less."""
+CONVERT = "`fineserve-sim traces convert FILE --out trace.csv` counts from the first one"
 _YEARS = 1677, 2262
 """Between these nanoseconds since 1970 fit into 64 bits."""
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -92,7 +95,7 @@ def _detect_csv(header: list[str], path: Path) -> str:
     best = max(alike, key=lambda format: alike[format])
     if alike[best] < 0.5:
         known = "; ".join(f"{format}: {', '.join(columns)}" for format, columns in _CSV_LAYOUTS.items())
-        apart = "; columns are separated by commas" if len(header) == 1 else ""
+        apart = "; `fineserve-sim traces convert` reads other separators and names"
         raise TraceError(f"{path}: unknown columns {header}; known headers are {known}{apart}")
     return best
 
@@ -105,8 +108,12 @@ def _read_csv(data: bytes, path: Path) -> Rows:
             f"{path}: no column 'arrival_s' in {table.names}; a trace has {needed} and, for several models, model"
         )
     table.require(_CSV_LAYOUTS["csv"])
+    times_s = arrival_column(table.numbers("arrival_s"), table.where, in_order=False)
+    if times_s.max() >= LATEST_S:
+        row, latest = int(times_s.argmax()), f"{times_s.max():.0f} is a time since 1970"
+        raise cell_error(table.where, row, "arrival_s", f"{latest}, not seconds since the trace began; {CONVERT}")
     return Rows(
-        arrival_s=arrival_column(table.numbers("arrival_s"), table.where, in_order=False),
+        arrival_s=times_s,
         prompt_tokens=token_column(table.numbers("prompt_tokens"), table.where, "prompt_tokens"),
         output_tokens=token_column(table.numbers("output_tokens"), table.where, "output_tokens"),
         names=table.model_names("model") if "model" in table.names else None,
@@ -160,17 +167,19 @@ def _read_burstgpt(data: bytes, path: Path) -> Rows:
 
 def _read_mooncake(data: bytes, path: Path) -> Rows:
     where = str(path)
+    records = list(json_lines(data, path))
+    hashed = "hash_ids" in records[0]
     columns: dict[str, list[Any]] = {name: [] for name in _MOONCAKE_FIELDS}
-    for row, record in enumerate(json_lines(data, path)):
-        for name in _MOONCAKE_FIELDS:
+    for row, record in enumerate(records):
+        for name in _MOONCAKE_FIELDS[: 4 if hashed else 3]:
             columns[name].append(json_field(record, name, where, row))
     times_ms, prompts, outputs = (json_numbers(columns[name], where, name) for name in _MOONCAKE_FIELDS[:3])
     return Rows(
         arrival_s=since_first(times_ms, where, "timestamp") / 1e3,
         prompt_tokens=token_column(prompts, where, "input_length", minimum=0),
         output_tokens=token_column(outputs, where, "output_length", minimum=0),
-        hashes=[_block_ids(ids, where, row) for row, ids in enumerate(columns["hash_ids"])],
-        block_tokens=MOONCAKE_BLOCK_TOKENS,
+        hashes=[_block_ids(ids, where, row) for row, ids in enumerate(columns["hash_ids"])] if hashed else None,
+        block_tokens=MOONCAKE_BLOCK_TOKENS if hashed else None,
         time_column="timestamp",
     )
 
