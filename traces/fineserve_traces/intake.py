@@ -309,10 +309,10 @@ def _seconds(column: pd.Series[Any], unit: str | None, where: str, name: str) ->
         return np.asarray((ticks - ticks.min()) / 1e9)
     numbers = arrival_column(_numbers(column, where, name, missing=np.nan), where, name, in_order=False)
     scale_s = UNITS_S[unit or _unit_of(name, float(numbers.max()))]
-    ticks = pd.to_numeric(column)
-    exact = ticks.dtype == np.int64  # nanoseconds since 1970 have more digits than a float
-    seconds: FloatArray = (ticks.to_numpy() - ticks.min() if exact else numbers - numbers.min()) * scale_s
-    return seconds
+    cells = pd.to_numeric(column)
+    exact = cells.dtype == np.int64  # nanoseconds since 1970 have more digits than a float
+    since: FloatArray = (cells - cells.min() if exact else pd.Series(numbers - numbers.min())).to_numpy(np.float64)
+    return since * scale_s
 
 
 def _unit_of(name: str, largest: float) -> str:
