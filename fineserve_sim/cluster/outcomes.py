@@ -80,10 +80,10 @@ class Outcomes:
         if at is None:
             raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
         engine, since_s, before = at
-        first_token_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
+        first_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
         finish_s = now if generated_tokens else NEVER
-        became = index, first_token_s, finish_s, int(fate), preemptions, engine, int(cause), generated_tokens
-        self._ended.append((*became, since_s, before))
+        row = index, first_s, finish_s, int(fate), preemptions, engine, int(cause), generated_tokens, since_s, before
+        self._ended.append(row)
         self.last_end_s = max(self.last_end_s, now)
         self.open -= 1
         if len(self._ended) >= BATCH:
