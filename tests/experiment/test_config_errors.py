@@ -211,7 +211,7 @@ def test_each_mistake_is_one_line_at_its_place(
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ({"trace": "far.csv", "assign": "share"}, "workload.trace: arrivals of 1e+15 s"),
+        ({"trace": "far.csv", "assign": "share"}, "workload.trace: arrivals of 1e+08 s"),
         (
             {"lengths": "burstgpt", "arrivals": {"process": "arena", "duration_s": 1e15}},
             "workload.arrivals: arrivals of",
@@ -223,7 +223,7 @@ def test_what_lasts_too_long_is_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: dict[str, object], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("far.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,10\n1e15,100,10\n", encoding="utf-8")
+    Path("far.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,10\n1e8,100,10\n", encoding="utf-8")
     shares = {"share": 1} if "trace" in workload else {}
     models = [{"id": name, "model": "llama-3.1-8b", "precision": "fp8", **shares} for name in "ABCDE"]
     file = {"fineserve": 1, "title": "Far", "cluster": {"gpu": "h100-sxm", "count": 5}, "models": models}

@@ -7,8 +7,8 @@ have them under other names, inside nested objects, and with times in another un
    nested fields are joined with dots (``usage.prompt_tokens``).
 2. *Roles*: the column of each number. The caller names it, or it goes by one of the names in `ROLES`. Case and punctuation do
    not count. A longer name counts by its end (``response.usage.prompt_tokens``); the shortest such name wins.
-3. *Units*: arrivals become seconds since the first one. The end of a column's name tells its unit (``_ms``); numbers that can
-   only be times since 1970 tell it themselves; texts are ISO 8601; everything else is seconds unless the caller says.
+3. *Units*: arrivals become seconds since the first one. The end of a column's name tells its unit (``_ms``). Numbers that
+   can only be times since 1970 tell it themselves. Texts are ISO 8601. All other numbers are seconds unless the caller says.
 
 Files without arrivals get those of a Poisson process, where the caller gives its rate.
 """
@@ -22,10 +22,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from fineserve_traces.arrivals import poisson
 from fineserve_traces.files import json_lines, parse_json, read_text
@@ -33,6 +32,9 @@ from fineserve_traces.lengths import characters_over_four
 from fineserve_traces.readers import READERS, detect_format, read_trace
 from fineserve_traces.rows import Rows
 from fineserve_traces.schema import FloatArray, Trace, TraceError, arrival_column, cell_error, token_column
+
+if TYPE_CHECKING:  # it takes half a second to import, and most traces need none of it
+    import pandas as pd
 
 ROLES: dict[str, tuple[str, ...]] = {
     "arrival": (
@@ -258,6 +260,8 @@ _DEPTH, _LOOKED_AT = 6, 64
 
 
 def _flat(rows: list[dict[str, Any]], path: Path) -> pd.DataFrame:
+    import pandas as pd
+
     if not rows:
         raise TraceError(f"{path}: no rows; give at least one request")
     frame = pd.json_normalize(rows)
@@ -267,6 +271,8 @@ def _flat(rows: list[dict[str, Any]], path: Path) -> pd.DataFrame:
 
 def _separated(text: str, path: Path) -> pd.DataFrame:
     """CSV with the separator that the header has most of."""
+    import pandas as pd
+
     header = text.lstrip("\n").partition("\n")[0]
     separator = max(_SEPARATORS, key=header.count)
     try:
@@ -285,6 +291,8 @@ def _separated(text: str, path: Path) -> pd.DataFrame:
 
 def _numbers(column: pd.Series[Any], where: str, name: str, missing: float) -> FloatArray:
     """A column as float64; empty cells, which failed requests have, as ``missing``."""
+    import pandas as pd
+
     empty = column.isna() | (column.astype(str).str.strip() == "")
     numbers = pd.to_numeric(column.where(~empty, missing), errors="coerce")
     wrong = np.flatnonzero(numbers.isna().to_numpy())
@@ -296,6 +304,8 @@ def _numbers(column: pd.Series[Any], where: str, name: str, missing: float) -> F
 
 def _seconds(column: pd.Series[Any], unit: str | None, where: str, name: str) -> FloatArray:
     """Arrivals in seconds since the first one."""
+    import pandas as pd
+
     if pd.api.types.is_datetime64_any_dtype(column):
         column = column.astype(str)
     first = str(column.iloc[0]).strip()
