@@ -27,7 +27,7 @@ from fineserve_sim.experiment import (
     load_experiment,
     run_loaded,
 )
-from fineserve_sim.experiment.file.comparison import model_entry
+from fineserve_sim.experiment.file.comparison import model_entries
 from fineserve_sim.experiment.file.document import to_yaml
 from fineserve_sim.experiment.results.summary import read_summary, runs_told
 from fineserve_sim.experiment.run.executors import executor_of
@@ -184,11 +184,10 @@ def compare(
     for name, given in (("systems", systems), ("models", models)):
         if isinstance(given, str) or not given:
             raise ValueError(f"{name}: must be a list of at least one, not {given!r}")
-    entries = [model_entry(model) if isinstance(model, str) else dict(model) for model in models]
     loaded = experiment_for_trace(
         Path(trace),
         systems,
-        [entry | ({"share": 1.0} if spread else {}) for entry in entries],
+        model_entries(models, spread=spread),
         gpu=gpu,
         count=gpus,
         ttft_slo_s=ttft_slo_s,

@@ -32,7 +32,6 @@ from fineserve_sim.cli.limits import (
     TargetsOption,
     TpotOption,
     TtftOption,
-    model_of,
     shares_of,
     slo_scale_of,
     tell_probe,
@@ -149,8 +148,9 @@ def _experiment(
 ) -> Experiment:
     """The experiment of a trace that is replayed so many times as fast."""
     from fineserve_sim.experiment import experiment_for_trace
+    from fineserve_sim.experiment.file.comparison import model_entries
 
-    parsed = [model_of(text) | ({"share": 1.0} if spread else {}) for text in models]
+    parsed = model_entries(models, spread=spread)
     with _hint_spread(trace, [model["id"] for model in parsed], spread):
         return experiment_for_trace(trace, systems, parsed, rate_scale=rate_scale, **told)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -50,13 +50,6 @@ PriceOption = Annotated[
     float | None,
     typer.Option(min=_POSITIVE, help="Dollars a GPU-hour; the catalog's list price if not given.", show_default=False),
 ]
-
-
-def model_of(text: str) -> dict[str, Any]:
-    """What ``--model`` says as an entry of ``models``. Raises ValueError for another text."""
-    from fineserve_sim.experiment.file.comparison import model_entry
-
-    return model_entry(text)
 
 
 def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:

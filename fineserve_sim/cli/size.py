@@ -30,7 +30,6 @@ from fineserve_sim.cli.limits import (
     SpreadOption,
     TpotOption,
     TtftOption,
-    model_of,
     shares_of,
     slo_scale_of,
     tell_probe,
@@ -288,13 +287,14 @@ def _question(
 ) -> Path:
     """The experiment file of a trace, written into the folder, so that the search can be repeated."""
     from fineserve_sim.experiment import experiment_for_trace
+    from fineserve_sim.experiment.file.comparison import model_entries
     from fineserve_sim.experiment.results.resolved import write_resolved
     from fineserve_sim.experiment.run.files import prepare
 
     told = limits._asdict() | {"slo_scale": slo_scale_of(limits.slo_scale, limits.ttft_slo_s)}
     if not load.models:
         raise ValueError(f"{trace}: a trace needs --model, once for each of its models, such as A=llama-3.1-8b:fp8")
-    parsed = [model_of(text) | ({"share": 1.0} if load.spread else {}) for text in load.models]
+    parsed = model_entries(load.models, spread=load.spread)
     deals = seeds or (SEEDS if load.spread else 1)
     experiment = experiment_for_trace(
         trace, systems, parsed, seeds=deals, count=most_gpus, requests=load.requests, **told

@@ -162,7 +162,7 @@ def test_sharegpt_errors(write):
         read_lengths(write('[{"text": 1}]', "sg.json"))
     with pytest.raises(TraceError, match="row 1: a turn without 'from' and 'value'"):
         read_lengths(write('[{"conversations": [{"role": "user"}]}]', "sg.json"))
-    with pytest.raises(TraceError, match="holds no arrivals; use read_lengths"):
+    with pytest.raises(TraceError, match="a JSON list is none of the known formats"):
         read_trace(write(json.dumps(CONVERSATIONS), "sg.json"))
 
 

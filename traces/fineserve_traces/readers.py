@@ -39,6 +39,7 @@ _CSV_LAYOUTS = {
 }
 LATEST_S = 1e9
 """No trace goes on for so long, 31 years: such arrivals are times since 1970, in seconds or less."""
+MAKE = "`fineserve-sim traces convert FILE --out trace.csv` makes a trace of it"
 CONVERT = "`fineserve-sim traces convert FILE --out trace.csv` counts from the first one"
 _YEARS = 1677, 2262
 """Between these nanoseconds since 1970 fit into 64 bits."""
@@ -65,7 +66,7 @@ def detect_format(data: bytes, path: Path) -> str:
     """The format of a trace file. Raises TraceError when it is like none of them, or holds no arrivals."""
     start = data.lstrip()
     if start.startswith(b"["):
-        raise TraceError(f"{path}: a JSON list, as ShareGPT's, holds no arrivals; use read_lengths, then generate")
+        raise TraceError(f"{path}: a JSON list is none of the known formats; {MAKE}")
     if start.startswith(b"{"):
         first, _, others = start.partition(b"\n")
         return _detect_json(first, bool(others.strip()), path)
@@ -82,7 +83,7 @@ def _detect_json(line: bytes, more: bool, path: Path) -> str:
         return "mooncake"
     if more:
         known = ", ".join(_MOONCAKE_FIELDS)
-        raise TraceError(f"{path}: JSON lines with unknown fields {fields[:6]}; known are {known} (mooncake)")
+        raise TraceError(f"{path}: JSON lines with unknown fields {fields[:6]}; known are {known} (mooncake); {MAKE}")
     return "vllm-bench"
 
 

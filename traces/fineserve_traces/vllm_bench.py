@@ -86,6 +86,8 @@ def _fields(document: dict[str, Any], path: Path, names: Sequence[str]) -> list[
     missing = [name for name in names if not isinstance(document.get(name), list)]
     if missing:
         advice = "run `vllm bench serve` with --save-result --save-detailed"
+        if not any(name in document for name in ("start_times", "input_lens", "output_lens")):
+            advice += ", or make a trace of another program's result with `fineserve-sim traces convert`"
         if "start_times" in missing and "input_lens" in document:
             advice = "use a vLLM that writes start_times, or read the lengths alone with read_lengths"
         raise TraceError(f"{path}: no per-request list {', '.join(missing)}; {advice}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def _built(trace: Path, options: Mapping[str, Any], *sweeps: Mapping[str, Any]) 
     named = list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"]))
     data = {**options, "systems": named, "sweeps": [dict(sweep) for sweep in sweeps]}
     return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
+
+
+def model_entries(models: Sequence[str | Mapping[str, Any]], *, spread: bool) -> list[dict[str, Any]]:
+    """Entries of ``models``, with equal shares of the requests where they are ``spread``; texts are as in ``model_entry``. A
+    model of the catalog that texts have more than once without a name is called after its precision, too."""
+    share = {"share": 1.0} if spread else {}
+    entries = [(model_entry(model) if isinstance(model, str) else dict(model)) | share for model in models]
+    times = Counter(str(entry.get("id")) for entry in entries)
+    for model, entry in zip(models, entries, strict=True):
+        if isinstance(model, str) and times[entry["id"]] > 1 and entry["id"] == entry["model"]:
+            entry["id"] = f"{entry['model']}-{entry['precision']}"
+    return entries
 
 
 def model_entry(text: str) -> dict[str, Any]:
