@@ -52,6 +52,7 @@ def test_requests_of_an_engine_that_fails_go_elsewhere() -> None:
     assert (stayed.to_s, stayed.tokens, stayed.left) == (result.finish_s[1], 400, Left.FINISHED)
 
 
+@pytest.mark.pure_python
 def test_a_request_that_is_swapped_stays_at_its_engine() -> None:
     """Its KV goes to host memory and comes back, and the engine knows it all the time."""
     scenario = cluster("infercept", burst(3, 300, 400), instances=1, blocks=80)
