@@ -333,7 +333,7 @@ def test_endpoints_that_are_not_here_say_so() -> None:
 
 OTHERS = (
     "/score /v1/score /rerank /v1/rerank /v2/rerank /pooling /classify /v2/embed /v1/audio/transcriptions "
-    "/v1/messages/count_tokens /v1/responses/resp_1/cancel /v1/completions/render /sleep /collective_rpc /invocations"
+    "/v1/messages/batches /v1/responses/resp_1/cancel /v1/completions/render /sleep /collective_rpc /invocations"
 )
 """Endpoints of vLLM's front end."""
 

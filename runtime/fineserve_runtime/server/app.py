@@ -23,6 +23,7 @@ from fineserve_runtime.server.asks import Ask, chat_ask, completion_ask
 from fineserve_runtime.server.doorman import Doorman, answer
 from fineserve_runtime.server.embeddings import EmbeddingsRequest, embeddings_ask, whole_embeddings
 from fineserve_runtime.server.errors import ApiError
+from fineserve_runtime.server.messages import CountRequest, MessagesRequest, MessageStream, whole_message
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.responses import ResponsesRequest, ResponseStream, whole_response
 from fineserve_runtime.server.schema import (
@@ -183,6 +184,25 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return Understood(ask, partial(whole_response, asked, ask), partial(ResponseStream, asked, ask))
 
         return await _generate(service, request, understand)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        def understand(raw: bytes) -> Understood:
+            body = parse(MessagesRequest, raw).as_chat()
+            model, limits = _meant(service, request, body)
+            ask = replace(chat_ask(body, model, request.state.id, limits, service.limits), id=f"msg_{request.state.id}")
+            return Understood(ask, partial(whole_message, ask), partial(MessageStream, ask))
+
+        return await _generate(service, request, understand)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> dict[str, int]:
+        def count() -> int:
+            body = parse(CountRequest, request.state.body).as_chat()
+            model, limits = _meant(service, request, body)
+            return chat_ask(body, model, request.state.id, limits, service.limits).prompt_tokens
+
+        return {"input_tokens": await service.work(count)}
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:

@@ -138,7 +138,9 @@ class _Passage:
     def _enter(self) -> Key | None:
         """Raises ApiError without the right key."""
         scheme, _, given = self._headers.get("authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else ""
+        given = (
+            given.strip() if scheme.lower() == "bearer" else self._headers.get("x-api-key", "")
+        )  # Anthropic's clients
         if self._scope["path"].startswith(ADMIN):
             if self._service.admin_secret is None:
                 raise ApiError(404, "there is no admin API without runtime.admin_key_env", reason="404")
