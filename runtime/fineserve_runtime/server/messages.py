@@ -228,7 +228,7 @@ class MessageStream(EventStream):
         yield from ()
 
     def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
-        events = []
+        events: list[str] = []
         if content.get("content"):
             if self._kind != "text":
                 events += self._begin_block({"type": "text", "text": ""})
