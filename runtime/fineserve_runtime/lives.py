@@ -6,6 +6,7 @@ All calls come under the driver's lock. What takes long is done by ``Places``, w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Literal, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from fineserve_runtime.backoff import Backoff
 from fineserve_runtime.core import RuntimeEvent
 from fineserve_runtime.desk import Desk
+from fineserve_runtime.engines.api import EngineHost
 from fineserve_runtime.jobs import End, Job
 from fineserve_runtime.places import Places
 from fineserve_sim.policy.commands import Activate, Evict
@@ -21,6 +23,9 @@ from fineserve_sim.policy.fleet.views import Status
 
 _START_S = 5.0
 """Clients that come back for a model that starts again are asked for so much more patience than its back-off."""
+
+_LOCK_S = 3.0
+"""So long an engine may be silent and then hold its region's lock, which takes milliseconds: all others of the device wait."""
 
 _PATIENCE_S = 3.0
 """For so long a back-off is no reason to send clients away."""
@@ -85,6 +90,7 @@ class EngineLives:
         self._backoff = Backoff()
         self._delayed: dict[int, _Delayed] = {}
         self._killed_s: dict[int, float] = {}  # until then no other engine of the device is ended
+        self._held_s: dict[tuple[int, int], float] = {}  # since when silent engines were seen with their region's lock
         self._gone: set[str] = set()  # models whose clients were told so
         self._stopped: set[str] = set()
         self._down_since_s: dict[str, float] = {}
@@ -311,11 +317,14 @@ class EngineLives:
     # --- the watch -------------------------------------------------------------------------------------------------
 
     def watch(self, silent_s: float) -> None:
-        """End one engine of a device that gave no sign of life for ``silent_s``. Others may have waited for a lock that it
-        holds, so they get another chance."""
+        """End one engine of a device that gave no sign of life for ``silent_s``, or that holds up the others. They may have
+        waited for its lock, so they get another chance."""
         for gpu, host in self._places.hosts.items():
             silent = {local: each.silent_s for local, each in host.engines.items() if each.alive}
-            hung = sorted((each for each in silent if silent[each] > silent_s), key=lambda each: -silent[each])
+            stuck = self._stuck(gpu, host, silent)
+            hung = sorted(
+                (each for each in silent if silent[each] > silent_s or each in stuck), key=lambda each: -silent[each]
+            )
             if not hung or self._killed_s.get(gpu, -math.inf) > self._owner.now():
                 continue
             reason = f"no sign of life for {silent[hung[0]]:.0f} s"
@@ -325,6 +334,15 @@ class EngineLives:
                 )
             self._killed_s[gpu] = self._owner.now() + silent_s
             Thread(target=host.end_hung, args=(hung, reason), name="killer", daemon=True).start()
+
+    def _stuck(self, gpu: int, host: EngineHost, silent: Mapping[int, float]) -> set[int]:
+        """Engines that stopped while they held the lock of the region: seen with it at each look for ``_LOCK_S``."""
+        now = self._owner.now()
+        holders = {local for local, for_s in silent.items() if for_s > _LOCK_S and host.holds_up(local)}
+        others = {place: held for place, held in self._held_s.items() if place[0] != gpu}
+        here = {(gpu, local): self._held_s.get((gpu, local), now) for local in holders}
+        self._held_s = others | here
+        return {local for (_, local), since_s in here.items() if now - since_s >= _LOCK_S}
 
 
 def model_down(model: str, health: Health, *, started: bool) -> End:

@@ -292,6 +292,7 @@ class FakeHost:
         self.failing_restarts = 0
         self.sound = True
         self.killed: list[int] = []
+        self.lock_holders: set[int] = set()
         self._closed = False
         self._threads: list[threading.Thread] = []
         for id in self.engines:
@@ -344,6 +345,9 @@ class FakeHost:
 
     def quit(self) -> None:
         """Nothing takes long here."""
+
+    def holds_up(self, engine: int) -> bool:
+        return engine in self.lock_holders
 
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         self.kill(engines[0], reason)

@@ -62,6 +62,36 @@ def test_of_two_silent_engines_the_most_silent_goes_first_and_the_other_gets_ano
         assert here.host.killed == [1]
 
 
+def test_an_engine_that_stopped_with_its_regions_lock_is_ended_before_silent_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines of its device stood for ``silent_s``. One that is silent without the lock has that time."""
+    monkeypatch.setattr(lives, "_LOCK_S", 0.0)
+    with runtime(core_spec(), bounds=Bounds(silent_s=60.0), step_s=0.001) as here:
+        here.host.engines[1].silent_s = 8.0
+        here.host.lock_holders.add(0)
+        _, heard = here.ask("A", tokens=10)
+        eventually(lambda: heard.end is not None)
+        assert here.host.killed == [], "it gives signs of life"
+        here.host.engines[0].silent_s = 7.0
+        eventually(lambda: here.host.restarts == [0])
+        assert here.host.killed == [0]
+
+
+def test_a_silent_engine_that_was_seen_with_the_lock_once_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its long step is over, and it takes the lock for the next one."""
+    looks: list[int] = []
+
+    def seldom(host: FakeHost, engine: int) -> bool:
+        looks.append(engine)
+        return len(looks) % 2 == 1
+
+    monkeypatch.setattr(FakeHost, "holds_up", seldom)
+    monkeypatch.setattr(lives, "_LOCK_S", 1e-9)
+    with runtime(core_spec(), bounds=Bounds(silent_s=60.0), step_s=0.001) as here:
+        here.host.engines[0].silent_s = 7.0
+        eventually(lambda: len(looks) > 6)
+        assert here.host.killed == []
+
+
 def down(here: Runtime) -> None:
     """Model A dies, and does not come up the next two times."""
     here.host.failing_restarts = 2

@@ -322,6 +322,10 @@ class EngineHost(Protocol):
         it from a listener."""
         ...
 
+    def holds_up(self, engine: int) -> bool:
+        """Whether the engine's process holds a lock for which the others of its device wait."""
+        ...
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """End one of these engines, which give no sign of life: that for which the others may wait, else the first. Its death
         is reported as any other. What shares its thread or its Ray actor dies with it."""

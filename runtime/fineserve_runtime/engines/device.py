@@ -78,6 +78,8 @@ class Device(Protocol):
         """Nothing is left of a dead engine; its number may be given to another."""
         ...
 
+    def holds_up(self, engine: int) -> bool: ...
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """End one of these engines, which hang, as `api.EngineHost` says; who goes answers `Died`."""
         ...
@@ -196,10 +198,13 @@ class LocalDevice:
             self._links[engine].close()
         return (engine,)
 
+    def holds_up(self, engine: int) -> bool:
+        return self._config.mode == "processes" and any(each.locked_by(engine) for each in self._memory_of(engine))
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """The engine that holds a table's lock goes first: others may wait for it. A thread cannot be killed, so its engines
         count as dead, and keep their slabs: it may wake up and write."""
-        holds = [engine for engine in engines for memory in self._memory_of(engine) if memory.locked_by(engine)]
+        holds = [engine for engine in engines if self.holds_up(engine)]
         link = self._links[(holds or list(engines))[0]]
         if isinstance(link, ProcessLink):
             link.kill()

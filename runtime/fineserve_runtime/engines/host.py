@@ -120,6 +120,9 @@ class Host:
     def sound(self) -> bool:
         return self._device.sound
 
+    def holds_up(self, engine: int) -> bool:
+        return self._device.holds_up(engine)
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         self._device.end_hung(engines, reason)
 

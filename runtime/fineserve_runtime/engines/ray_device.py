@@ -258,6 +258,10 @@ class RayDevice:
         """What hangs, hangs in the actor, which can be replaced."""
         return True
 
+    def holds_up(self, engine: int) -> bool:
+        """The lock is the actor's, which is ended as a whole."""
+        return False
+
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
         """The actor goes, which may hang itself, and all engines of the device with it."""
         self._link.kill()
