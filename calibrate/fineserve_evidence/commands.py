@@ -22,6 +22,8 @@ from fineserve_evidence.campaign import MINUTES
 if TYPE_CHECKING:
     from fineserve_evidence.claims import Verdict
     from fineserve_evidence.validate.predict import StepFactory
+    from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+    from fineserve_sim.latency import StepModel
 
 
 class Latency(StrEnum):
@@ -29,13 +31,21 @@ class Latency(StrEnum):
 
     ROOFLINE = "roofline"
     TABLES = "tables"
+    SCALED = "scaled"
 
 
 def step_factory(latency: Latency) -> StepFactory:
-    """Make step models. Tables of the H100 predict other GPUs too, scaled by the data sheets."""
+    """Make step models: by rooflines, by the GPU's own tables where there are any, or by the H100's, scaled by data sheets."""
     from fineserve_sim.latency import StepModel
-    from fineserve_sim.latency.tables import shipped
+    from fineserve_sim.latency.tables import measured_on, shipped
 
+    def by_tables(
+        model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment
+    ) -> StepModel:
+        return StepModel(model, precision, tp, gpu, deployment, measured_on(gpu) or shipped())
+
+    if latency is Latency.TABLES:
+        return by_tables
     return StepModel if latency is Latency.ROOFLINE else partial(StepModel, tables=shipped())
 
 
