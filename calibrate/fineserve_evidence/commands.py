@@ -226,7 +226,7 @@ def cross_validate(
     from fineserve_sim.cli.console import console
 
     tables = imported(wheel, system, backend, int4)  # ends the command for an unknown system
-    reference = gpu(SYSTEMS[system][0])
+    reference = gpu(SYSTEMS[system])
     screen = console()
     header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
     screen.print(header, soft_wrap=True)

@@ -9,18 +9,17 @@ from typing import Annotated
 
 import typer
 
-from fineserve_sim.latency.tables import DEVICES
-
-_CATALOG = {
-    "h100_sxm": "h100-sxm",
-    "h200_sxm": "h200-sxm",
-    "a100_sxm": "a100-80gb",
-    "l40s": "l40s",
-    "b200_sxm": "b200",
-    "rtx_pro_6000_server": "rtx-pro-6000-server",
-}
-SYSTEMS: Mapping[str, tuple[str, str]] = MappingProxyType({name: (gpu, DEVICES[gpu]) for name, gpu in _CATALOG.items()})
-"""The systems of ``aiconfigurator-core`` whose tables can be imported: the catalog's GPU, and the name its driver reports."""
+SYSTEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "h100_sxm": "h100-sxm",
+        "h200_sxm": "h200-sxm",
+        "a100_sxm": "a100-80gb",
+        "l40s": "l40s",
+        "b200_sxm": "b200",
+        "rtx_pro_6000_server": "rtx-pro-6000-server",
+    }
+)
+"""The systems of ``aiconfigurator-core`` whose tables can be imported, and the GPUs of the catalog that they are."""
 
 WheelOption = Annotated[
     str, typer.Option(help="Wheel file of aiconfigurator-core, folder of its repository's systems, or 'installed'.")

@@ -25,7 +25,7 @@ from fineserve_calibrate.importers import SYSTEMS
 from fineserve_calibrate.repairs import repaired
 from fineserve_calibrate.tables import LEAST_WIDTH, Column, Fingerprint, Table, check, check_columns, check_rows, typed
 from fineserve_sim.catalog import gpu
-from fineserve_sim.latency.tables import TableError
+from fineserve_sim.latency.tables import DEVICES, TableError
 
 PACKAGE = "aiconfigurator-core"
 REPOSITORY = "ai-dynamo/aiconfigurator"
@@ -238,8 +238,7 @@ def import_tables(source: Source, system: str, backend: str, int4_csv: Path | No
     if system not in SYSTEMS:
         raise TableError(f"unknown system {system!r}; known: {', '.join(SYSTEMS)}")
     importer = _Importer(source, system, backend)
-    gpu_name, device = SYSTEMS[system]
-    spec = gpu(gpu_name)
+    spec, device = gpu(SYSTEMS[system]), DEVICES[SYSTEMS[system]]
     tables = [
         importer.gemm(),
         importer.attention("prefill_attention", "context_attention_perf.parquet"),
