@@ -29,6 +29,7 @@ from fineserve_sim.catalog import (
     precisions,
     weight_bytes,
 )
+from fineserve_sim.latency.tables import DEVICES
 
 PUBLISHED_PARAMETERS = {  # as model cards and checkpoint indices state them
     "llama-3.1-8b": 8_030_261_248,
@@ -111,6 +112,8 @@ def test_the_models_of_the_four_papers_are_there() -> None:
 
 def test_every_gpu_is_there_and_says_whether_it_was_measured() -> None:
     assert {"h100-sxm", "h100-pcie", "h200-sxm", "a100-80gb", "a800", "h800", "l40s", "b200"} <= set(gpus())
+    assert {"a100-40gb", "rtx-pro-6000-server", "l4", "a10", "gh200"} <= set(gpus())
+    assert all(spec.tables_from in DEVICES for spec in gpus().values() if spec.tables_from)
     assert [name for name, spec in gpus().items() if spec.efficiency == "measured"] == ["h100-sxm"]
 
 
@@ -202,7 +205,7 @@ def test_precisions_answer_to_aliases_in_any_case() -> None:
         (gpu, "h100", r"unknown GPU 'h100'; nearest: .*h100-sxm"),
         (precision, "W4A8", r"unknown precision 'W4A8'; nearest: .*W4A8KV4"),
         (deployment, "vllm-cuda", r"unknown deployment 'vllm-cuda'; nearest: vllm-cudagraph"),
-        (gpu, "zzz", r"unknown GPU 'zzz'; known: a100-80gb, "),
+        (gpu, "zzz", r"unknown GPU 'zzz'; known: a10, a100-40gb, a100-80gb, "),
     ],
 )
 def test_unknown_names_list_the_nearest(look_up: Any, name: str, message: str) -> None:

@@ -101,7 +101,7 @@ def import_aiconfigurator(
     from fineserve_sim.latency.tables import save
 
     tables = imported(wheel, system, backend, int4)
-    compacted = compact(tables, gpu(SYSTEMS[system][0]))
+    compacted = compact(tables, gpu(SYSTEMS[system]))
     if full is not None:
         full.mkdir(parents=True, exist_ok=True)
         for table in tables:

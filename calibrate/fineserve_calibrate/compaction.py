@@ -14,13 +14,12 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_calibrate.tables import Column, Table, despiked
+from fineserve_calibrate.tables import LEAST_WIDTH, Column, Table, despiked
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.latency.tables import GemmTable, Grid, TableError, TableSet
 
 GEMM_DTYPES = ("bfloat16", "fp8", "int4_wo")
 HEAD_DIMS = (64, 128)
-LEAST_WIDTH = 256
 M_TOLERANCE = 0.01
 SIGNIFICANT_BITS = 12
 

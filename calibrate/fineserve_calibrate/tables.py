@@ -13,7 +13,7 @@ decode_attention   dtype, kv_dtype, q_heads, kv_heads, head_dim, batch, context 
 all_reduce         dtype, gpus, message_bytes (of each GPU), latency_s
 ================== ============================================================================================
 
-dtype: bfloat16, fp8 (per-tensor scales), fp8_block (128 x 128 blocks), int4_wo (4-bit weights, 16-bit activations).
+dtype: bfloat16, fp8 (per-tensor scales), int4_wo (4-bit weights, 16-bit activations).
 
 ``check`` has tolerances, chosen so that every published table of the reference GPU passes:
 
@@ -40,10 +40,10 @@ from numpy.typing import NDArray
 from fineserve_calibrate.probes.schema import KEYS
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.latency.tables import TableError, gemm_roofline_s
-from fineserve_sim.latency.tables.curves import PEAK
 
 Column = NDArray[Any]
 UNKNOWN = "unknown"
+LEAST_WIDTH = 256  # no layer asks for a narrower matrix product
 METADATA_KEY = b"fineserve_fingerprint"
 COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {name: (*KEYS[name], "latency_s") for name in ("gemm", "prefill_attention", "decode_attention", "all_reduce")}
@@ -162,8 +162,8 @@ def despiked(latency_s: Floats) -> tuple[Floats, int]:
     return result, int(spikes.sum())
 
 
-def _monotone(table: Table) -> None:
-    """More work does not take much less time."""
+def unsteady(table: Table) -> NDArray[np.bool_]:
+    """The rows that take much less time than others with less work, or are spikes; none where few are."""
     work = WORK[table.operator]
     rest = [name for name in table.columns if name not in (work, "latency_s")]
     keys = [np.unique(table.columns[name], return_inverse=True)[1] for name in rest]
@@ -178,8 +178,16 @@ def _monotone(table: Table) -> None:
         line = seconds[start:end]
         smooth = despiked(line)[0]
         low[start:end] = (smooth < DIP * np.maximum.accumulate(smooth)) | (smooth != line)
-    if low.sum() > max(1.0, DIP_ROWS * len(low)):
-        row = int(order[np.flatnonzero(low)[0]])
+    found = np.zeros(len(order), dtype=bool)
+    found[order] = low if low.sum() > max(1.0, DIP_ROWS * len(low)) else False
+    return found
+
+
+def _monotone(table: Table) -> None:
+    """More work does not take much less time."""
+    work, low = WORK[table.operator], unsteady(table)
+    if low.any():
+        row = int(np.flatnonzero(low)[0])
         raise TableError(
             f"{table.operator}: {int(low.sum())} of {len(low)} rows take less than {DIP} x the time of a row with "
             f"smaller {work}, or are spikes, first row {row}; at most 1 in 100 may: latencies must grow with {work}"
@@ -193,9 +201,8 @@ def roofline_s(table: Table, gpu: GpuSpec) -> Floats:
         ideal_s = np.empty(len(table))
         for dtype in np.unique(column["dtype"]):
             rows = column["dtype"] == dtype
-            known = str(dtype) if str(dtype) in PEAK else "fp8"  # fp8_block
             m, n, k = (column[name][rows].astype(np.float64) for name in "mnk")
-            ideal_s[rows] = gemm_roofline_s(gpu, known, m, n, k)
+            ideal_s[rows] = gemm_roofline_s(gpu, str(dtype), m, n, k)
         return ideal_s
     if table.operator == "all_reduce":
         link_s: Floats = column["message_bytes"] * (2 * (column["gpus"] - 1) / column["gpus"]) / gpu.peer_bytes_per_s
@@ -232,13 +239,18 @@ def _plausible(table: Table, gpu: GpuSpec) -> None:
         )
 
 
-def check(table: Table, device: str, gpu: GpuSpec) -> None:
-    """Raise TableError, in one line, unless the table was measured on ``device`` and its rows are possible on ``gpu``."""
+def check_rows(table: Table, device: str) -> None:
+    """Raise TableError, in one line, unless the table was measured on ``device`` and holds latencies."""
     check_columns(table.operator, list(table.columns), COLUMNS[table.operator])
     if table.fingerprint.device != device:
         raise TableError(f"{table.operator}: measured on {table.fingerprint.device}, not on {device}")
     if not len(table):
         raise TableError(f"{table.operator}: no rows")
     _numbers(table)
+
+
+def check(table: Table, device: str, gpu: GpuSpec) -> None:
+    """Raise TableError, in one line, unless the table was measured on ``device`` and its rows are possible on ``gpu``."""
+    check_rows(table, device)
     _monotone(table)
     _plausible(table, gpu)

@@ -22,6 +22,8 @@ from fineserve_evidence.campaign import MINUTES
 if TYPE_CHECKING:
     from fineserve_evidence.claims import Verdict
     from fineserve_evidence.validate.predict import StepFactory
+    from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
+    from fineserve_sim.latency import StepModel
 
 
 class Latency(StrEnum):
@@ -29,13 +31,21 @@ class Latency(StrEnum):
 
     ROOFLINE = "roofline"
     TABLES = "tables"
+    SCALED = "scaled"
 
 
 def step_factory(latency: Latency) -> StepFactory:
-    """Make step models. Tables of the H100 predict other GPUs too, scaled by the data sheets."""
+    """Make step models: by rooflines, by the GPU's own tables where there are any, or by the H100's, scaled by data sheets."""
     from fineserve_sim.latency import StepModel
-    from fineserve_sim.latency.tables import shipped
+    from fineserve_sim.latency.tables import measured_on, shipped
 
+    def by_tables(
+        model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment
+    ) -> StepModel:
+        return StepModel(model, precision, tp, gpu, deployment, measured_on(gpu) or shipped())
+
+    if latency is Latency.TABLES:
+        return by_tables
     return StepModel if latency is Latency.ROOFLINE else partial(StepModel, tables=shipped())
 
 
@@ -216,7 +226,7 @@ def cross_validate(
     from fineserve_sim.cli.console import console
 
     tables = imported(wheel, system, backend, int4)  # ends the command for an unknown system
-    reference = gpu(SYSTEMS[system][0])
+    reference = gpu(SYSTEMS[system])
     screen = console()
     header = f"{'table':32}{'axis':15}{'kept':>5}{'rows kept':>11}{'predicted':>11}{'median':>8}{'p95':>8}"
     screen.print(header, soft_wrap=True)

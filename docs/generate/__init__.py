@@ -35,6 +35,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "step-parts": steps.parts_table,
     "errors": errors.all_sets,
     "errors-summary": errors.summary,
+    "errors-own-tables": errors.own_tables,
     "contention": contention.contention,
     "fig10-caption": contention.caption,
     "sharing": errors.sharing,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from docs.generate.markdown import table
 from fineserve_sim import catalog
-from fineserve_sim.catalog import Quantity
+from fineserve_sim.catalog import GpuSpec, Quantity
+from fineserve_sim.latency.tables import DEVICES
 
 NUMBERS = ("memory GiB", "BF16 TFLOP/s", "FP8 TFLOP/s", "bandwidth TB/s", "$ an hour")
 
@@ -20,10 +21,18 @@ def gpus() -> str:
             f"{gpu.memory_bytes_per_s / 1e12:.2f}",
             f"{prices[gpu.name]:.2f}" if gpu.name in prices else "none",
             "measured" if gpu.efficiency == "measured" else "scaled by its peaks",
+            _tables(gpu),
         )
         for gpu in catalog.gpus().values()
     ]
-    return table(("GPU", *NUMBERS, "kernel rates"), rows, right=NUMBERS)
+    return table(("GPU", *NUMBERS, "kernel rates", "latency tables"), rows, right=NUMBERS)
+
+
+def _tables(gpu: GpuSpec) -> str:
+    """Whose latency tables make the step times."""
+    if gpu.name in DEVICES:
+        return "its own"
+    return f"of `{gpu.tables_from}`, scaled" if gpu.tables_from else "none: rooflines"
 
 
 def models() -> str:

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fineserve_evidence.commands import Latency, step_factory
 from fineserve_evidence.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_errors, read_authors_caps, read_caps
 from fineserve_evidence.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
 from fineserve_evidence.validate.errors import error_rows
 from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
-from fineserve_evidence.validate.predict import predict_set
+from fineserve_evidence.validate.predict import StepFactory, predict_set
 
 from docs.generate import contention
 from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS
@@ -22,20 +23,24 @@ from fineserve_sim.latency.tables import shipped
 
 SYSTEMS = ("FineServe", "Prism*", "Static*")
 SENSITIVITY_COLUMNS = ("number", "load", *SYSTEMS)
-MAKE_STEP = partial(StepModel, tables=shipped())
+MAKE_STEP: StepFactory = partial(StepModel, tables=shipped())
+OWN_STEP = step_factory(Latency.TABLES)
 
 
 def measure(folder: Path) -> Iterator[Path]:
     """Predict all sets below ``folder`` and write the errors; the files written."""
     sets = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()]
-    yield write("errors.csv", COLUMNS, [row for path in sets for row in errors_of(path)])
+    scaled = [row for path in sets for row in errors_of(path)]
+    yield write("errors.csv", COLUMNS, scaled)
+    own = [row for path in sets for row in errors_of(path, OWN_STEP)]
+    yield write("own_errors.csv", COLUMNS, [row for row, other in zip(own, scaled, strict=True) if row != other])
     yield write("caps.csv", list(CapErrors._fields), caps_of(folder))
     yield write("pairs.csv", PAIR_COLUMNS, pairs_of(folder))
 
 
-def errors_of(path: Path) -> list[dict[str, object]]:
+def errors_of(path: Path, make_step: StepFactory = MAKE_STEP) -> list[dict[str, object]]:
     """The errors of one measured set, as ``errors.csv`` has them."""
-    found = error_rows(predict_set(read_set(path, MAKE_STEP), MAKE_STEP))
+    found = error_rows(predict_set(read_set(path, make_step), make_step))
     return [{name: rounded(value) for name, value in row.as_dict().items()} for row in found]
 
 

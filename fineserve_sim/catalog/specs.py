@@ -29,8 +29,10 @@ class Quantity(Spec):
 
 
 class GpuSpec(Spec):
-    """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink). ``whole``: the
-    GPU type of which it is a slice by MIG."""
+    """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink).
+
+    ``whole``: the GPU type of which it is a slice by MIG. ``tables_from``: the GPU type whose measured tables are scaled to it.
+    """
 
     name: str
     memory_gib: float = Field(gt=0)
@@ -43,6 +45,7 @@ class GpuSpec(Spec):
     efficiency: Literal["measured", "roofline-scaled"]
     source: str
     whole: str | None = None
+    tables_from: str | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -133,6 +136,12 @@ class PrecisionSpec(Spec):
     kv_quant_bytes: int = Field(default=0, ge=0)
     tensor_core: TensorCore
     source: str
+
+    def on(self, gpu: GpuSpec) -> PrecisionSpec:
+        """As this GPU computes it: without FP8 tensor cores, 8-bit weights are products in 16 bits (weight-only)."""
+        if self.tensor_core != "fp8" or gpu.fp8_flops_per_s is not None:
+            return self
+        return self.model_copy(update={"activation_bits": 16, "tensor_core": "bf16"})
 
     @property
     def effective_weight_bits(self) -> float:

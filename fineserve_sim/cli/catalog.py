@@ -85,6 +85,7 @@ def _models() -> _Listing:
 
 def _gpus() -> _Listing:
     from fineserve_sim import catalog
+    from fineserve_sim.latency.tables import DEVICES
 
     gpus = list(catalog.gpus().values())
     shown = [
@@ -95,6 +96,11 @@ def _gpus() -> _Listing:
             "FP8": f"{gpu.fp8_flops_per_s / 1e12:.0f} TFLOP/s" if gpu.fp8_flops_per_s else "none",
             "Bandwidth": f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s",
             "Kernel rates": "measured" if gpu.efficiency == "measured" else "scaled by its peaks",
+            "Latency tables": "its own"
+            if gpu.name in DEVICES
+            else f"{gpu.tables_from}, scaled"
+            if gpu.tables_from
+            else "none",
         }
         for gpu in gpus
     ]

@@ -97,12 +97,24 @@ class _Target:
         return GemmKernel(launch_s=stream.launch_s, bytes_per_s=stream.bytes_per_s, flops_per_s=flops)
 
 
+def _weight_only(kernel: GemmKernel) -> GemmKernel:
+    """Products in 16 bits on 8-bit weights: at the rates of products in 16 bits, no measurement of its own."""
+    rates = {
+        name: Quantity(
+            value=quantity.value, kind="assumed", source=f"8-bit weights unpacked to 16 bits: {quantity.source}"
+        )
+        for name in GemmKernel.model_fields
+        if (quantity := getattr(kernel, name))
+    }
+    return GemmKernel(**rates)
+
+
 def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
     """Kernel rates of ``gpu_spec`` for one precision and TP degree.
 
     Raises ValueError when the GPU lacks the precision's tensor cores, or the precision or TP degree has no rate.
     """
-    table = kernel_rates()
+    precision, table = precision.on(gpu_spec), kernel_rates()
     if precision.name not in table.gemm or precision.kv_bits not in table.kv_bytes_per_s:
         raise ValueError(f"precision {precision.name} has no kernel rates; known: {', '.join(table.gemm)}")
     if tp != 1 and tp not in table.all_reduce:
@@ -110,6 +122,9 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
     reference = gpu(table.reference_gpu)
     target = _Target(gpu_spec, reference)
     core = precision.tensor_core
+    product = table.gemm[precision.name]
+    if precision.weight_bits == 8 and core == "bf16":
+        product = _weight_only(table.gemm["W16A16"])
     bf16 = (gpu_spec.bf16_flops_per_s, reference.bf16_flops_per_s)
     attention = GemmKernel(
         launch_s=table.attention.launch_s,
@@ -118,7 +133,7 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
     )
     small = table.elementwise
     return Rates(
-        gemm=target.gemm(table.gemm[precision.name], gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s(core)),
+        gemm=target.gemm(product, gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s(core)),
         lm_head=target.gemm(table.gemm["W16A16"], *bf16),
         attention=target.gemm(attention, *bf16),
         norm=target.stream(small.norm),

@@ -97,6 +97,7 @@ class StepModel:
         tables: TableSet | None = None,
         kernel: AttentionVariant | None = None,
     ) -> None:
+        precision = precision.on(gpu)
         self.model, self.precision, self.tp, self.gpu, self.deployment = model, precision, tp, gpu, deployment
         engine = (model, precision, tp, gpu, resolve(gpu, precision, tp))
         operators: OperatorCosts = Operators(*engine) if tables is None else TableOperators(*engine, tables)

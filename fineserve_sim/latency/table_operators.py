@@ -40,6 +40,8 @@ GEMM_DTYPE: Mapping[tuple[int, int], str] = {
     (8, 8): "fp8",
     (4, 16): "int4_wo",
 }  # weight, activation
+WEIGHT_ONLY = {(8, 16): "fp8_wo"}
+"""Products in 16 bits on narrower weights: the 16-bit table's ratio to the roofline, with the bytes of these weights."""
 KV_DTYPE: Mapping[int, str] = {16: "bfloat16", 8: "fp8"}
 STAND_IN = "int4_wo"  # another backend's kernel
 
@@ -95,11 +97,20 @@ class TableOperators(Operators):
         """The layer's matrix products that have a table."""
         if f"gemm/{self._gemm}" not in self.tables.grids:
             return {}
-        return {name: self._product(self._gemm, shape) for name, shape in linears(self.model, self.tp).items()}
+        shapes = linears(self.model, self.tp)
+        return {name: self._product(self._gemm, shape, self._unpacked) for name, shape in shapes.items()}
+
+    @property
+    def _bits(self) -> tuple[int, int]:
+        return self.precision.weight_bits, self.precision.activation_bits
 
     @property
     def _gemm(self) -> str:
-        return GEMM_DTYPE.get((self.precision.weight_bits, self.precision.activation_bits), "none")
+        return "bfloat16" if self._unpacked else GEMM_DTYPE.get(self._bits, "none")
+
+    @property
+    def _unpacked(self) -> str | None:
+        return WEIGHT_ONLY.get(self._bits)
 
     @property
     def _attention_names(self) -> tuple[str, str]:
@@ -116,13 +127,14 @@ class TableOperators(Operators):
         """The 16-bit lm_head."""
         return self._product("bfloat16", Linear(self.model.hidden_size, math.ceil(self.model.vocab_size / self.tp)))
 
-    def _product(self, dtype: str, shape: Linear) -> TabledLinear:
+    def _product(self, dtype: str, shape: Linear, unpacked: str | None = None) -> TabledLinear:
+        """``unpacked``: weights that become ``dtype`` within the kernel."""
         table = GemmTable(self.tables.grids[f"gemm/{dtype}"], dtype, self.reference)
         kernel = self.rates.gemm
         fitted = dtype == STAND_IN
-        inside = ASSUMED if fitted else self._inside
+        inside = ASSUMED if fitted or unpacked else self._inside
         return TabledLinear(
-            line=table.line(shape.outputs, shape.inputs, self.gpu),
+            line=table.line(shape.outputs, shape.inputs, self.gpu, unpacked),
             row_s=2.0 * shape.inputs * shape.outputs / kernel.flops_per_s.value if fitted else 0.0,
             launch_s=kernel.launch_s.value if fitted else 0.0,
             inside=inside if table.covers(shape.outputs, shape.inputs) else self._beyond,

@@ -15,9 +15,9 @@ from fineserve_evidence.validate.errors import error_rows, relative
 from fineserve_evidence.validate.layouts import read_set
 from fineserve_evidence.validate.predict import predict_set
 
-from docs.generate.errors import cap_table, error_table
+from docs.generate.errors import cap_table, error_table, read
 from docs.generate.markdown import cell
-from docs.generate.measure import MAKE_STEP, pairs_of
+from docs.generate.measure import MAKE_STEP, OWN_STEP, errors_of, pairs_of
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
@@ -44,6 +44,16 @@ def page() -> list[str]:
 def test_rows_of_measured_sets(name: str, page: list[str]) -> None:
     for line in error_table(error_rows(predict_set(read_set(DATA / "e2e" / name, MAKE_STEP), MAKE_STEP))).splitlines():
         assert line in page
+
+
+@pytest.mark.slow
+@needs_data
+def test_a_set_by_the_tables_of_its_own_gpu() -> None:
+    kept = [row for row in read("own_errors.csv") if row["set"].startswith("aegaeon")]
+    found = errors_of(DATA / "e2e" / "aegaeon_static_qwen2.5_7b.csv", OWN_STEP)
+    assert kept and kept == [
+        {name: str(value) for name, value in row.items()} for row in found if "a100" in str(row["set"])
+    ]
 
 
 @needs_data

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from fineserve_calibrate.cli import app
 from fineserve_calibrate.compaction import compact
-from fineserve_calibrate.importers.aiconfigurator import Wheel, import_tables, weight_only
+from fineserve_calibrate.importers import SYSTEMS
+from fineserve_calibrate.importers.aiconfigurator import Folder, Wheel, import_tables, weight_only
 from fineserve_calibrate.tables import Table, read_table
 from fineserve_evidence.crossvalidation import curve
 from typer.testing import CliRunner
@@ -28,6 +29,7 @@ DEVICE = "NVIDIA H100 80GB HBM3"
 H100 = gpu("h100-sxm")
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "h100"
 INT4 = PUBLISHED / "aic_gemm_trtllm_1.2.0rc5_weightonly.csv.gz"
+REPOSITORY = PUBLISHED.parent / "tables_vllm"
 needs_published = pytest.mark.skipif(not INT4.exists(), reason="the shared/ folder with the published tables is absent")
 Change = Callable[[str, pa.Table], pa.Table]
 
@@ -169,6 +171,23 @@ def test_unknown_systems_backends_and_files_are_named(tmp_path: Path) -> None:
         Wheel(tmp_path / "y.whl")
 
 
+def test_a_folder_of_systems_holds_what_a_wheel_does(tmp_path: Path) -> None:
+    root = tmp_path / "systems"
+    for name, table in small_files().items():
+        operator, backend, version, file = name.split("/")
+        path = root / "h100_sxm" / operator / f"{backend}_{version}" / f"{file}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, path)
+    (root / "README.md").write_text("ai-dynamo/aiconfigurator @ 0123abc (2026)", encoding="utf-8")
+    found = by_operator(import_tables(Folder(root), "h100_sxm", "vllm"))
+    for name, table in by_operator(import_tables(Wheel(wheel(tmp_path, small_files())), "h100_sxm", "vllm")).items():
+        assert found[name].columns["latency_s"].tolist() == table.columns["latency_s"].tolist()
+    assert found["gemm"].fingerprint.source.startswith("ai-dynamo/aiconfigurator @ 0123abc, h100_sxm/gemm/vllm/0.24.0")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TableError, match=r"empty: no SYSTEM/OPERATOR/BACKEND_VERSION"):
+        Folder(tmp_path / "empty")
+
+
 def test_int4_rows_come_from_a_csv_file(tmp_path: Path) -> None:
     path = tmp_path / "gemm.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -248,6 +267,20 @@ def test_the_shipped_tables_are_the_published_ones_compacted(folder: Path) -> No
         # The reduced files keep six digits, the shipped ones twelve bits: a row may round to the next.
         assert np.allclose(grid.latency_s, made.grids[name].latency_s, rtol=5e-4, atol=0, equal_nan=True), name
     assert ships.fingerprint["compaction gemm/fp8"] == made.fingerprint["compaction gemm/fp8"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REPOSITORY.is_dir(), reason="the shared/ folder with the tables of more GPUs is absent")
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "h100_sxm"])
+def test_the_command_makes_the_shipped_tables_of_other_gpus_again(system: str, tmp_path: Path) -> None:
+    out = tmp_path / "tables.npz"
+    asked = ["import", "aiconfigurator", "--wheel", str(REPOSITORY), "--system", system, "--out", str(out)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    made, ships = load(out), shipped(SYSTEMS[system])
+    assert made.fingerprint == ships.fingerprint and set(made.grids) == set(ships.grids)
+    for name, grid in ships.grids.items():
+        assert np.array_equal(grid.latency_s, made.grids[name].latency_s, equal_nan=True), name
 
 
 @pytest.mark.slow

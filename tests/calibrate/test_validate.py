@@ -379,12 +379,16 @@ def test_silicon_rows_of_other_models_and_engines(tmp_path: Path) -> None:
         f"dynamo,Qwen/Qwen3-32B,h100_sxm,bf16,agg,256,32,bfloat16,2.0,{rest}"
     )
     found = read(tmp_path, header + rows)
-    assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8"]
-    assert [one.serving.deployment.name for one in found.cases] == ["vllm-cudagraph", "sglang-0.5", "trtllm-1.0"]
+    assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8", "W8A8"]
+    assert [one.serving.deployment.name for one in found.cases] == [
+        "vllm-cudagraph",
+        "sglang-0.5",
+        "trtllm-1.0",
+        "vllm-cudagraph",
+    ]
     assert all(np.isfinite(predicted.tpot_s).all() for predicted in predict_set(found, StepModel))
     reasons = sorted(reason.split(":")[0] for _, _, reason in found.unsupported)
     assert reasons == [
-        "GPU a100-80gb has no fp8 tensor cores; choose a precision that computes in another type",
         "GPU mi300x not in the catalog",
         "TP degree or number of clients not recorded",
         "backend dynamo",

@@ -40,10 +40,10 @@ def test_rooflines_measure_nothing_and_change_the_times() -> None:
 
 def test_a_gpu_without_tables_is_simulated_by_rooflines() -> None:
     scenario = solo(ROWS)
-    a100 = (Gpu(id=0, node=0, spec=gpu("a100-80gb")),)
-    assert measured(simulate(replace(scenario, gpus=a100))) == 0
+    h800 = (Gpu(id=0, node=0, spec=gpu("h800")),)
+    assert measured(simulate(replace(scenario, gpus=h800))) == 0
     batch = (4, 4000, 0, 0, 0, 4)
-    both = [profiled(served(), a100[0].spec, EngineSettings(latency=name)) for name in ("tables", "roofline")]  # type: ignore[arg-type]
+    both = [profiled(served(), h800[0].spec, EngineSettings(latency=name)) for name in ("tables", "roofline")]  # type: ignore[arg-type]
     assert both[0].step_s(*batch) == both[1].step_s(*batch)
     assert step_model(served()).step_s(*batch) != profiled(served(), H100, EngineSettings(latency="roofline")).step_s(
         *batch

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import (
+    DEVICES,
     DecodeTable,
     GemmTable,
     Grid,
@@ -31,10 +32,24 @@ from fineserve_sim.latency.tables import (
 H100 = gpu("h100-sxm")
 
 
-def test_tables_ship_for_the_gpu_that_they_were_measured_on_alone() -> None:
-    tables = measured_on(H100)
-    assert tables is shipped() and tables.fingerprint["gpu"] == "h100-sxm"
-    assert measured_on(gpu("a100-80gb")) is None
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_gpu_with_tables_takes_its_own(name: str) -> None:
+    tables = measured_on(gpu(name))
+    assert tables is shipped(name) and tables.fingerprint["gpu"] == name
+    assert tables.fingerprint["device"] == DEVICES[name]
+    assert {
+        "gemm/bfloat16",
+        "decode_attention/bfloat16/128",
+        "prefill_attention/bfloat16/128",
+        "all_reduce/bfloat16",
+    } <= set(tables.grids)
+
+
+def test_other_gpus_take_the_tables_that_the_catalog_names_or_none() -> None:
+    assert measured_on(gpu("l4")) is shipped("l40s")
+    assert measured_on(gpu("a10")) is measured_on(gpu("a100-40gb")) is shipped("a100-80gb")
+    assert measured_on(gpu("gh200")) is shipped() is measured_on(H100)
+    assert measured_on(gpu("h800")) is None
 
 
 # --- The pieces ---

@@ -9,16 +9,21 @@ from typing import Annotated
 
 import typer
 
-SYSTEMS: Mapping[str, tuple[str, str]] = MappingProxyType(
+SYSTEMS: Mapping[str, str] = MappingProxyType(
     {
-        "h100_sxm": ("h100-sxm", "NVIDIA H100 80GB HBM3"),
-        "h200_sxm": ("h200-sxm", "NVIDIA H200"),
-        "a100_sxm": ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        "h100_sxm": "h100-sxm",
+        "h200_sxm": "h200-sxm",
+        "a100_sxm": "a100-80gb",
+        "l40s": "l40s",
+        "b200_sxm": "b200",
+        "rtx_pro_6000_server": "rtx-pro-6000-server",
     }
 )
-"""The systems of ``aiconfigurator-core`` whose tables can be imported: the catalog's GPU, and the name its driver reports."""
+"""The systems of ``aiconfigurator-core`` whose tables can be imported, and the GPUs of the catalog that they are."""
 
-WheelOption = Annotated[str, typer.Option(help="Wheel file of aiconfigurator-core, or 'installed'.")]
+WheelOption = Annotated[
+    str, typer.Option(help="Wheel file of aiconfigurator-core, folder of its repository's systems, or 'installed'.")
+]
 SystemOption = Annotated[str, typer.Option(help=f"One of {', '.join(SYSTEMS)}.")]
 BackendOption = Annotated[str, typer.Option(help="vllm, trtllm or sglang.")]
 Int4Option = Annotated[

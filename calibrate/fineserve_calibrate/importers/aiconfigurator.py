@@ -1,8 +1,9 @@
 """Import the measured kernel latencies of the published package ``aiconfigurator-core`` (NVIDIA, Apache-2.0).
 
 Layout of 0.12.0: ``aiconfigurator_core/systems/data/SYSTEM/OPERATOR/BACKEND/VERSION/*_perf.parquet``, latencies in
-milliseconds. Kept: GEMM, full (not windowed) prefill and decode attention, and the all-reduce that CUDA graphs replay.
-The package has no int4 rows. A CSV file brings the rows of ``aiconfigurator`` 0.5.0 (``gemm_perf.txt``, TensorRT-LLM).
+milliseconds. Kept: GEMM in 16 bits and FP8, full (not windowed) prefill and decode attention, and the all-reduce that CUDA
+graphs replay. The package has no int4 rows. A CSV file brings the rows of ``aiconfigurator`` 0.5.0 (``gemm_perf.txt``,
+TensorRT-LLM).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,17 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from fineserve_calibrate.importers import SYSTEMS
-from fineserve_calibrate.tables import Column, Fingerprint, Table, check, check_columns, typed
+from fineserve_calibrate.repairs import repaired
+from fineserve_calibrate.tables import LEAST_WIDTH, Column, Fingerprint, Table, check, check_columns, check_rows, typed
 from fineserve_sim.catalog import gpu
-from fineserve_sim.latency.tables import TableError
+from fineserve_sim.latency.tables import DEVICES, TableError
 
 PACKAGE = "aiconfigurator-core"
+REPOSITORY = "ai-dynamo/aiconfigurator"
 DATA = "aiconfigurator_core/systems/data"
 LICENCE = "Apache-2.0"
+DTYPES = ("bfloat16", "fp8")  # no precision of the catalog is block-scaled
+PCIE_GROUP = 2  # vLLM has an all-reduce of its own among so many GPUs without NVLink
 _ATTENTION = ("attn_dtype", "kv_cache_dtype", "num_heads", "num_key_value_heads", "head_dim", "batch_size")
 _HEADS = ("dtype", "kv_dtype", "q_heads", "kv_heads", "head_dim", "batch")
 
@@ -45,7 +50,7 @@ class Wheel:
         dist_info = [name for name in self.names() if name.endswith(".dist-info/METADATA")]
         if not dist_info or not dist_info[0].startswith("aiconfigurator_core-"):
             raise TableError(f"{path}: not a wheel of {PACKAGE}")
-        self.version = dist_info[0].split("-")[1].removesuffix(".dist")
+        self.label = f"{PACKAGE} {dist_info[0].split('-')[1].removesuffix('.dist')}"
 
     def names(self) -> list[str]:
         """List the paths of all files in the wheel."""
@@ -64,7 +69,7 @@ class Installed:
             distribution = importlib.metadata.distribution(PACKAGE)
         except importlib.metadata.PackageNotFoundError as error:
             raise TableError(f"{PACKAGE} is not installed; install it or give --wheel FILE") from error
-        self.version = distribution.version
+        self.label = f"{PACKAGE} {distribution.version}"
         self._root = Path(str(distribution.locate_file("")))
 
     def names(self) -> list[str]:
@@ -76,7 +81,36 @@ class Installed:
         return (self._root / name).read_bytes()
 
 
-Source = Wheel | Installed
+class Folder:
+    """The systems of the package's repository in a folder: ``SYSTEM/OPERATOR/BACKEND_VERSION/*_perf.parquet``.
+
+    Its README names the commit. Raises TableError for a folder without tables.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files = {self._name(file.relative_to(path)): file for file in sorted(path.rglob("*_perf.parquet"))}
+        if not self._files:
+            raise TableError(f"{path}: no SYSTEM/OPERATOR/BACKEND_VERSION/*_perf.parquet in it")
+        readme = path / "README.md"
+        named = re.search(r"@ ([0-9a-f]{7,40})", readme.read_text(encoding="utf-8")) if readme.is_file() else None
+        self.label = f"{REPOSITORY} @ {named[1] if named else 'unknown commit'}"
+
+    @staticmethod
+    def _name(file: Path) -> str:
+        """The file's path as the package has it."""
+        system, operator, version, name = file.parts[-4:]
+        return "/".join((DATA, system, operator, *version.split("_", 1), name))
+
+    def names(self) -> list[str]:
+        """List the paths of all tables, as the package has them."""
+        return list(self._files)
+
+    def read(self, name: str) -> bytes:
+        """Read one table."""
+        return self._files[name].read_bytes()
+
+
+Source = Wheel | Installed | Folder
 
 
 def _version_key(version: str) -> list[int]:
@@ -89,37 +123,38 @@ class _Importer:
     system: str
     backend: str
 
-    def find(self, operator: str, file: str) -> tuple[str, str]:
+    def find(self, operator: str, file: str, backend: str) -> tuple[str, str]:
         """Path and backend version of the newest ``file``."""
-        pattern = re.compile(f"{DATA}/{self.system}/{operator}/{self.backend}/([^/]+)/{file}")
+        pattern = re.compile(f"{DATA}/{self.system}/{operator}/{backend}/([^/]+)/{file}")
         found = {match[1]: match[0] for name in self.source.names() if (match := pattern.fullmatch(name))}
         if not found:
-            raise TableError(
-                f"{PACKAGE} {self.source.version}: no {operator}/{self.backend}/*/{file} for system {self.system}"
-            )
+            raise TableError(f"{self.source.label}: no {operator}/{backend}/*/{file} for system {self.system}")
         newest = max(found, key=_version_key)
         return found[newest], newest
 
     def read(
-        self, operator: str, file: str, wanted: tuple[str, ...], optional: tuple[str, ...] = ()
+        self, operator: str, file: str, wanted: tuple[str, ...], optional: tuple[str, ...] = (), backend: str = ""
     ) -> tuple[dict[str, Column], Fingerprint]:
         """Wanted and present optional columns, latency in milliseconds, and under which conditions they were measured."""
-        name, version = self.find(operator, file)
+        backend = backend or self.backend
+        name, version = self.find(operator, file, backend)
         data = pq.read_table(io.BytesIO(self.source.read(name)))
-        where = f"{PACKAGE} {self.source.version}: {name.removeprefix(DATA + '/')}"
+        where = f"{self.source.label}: {name.removeprefix(DATA + '/')}"
         check_columns(where, data.column_names, (*wanted, "device", "latency"))
         columns = {column: data[column].to_numpy(zero_copy_only=False) for column in (*wanted, "latency")}
         columns |= {name: data[name].to_numpy() for name in optional if name in data.column_names}
         devices = set(data["device"].to_pylist())
         if len(devices) != 1:
             raise TableError(f"{where}: rows of several devices: {', '.join(sorted(devices))}")
-        source = f"{PACKAGE} {self.source.version}, {name.removeprefix(DATA + '/')}"
-        return columns, Fingerprint(devices.pop(), f"{self.backend} {version}", source, LICENCE)
+        source = f"{self.source.label}, {name.removeprefix(DATA + '/')}"
+        return columns, Fingerprint(devices.pop(), f"{backend} {version}", source, LICENCE)
 
     def gemm(self) -> Table:
-        """Matrix products by dtype and m, n, k."""
+        """Matrix products in ``DTYPES`` by m, n, k, as wide as layers ask for."""
         columns, fingerprint = self.read("gemm", "gemm_perf.parquet", ("gemm_dtype", "m", "n", "k"))
-        return _table("gemm", {"dtype": columns["gemm_dtype"], **{x: columns[x] for x in "mnk"}}, columns, fingerprint)
+        every = _table("gemm", {"dtype": columns["gemm_dtype"], **{x: columns[x] for x in "mnk"}}, columns, fingerprint)
+        wide = np.minimum(every.columns["n"], every.columns["k"]) >= LEAST_WIDTH
+        return every.where(wide & np.isin(every.columns["dtype"], DTYPES))
 
     def attention(self, operator: str, file: str) -> Table:
         """Full attention of one layer; ``step`` is what is cached already. Older tables have no windowed rows."""
@@ -133,8 +168,11 @@ class _Importer:
             named |= {"new_tokens": columns["isl"], "cached_tokens": columns["step"]}
         return _table(operator, named, columns, fingerprint)
 
-    def all_reduce(self) -> Table:
-        """All-reduce, as CUDA graphs launch it where eager launches were measured apart. Sizes come in elements."""
+    def all_reduce(self, through_host: bool) -> Table:
+        """All-reduce, as CUDA graphs launch it where eager launches were measured apart. Sizes come in elements.
+
+        ``through_host``: GPUs without NVLink, among more than two of which vLLM leaves all-reduce to NCCL.
+        """
         wanted = ("kernel_source", "allreduce_dtype", "num_gpus", "message_size")
         columns, fingerprint = self.read("comm", "custom_allreduce_perf.parquet", wanted)
         eager = np.array([str(kernel).endswith("_eager") for kernel in columns["kernel_source"]])
@@ -142,7 +180,27 @@ class _Importer:
         elements = {"bfloat16": 2, "float16": 2, "half": 2}
         size = np.array([elements.get(str(dtype), 1) for dtype in columns["allreduce_dtype"]])
         named = {"dtype": columns["allreduce_dtype"], "gpus": columns["num_gpus"]}
-        return _table("all_reduce", {**named, "message_bytes": columns["message_size"] * size}, columns, fingerprint)
+        custom = _table("all_reduce", {**named, "message_bytes": columns["message_size"] * size}, columns, fingerprint)
+        return _joined(custom.where(custom.columns["gpus"] <= PCIE_GROUP), self.nccl()) if through_host else custom
+
+    def nccl(self) -> Table:
+        """All-reduce by NCCL among more than two GPUs, in 16 bits."""
+        wanted = ("op_name", "nccl_dtype", "num_gpus", "message_size")
+        columns, fingerprint = self.read("comm", "nccl_perf.parquet", wanted, backend="nccl")
+        keep = (columns["op_name"] == "all_reduce") & (columns["nccl_dtype"] == "half")
+        keep &= columns["num_gpus"] > PCIE_GROUP
+        columns = {name: values[keep] for name, values in columns.items()}
+        dtype = np.full(int(keep.sum()), "bfloat16")
+        named = {"dtype": dtype, "gpus": columns["num_gpus"], "message_bytes": 2 * columns["message_size"]}
+        return _table("all_reduce", named, columns, fingerprint)
+
+
+def _joined(first: Table, second: Table) -> Table:
+    """The rows of both, with both sources."""
+    columns = {name: np.concatenate([first.columns[name], second.columns[name]]) for name in first.columns}
+    one, other = first.fingerprint, second.fingerprint
+    both = replace(one, backend=f"{one.backend} and {other.backend}", source=f"{one.source} and {other.source}")
+    return Table(first.operator, columns, both)
 
 
 def _table(
@@ -180,21 +238,30 @@ def import_tables(source: Source, system: str, backend: str, int4_csv: Path | No
     if system not in SYSTEMS:
         raise TableError(f"unknown system {system!r}; known: {', '.join(SYSTEMS)}")
     importer = _Importer(source, system, backend)
+    spec, device = gpu(SYSTEMS[system]), DEVICES[SYSTEMS[system]]
     tables = [
         importer.gemm(),
         importer.attention("prefill_attention", "context_attention_perf.parquet"),
         importer.attention("decode_attention", "generation_attention_perf.parquet"),
-        importer.all_reduce(),
+        importer.all_reduce(through_host=not spec.nvlink_bytes_per_s),
     ]
-    gpu_name, device = SYSTEMS[system]
     if int4_csv is not None:
         tables.append(weight_only(int4_csv, device))
     for table in tables:
-        check(table, device, gpu(gpu_name))
+        check_rows(table, device)
+    tables = [repaired(table, spec) for table in tables]
+    for table in tables:
+        check(table, device, spec)
     return tables
 
 
 def imported(wheel: str, system: str, backend: str, int4_csv: Path | None) -> list[Table]:
-    """Import from a wheel file, or from the package where ``wheel`` is ``installed``. Raises TableError."""
-    source = Installed() if wheel == "installed" else Wheel(Path(wheel))
-    return import_tables(source, system, backend, int4_csv)
+    """Import from a wheel file, a folder of systems, or the package where ``wheel`` is ``installed``. Raises TableError."""
+    return import_tables(opened(wheel), system, backend, int4_csv)
+
+
+def opened(wheel: str) -> Source:
+    """The package's tables: ``installed``, a wheel file or a folder of systems. Raises TableError."""
+    if wheel == "installed":
+        return Installed()
+    return Folder(Path(wheel)) if Path(wheel).is_dir() else Wheel(Path(wheel))

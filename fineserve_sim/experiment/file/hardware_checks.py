@@ -37,7 +37,8 @@ def check_hardware(document: Document, setup: Setup) -> None:
                 f"model {model.id} fits on no GPU: {weights / 2**30:.1f} GiB of weights a GPU at tp {tp}, but "
                 f"{gpu.name} leaves {usable_bytes / 2**30:.1f} GiB; raise tp or take a precision with smaller weights",
             )
-        look_up(document, (*path, "precision"), lambda core=precision.tensor_core: gpu.peak_flops_per_s(core))  # type: ignore[misc]
+        core = precision.on(gpu).tensor_core
+        look_up(document, (*path, "precision"), lambda core=core: gpu.peak_flops_per_s(core))  # type: ignore[misc]
         look_up(document, (*path, "precision"), lambda name=precision.name: deployment.floor(name))  # type: ignore[misc]
     _check_step_times(document, setup)
 

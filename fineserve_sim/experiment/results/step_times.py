@@ -34,10 +34,21 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"samples": samples, "shares": shares, "beyond_tables": dict(beyond)}
 
 
+def tables_of(gpu: GpuSpec, engine: EngineSettings) -> str | None:
+    """The GPU type whose tables make the step times of ``engine`` on ``gpu``; None for rooflines and measured steps."""
+    tables = measured_on(gpu) if engine.latency == "tables" and engine.step_times is None else None
+    return tables.fingerprint["gpu"] if tables else None
+
+
 def warnings(found: Mapping[str, Any], gpu: GpuSpec, engine: EngineSettings) -> Iterator[str]:
-    """One line for what leaves the measured range, one for a GPU without tables. ``found``: as ``pooled`` gives it."""
+    """One line for what leaves the measured range, one for a GPU without own tables. ``found``: as ``pooled`` gives it."""
     if engine.latency == "tables" and measured_on(gpu) is None:
         yield f"no measured latency tables for GPU {gpu.name}: step times are rooflines scaled by its data sheet"
+    elif gpu.tables_from is not None and tables_of(gpu, engine):
+        yield (
+            f"no measured latency tables for GPU {gpu.name}: step times are those of {gpu.tables_from}, scaled by the data "
+            "sheets of both"
+        )
     beyond = found.get("beyond_tables", {})
     if beyond:
         shown = sorted((item for item in beyond.items() if item[1] >= _LEAST_SHARE), key=lambda item: -item[1])
@@ -45,6 +56,11 @@ def warnings(found: Mapping[str, Any], gpu: GpuSpec, engine: EngineSettings) -> 
         yield f"beyond the measured tables, by roofline: {parts}"
 
 
-def sentence(shares: Mapping[str, float]) -> str:
-    """The shares for a reader."""
-    return "Step times, of the engines' time: " + ", ".join(f"{share:.0%} {kind}" for kind, share in shares.items())
+def sentence(step_times: Mapping[str, Any]) -> str:
+    """The shares for a reader, and the GPU type that was measured. ``step_times``: as in ``summary.json``."""
+    on = step_times.get("tables_of")
+    parts = [
+        f"{share:.0%} {kind}" + (f" on {on}" if on and share and kind == "measured" else "")
+        for kind, share in step_times["shares"].items()
+    ]
+    return "Step times, of the engines' time: " + ", ".join(parts)

@@ -21,7 +21,7 @@ from fineserve_sim.experiment.results.cost import costs, price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.results.stats import Estimate
-from fineserve_sim.experiment.results.step_times import pooled, warnings
+from fineserve_sim.experiment.results.step_times import pooled, tables_of, warnings
 from fineserve_sim.experiment.results.summarised import NOTE
 from fineserve_sim.experiment.run.rates import mean_lengths
 from fineserve_sim.experiment.run.runner import Outcome
@@ -173,7 +173,7 @@ def summary_of(
         ),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
-        "step_times": step_times,
+        "step_times": step_times | ({"tables_of": tables_of(setup.gpus[0].spec, setup.engine)} if step_times else {}),
         "warnings": [*warnings(step_times, setup.gpus[0].spec, setup.engine), *_kept(outcomes, store)],
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),

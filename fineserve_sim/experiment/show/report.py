@@ -56,7 +56,7 @@ def report(summary: Mapping[str, Any]) -> Group:
 
 def _footing(summary: Mapping[str, Any], *, shown: bool) -> Iterator[Text]:
     """What step times rest on, and what to handle with care: one line where one is enough."""
-    words = [sentence(summary["step_times"]["shares"])] if summary["step_times"] else []
+    words = [sentence(summary["step_times"])] if summary["step_times"] else []
     flagged = [*summary["warnings"], *flag_lines(summary["cells"], shown=shown)]
     if len(flagged) == 1:
         yield Text(". ".join([*words, f"Handle with care: {flagged[0]}"]))

@@ -2,10 +2,21 @@
 
 from fineserve_sim.latency.tables.attention import DecodeTable, HeadMatch, PiecewiseLinear, PrefillTable, match_heads
 from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic
-from fineserve_sim.latency.tables.grids import AXES, Grid, TableError, TableSet, load, measured_on, save, shipped
+from fineserve_sim.latency.tables.grids import (
+    AXES,
+    DEVICES,
+    Grid,
+    TableError,
+    TableSet,
+    load,
+    measured_on,
+    save,
+    shipped,
+)
 
 __all__ = [
     "AXES",
+    "DEVICES",
     "DecodeTable",
     "GemmTable",
     "Grid",

@@ -11,17 +11,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from fineserve_sim.catalog import GpuSpec
+from fineserve_sim.catalog.specs import TensorCore
 from fineserve_sim.latency.tables.grids import Floats, Grid, Ints
 
-PEAK = {"bfloat16": "bf16", "fp8": "fp8", "int4_wo": "bf16"}
-WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5}
-INPUT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 2.0}
+PEAK: Mapping[str, TensorCore] = MappingProxyType(
+    {"bfloat16": "bf16", "fp8": "fp8", "int4_wo": "bf16", "fp8_wo": "bf16"}
+)
+WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 0.5, "fp8_wo": 1.0}
+INPUT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 2.0, "fp8_wo": 2.0}
 OUTPUT_BYTES = 2.0
 TILE_ROWS = 64
 SMALLEST_TILE = 16  # up to here kernels differ row by row
@@ -44,7 +49,7 @@ def isotonic(values: Floats) -> Floats:
 
 def gemm_roofline_s(gpu: GpuSpec, dtype: str, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
     """Seconds that no GEMM of this shape can beat on this GPU's data sheet: the larger of compute and memory time."""
-    compute_s = 2.0 * m * n * k / (gpu.bf16_flops_per_s if PEAK[dtype] == "bf16" else gpu.peak_flops_per_s("fp8"))
+    compute_s = 2.0 * m * n * k / gpu.peak_flops_per_s(PEAK[dtype])
     moved = n * k * WEIGHT_BYTES[dtype] + m * k * INPUT_BYTES[dtype] + m * n * OUTPUT_BYTES
     return np.maximum(compute_s, moved / gpu.memory_bytes_per_s)
 
@@ -120,16 +125,16 @@ class GemmTable:
         """Whether (n, k) lies within the measured range."""
         return bool(self._n[0] <= n <= self._n[-1] and self._k[0] <= k <= self._k[-1])
 
-    def raw_s(self, n: int, k: int, gpu: GpuSpec) -> Floats:
-        """Seconds at each measured m, noise included."""
+    def raw_s(self, n: int, k: int, gpu: GpuSpec, dtype: str | None = None) -> Floats:
+        """Seconds at each measured m, noise included. ``dtype``: of the product, as ``line`` says."""
         i, j = _bracket(self._n, n), _bracket(self._k, k)
         ratio = self._log_ratio
         low = (1 - j.weight) * ratio[i.low, j.low] + j.weight * ratio[i.low, j.high]
         high = (1 - j.weight) * ratio[i.high, j.low] + j.weight * ratio[i.high, j.high]
-        ideal_s = self._launch_s + gemm_roofline_s(gpu, self.dtype, self.m, n, k)
+        ideal_s = self._launch_s + gemm_roofline_s(gpu, dtype or self.dtype, self.m, n, k)
         seconds: Floats = ideal_s * np.exp((1 - i.weight) * low + i.weight * high)
         return seconds
 
-    def line(self, n: int, k: int, gpu: GpuSpec) -> Line:
-        """Seconds of an (m, k) x (k, n) product against m on ``gpu``."""
-        return Line(*with_tile_edges(self.m, np.exp(isotonic(np.log(self.raw_s(n, k, gpu))))))
+    def line(self, n: int, k: int, gpu: GpuSpec, dtype: str | None = None) -> Line:
+        """Seconds of an (m, k) x (k, n) product against m on ``gpu``; another ``dtype`` keeps the ratio to its own roofline."""
+        return Line(*with_tile_edges(self.m, np.exp(isotonic(np.log(self.raw_s(n, k, gpu, dtype))))))

@@ -36,7 +36,18 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-SHIPPED_GPU, SHIPPED_DEVICE = "h100-sxm", "NVIDIA H100 80GB HBM3"  # in the catalog, and as its driver reports it
+REFERENCE_GPU = "h100-sxm"
+DEVICES: Mapping[str, str] = MappingProxyType(
+    {
+        "h100-sxm": "NVIDIA H100 80GB HBM3",
+        "h200-sxm": "NVIDIA H200",
+        "a100-80gb": "NVIDIA A100-SXM4-80GB",
+        "l40s": "NVIDIA L40S",
+        "b200": "NVIDIA B200",
+        "rtx-pro-6000-server": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    }
+)
+"""The GPUs whose tables ship: as the catalog names them, and as their drivers report them."""
 
 
 class TableError(ValueError):
@@ -108,13 +119,19 @@ def load(path: str | Path, device: str | None = None) -> TableSet:
     return TableSet(fingerprint, {name: _grid(name, arrays, where) for name in names})
 
 
+def shipped(gpu_name: str = REFERENCE_GPU) -> TableSet:
+    """The compact tables of one GPU that the simulator ships; see their fingerprint for source and licence."""
+    return _shipped(gpu_name)
+
+
 @cache
-def shipped() -> TableSet:
-    """The compact H100 SXM tables that the simulator ships; see their fingerprint for source and licence."""
-    with as_file(files("fineserve_sim.latency.tables").joinpath(f"{SHIPPED_GPU}.npz")) as path:
-        return load(path, device=SHIPPED_DEVICE)
+def _shipped(gpu_name: str) -> TableSet:
+    with as_file(files("fineserve_sim.latency.tables").joinpath(f"{gpu_name}.npz")) as path:
+        return load(path, device=DEVICES[gpu_name])
 
 
 def measured_on(gpu: GpuSpec) -> TableSet | None:
-    """The tables that were measured on a GPU of this type, or of which it is a slice; None where none ship."""
-    return shipped() if (gpu.whole or gpu.name) == SHIPPED_GPU else None
+    """The tables for a GPU of this type: measured on it, on the GPU of which it is a slice, or on the one that the catalog
+    names for it. None where there are none."""
+    name = gpu.tables_from or gpu.whole or gpu.name
+    return shipped(name) if name in DEVICES else None

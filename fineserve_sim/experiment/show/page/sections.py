@@ -106,7 +106,11 @@ def step_times(summary: Summary) -> Html:
         *(tag("span", tag("i", class_=kind), f" {kind} {share:.0%} ") for kind, share in known.items()),
         class_="key",
     )
-    return joined([bar, key, tag("p", sentence(shares) + ".")]) if known else tag("p", "No step was sampled.")
+    return (
+        joined([bar, key, tag("p", sentence(summary["step_times"]) + ".")])
+        if known
+        else tag("p", "No step was sampled.")
+    )
 
 
 def careful(summary: Summary) -> Html | None:
