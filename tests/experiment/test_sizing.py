@@ -227,7 +227,7 @@ def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path
     text = ONE.replace('["static*"]', '["static*", clairvoyant]').replace("ttft_s: 0.3", "ttft_s: 0.001")
     file.write_text(text, encoding="utf-8")
     (answer,) = size(Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1), axis_of("gpus"), most_gpus=2)
-    assert answer.best is None and answer.why == "at 2: 0.0 % within, of the misses 100 % late"
+    assert answer.best is None and answer.why == "at 2: 0.0 % within, of the misses 100 % prompt"
     assert reasons([answer]) == [f"None for Static*: {answer.why}."]
 
 

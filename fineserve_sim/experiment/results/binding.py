@@ -1,11 +1,12 @@
 """What binds a cell: for every model's misses, what kept its requests waiting on the GPUs where it is.
 
 Requests that are turned away for want of an instance miss by the *placement*; those whose prompt no engine can hold by *KV
-memory*. For all others the GPUs of the model decide. Where requests wait at a fifth of all looks or more, it is what is short
-at half of those at least: *KV memory* or *slots*. If neither is, it is what the steps in flight need more of, *compute* or
-memory *bandwidth*. Where requests hardly wait, there are three causes. Dropped requests miss by the *policy*'s own rule, slow
-ones by what their steps need, and late ones by *bursts* too short for the queue to be seen. A model that had no instance at
-the start, but got one, waited for its *weights*.
+memory*. Where an idle engine would be too late as well, it is the *prompt* itself. For all others the GPUs of the model
+decide. Where requests wait at a fifth of all looks or more, it is what is short at half of those at least: *KV memory* or
+*slots*. If neither is, it is what the steps in flight need more of, *compute* or memory *bandwidth*. Where requests hardly
+wait, there are three causes. Dropped requests miss by the *policy*'s own rule, slow ones by what their steps need, and late
+ones by *bursts* too short for the queue to be seen. A model that had no instance at the start, but got one, waited for its
+*weights*.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def binds(models: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> list[
                 entry = found.setdefault(what, {"what": what, "misses": 0, "models": {}, "gpus": []})
                 entry["misses"] += misses
                 entry["models"][name] = misses
-                if what != "placement":
+                if what not in ("placement", "prompt"):
                     entry["gpus"] = sorted({*entry["gpus"], *places})
     entries = sorted(found.values(), key=lambda entry: -entry["misses"])
     return [entry | {"waiting": _mean([gpus[gpu] for gpu in entry["gpus"]], "waiting")} for entry in entries]
@@ -42,6 +43,7 @@ def _causes(model: Mapping[str, Any], gpus: Sequence[Use]) -> dict[str, int]:
     missed = model["misses"]
     queued = sum(missed[cause] for cause in ("late", "slow", "overdue", "dropped", "unfinished"))
     causes = {
+        "prompt": missed["prompt"],
         "placement": missed["unplaced"],
         "KV memory": missed["rejected"] + missed["cut_memory"],
         "context": missed["cut_context"],

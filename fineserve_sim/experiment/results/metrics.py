@@ -70,14 +70,16 @@ def measure(
     tpot_slo_s: Mapping[str, float] | None = None,
     e2e_slo_s: Mapping[str, float] | None = None,
     accept_cut: bool = False,
+    reach_tokens: Mapping[str, int] | None = None,
     unplaced: Collection[str] = (),
 ) -> Measures:
     """Evaluate one run under the TTFT limits of all models and, if given, TPOT and end-to-end limits; with ``accept_cut`` a cut
-    output is a whole one. ``unplaced`` models had no instance. AssertionError as in ``counts``."""
+    output is a whole one. ``reach_tokens``: as of ``Limits``. ``unplaced`` models had no instance. AssertionError as in
+    ``counts``."""
     if accept_cut:
         run = run.accepting_cuts()
     met = misses.met(run, Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s))
-    codes = misses.causes(run, met, unplaced)
+    codes = misses.causes(run, met, unplaced, reach_tokens)
     groups = {"": np.ones(len(run.model), dtype=np.bool_)}
     places = {name: index for index, name in enumerate(run.models)}
     groups |= {name: run.model == places.get(name, -1) for name in ttft_slo_s}  # a seed may have no request of a model

@@ -4,6 +4,7 @@
   its model can hold). dropped: its scheduler gave it up. unfinished: it had not ended when the run did.
 * cut_memory, cut_context: its output ended before it was as long as asked, since the KV memory of its engine or the context
   of its model was full. It is no miss where such outputs are accepted.
+* prompt: it was late or dropped, and its prompt is so long that an idle engine would not have its first token in time either.
 * late: it finished, its first token after the TTFT limit. slow: in time, but above the TPOT limit. overdue: both met, but
   above the end-to-end limit.
 """
@@ -18,7 +19,10 @@ from numpy.typing import NDArray
 from fineserve_sim.cluster import Cause, Fate
 from fineserve_sim.experiment.run.run_data import Columns, Floats, Limits, Mask
 
-CAUSES = ("late", "slow", "overdue", "cut_memory", "cut_context", "dropped", "rejected", "unplaced", "unfinished")
+CAUSES = (
+    *("prompt", "late", "slow", "overdue", "cut_memory", "cut_context"),
+    *("dropped", "rejected", "unplaced", "unfinished"),
+)
 
 
 def met(run: Columns, limits: Limits) -> dict[str, Mask]:
@@ -37,20 +41,26 @@ def _by_request(run: Columns, limit_s: Mapping[str, float]) -> Floats:
     return limits
 
 
-def causes(run: Columns, hits: Mapping[str, Mask], unplaced: Collection[str]) -> NDArray[np.int8]:
+def causes(
+    run: Columns, hits: Mapping[str, Mask], unplaced: Collection[str], reach_tokens: Mapping[str, int] | None = None
+) -> NDArray[np.int8]:
     """For each request 0, or the place of its cause in ``CAUSES``, counted from 1. ``hits``: as ``met`` gives them;
-    ``unplaced``: models without an instance."""
+    ``unplaced``: models without an instance; ``reach_tokens``: as of ``Limits``."""
     everything = np.ones(len(run.fate), dtype=np.bool_)
     homeless = np.array([name in unplaced for name in run.models], dtype=np.bool_)[run.model]
     rejected = run.fate == Fate.REJECTED
+    late = ~hits.get("ttft_attainment", everything)
+    reach = np.array([(reach_tokens or {}).get(name, np.inf) for name in run.models])[run.model]
+    gave_up = (run.fate == Fate.DROPPED) | (late & (run.fate == Fate.FINISHED))
     of_cause = {
         "unplaced": rejected & homeless,
         "rejected": rejected,
+        "prompt": gave_up & (run.prompt_tokens > reach),
         "dropped": run.fate == Fate.DROPPED,
         "unfinished": run.fate == Fate.UNFINISHED,
         "cut_memory": (run.fate == Fate.CUT) & (run.cause == Cause.MEMORY),
         "cut_context": (run.fate == Fate.CUT) & (run.cause == Cause.CONTEXT),
-        "late": ~hits.get("ttft_attainment", everything),
+        "late": late,
         "slow": ~hits.get("tpot_attainment", everything),
         "overdue": ~hits.get("e2e_attainment", everything),
     }

@@ -64,6 +64,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         **totals,
         "misses": _summed(run.misses[""] for run in runs),
         "ttft_slo_s": outcome.limits_s,
+        **({"reach_tokens": dict(outcome.reach_tokens)} if outcome.reach_tokens else {}),
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
         **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
         "derived": not all(slo.fixed or slo.reference == "absolute" for slo in outcome.slos.values()),

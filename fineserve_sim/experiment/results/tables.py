@@ -87,7 +87,9 @@ class RequestWriter:
 
 
 def _request_columns(outcome: Outcome, run: RunData, unplaced: Collection[str]) -> dict[str, Any]:
-    judged = run.accepting_cuts() if outcome.limits.accept_cut else run
+    limits = outcome.limits
+    judged = run.accepting_cuts() if limits.accept_cut else run
+    codes = misses.causes(judged, misses.met(judged, limits), unplaced, limits.reach_tokens)
     return {
         "request": pa.array(np.arange(len(run.arrival_s))),
         "model": _words(run.models, run.model),
@@ -99,7 +101,7 @@ def _request_columns(outcome: Outcome, run: RunData, unplaced: Collection[str]) 
         "finish_s": pa.array(run.finish_s),
         "fate": _words(_FATES, run.fate.astype(np.int32)),
         "cause": _words(_CAUSES, run.cause.astype(np.int32)),
-        "miss": _words(["", *misses.CAUSES], misses.causes(judged, misses.met(judged, outcome.limits), unplaced)),
+        "miss": _words(["", *misses.CAUSES], codes),
         "preemptions": pa.array(run.preemptions),
         "engine": pa.array(run.engine),
         "measured": pa.array(run.measured),

@@ -48,7 +48,9 @@ class Tally:
         measured = number >= self._batches.warmup
         met = misses.met(run, self._limits)
         self._count_window(run, met["ttft_attainment"])
-        np.add.at(self._misses, (run.model[measured], misses.causes(run, met, ())[measured]), 1)
+        np.add.at(
+            self._misses, (run.model[measured], misses.causes(run, met, (), self._limits.reach_tokens)[measured]), 1
+        )
         self._fates += np.bincount(run.fate[measured], minlength=len(Fate))
         self._count_hits(run.model[measured], number[measured], {name: hit[measured] for name, hit in met.items()})
         self._add("preemptions", run.model, run.preemptions, measured)

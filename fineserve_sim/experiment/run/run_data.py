@@ -19,12 +19,14 @@ Mask = NDArray[np.bool_]
 
 class Limits(NamedTuple):
     """Seconds by model; None or nothing where a moment has no limit. A model that a limit does not name has none.
-    ``accept_cut``: an output that was cut is as good as a whole one."""
+    ``accept_cut``: an output that was cut is as good as a whole one. ``reach_tokens``: the longest prompt whose first token an
+    idle engine gives in time; a model that it lacks has no such bound."""
 
     ttft_s: Mapping[str, float] | None
     tpot_s: Mapping[str, float] | None = None
     e2e_s: Mapping[str, float] | None = None
     accept_cut: bool = False
+    reach_tokens: Mapping[str, int] | None = None
 
     @property
     def moments(self) -> tuple[Mapping[str, float] | None, ...]:

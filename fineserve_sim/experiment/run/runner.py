@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fineserve_sim.experiment.file.plan import Experiment, Point
+from fineserve_sim.experiment.run.alone import reach_tokens
 from fineserve_sim.experiment.run.executor import LOOKS_S, Executor
 from fineserve_sim.experiment.run.run import Run
 from fineserve_sim.experiment.run.run_data import Limits, RunData
@@ -32,6 +33,7 @@ class Outcome:
     keys: tuple[str, ...]
     e2e_limits_s: Mapping[str, float] = field(default_factory=dict)
     accept_cut: bool = False
+    reach_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -43,7 +45,7 @@ class Outcome:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s, self.accept_cut)
+        return Limits(self.limits_s, self.tpot_limits_s, self.e2e_limits_s, self.accept_cut, self.reach_tokens)
 
 
 class Progress:
@@ -98,7 +100,8 @@ class Session:
         limits = zip(points, slos, tpots, strict=True)
         accept_cut = experiment.file.slo.cut == "whole"
         outcomes = [
-            Outcome(point, slo, tpot, (), e2e_limits(experiment, point), accept_cut) for point, slo, tpot in limits
+            _within_reach(experiment, Outcome(point, slo, tpot, (), e2e_limits(experiment, point), accept_cut))
+            for point, slo, tpot in limits
         ]
         summed = [
             None if self.summarise is None else Summed(outcome.limits, self.summarise)
@@ -128,6 +131,13 @@ class Session:
             for run in missing[cell.key]:
                 self.progress.count(run)
         return keys
+
+
+def _within_reach(experiment: Experiment, outcome: Outcome) -> Outcome:
+    """With the longest prompts that idle engines have a first token of in time."""
+    setup = experiment.setup_of(outcome.point)
+    system = setup.systems[outcome.point.system]
+    return replace(outcome, reach_tokens=reach_tokens(setup, system, outcome.limits_s))
 
 
 def _cells(

@@ -11,6 +11,7 @@ from fineserve_sim.experiment.show.labels import axis_text, number
 Cell = Mapping[str, Any]
 
 MEANINGS = {
+    "prompt": "out of reach (the prompt itself takes longer)",
     "late": "late (first token)",
     "slow": "slow (time a token)",
     "overdue": "overdue (last token)",
@@ -23,6 +24,7 @@ MEANINGS = {
 }
 _MOMENTS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "slo": "all limits"}
 _WHATS = {
+    "prompt": "the prompt itself, which takes longer than the limit on an idle engine",
     "placement": "the placement",
     "policy": "the policy's own rule (it drops what it expects to be late)",
     "bursts": "bursts, too short for a queue to be seen",

@@ -1,0 +1,88 @@
+"""What a model does by itself on idle GPUs: the engines that it may have, and the longest prompt whose first token is in time.
+
+A prompt by itself is computed in steps of the token budget. No system gives its first token sooner, but those that keep
+prefixes or cut an engine into stages: these have no such bound here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+from fineserve_sim.catalog import GpuSpec
+from fineserve_sim.cluster import EngineSettings, ScenarioError, ServedModel
+from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
+from fineserve_sim.cluster.compose.profiling import step_model
+from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree
+from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
+from fineserve_sim.latency import StepModel
+from fineserve_sim.systems.spec import MemorySpec, SystemSpec
+
+Engine = tuple[ServedModel, GpuSpec]
+"""A model at a degree, and the GPUs that it runs on."""
+
+
+def bounded(system: SystemSpec) -> bool:
+    """Whether an idle engine is as fast as the system can be for one prompt."""
+    return not caches_prefixes(system.memory) and system.execution is None and system.drop is None
+
+
+def engines_of(setup: Setup, model: ResolvedModel) -> Iterator[Engine]:
+    """The engines that a model may have: at its degree, or at each that the file leaves open, on each type of GPU."""
+    tp = model.entry.tp
+    for degree in groups_by_degree(setup, model) if tp == AUTO else [tp]:
+        served = ServedModel(model.id, model.spec, model.precision, int(degree), 0.0, math.inf, 0.0, 0.0)
+        yield from ((served, spec) for spec in dict.fromkeys(gpu.spec for gpu in setup.gpus))
+
+
+def reach_tokens(setup: Setup, system: SystemSpec, ttft_slo_s: Mapping[str, float]) -> dict[str, int]:
+    """By model, the tokens of the longest prompt whose first token an idle engine gives within the limit; it lacks models of
+    which nothing bounds that."""
+    if not bounded(system):
+        return {}
+    found = {}
+    for model in setup.models:
+        limit_s = ttft_slo_s.get(model.id, math.inf)
+        if math.isfinite(limit_s):
+            found[model.id] = max(
+                (
+                    reach_of(served, gpu, setup.engine, system.memory, limit_s)
+                    for served, gpu in engines_of(setup, model)
+                ),
+                default=model.spec.max_context_tokens,
+            )
+    return found
+
+
+def reach_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, memory: MemorySpec, limit_s: float) -> int:
+    """The longest prompt that one engine, idle, prefills within the limit; the whole context where no step time is known."""
+    step = step_of(served, gpu, settings, memory)
+    if step is None:
+        return served.model.max_context_tokens
+    return _reach(step, settings.token_budget, limit_s, served.model.max_context_tokens)
+
+
+def step_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, memory: MemorySpec) -> StepModel | None:
+    """The step times of an engine; None where none are known."""
+    try:
+        return step_model(served, gpu, settings, legacy_kernel(memory))
+    except (ScenarioError, ValueError):
+        return None
+
+
+def first_token_s(step: StepModel, prompt_tokens: int, budget: int) -> float:
+    """Seconds to the first token of a prompt on an idle engine: chunks of ``budget`` tokens, of which the last one samples."""
+    seconds, done = 0.0, 0
+    while done < prompt_tokens:
+        chunk = min(budget, prompt_tokens - done)
+        pairs = chunk * done + chunk * (chunk + 1) // 2
+        seconds += step.step_s(0, 0, chunk, pairs, done, int(done + chunk == prompt_tokens))
+        done += chunk
+    return seconds
+
+
+@lru_cache(maxsize=1024)
+def _reach(step: StepModel, budget: int, limit_s: float, longest: int) -> int:
+    return bisect_right(range(1, longest + 1), limit_s, key=lambda tokens: first_token_s(step, tokens, budget))
