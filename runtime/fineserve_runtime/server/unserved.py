@@ -36,6 +36,7 @@ _WHY = {
     "/v1/chat/completions/": _RENDERED,
     "/v1/completions/": _RENDERED,
     "/v1/messages/batches": _ONE_BY_ONE,
+    "/v1/messages/render": _RENDERED,
     "/cohere/": "use /v1/chat/completions",
     "/v1/systemone": "use /v1/chat/completions",
     "/invocations": "use /v1/chat/completions",
