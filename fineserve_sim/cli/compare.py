@@ -201,7 +201,8 @@ def _parting(
     executor: Executor,
     targets: Mapping[str, float],
 ) -> Experiment:
-    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do."""
+    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do, and
+    where no rate keeps the targets."""
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.answer import spread_of
     from fineserve_sim.experiment.results.summary import read_summary
@@ -211,7 +212,7 @@ def _parting(
         with progress_bar() as advance:
             run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
         least, most = spread_of(read_summary(out))
-        if most - least >= PARTED or most < 1 - PARTED:
+        if most - least >= PARTED or most < 1 - PARTED or _hopeless(experiment, targets):
             return experiment
         console(stderr=True).print(
             f"At rate scale {rate_scale:g} the systems keep {100 * least:.1f} to {100 * most:.1f} % within limits; faster."
@@ -220,3 +221,13 @@ def _parting(
         experiment = experiment_at(rate_scale)
     console(stderr=True).print(f"They part at no rate scale up to {MOST_RATE_SCALE:g}: what follows is at 1.")
     return first
+
+
+def _hopeless(experiment: Experiment, targets: Mapping[str, float]) -> bool:
+    """Whether no system that can be run reaches the targets, even with each model alone on idle GPUs."""
+    from fineserve_sim.experiment.sizing.feasibility import feasibility
+    from fineserve_sim.experiment.sizing.search import runnable
+
+    systems = runnable(experiment)
+    bounds = [feasibility(experiment, point, targets) for point in experiment.points if point.system in systems]
+    return all(bound is not None and bound.hopeless for bound in bounds)
