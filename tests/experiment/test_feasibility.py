@@ -246,3 +246,9 @@ def test_compare_says_why_and_searches_nothing(tmp_path: Path, capsys: pytest.Ca
     assert "With big in fp8-kv16, FineServe on 2 h100-sxm keeps the targets with 100.0 %." in shown.out
     assert "FineServe on 2 holds at no rate." in shown.out
     assert shown.err.count("count") == 1 and "rate_scale" not in shown.err
+
+
+def test_requests_that_are_all_longer_than_the_context_are_no_warning(tmp_path: Path) -> None:
+    prober = asked(tmp_path, [YI], [(0.0, "yi", 4096, 1)], {"ttft_s": 0.01}, "all:0.9")
+    found = prober.ask("static*", "cluster.count", 1)
+    assert found.shares == {"slo_attainment": 0.0} and bound_of(prober, "static*", 1).bounds == found.shares
