@@ -136,9 +136,11 @@ def compare(
         first = experiment_at(1.0 if rate_scale is None else rate_scale)
         folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
         with executor_of(executor, jobs) as where, unused_folder_goes(folder):
-            if rate_scale is None:
+            hopeless = _hopeless(first, wanted)
+            if rate_scale is None and not hopeless:
                 first = _parting(experiment_at, first, folder, where, wanted)
-            simulate_into(folder, first, where, Simulation(wanted, decisions))
+            page = not (search and hopeless)  # which is soon made with what the search finds
+            simulate_into(folder, first, where, Simulation(wanted, decisions, page=page))
             summary = _summary(folder, where, search)
         print_results(folder, summary, as_json)
 
@@ -201,8 +203,7 @@ def _parting(
     executor: Executor,
     targets: Mapping[str, float],
 ) -> Experiment:
-    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do, and
-    where no rate keeps the targets."""
+    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do."""
     from fineserve_sim.experiment import run_loaded
     from fineserve_sim.experiment.results.answer import spread_of
     from fineserve_sim.experiment.results.summary import read_summary
@@ -212,7 +213,7 @@ def _parting(
         with progress_bar() as advance:
             run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
         least, most = spread_of(read_summary(out))
-        if most - least >= PARTED or most < 1 - PARTED or _hopeless(experiment, targets):
+        if most - least >= PARTED or most < 1 - PARTED:
             return experiment
         console(stderr=True).print(
             f"At rate scale {rate_scale:g} the systems keep {100 * least:.1f} to {100 * most:.1f} % within limits; faster."
@@ -224,7 +225,7 @@ def _parting(
 
 
 def _hopeless(experiment: Experiment, targets: Mapping[str, float]) -> bool:
-    """Whether no system that can be run reaches the targets, even with each model alone on idle GPUs."""
+    """Whether no system that can be run reaches the targets, even with each model alone on idle GPUs: at no rate, then."""
     from fineserve_sim.experiment.sizing.feasibility import feasibility
     from fineserve_sim.experiment.sizing.search import runnable
 
