@@ -12,7 +12,7 @@ _GIB = 2**30
 
 def out_of_reach_lines(models: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line a model that cannot keep the targets even alone on idle GPUs, the one with the most such requests first."""
-    return [f"{model['model']} (TP {model['tp']}): {_causes(model)}; {_would(model)}." for model in models]
+    return [f"{model['model']} (TP {model['tp']}): {_causes(model)}{_would(model)}." for model in models]
 
 
 def changes_text(changes: Sequence[Mapping[str, Any]]) -> str:
@@ -27,8 +27,10 @@ def _way(change: Mapping[str, Any]) -> str:
 
 
 def _would(model: Mapping[str, Any]) -> str:
+    if model["would"] is None:
+        return ""
     ways = " or ".join(map(_way, model["would"]))
-    return f"{ways} would do" if ways else "no other precision or degree would do"
+    return f"; {ways} would do" if ways else "; no other precision or degree would do"
 
 
 def _causes(model: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ engines into stages. So a search for a higher share need not begin.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Question:
 class Alone:
     """One model by itself: its requests, how many are out of reach by cause, and by the metric that they miss. ``fixed_bytes``
     of each GPU's ``usable_bytes`` are taken before any KV. ``reach_tokens``: the longest prompt whose first token is in time.
-    ``would``: changes with which enough of its requests are within reach."""
+    ``would``: changes with which enough of its requests are within reach, where these were looked for."""
 
     model: str
     gpu: str
@@ -94,7 +94,7 @@ class Alone:
     context_tokens: int
     kv_tokens: int
     reach_tokens: int = 0
-    would: tuple[Change, ...] = ()
+    would: tuple[Change, ...] | None = None
 
     def keeps(self, targets: Targets) -> bool:
         """Whether the model's own requests can keep the targets."""
@@ -149,7 +149,7 @@ def _told(model: Alone) -> dict[str, Any]:
         "causes": dict(model.causes),
         **{name: getattr(model, name) for name in ("fixed_bytes", "usable_bytes")},
         **{name: getattr(model, name) for name in ("context_tokens", "kv_tokens", "reach_tokens")},
-        "would": [change._asdict() for change in model.would],
+        "would": None if model.would is None else [change._asdict() for change in model.would],
     }
 
 
@@ -166,7 +166,7 @@ def feasibility(experiment: Experiment, point: Point, targets: Targets, slow: st
         if len(lengths[model.id].prompt_tokens):
             limit = _limit(setup, model, point, targets)
             question = Question(setup.engine, system.memory, limit, _whole(setup, lengths[model.id]))
-            found = _best(question, engines_of(setup, model))
+            found = alone(question, engines_of(setup, model))
             if found is None:
                 return None
             if model.id == slow or not found.keeps(targets):
@@ -211,7 +211,7 @@ def _ways_out(setup: Setup, model: ResolvedModel, now: Alone, question: Question
     with the most bits, and the least degree above its own."""
 
     def better(changed: ResolvedModel) -> bool:
-        found = _best(question, engines_of(setup, changed))
+        found = alone(question, engines_of(setup, changed))
         return (
             found is not None and found.keeps(targets) and (not now.keeps(targets) or found.latency_s < now.latency_s)
         )
@@ -234,7 +234,7 @@ def _others(own: PrecisionSpec) -> list[PrecisionSpec]:
     return sorted(every, key=lambda each: -(each.weight_bits + each.activation_bits + each.kv_bits))
 
 
-def _best(question: Question, engines: Iterator[Engine]) -> Alone | None:
+def alone(question: Question, engines: Iterable[Engine]) -> Alone | None:
     """A model by itself on the best of its engines; a request that any of them serves is within reach. None where the step
     times of one are not known."""
     found: list[tuple[Alone, Engine]] = []
