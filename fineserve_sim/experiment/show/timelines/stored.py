@@ -31,6 +31,9 @@ class StoredRun:
     engine_instance_models: tuple[str, ...]
     unplaced: tuple[str, ...]
     decisions_path: Path
+    folder: Path
+    system: str
+    axes: Mapping[str, Any]
 
     @property
     def ttft_slo_s(self) -> Mapping[str, float]:
@@ -83,6 +86,9 @@ def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
         engine_instance_models=tuple(instance["model"] for instance in instances),
         unplaced=tuple(placement["unplaced"]),
         decisions_path=store.decisions_path(key),
+        folder=out,
+        system=cell["system"],
+        axes=cell["axes"],
     )
 
 
