@@ -14,7 +14,9 @@ import pytest
 
 from fineserve_sim.cluster import Left
 from fineserve_sim.experiment import run_experiment
+from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.page.build import write_page
+from fineserve_sim.experiment.show.page.requests import worth_telling
 from fineserve_sim.experiment.show.timelines.chrome import write_trace
 from fineserve_sim.experiment.show.timelines.decode import DECODES, NEIGHBOURS, PREEMPTED, PROMPTS
 from fineserve_sim.experiment.show.timelines.life import OTHERS, OWN, WEIGHTS, life_of
@@ -361,6 +363,22 @@ def test_a_drop_shows_what_is_needed_and_what_is_left(run: StoredRun) -> None:
     (told,) = [moment for moment in life_of(run, dropped).moments if moment.what.startswith("Drop: ")]
     found = re.search(r"; its prompt takes ([\d.]+) s on an idle engine, (?:([\d.]+) s|none) are left$", told.what)
     assert found is not None and float(found[2] or 0) == pytest.approx(max(0.0, 1.0 - told.after_s), rel=0.01)
+
+
+def test_the_report_tells_of_misses_of_every_cause(shared: Path, run: StoredRun) -> None:
+    for each in (run, stored_run(shared, "static*"), stored_run(shared, "prism*")):
+        cell = next(
+            cell
+            for cell in read_summary(each.folder)["cells"]
+            if (cell["system"], cell["axes"]) == (each.system, each.axes)
+        )
+        counted = {cause for cause, count in cell["misses"].items() if count}
+        few, many = worth_telling(each, len(counted)), worth_telling(each, 1000)
+        assert set(few.values()) == counted
+        causes = list(many.values())
+        assert {cause: causes.count(cause) for cause in counted} == {cause: cell["misses"][cause] for cause in counted}
+        assert causes == sorted(causes, key=lambda cause: not cause)  # misses before all others
+    assert {"dropped"} <= set(worth_telling(run, 10).values())
 
 
 def test_weights_on_their_way_are_part_of_a_ttft(tmp_path: Path) -> None:
