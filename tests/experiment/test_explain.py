@@ -19,7 +19,8 @@ from fineserve_sim.experiment.show.page.build import write_page
 from fineserve_sim.experiment.show.page.requests import worth_telling
 from fineserve_sim.experiment.show.timelines.chrome import write_trace
 from fineserve_sim.experiment.show.timelines.decode import DECODES, NEIGHBOURS, PREEMPTED, PROMPTS
-from fineserve_sim.experiment.show.timelines.life import OTHERS, OWN, WEIGHTS, life_of
+from fineserve_sim.experiment.show.timelines.first_token import OTHERS, OWN
+from fineserve_sim.experiment.show.timelines.life import WEIGHTS, life_of
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun, stored_run
 
 CROWDED = """\

@@ -17,7 +17,7 @@ WORTH_REQUESTS = 100_000
 """A run of fewer requests is done in about the time that other processes need to start."""
 
 WORTH_WHEN_READY = 5_000
-"""Of fewer, where they have started, in the time that its components need to travel."""
+"""Where they have started, a run of fewer requests is done in about the time that its components need to travel."""
 
 
 @dataclass(slots=True)

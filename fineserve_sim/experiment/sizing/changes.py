@@ -32,8 +32,8 @@ def _margin(answer: Answer, prober: Prober) -> float:
 def size_changed(
     found: Found, axis: Axis, *, most_gpus: int | None, precision: float
 ) -> Iterator[tuple[Answer, Prober]]:
-    """Where no answer holds, the same search with other precisions and degrees of what is out of reach, or else of the model
-    with the most misses at the closest cluster."""
+    """Where no answer holds, the same search with other precisions and degrees of the models that are out of reach. Where none
+    is, of the model with the most misses at the closest cluster."""
     nearest = closest(found)
     if nearest is None or any(answer.best for answer, _ in found):
         return

@@ -1,7 +1,7 @@
 """The life of one request: what it waited for, how long, and on which decision.
 
 Between its arrival and its dispatch a request waits in its scheduler. Each time an engine of the scheduler's scope stands
-between two steps, the log shows the engine's state; that state says what kept the request until the next look: no slot, no KV
+between two steps, the log shows the engine's state. That state says what kept the request until the next look: no slot, no KV
 memory for its prompt, prompts that were admitted before it, or the scheduler's order. After its dispatch it waits in the queue
 of its engine, whose state the log shows with every batch, until a batch has its first chunk.
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 from fineserve_sim.cluster import Cause, Fate, Left, Visit
 from fineserve_sim.cluster.scenario import LAST
-from fineserve_sim.experiment.show.timelines.decode import BETWEEN, DECODES, NEIGHBOURS, PROMPTS, Decode
-from fineserve_sim.experiment.show.timelines.own import own_prefill_s
+from fineserve_sim.experiment.show.timelines.decode import Decode
+from fineserve_sim.experiment.show.timelines.first_token import own_prefill_s, spent_to_first_s
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
 SLOT = "a free slot"
@@ -28,9 +28,6 @@ PREFILL = "prompts admitted before it"
 ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
 WEIGHTS = "the weights of its model, on their way to a GPU"
-OWN = "its own prompt, as on an idle engine"
-OTHERS = "others' prompts and decodes in the same steps"
-STEPS = "steps with its prompt"
 LAG_S = 2.0
 """Engines that nobody disturbs tell what they computed when somebody looks, a second later at most."""
 
@@ -135,7 +132,7 @@ def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
         visits=tuple(data.visits.of(request)),
         moments=tuple(sorted(moments, key=lambda moment: moment.at_s)),
         waited_s=dict(sorted(log.waited_s.items(), key=lambda item: -item[1])),
-        first_s=_first(run, request, log),
+        first_s=spent_to_first_s(run, request, log.prefill, log.first_waited_s),
         verdict=_verdict(run, request, decode),
         decoded_s=decode.spent_s,
         batch=decode.batch,
@@ -150,25 +147,6 @@ def _told(run: StoredRun, request: int, moment: Moment) -> Moment:
     left_s = run.ttft_slo_s[run.data.models[run.data.model[request]]] - moment.after_s
     left = f"{left_s:.3g} s are left" if left_s > 0 else "none are left"
     return replace(moment, what=f"{moment.what}; its prompt takes {own_s:.3g} s on an idle engine, {left}")
-
-
-def _first(run: StoredRun, request: int, log: _Log) -> dict[str, float]:
-    """Seconds to the first token by what they were spent for, the most first; they add up to the TTFT. Empty without one, or
-    without decisions that tell it."""
-    ttft_s = float(run.data.ttft_s[request])
-    if not log.prefill.seconds > 0 or math.isnan(ttft_s):
-        return {}
-    spent = log.prefill.spent_s
-    steps_s = spent.get(PROMPTS, 0.0) + spent.get(DECODES, 0.0)
-    own_s = own_prefill_s(run, request)
-    found = {f"waiting for {what}": seconds for what, seconds in log.first_waited_s.items()}
-    if own_s is None:
-        found[STEPS] = steps_s
-    else:
-        found |= {OWN: min(own_s, steps_s), OTHERS: max(0.0, steps_s - own_s)}
-    found[NEIGHBOURS] = spent.get(NEIGHBOURS, 0.0)
-    found[BETWEEN] = ttft_s - sum(found.values())
-    return dict(sorted(((what, s) for what, s in found.items() if s > 1e-9), key=lambda item: -item[1]))
 
 
 def _end_s(run: StoredRun, request: int) -> float:
