@@ -239,10 +239,10 @@ class Prober:
         requests."""
         try:
             experiment = self.experiment(system, key, value)
+            (point,) = experiment.points
+            return feasibility(experiment, point, self.targets, slow) if alike(experiment) else None
         except ConfigError:
             return None  # a question at this value says why
-        (point,) = experiment.points
-        return feasibility(experiment, point, self.targets, slow) if alike(experiment) else None
 
     def experiment(self, system: str, key: str, value: float) -> Experiment:
         """One system at one value, with all seeds."""
