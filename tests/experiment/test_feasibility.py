@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fineserve_sim.experiment.show.out_of_reach import out_of_reach_lines
 from fineserve_sim.experiment.sizing import axis_of, goals, size
 from fineserve_sim.experiment.sizing.bisection import first_integer
-from fineserve_sim.experiment.sizing.changes import closest, size_changed
-from fineserve_sim.experiment.sizing.feasibility import Feasibility
+from fineserve_sim.experiment.sizing.changes import closest, remedies, size_changed
+from fineserve_sim.experiment.sizing.feasibility import Alone, Feasibility
 from fineserve_sim.experiment.sizing.probe import METRICS, Prober
 from fineserve_sim.experiment.sizing.report import headline, reasons
 
@@ -193,6 +193,33 @@ def test_a_flat_curve_ends_the_search(tmp_path: Path) -> None:
     assert answer.best is None and answer.bound is None
     assert [probe.value for probe in answer.probes] == [16, 15]
     assert answer.why.endswith("; the same at 16")
+
+
+@pytest.mark.parametrize(
+    ("slo", "phase"), [({"ttft_s": 1.0}, "prefill_s"), ({"ttft_s": 9.0, "tpot_s": 0.012}, "decode_s")]
+)
+def test_where_all_is_within_reach_the_worst_model_is_tried_in_faster_ways(
+    slo: dict[str, float], phase: str, tmp_path: Path
+) -> None:
+    """A burst is late, or decodes side by side are slow. What is tried has a clearly faster prefill or decode, and room."""
+    big = {"id": "big", "model": "qwen2.5-32b", "precision": "awq"}
+    rows: list[Row] = [(0.0, "big", 1000, 60) for _ in range(16)] + [(90.0, "small", 10, 2)]
+    prober, gpus = asked(tmp_path, [big, SMALL], rows, slo, "all:0.99", systems=["dedicated"]), axis_of("gpus")
+    (none,) = size(prober, gpus, most_gpus=4)
+    assert none.best is None and none.bound is None
+    found = remedies(none, prober, gpus)
+    assert found and all(change.model == "big" for (change,) in found)
+    now = alone_of(prober, "big")
+    for changes in found:
+        changed = alone_of(prober.changed(changes, 4), "big")
+        assert getattr(changed, phase) <= 0.9 * getattr(now, phase)
+        assert changed.kv_tokens >= now.kv_tokens / 4
+    tried = list(size_changed([(none, prober)], gpus, most_gpus=4, precision=0.1))
+    assert [answer.changes for answer, _ in tried] == found
+
+
+def alone_of(prober: Prober, model: str) -> Alone:
+    return next(each for each in bound_of(prober, "dedicated", 4).models if each.model == model)
 
 
 def test_two_that_are_alike_end_a_bisection_and_others_do_not() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fineserve_sim.experiment.file.errors import ConfigError
-from fineserve_sim.experiment.sizing.feasibility import Change
+from fineserve_sim.experiment.sizing.feasibility import Change, Slow
 from fineserve_sim.experiment.sizing.probe import Prober
 from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, most_of, size, start_of
 
@@ -53,9 +53,11 @@ def remedies(answer: Answer, prober: Prober, axis: Axis) -> list[tuple[Change, .
     if answer.bound is not None:
         return answer.bound.remedies
     probe = answer.closest
-    if probe is None or not probe.missed_by:
+    if probe is None or not probe.missed_by or not probe.misses:
         return []
-    slow = max(probe.missed_by, key=probe.missed_by.__getitem__)
+    worst = max(probe.missed_by, key=probe.missed_by.__getitem__)
+    decodes = 2 * (probe.misses["slow"] + probe.misses["overdue"]) > sum(probe.misses.values())
+    slow = Slow(worst, "decode_s" if decodes else "prefill_s")
     bound = prober.bound(answer.system, axis.key, probe.value, slow)
     return [] if bound is None else bound.remedies
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,30 @@ class Limit(NamedTuple):
     e2e_s: float = math.inf
 
 
+Phase = Literal["prefill_s", "decode_s"]
+
+FASTER = 0.9
+"""A phase in at most so much of the time is clearly faster."""
+
+
+LEAST_KV = 0.25
+"""A way out that leaves less than this of the KV memory is none under load."""
+
+
+class Spent(NamedTuple):
+    """Seconds of all requests, one after the other."""
+
+    prefill_s: float
+    decode_s: float
+
+
+class Slow(NamedTuple):
+    """A model whose requests miss their limits beside others, mostly in this phase."""
+
+    model: str
+    phase: Phase
+
+
 class Change(NamedTuple):
     """Another degree or another precision of a model: the key of its entry in a file, and the value."""
 
@@ -88,7 +112,8 @@ class Alone:
     limit: Limit
     causes: Mapping[str, int]
     missed: Mapping[str, int]
-    latency_s: float
+    prefill_s: float
+    decode_s: float
     fixed_bytes: int
     usable_bytes: int
     context_tokens: int
@@ -153,7 +178,7 @@ def _told(model: Alone) -> dict[str, Any]:
     }
 
 
-def feasibility(experiment: Experiment, point: Point, targets: Targets, slow: str = "") -> Feasibility | None:
+def feasibility(experiment: Experiment, point: Point, targets: Targets, slow: Slow | None = None) -> Feasibility | None:
     """Every model at one place for one system, alone; limits that follow from reference runs are left out. None where nothing
     bounds the system, or where the step times of a model are not known. ``slow``: a model whose ways out are told though it
     keeps the targets alone."""
@@ -169,8 +194,10 @@ def feasibility(experiment: Experiment, point: Point, targets: Targets, slow: st
             found = alone(question, engines_of(setup, model))
             if found is None:
                 return None
-            if model.id == slow or not found.keeps(targets):
-                found = replace(found, would=tuple(_ways_out(setup, model, found, question, targets)))
+            keeps = found.keeps(targets)
+            if not keeps or (slow is not None and model.id == slow.model):
+                phase = slow.phase if keeps and slow is not None else None
+                found = replace(found, would=tuple(_ways_out(setup, model, found, question, targets, phase)))
             models.append(found)
     return Feasibility(models, targets) if models else None
 
@@ -206,15 +233,17 @@ def _limit(setup: Setup, model: ResolvedModel, point: Point, targets: Targets) -
     return Limit(*(limit_s if wanted else math.inf for limit_s, wanted in zip(every, asked, strict=True)))
 
 
-def _ways_out(setup: Setup, model: ResolvedModel, now: Alone, question: Question, targets: Targets) -> Iterator[Change]:
-    """Other ways to run a model in which it keeps the targets by itself, faster than now if it keeps them now: the precision
-    with the most bits, and the least degree above its own."""
+def _ways_out(
+    setup: Setup, model: ResolvedModel, now: Alone, question: Question, targets: Targets, phase: Phase | None
+) -> Iterator[Change]:
+    """Other ways to run a model in which it keeps the targets by itself, with a ``phase`` that is clearly faster than now where
+    one is given: the precision with the most bits, and the least degree above its own."""
 
     def better(changed: ResolvedModel) -> bool:
         found = alone(question, engines_of(setup, changed))
-        return (
-            found is not None and found.keeps(targets) and (not now.keeps(targets) or found.latency_s < now.latency_s)
-        )
+        if found is None or not found.keeps(targets) or found.kv_tokens < LEAST_KV * now.kv_tokens:
+            return False
+        return phase is None or getattr(found, phase) <= FASTER * getattr(now, phase)
 
     for precision in _others(model.precision):
         if better(replace(model, precision=precision)):
@@ -248,13 +277,13 @@ def alone(question: Question, engines: Iterable[Engine]) -> Alone | None:
         found.append((_alone(engine, question, *causes, missed), engine))
     if not found:
         return None
-    best, engine = min(found, key=lambda each: (each[0].missed["slo_attainment"], each[0].latency_s))
+    best, engine = min(found, key=lambda each: (each[0].missed["slo_attainment"], each[0].prefill_s))
     reach = reach_of(*engine, question.settings, question.memory, question.limit.ttft_s)
     return replace(best, missed={metric: int(mask.sum()) for metric, mask in reached.items()}, reach_tokens=reach)
 
 
-def _causes(engine: Engine, question: Question) -> tuple[dict[str, Mask], float] | None:
-    """Which requests an engine that does nothing else cannot serve in time, by cause, and the seconds of all of them; None
+def _causes(engine: Engine, question: Question) -> tuple[dict[str, Mask], Spent] | None:
+    """Which requests an engine that does nothing else cannot serve in time, by cause, and what all take; None
     where no step time is known."""
     served, gpu = engine
     step = step_of(served, gpu, question.settings, question.memory)
@@ -270,7 +299,7 @@ def _causes(engine: Engine, question: Question) -> tuple[dict[str, Mask], float]
         "tpot": decode_s > limit.tpot_s * np.maximum(output - 1, 1) * ROUNDING,
         "e2e": ttft_s + decode_s > limit.e2e_s * ROUNDING,
     }
-    return causes, float((ttft_s + decode_s).sum())
+    return causes, Spent(float(ttft_s.sum()), float(decode_s.sum()))
 
 
 def _kv_tokens(engine: Engine, settings: EngineSettings) -> int:
@@ -288,7 +317,7 @@ def _missed(causes: Mapping[str, Mask]) -> dict[str, Mask]:
 
 
 def _alone(
-    engine: Engine, question: Question, causes: Mapping[str, Mask], latency_s: float, missed: Mapping[str, Mask]
+    engine: Engine, question: Question, causes: Mapping[str, Mask], spent: Spent, missed: Mapping[str, Mask]
 ) -> Alone:
     served, gpu = engine
     first = np.select([causes[cause] for cause in CAUSES], range(1, len(CAUSES) + 1), 0)
@@ -301,7 +330,8 @@ def _alone(
         limit=question.limit,
         causes={cause: int(count) for cause, count in zip(CAUSES, counts, strict=True)},
         missed={metric: int(mask.sum()) for metric, mask in missed.items()},
-        latency_s=latency_s,
+        prefill_s=spent.prefill_s,
+        decode_s=spent.decode_s,
         fixed_bytes=fixed_bytes(served, question.settings),
         usable_bytes=usable_bytes(Gpu(0, 0, gpu), question.settings),
         context_tokens=served.model.max_context_tokens,

@@ -29,7 +29,7 @@ from fineserve_sim.experiment.run.files import prepare
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.slo import reference_runs
 from fineserve_sim.experiment.run.store import Store
-from fineserve_sim.experiment.sizing.feasibility import Change, Feasibility, feasibility
+from fineserve_sim.experiment.sizing.feasibility import Change, Feasibility, Slow, feasibility
 
 METRICS = {"ttft": "ttft_attainment", "tpot": "tpot_attainment", "e2e": "e2e_attainment", "all": "slo_attainment"}
 _KEYS = {"tpot_attainment": ("tpot_s", "tpot"), "e2e_attainment": ("e2e_s",)}
@@ -234,7 +234,7 @@ class Prober:
         told = named(self.told, ", ".join(map(str, changes)))
         return replace(self, overrides=[*self.overrides, *overrides], told=told)
 
-    def bound(self, system: str, key: str, value: float, slow: str = "") -> Feasibility | None:
+    def bound(self, system: str, key: str, value: float, slow: Slow | None = None) -> Feasibility | None:
         """Each model alone on idle GPUs, as at this value. None where nothing is known, or where other values have other
         requests."""
         try:
