@@ -111,8 +111,8 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Sizing:
-    """What a search found. ``table``: a row a system with its ``answer`` (NaN: nowhere in reach), what it attains there and its
-    GPU hours a million tokens. ``probes``: a row a value that was tried."""
+    """What a search found. ``table``: a row a system with its ``answer`` (NaN: nowhere in reach, and ``why`` says the reason),
+    what it attains there and its GPU hours a million tokens. ``probes``: a row a value that was tried."""
 
     over: str
     table: pd.DataFrame
@@ -340,9 +340,11 @@ def _written(experiment: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _best(answer: Answer) -> dict[str, Any]:
+    from fineserve_sim.experiment.sizing.report import reasons
+
     row = {"system": answer.system, "title": answer.title}
     if answer.best is None:
-        return row | {"answer": float("nan")}
+        return row | {"answer": float("nan"), "why": " ".join(reasons([answer]))}
     return row | {
         "answer": answer.best.value,
         **answer.best.shares,

@@ -136,9 +136,11 @@ def compare(
         first = experiment_at(1.0 if rate_scale is None else rate_scale)
         folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
         with executor_of(executor, jobs) as where, unused_folder_goes(folder):
-            if rate_scale is None:
+            hopeless = _hopeless(first, wanted)
+            if rate_scale is None and not hopeless:
                 first = _parting(experiment_at, first, folder, where, wanted)
-            simulate_into(folder, first, where, Simulation(wanted, decisions))
+            page = not (search and hopeless)  # which is soon made with what the search finds
+            simulate_into(folder, first, where, Simulation(wanted, decisions, page=page))
             summary = _summary(folder, where, search)
         print_results(folder, summary, as_json)
 
@@ -220,3 +222,13 @@ def _parting(
         experiment = experiment_at(rate_scale)
     console(stderr=True).print(f"They part at no rate scale up to {MOST_RATE_SCALE:g}: what follows is at 1.")
     return first
+
+
+def _hopeless(experiment: Experiment, targets: Mapping[str, float]) -> bool:
+    """Whether no system that can be run reaches the targets, even with each model alone on idle GPUs: at no rate, then."""
+    from fineserve_sim.experiment.sizing.feasibility import feasibility
+    from fineserve_sim.experiment.sizing.search import runnable
+
+    systems = runnable(experiment)
+    bounds = [feasibility(experiment, point, targets) for point in experiment.points if point.system in systems]
+    return all(bound is not None and bound.hopeless for bound in bounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,16 +75,23 @@ def _print(life: Life, title: str) -> None:
     if len(life.visits) > 1:
         typer.echo("")
         _print_visits(life)
-    if life.waited_s:
+    if life.first_s:
+        typer.echo("")
+        _print_spent("to first token, s", life.first_s, "for")
+    elif life.waited_s:
         typer.echo("")
         waits = [[f"{seconds:.3f}", what] for what, seconds in life.waited_s.items()]
         print_rows(("waited, s", "for"), waits, right=("waited, s",))
     if life.decoded_s:
         typer.echo("")
-        total_s = sum(life.decoded_s.values())
-        spent = [[f"{seconds:.3f}", f"{100 * seconds / total_s:.0f}", what] for what, seconds in life.decoded_s.items()]
-        heading = f"for, in a batch of {life.batch:.1f} on average"
-        print_rows(("decoded, s", "%", heading), spent, right=("decoded, s", "%"))
+        _print_spent("decoded, s", life.decoded_s, f"for, in a batch of {life.batch:.1f} on average")
+
+
+def _print_spent(header: str, spent_s: Mapping[str, float], what_for: str) -> None:
+    """Seconds that add up, each with its part of them."""
+    total_s = sum(spent_s.values())
+    rows = [[f"{seconds:.3f}", f"{100 * seconds / total_s:.0f}", what] for what, seconds in spent_s.items()]
+    print_rows((header, "%", what_for), rows, right=(header, "%"))
 
 
 def _print_visits(life: Life) -> None:

@@ -33,13 +33,14 @@ def register(app: typer.Typer) -> None:
 
 
 class Simulation(NamedTuple):
-    """The ``targets`` of the answer, by metric; whether ``decisions`` are logged, every iteration is an event, and ``rows`` of
-    requests are kept."""
+    """The ``targets`` of the answer, by metric; whether ``decisions`` are logged, every iteration is an event, ``rows`` of
+    requests are kept, and a ``page`` is made of these."""
 
     targets: Mapping[str, float]
     decisions: bool = False
     exact_steps: bool = False
     rows: bool = True
+    page: bool = True
 
 
 def simulate_into(out: Path, experiment: Experiment, executor: Executor, how: Simulation) -> None:
@@ -65,7 +66,7 @@ def simulate_into(out: Path, experiment: Experiment, executor: Executor, how: Si
                 summary=not how.rows,
             )
         draw(out, timelines=how.rows)
-        if how.rows:
+        if how.rows and how.page:
             write_page([out], out / "report.html")
 
 

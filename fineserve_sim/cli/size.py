@@ -150,6 +150,7 @@ def size(
     with interruptible(), unused_folder_goes(folder):
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
+        from fineserve_sim.experiment.sizing.changes import size_changed
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
@@ -161,6 +162,7 @@ def size(
             with progress_bar() as advance:
                 prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
                 found = list(size_all(prober, tried, axis, most_gpus=most, precision=precision))
+                found += size_changed(found, axis, most_gpus=most, precision=precision)
             _report(found, axis, prober, folder, as_json)
 
 
@@ -215,26 +217,28 @@ def _asked(
 
 
 def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, folder: Path, as_json: bool) -> None:
-    """The answers as a table, a figure and data; the one to take with its models and GPUs."""
+    """The answers as a table, a figure and data; the one to take, or else the closest, with its models and GPUs."""
     from fineserve_sim.experiment.results.summary import read_summary
     from fineserve_sim.experiment.run.files import prepare, write_json
     from fineserve_sim.experiment.show.answer import limits_text
     from fineserve_sim.experiment.show.page.build import write_page
     from fineserve_sim.experiment.show.report import report
     from fineserve_sim.experiment.sizing import to_take
+    from fineserve_sim.experiment.sizing.changes import closest, place_of
     from fineserve_sim.experiment.sizing.report import as_json as data_of
     from fineserve_sim.experiment.sizing.report import draw, headline, reasons, table
 
     answers = [answer for answer, _ in found]
     chosen = to_take(answers, axis)
+    shown = closest(found) if chosen is None else next(each for each in found if each[0] is chosen)
     summary = None
-    if chosen is not None and chosen.best is not None:
-        own = next(each for answer, each in found if answer is chosen)
-        summary = _chosen_results(own, chosen, axis.key, folder)
+    if shown is not None:
+        value = place_of(*shown, axis) if chosen is None or chosen.best is None else chosen.best.value
+        summary = _results(*shown, axis.key, value, folder)
     else:
         (folder / "summary.json").unlink(missing_ok=True)  # the answer of another search
     title = prober.file().file.title
-    data = data_of(answers, axis, prober.goals, title)
+    data = data_of(answers, axis, prober.goals, title, found=summary is not None)
     prepare(folder)
     write_json(folder / "size.json", data)
     fixed = summary is not None and axis.key != "slo_scale"
@@ -255,14 +259,13 @@ def _report(found: Sequence[tuple[Answer, Prober]], axis: Any, prober: Prober, f
     )
 
 
-def _chosen_results(prober: Prober, chosen: Answer, key: str, folder: Path) -> Path:
-    """The whole results of the chosen answer: a results folder like any other."""
+def _results(answer: Answer, prober: Prober, key: str, value: float, folder: Path) -> Path:
+    """The whole results of an answer's system at one value: a results folder like any other."""
     from fineserve_sim.experiment import run_loaded
 
-    assert chosen.best is not None
-    experiment = prober.experiment(chosen.system, key, chosen.best.value)
-    targets = {goal.metric: goal.share for goal in prober.goals}
-    return run_loaded(experiment, folder, executor=prober.executor, targets=targets)
+    return run_loaded(
+        prober.experiment(answer.system, key, value), folder, executor=prober.executor, targets=prober.targets
+    )
 
 
 def _file(source: Path) -> Path | None:

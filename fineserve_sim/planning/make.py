@@ -28,6 +28,7 @@ from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
 from fineserve_sim.planning.problem import Home, Layout, Limits, Option, Part, Problem, Rules, impossible
+from fineserve_sim.planning.reach import out_of_reach
 from fineserve_sim.planning.search import Best, Search, layout_of, packed
 from fineserve_sim.systems import load_systems
 
@@ -214,7 +215,10 @@ def fewest(
     tell: Callable[[Told], None] = lambda told: None,
 ) -> tuple[Wish, Best]:
     """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan. The number is found
-    by bisection; each number of GPUs has an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it."""
+    by bisection; each number of GPUs has an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it,
+    at once where none can."""
+    if why := out_of_reach(problem_of(wish), target):
+        raise ValueError(f"no plan on any number of GPUs: {why}")
     steps = wish.gpus.bit_length() + 1
     searched = partial(
         search,

@@ -164,7 +164,9 @@ class FakeProber:
 
     def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
         share = 0.96 if value in self.holds_on else 0.9
-        return Attained(value, share > 0.95, {"slo_attainment": share}, None, 1, False, usd_per_hour=value)
+        missed_by = {"m": int(value)}  # no two numbers come to the very same
+        shares = {"slo_attainment": share}
+        return Attained(value, share > 0.95, shares, None, 1, False, usd_per_hour=value, missed_by=missed_by)
 
 
 @pytest.mark.parametrize(
@@ -175,5 +177,5 @@ def test_more_gpus_that_do_not_help_hide_no_fewer_that_do(
 ) -> None:
     choice = {"system": "mine", "title": "Mine", "gpus": 8, "holds": False}
     answer = {"choice": choice, "axes": {"rate_scale": 1.0}, "targets": {"slo_attainment": 0.95}}
-    found = around._gpus(FakeProber(holds_on), answer, [("mine", "Mine"), ("other", "Other")])  # type: ignore[arg-type]
+    found = around._gpus(FakeProber(holds_on), answer, [("mine", "Mine"), ("other", "Other")], {})  # type: ignore[arg-type]
     assert (found["value"], found.get("not_on"), found["most"]) == (value, not_on, 16)

@@ -112,7 +112,7 @@ def packed_cells(file: Path, tmp_path: Path) -> list[bytes]:
     packed: list[bytes] = []
 
     class Packs:
-        workers = 1
+        workers, ready = 1, False
 
         def each(self, works: Any, out: Path, tell: Any) -> Iterator[tuple[Any, Any]]:
             for work in works:
@@ -127,7 +127,7 @@ def test_one_run_uses_all_workers_where_it_falls_apart(file: Path, tmp_path: Pat
     found: list[Cell | Part] = []
 
     class Counts:
-        workers = 3
+        workers, ready = 3, False
 
         def each(self, works: Any, out: Path, tell: Any) -> Iterator[tuple[Any, Any]]:
             done = [(work, work(out, partial(tell, work))) for work in works]
@@ -149,6 +149,31 @@ def test_small_runs_are_not_taken_apart(file: Path, tmp_path: Path) -> None:
     with executor_of("local", 2) as executor:
         ran(file, tmp_path / "out", executor, *ALONE)
         assert not multiprocessing.active_children(), "a small run starts no process"
+
+
+def test_where_processes_stand_ready_smaller_runs_are_taken_apart(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Cell | Part] = []
+
+    class Ready:
+        workers, ready = 2, True
+
+        def each(self, works: Any, out: Path, tell: Any) -> Iterator[tuple[Any, Any]]:
+            for work in works:
+                found.append(work)
+                yield work, work(out, partial(tell, work))
+
+    ran(file, tmp_path / "small", Ready(), *ALONE)
+    assert [type(work) for work in found] == [Cell]
+    found.clear()
+    monkeypatch.setattr(spread, "WORTH_WHEN_READY", REQUESTS)
+    ran(file, tmp_path / "apart", Ready(), *ALONE)
+    assert [type(work) for work in found] == [Part, Part]
+    with executor_of("local", 2) as executor:
+        assert not executor.ready
+        ran(file, tmp_path / "two", executor, ("sweeps.0.axes.rate_scale", "[1, 2]"))
+        assert executor.ready
 
 
 @pytest.mark.slow

@@ -14,10 +14,13 @@ import pytest
 
 from fineserve_sim.cluster import Left
 from fineserve_sim.experiment import run_experiment
+from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.page.build import write_page
+from fineserve_sim.experiment.show.page.requests import worth_telling
 from fineserve_sim.experiment.show.timelines.chrome import write_trace
 from fineserve_sim.experiment.show.timelines.decode import DECODES, NEIGHBOURS, PREEMPTED, PROMPTS
-from fineserve_sim.experiment.show.timelines.life import life_of
+from fineserve_sim.experiment.show.timelines.first_token import OTHERS, OWN
+from fineserve_sim.experiment.show.timelines.life import WEIGHTS, life_of
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun, stored_run
 
 CROWDED = """\
@@ -336,8 +339,70 @@ def test_the_verdict_has_every_latency_beside_its_limit(shared: Path) -> None:
     assert "end to end" in life.verdict and "limit 5 s" in life.verdict and "% of the decode went to" in life.verdict
 
 
+@pytest.mark.parametrize("system", ["prism*", "static*"])
+def test_what_a_ttft_was_spent_for_adds_up_to_it(shared: Path, system: str) -> None:
+    run = stored_run(shared, system)
+    spent = set()
+    for request in range(80):
+        life = life_of(run, request)
+        assert sum(life.first_s.values()) == pytest.approx(run.data.ttft_s[request], abs=1e-9)
+        assert all(seconds > 0 for seconds in life.first_s.values())
+        assert OWN in life.first_s
+        spent |= set(life.first_s)
+    assert {OWN, OTHERS, NEIGHBOURS} <= spent and any(what.startswith("waiting for ") for what in spent)
+
+
+def test_the_first_request_has_its_own_prompt_alone(run: StoredRun, shared: Path) -> None:
+    """Nothing else is there, so that its TTFT is what an idle engine takes."""
+    for each in (run, stored_run(shared, "static*")):
+        life = life_of(each, 0)
+        assert life.first_s == {OWN: pytest.approx(each.data.ttft_s[0], abs=1e-9)}
+
+
+def test_a_drop_shows_what_is_needed_and_what_is_left(run: StoredRun) -> None:
+    dropped = next(request for request, fate in enumerate(run.data.fate) if fate == 2)
+    (told,) = [moment for moment in life_of(run, dropped).moments if moment.what.startswith("Drop: ")]
+    found = re.search(r"; its prompt takes ([\d.]+) s on an idle engine, (?:([\d.]+) s|none) are left$", told.what)
+    assert found is not None and float(found[2] or 0) == pytest.approx(max(0.0, 1.0 - told.after_s), rel=0.01)
+
+
+def test_the_report_tells_of_misses_of_every_cause(shared: Path, run: StoredRun) -> None:
+    for each in (run, stored_run(shared, "static*"), stored_run(shared, "prism*")):
+        cell = next(
+            cell
+            for cell in read_summary(each.folder)["cells"]
+            if (cell["system"], cell["axes"]) == (each.system, each.axes)
+        )
+        counted = {cause for cause, count in cell["misses"].items() if count}
+        few, many = worth_telling(each, len(counted)), worth_telling(each, 1000)
+        assert set(few.values()) == counted
+        causes = list(many.values())
+        assert {cause: causes.count(cause) for cause in counted} == {cause: cell["misses"][cause] for cause in counted}
+        assert causes == sorted(causes, key=lambda cause: not cause)  # misses before all others
+    assert {"dropped"} <= set(worth_telling(run, 10).values())
+
+
+def test_weights_on_their_way_are_part_of_a_ttft(tmp_path: Path) -> None:
+    """QLM has one model at a time on the GPU: a request of the other one waits for its weights."""
+    text = CROWDED.replace('systems: ["static*", fineserve]', "systems: [qlm]").replace(
+        "max_sequences: 4", "max_sequences: 64"
+    )
+    text = text.replace("workload:", "  - {id: B, model: qwen3-32b, precision: W16A16, rate_per_s: 2}\nworkload:")
+    (tmp_path / "swap.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "swap.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out", at={"rate_scale": "1"})
+    served = [request for request in range(len(run.data.arrival_s)) if np.isfinite(run.data.ttft_s[request])]
+    lives = [life_of(run, request) for request in served]
+    for request, life in zip(served, lives, strict=True):
+        assert sum(life.first_s.values()) == pytest.approx(run.data.ttft_s[request], abs=1e-9)
+    waits = [life.first_s.get(f"waiting for {WEIGHTS}", 0.0) for life in lives]
+    assert max(waits) > 20.0  # a swap takes 30 s
+
+
 def test_in_a_group_the_decode_adds_up_too(spike: StoredRun) -> None:
     for request in range(0, len(spike.data.arrival_s), 40):
         life = life_of(spike, request)
         decoded_s = spike.data.finish_s[request] - spike.data.first_token_s[request]
         assert sum(life.decoded_s.values()) == pytest.approx(decoded_s, rel=1e-6)
+        assert sum(life.first_s.values()) == pytest.approx(spike.data.ttft_s[request], abs=1e-9)
+        assert all(seconds > 0 for seconds in life.first_s.values())

@@ -217,8 +217,8 @@ def test_a_folder_tells_of_what_ran_last(file: Path, tmp_path: Path, capsys: pyt
 
     search = ["size", str(file), "--most-gpus", "2", "--target"]
     assert {"Search", "Answer"} <= {*sections(*search, "ttft:0.5")}
-    assert sections(*search, "ttft:0.99", "--ttft-slo", "0.0001") == ["Search"]
-    assert not (tmp_path / "out" / "summary.json").exists()
+    none = sections(*search, "ttft:0.99", "--ttft-slo", "0.0001")
+    assert {"Search", "Answer"} <= {*none}  # with the closest cluster
     assert "Search" not in sections("run", str(file))
     assert "Answer" in sections("run", str(file))
 
@@ -227,8 +227,8 @@ def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path
     text = ONE.replace('["static*"]', '["static*", clairvoyant]').replace("ttft_s: 0.3", "ttft_s: 0.001")
     file.write_text(text, encoding="utf-8")
     (answer,) = size(Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1), axis_of("gpus"), most_gpus=2)
-    assert answer.best is None and answer.why == "at 2: 0.0 % within, of the misses 100 % prompt"
-    assert reasons([answer]) == [f"None for Static*: {answer.why}."]
+    assert answer.best is None and answer.why == "0.0 % at most are within reach, each model alone on idle GPUs"
+    assert reasons([answer])[0] == f"None for Static*: {answer.why}."
 
 
 def test_fewer_gpus_than_the_weights_need_are_not_asked(file: Path, tmp_path: Path) -> None:

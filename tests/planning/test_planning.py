@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,9 @@ from fineserve_sim.cluster import Fate, simulate
 from fineserve_sim.experiment import load_experiment
 from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.planning.islands import Simulated, losses, places_of
-from fineserve_sim.planning.make import ModelWish, Wish, judged, plan_document, problem_of, search
+from fineserve_sim.planning.make import ModelWish, Wish, fewest, judged, plan_document, problem_of, search
 from fineserve_sim.planning.problem import Home, Layout, Problem, Rules
+from fineserve_sim.planning.reach import out_of_reach
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
 MODELS = (
@@ -169,6 +171,23 @@ def test_a_mistake_is_one_line(wish: Wish, option: list[str], message: str) -> N
     assert message in str(ran.exception)
 
 
+def test_what_is_out_of_reach_is_not_searched(wish: Wish) -> None:
+    """Alone on idle GPUs, in whichever option, too many prompts take longer than the limit."""
+    tight = replace(wish, models=MODELS[:1], ttft_slo_s=0.03)
+    problem = problem_of(tight)
+    why = out_of_reach(problem, 0.9)
+    assert why is not None and re.fullmatch(
+        r"[\d.]+ % of the requests at most are on time on idle GPUs\. large \(TP \d\): [\d.]+ % of its requests cannot have a "
+        r"first token within 0\.03 s \(prompts above [\d,]+ tokens\)",
+        why,
+    )
+    with pytest.raises(ValueError, match="no plan on any number of GPUs: "):
+        fewest(tight, 0.9, evaluations=10_000)
+    within = float(why.split()[0]) / 100
+    assert out_of_reach(problem, within - 0.01) is None
+    assert search(problem, evaluations=20).loss >= (1 - within - 0.001) * problem.worth
+
+
 def test_python_finds_the_fewest_gpus(wish: Wish) -> None:
     import fineserve_sim as fs
 
@@ -177,4 +196,6 @@ def test_python_finds_the_fewest_gpus(wish: Wish) -> None:
     assert found.experiment["cluster"]["count"] == 1
     assert found.judged["plan"].min() > 0.9
     with pytest.raises(ValueError, match="no plan on 1 GPUs keeps 100 % as far as was searched"):
-        fs.plan(wish.trace, models, gpus=1, ttft_slo_s=0.01, spread=True, target=1.0, evaluations=5, jobs=1)
+        fs.plan(
+            wish.trace, models, gpus=1, ttft_slo_s=0.3, rate_scale=20, spread=True, target=1.0, evaluations=5, jobs=1
+        )

@@ -7,6 +7,7 @@ runs once a process for each model, GPU type and engine settings.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -80,7 +81,7 @@ def _measured_mme(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -
 
 def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
     """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each of its GPUs, while requests wait for it. At
-    time 0 all wait and nothing is cached yet: that sample says nothing of the engine."""
+    time 0 all wait and nothing is cached yet: that sample says nothing of the engine. NaN where none can be served."""
     requests = 4 * SWEEP_REQUESTS
     trace = Trace(
         arrival_s=np.zeros(requests),
@@ -100,8 +101,10 @@ def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSet
     run = Run(scenario, compose(scenario, (Placement((instance,)), {})))
     run.to_the_end()
     timeline = run.parts.sampler.rows.timeline()
-    used_bytes = timeline.kv_used_bytes[(timeline.waiting[:, 0] > 0) & (timeline.time_s > 0), 0].mean()
-    return float(used_bytes) / (geometry(served, settings).token_bytes * served.tp)
+    used_bytes = timeline.kv_used_bytes[(timeline.waiting[:, 0] > 0) & (timeline.time_s > 0), 0]
+    if not len(used_bytes):  # a mean request is longer than the model's context
+        return math.nan
+    return float(used_bytes.mean()) / (geometry(served, settings).token_bytes * served.tp)
 
 
 def _sample_s(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> float:

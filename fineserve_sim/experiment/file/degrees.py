@@ -28,9 +28,14 @@ def groups_by_degree(setup: Setup, model: ResolvedModel) -> dict[int, int]:
     slots = slots_of(setup)
     most = 1 if any(gpu.spec.whole for gpu in setup.gpus) else max(DEGREES)
     largest_bytes = max(slot.memory_bytes for slot in slots)
-    splitting = [tp for tp in DEGREES if tp <= most and _splits(model, tp)]
+    splitting = [tp for tp in splitting_degrees(model) if tp <= most]
     fitting = [tp for tp in splitting if _fixed_bytes(setup, model, tp) < largest_bytes]
     return {tp: groups for tp in fitting if (groups := len(tp_groups(slots, tp)))}
+
+
+def splitting_degrees(model: ResolvedModel) -> list[int]:
+    """The degrees over which the model splits, rising."""
+    return [tp for tp in DEGREES if _splits(model, tp)]
 
 
 def least_degree(setup: Setup, model: ResolvedModel) -> int:

@@ -11,12 +11,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+import numpy as np
+
 from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.cluster import EngineSettings, ScenarioError, ServedModel
 from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.compose.profiling import step_model
 from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
+from fineserve_sim.experiment.run.run_data import Floats, Ints
 from fineserve_sim.latency import StepModel
 from fineserve_sim.systems.spec import MemorySpec, SystemSpec
 
@@ -81,6 +84,16 @@ def first_token_s(step: StepModel, prompt_tokens: int, budget: int) -> float:
         seconds += step.step_s(0, 0, chunk, pairs, done, int(done + chunk == prompt_tokens))
         done += chunk
     return seconds
+
+
+def latencies_s(step: StepModel, budget: int, prompt_tokens: Ints, output_tokens: Ints) -> tuple[Floats, Floats]:
+    """Seconds to the first token, and from it to the last one, of each request on an idle engine."""
+    prompts, place = np.unique(prompt_tokens, return_inverse=True)
+    first_s: Floats = np.array([first_token_s(step, tokens, budget) for tokens in prompts.tolist()])[place]
+    steps_s = step.decode_steps_s(1, 0, int((prompt_tokens + output_tokens).max(initial=1)))
+    ends_s = np.concatenate([[0.0], np.cumsum(steps_s)])
+    decode_s: Floats = ends_s[prompt_tokens + output_tokens - 1] - ends_s[prompt_tokens]
+    return first_s, decode_s
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,10 @@ class Executor(Protocol):
     def workers(self) -> int:
         """How much is done at a time."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether its processes have started, so that small work is worth handing out."""
+
     def each(self, works: Iterable[W], out: Path, tell: Callable[[W, float], None]) -> Iterator[tuple[W, Any]]:
         """Do all ``works`` and yield each with what came of it, in order of completion; its files are in ``out`` then. Work is
         taken from the iterable as it is needed, and done again where a worker died. ``tell`` is called now and then with the

@@ -101,6 +101,11 @@ class LocalProcesses:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
+    def ready(self) -> bool:
+        """As of ``Executor``."""
+        return self._pool is not None and self._has_started
+
+    @property
     def _has_started(self) -> bool:
         return self._started is not None and self._started.is_set()
 

@@ -92,6 +92,8 @@ class RayCluster:
         self._board = _new_board()
         self._carry_out = ray.remote(num_cpus=1, max_retries=RETRIES)(carry_out)
 
+    ready = False  # work travels
+
     @property
     def workers(self) -> int:
         return self._jobs or max(1, int(ray.cluster_resources().get("CPU", 1)))

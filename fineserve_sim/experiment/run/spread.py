@@ -16,6 +16,9 @@ from fineserve_sim.experiment.run.work import Cell, Part, TellShare, named
 WORTH_REQUESTS = 100_000
 """A run of fewer requests is done in about the time that other processes need to start."""
 
+WORTH_WHEN_READY = 5_000
+"""Where they have started, a run of fewer requests is done in about the time that its components need to travel."""
+
 
 @dataclass(slots=True)
 class _Pieces:
@@ -72,7 +75,7 @@ class Spread:
     def _works(self) -> Iterator[Cell | Part]:
         """Runs that stay whole first: they take longest."""
         few = len(self._cells) < self._executor.workers
-        divisible = {cell.key: cell for cell in self._cells if few and _may_divide(cell)}
+        divisible = {cell.key: cell for cell in self._cells if few and _may_divide(cell, self._executor.ready)}
         yield from (cell for cell in self._cells if cell.key not in divisible)
         for key, cell in divisible.items():
             with named(str(cell.run)):
@@ -85,8 +88,8 @@ class Spread:
                 yield Part(key, str(cell.run), number, component)
 
 
-def _may_divide(cell: Cell) -> bool:
+def _may_divide(cell: Cell, ready: bool) -> bool:
     if cell.decisions or cell.summed is not None or cell.simulate is not simulate:
         return False
-    described = scenario(cell.run)
-    return why_whole(described) is None and len(described.whole_trace) >= WORTH_REQUESTS
+    described, worth = scenario(cell.run), WORTH_WHEN_READY if ready else WORTH_REQUESTS
+    return why_whole(described) is None and len(described.whole_trace) >= worth

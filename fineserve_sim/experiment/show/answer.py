@@ -7,6 +7,7 @@ from typing import Any
 
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
 from fineserve_sim.experiment.show.labels import axis_text, number
+from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 
 Cell = Mapping[str, Any]
 
@@ -39,7 +40,13 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
     answer, cell = summary.get("answer"), chosen_cell(summary)
     if not answer or cell is None:
         return []
-    lines = [_choice(answer, cell), *_gpus(answer, cell), _cost(cell, summary["price"]), _misses(cell)]
+    lines = [
+        _choice(answer, cell),
+        *_beyond(answer, cell),
+        *_gpus(answer, cell),
+        _cost(cell, summary["price"]),
+        _misses(cell),
+    ]
     lines += [" ".join(sentences)] if (sentences := list(_binding(cell))) else []
     load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell))}"
     return [*lines, load]
@@ -156,6 +163,10 @@ def _left_out(models: Sequence[str]) -> str:
 def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
     """What the search for more GPUs came to."""
     found, gpu = answer["search"]["gpus"], cell["cluster"]["gpu"]
+    if "out_of_reach" in found:
+        bounds = found["out_of_reach"]["bounds"]
+        beyond = ", ".join(f"{100 * share:.1f} %" for share in bounds.values())
+        return f"No number of {gpu} keeps {targets}: {beyond} at most are within reach, each model alone on idle GPUs."
     if found["value"] is None:
         tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
         return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
@@ -163,6 +174,18 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
     left_out = _left_out(found.get("unplaced", ()))
     more = f" ({found['not_on']} fail: more GPUs are another placement)" if found["not_on"] else ""
     return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}.{left_out}"
+
+
+def _beyond(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+    """Which models are out of reach on any number of GPUs, and what another precision or degree of them would come to."""
+    search = answer.get("search", {})
+    yield from out_of_reach_lines(search.get("gpus", {}).get("out_of_reach", {}).get("models", ()))
+    for changed in search.get("changed", ()):
+        shares = ", ".join(f"{100 * share:.1f} %" for share in changed["shares"].values())
+        keeps = f"keeps the targets with {shares}" if changed["holds"] else f"comes to {shares}"
+        reach = ", ".join(f"{100 * share:.1f} %" for share in (changed["bounds"] or {}).values())
+        within = "" if changed["holds"] or not reach else f"; {reach} would be within reach"
+        yield f"With {changes_text(changed['changes'])}, {answer['choice']['title']} on {gpus_text(cell)} {keeps}{within}."
 
 
 def _hourly(usd: float | None) -> str:
@@ -277,7 +300,9 @@ def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """What the search along the rate found for the chosen system."""
     rate, base = answer["search"]["rate"], _base_per_s(answer, cell)
     holds = f"{answer['choice']['title']} on {cell['cluster']['count']} holds"
-    if rate["value"] is None:
+    if rate["value"] is None and not rate["least"]:
+        yield f"{holds} at no rate."
+    elif rate["value"] is None:
         yield f"{holds} at no rate down to {_rate(rate['least'], base)}."
     elif rate["fails_at"] is None:
         yield f"{holds} up to {_rate(rate['value'], base)}, the highest that was tried."

@@ -3,7 +3,8 @@
 Along an axis on which things get easier, the answer turns once from no to yes. Two values that answer differently bracket the
 turn; halving the bracket finds it. Common random numbers (the same requests at every value) make the answers of one system
 monotone in practice, though no law says so. What is found is a turn, checked on both sides of it. More GPUs may even be worse,
-where a policy places more replicas on them: before it is said that nothing holds, some fewer are asked as well.
+where a policy places more replicas on them: before it is said that nothing holds, some fewer are asked as well. Where these
+come to the very same, the rest of the GPUs stays empty, and nothing more is asked.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import math
 from collections.abc import Callable
 
 Holds = Callable[[float], bool]
+Alike = Callable[[float, float], bool]
+"""Whether two values that were asked came to the very same."""
+
 OTHERS = 8
 """At least so many integers below, evenly spread, and fewer than twice as many, are asked where the highest does not hold."""
 
 
-def first_integer(low: int, high: int, holds: Holds) -> int | None:
-    """The smallest integer from ``low`` to ``high`` at which ``holds``; None when it holds neither at ``high`` nor at those
-    asked in between."""
+def first_integer(low: int, high: int, holds: Holds, alike: Alike = lambda some, others: False) -> int | None:
+    """The smallest integer from ``low`` to ``high`` at which ``holds``. None when it holds neither at ``high`` nor at those
+    asked in between: the highest of these alone where it is ``alike``."""
     if not holds(high):
         stride = max(1, (high - low) // OTHERS)
-        below = next((value for value in range(low, high, stride) if holds(value)), None)
+        between = range(low, high, stride)
+        if between and not holds(between[-1]) and alike(between[-1], high):
+            return None
+        below = next((value for value in between if holds(value)), None)
         if below is None:
             return None
         low, high = max(low, below - stride + 1), below

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from fineserve_sim.experiment.run.files import prepare
 from fineserve_sim.experiment.run.runner import OnProgress, Progress, Session
 from fineserve_sim.experiment.run.slo import reference_runs
 from fineserve_sim.experiment.run.store import Store
+from fineserve_sim.experiment.sizing.feasibility import Change, Feasibility, Slow, feasibility
 
 METRICS = {"ttft": "ttft_attainment", "tpot": "tpot_attainment", "e2e": "e2e_attainment", "all": "slo_attainment"}
 _KEYS = {"tpot_attainment": ("tpot_s", "tpot"), "e2e_attainment": ("e2e_s",)}
@@ -78,6 +79,7 @@ class Attained:
     GPU hours a million tokens, dollars an hour, and what its misses come from, too.
 
     ``early``: fewer than all seeds decided it. ``problem``: why it could not run (a model that fits on no GPU, say).
+    ``missed_by``: misses by model.
     """
 
     value: float
@@ -92,6 +94,12 @@ class Attained:
     usd_per_mtoken: float | None = None
     misses: Mapping[str, int] | None = None
     unplaced: tuple[str, ...] = ()
+    missed_by: Mapping[str, int] | None = None
+
+    def like(self, other: Attained) -> bool:
+        """Whether both came to the very same, as clusters do of which one has more empty GPUs."""
+        own = (self.seeds, self.shares, self.missed_by, self.misses)
+        return bool(self.shares) and own == (other.seeds, other.shares, other.missed_by, other.misses)
 
     @property
     def why(self) -> str:
@@ -108,6 +116,11 @@ class Attained:
 
 Told = Callable[[str, "Attained"], None]
 """Called with what was asked and what was found."""
+
+
+def named(told: Told | None, name: str) -> Told | None:
+    """``told`` with a name before what is asked."""
+    return told if told is None or not name else lambda asked, found: told(f"{name}, {asked}", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +179,7 @@ class Prober:
         seeds = experiment.file.seeds
         for count in (1, seeds):
             runs, unplaced = self._run(experiment, count)
-            sure = [_sure_of(runs, seeds, goal, alike=_alike(experiment)) for goal in self.goals]
+            sure = [_sure_of(runs, seeds, goal, alike=alike(experiment)) for goal in self.goals]
             if not fully and (False in sure or all(sure)):
                 break
         found = {goal.metric: estimate(runs, goal.metric) for goal in self.goals}
@@ -187,6 +200,7 @@ class Prober:
             usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
+            missed_by={name: sum(sum(run.misses[name].values()) for run in runs) for name in runs[0].misses if name},
         )
 
     def _run(self, experiment: Experiment, seeds: int) -> tuple[list[Measures], tuple[str, ...]]:
@@ -206,6 +220,30 @@ class Prober:
         moving = experiment.setup.systems[outcome.point.system].residency is not None
         return runs, () if moving else tuple(placements[0]["unplaced"])
 
+    @property
+    def targets(self) -> dict[str, float]:
+        """Shares by metric."""
+        return {goal.metric: goal.share for goal in self.goals}
+
+    def changed(self, changes: Sequence[Change], gpus: int | None = None) -> Prober:
+        """The same questions about models of other precisions or degrees. ``gpus``: of the file, where there is another number
+        of them."""
+        number = {model.id: at for at, model in enumerate(self.file().file.models)}
+        overrides = [(f"models.{number[change.model]}.{change.key}", str(change.value)) for change in changes]
+        overrides += [] if gpus is None else [("cluster.count", str(gpus))]
+        told = named(self.told, ", ".join(map(str, changes)))
+        return replace(self, overrides=[*self.overrides, *overrides], told=told)
+
+    def bound(self, system: str, key: str, value: float, slow: Slow | None = None) -> Feasibility | None:
+        """Each model alone on idle GPUs, as at this value. None where nothing is known, or where other values have other
+        requests."""
+        try:
+            experiment = self.experiment(system, key, value)
+            (point,) = experiment.points
+            return feasibility(experiment, point, self.targets, slow) if alike(experiment) else None
+        except ConfigError:
+            return None  # a question at this value says why
+
     def experiment(self, system: str, key: str, value: float) -> Experiment:
         """One system at one value, with all seeds."""
         return self._experiment(system, {**(self.at or {}), key: value})
@@ -224,7 +262,7 @@ _BARE = (("claims", "[]"), ("figures", "[]"))
 """A search looks at neither."""
 
 
-def _alike(experiment: Experiment) -> bool:
+def alike(experiment: Experiment) -> bool:
     """Whether all seeds have as many requests; else the durations of the file set their number."""
     work = experiment.setup.workload
     return work.trace is not None or work.requests is not None

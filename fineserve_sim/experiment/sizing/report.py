@@ -14,6 +14,7 @@ from matplotlib.transforms import Transform
 
 from fineserve_sim.experiment.show.answer import cheapest_text, dollars, lowered, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
+from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 from fineserve_sim.experiment.show.plot_style import (
     Handle,
     SystemStyles,
@@ -32,27 +33,38 @@ from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
 def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> PlainTable:
     """A row a system and type of GPU: the answer with its attainment and cost, and what the search took."""
     several = len({answer.gpu for answer in answers}) > 1
-    degrees = any(answer.tp for answer in answers)
-    headers = ["System", *(["GPU"] * several), *(["TP"] * degrees), f"{axis.title}, {axis.best}"]
+    degrees, changed = any(answer.tp for answer in answers), any(answer.changes for answer in answers)
+    headers = ["System", *(["With"] * changed), *(["GPU"] * several), *(["TP"] * degrees), f"{axis.title}, {axis.best}"]
     headers += [quantity(goal.metric).text for goal in goals]
     headers += ["$/h", "$/Mtok", "Probes"]
-    left = [at for at, header in enumerate(headers) if header in ("System", "GPU")]
+    left = [at for at, header in enumerate(headers) if header in ("System", "With", "GPU")]
     found = PlainTable(*headers, left=left)
     for answer in answers:
-        place = [*([answer.gpu] * several), *([str(answer.tp or "own")] * degrees)]
+        place = [
+            *([_with(answer) or "as asked"] * changed),
+            *([answer.gpu] * several),
+            *([str(answer.tp or "own")] * degrees),
+        ]
         found.add_row(answer.title, *place, *_numbers(answer, goals), _probes(answer))
     return found
 
 
 def reasons(answers: Sequence[Answer]) -> list[str]:
-    """A line for each reason of a none, with all systems and clusters that share it."""
+    """A line for each reason of a none, with all systems and clusters that share it, and one for each model out of reach."""
     told: dict[str, list[str]] = {}
     several = len({answer.gpu for answer in answers}) > 1
     for answer in answers:
         if answer.best is None:
             tp = f" at TP {answer.tp}" if answer.tp else ""
-            told.setdefault(answer.why, []).append(f"{answer.title}{f' on {answer.gpu}' * several}{tp}")
-    return [f"None for {', '.join(who)}: {why}." for why, who in told.items()]
+            changed = f" with {_with(answer)}" if answer.changes else ""
+            told.setdefault(answer.why, []).append(f"{answer.title}{f' on {answer.gpu}' * several}{tp}{changed}")
+    bounds = [answer.bound.told()["models"] for answer in answers if answer.bound is not None]
+    beyond = dict.fromkeys(line for models in bounds for line in out_of_reach_lines(models))
+    return [f"None for {', '.join(who)}: {why}." for why, who in told.items()] + list(beyond)
+
+
+def _with(answer: Answer) -> str:
+    return changes_text([change._asdict() for change in answer.changes])
 
 
 def _numbers(answer: Answer, goals: Sequence[Goal]) -> list[str]:
@@ -73,14 +85,28 @@ def headline(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> st
     """The cheapest cluster that keeps the targets, in a sentence; of a rate or an SLO scale, what was asked."""
     targets = targets_text({goal.metric: goal.share for goal in goals})
     if not any(answer.best for answer in answers):
-        return f"No system keeps {targets}; the reasons are below."
+        return _none(answers, axis, targets)
+    asked = all(answer.best is None or not answer.changes for answer in answers)
+    as_asked = "" if asked else f"{_none([answer for answer in answers if not answer.changes], axis, targets)} "
     chosen = cheapest(answers) if axis is GPUS else None
     if chosen is None or chosen.best is None:
-        return f"The {axis.best} {lowered(axis.title)} that keeps {targets}:"
+        return f"{as_asked}The {axis.best} {lowered(axis.title)} that keeps {targets}:"
     tp = f" at TP {chosen.tp}" if chosen.tp else ""
     cost = "" if chosen.best.usd_per_hour is None else f", ${chosen.best.usd_per_hour:,.2f} an hour"
     first = cheapest_text((answer.gpu, answer.best.usd_per_hour) for answer in answers if answer.best is not None)
-    return f"{first} {targets}: {chosen.title} on {chosen.best.value:g} {chosen.gpu}{tp}{cost}."
+    found = f"{chosen.title} on {chosen.best.value:g} {chosen.gpu}{tp}{cost}"
+    if chosen.changes:
+        return f"{as_asked}With {_with(chosen)} the {first.removeprefix('The ')} them: {found}."
+    return f"{first} {targets}: {found}."
+
+
+def _none(answers: Sequence[Answer], axis: Axis, targets: str) -> str:
+    """That nothing holds: for want of reach on idle GPUs, or as far as was searched."""
+    gpus = " or ".join(dict.fromkeys(answer.gpu for answer in answers))
+    if all(answer.bound is not None for answer in answers):
+        whatever = f"number of {gpus}" if axis is GPUS else f"{lowered(axis.title)} on {gpus}"
+        return f"No {whatever} keeps {targets}: some requests are out of reach even alone on idle GPUs."
+    return f"No system keeps {targets}; the reasons are below."
 
 
 def _probes(answer: Answer) -> str:
@@ -88,13 +114,15 @@ def _probes(answer: Answer) -> str:
     return f"{len(answer.probes)}, {early} stopped early" if early else str(len(answer.probes))
 
 
-def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experiment: str) -> Mapping[str, Any]:
+def as_json(
+    answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experiment: str, *, found: bool
+) -> Mapping[str, Any]:
     """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take; ``found``:
     whether it was run in full, beside this."""
     chosen = cheapest(answers) if axis is GPUS else None
     return {
         "cheapest": None if chosen is None else list(answers).index(chosen),
-        "found": cheapest(answers) is not None,
+        "found": found,
         "experiment": experiment,
         "over": axis.key,
         "title": axis.title,
@@ -107,6 +135,8 @@ def as_json(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experi
                 "gpu": answer.gpu,
                 "tp": answer.tp,
                 "why": answer.why,
+                "changes": [change._asdict() for change in answer.changes],
+                "out_of_reach": None if answer.bound is None else answer.bound.told(),
                 "answer": asdict(answer.best) if answer.best else None,
                 "probes": [asdict(probe) for probe in answer.probes],
             }
@@ -129,7 +159,8 @@ def draw(
 def _name(answer: Answer, several: bool) -> str:
     """Of a line: the system, with its GPU and TP degree where several of these are searched."""
     tp = "" if answer.tp is None else f", TP {answer.tp}"
-    return f"{answer.title}{f', {answer.gpu}' * several}{tp}"
+    changed = f", {_with(answer)}" if answer.changes else ""
+    return f"{answer.title}{f', {answer.gpu}' * several}{tp}{changed}"
 
 
 def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title: str, limits: str) -> Figure:

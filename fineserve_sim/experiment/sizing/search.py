@@ -12,6 +12,7 @@ from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.results.places import Places
 from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
+from fineserve_sim.experiment.sizing.feasibility import Change, Feasibility
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
@@ -43,7 +44,8 @@ def axis_of(name: str) -> Axis:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What was found for one system on one type of GPU: the probe at the answer (None: nowhere in reach), and all probes in
-    order. ``tp`` None: that of the file."""
+    order. ``tp`` None: that of the file. ``bound``: what was out of reach before any probe. ``changes``: of models, where none
+    holds as asked."""
 
     system: str
     title: str
@@ -51,20 +53,33 @@ class Answer:
     probes: tuple[Attained, ...]
     gpu: str = ""
     tp: int | None = None
+    bound: Feasibility | None = None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def closest(self) -> Attained | None:
+        """The probe that came closest; of equal ones that with the lowest value."""
+        ranked = sorted(self.probes, key=lambda probe: probe.value)
+        return max(ranked, key=lambda probe: min(probe.shares.values(), default=-1.0), default=None)
 
     @property
     def why(self) -> str:
-        """Why there is no answer: what the probe came to that came closest."""
-        if self.best is not None or not self.probes:
+        """Why there is no answer: what is within reach at most, or what the probe came to that came closest."""
+        closest = self.closest
+        if self.bound is not None:
+            shares = ", ".join(f"{100 * share:.1f} %" for share in self.bound.bounds.values())
+            return f"{shares} at most are within reach, each model alone on idle GPUs"
+        if self.best is not None or closest is None:
             return ""
-        closest = max(self.probes, key=lambda probe: min(probe.shares.values(), default=-1.0))
-        return closest.problem or f"at {closest.value:g}: {closest.why}"
+        alike = [probe.value for probe in self.probes if probe is not closest and probe.like(closest)]
+        same = f"; the same at {max(alike):g}" if alike else ""
+        return closest.problem or f"at {closest.value:g}: {closest.why}{same}"
 
 
 def fewest_gpus(prober: Prober, system: str, title: str, least: int, most: int) -> Answer:
     """The fewest GPUs from ``least`` to ``most``, with all seeds run at the answer."""
     asked = Asked(prober, system, GPUS)
-    return asked.answer(title, partial(first_integer, least, most, asked.holds))
+    return asked.answer(title, partial(first_integer, least, most, asked.holds, asked.alike))
 
 
 def turning_point(prober: Prober, system: str, title: str, axis: Axis, start: float, precision: float) -> Answer:
@@ -86,6 +101,10 @@ class Asked:
             self._found[value] = self._prober.ask(self._system, self._axis.key, value)
         return self._found[value].holds
 
+    def alike(self, value: float, other: float) -> bool:
+        """Whether two values that were asked came to the very same."""
+        return self._found[value].like(self._found[other])
+
     def answer(self, title: str, search: Callable[[], float | None]) -> Answer:
         """The probe at the value that ``search`` finds, over all seeds, so that its interval is as narrow as the seeds allow.
         Where it does not hold over all of them (a seed cannot run), search on: what was asked is known."""
@@ -94,25 +113,44 @@ class Asked:
         return Answer(self._system, title, None if value is None else self._found[value], tuple(self._found.values()))
 
 
-def size(prober: Prober, axis: Axis, *, most_gpus: int | None = None, precision: float = 0.05) -> Iterator[Answer]:
-    """One answer a system of the file. GPUs are searched up to ``most_gpus`` (by default twice the file's count) from as many
-    as the models' weights need, scales from the file's own value.
+def size(
+    prober: Prober, axis: Axis, *, most_gpus: int | None = None, precision: float = 0.05, only: str = ""
+) -> Iterator[Answer]:
+    """One answer a system of the file, or of the ``only`` one. GPUs are searched up to ``most_gpus`` (by default twice the
+    file's count) from as many as the models' weights need, scales from the file's own value. Nothing is searched where the
+    targets are out of reach on idle GPUs.
 
     Raises ConfigError and SizingError as ``Prober.file`` does, SizingError where ``at`` fixes the axis.
     """
     file = prober.file()
     if axis.key in (prober.at or {}):
         raise SizingError(f"--at {axis.key}: it is what is searched; leave it out")
-    start = {**default_axes(file.file), **(prober.at or {})}
     slack = 1 - min(goal.share for goal in prober.goals)
-    for system in runnable(file):
+    most = most_of(prober, most_gpus)
+    start = start_of(prober, axis)
+    easiest = {"fewest": most, "highest": start, "tightest": start * LIMIT}[axis.best]
+    for system in [only] if only else runnable(file):
         title = file.setup.systems[system].title
-        if axis is GPUS:
-            most = most_gpus or 2 * file.file.cluster.count
+        bound = prober.bound(system, axis.key, easiest)
+        if bound is not None and bound.hopeless:
+            found = Answer(system, title, None, (), bound=bound)
+        elif axis is GPUS:
             found = fewest_gpus(prober, system, title, min(most, least_gpus(file.setup, system, slack)), most)
         else:
-            found = turning_point(prober, system, title, axis, float(start[axis.key]), precision)
+            found = turning_point(prober, system, title, axis, start, precision)
         yield replace(found, gpu=file.setup.gpu_name)
+
+
+def most_of(prober: Prober, most_gpus: int | None) -> int:
+    """GPUs that are tried at most."""
+    return most_gpus or 2 * prober.file().file.cluster.count
+
+
+def start_of(prober: Prober, axis: Axis) -> float:
+    """The file's own value of the axis, or that of the place."""
+    file = prober.file()
+    places = {"cluster.count": file.file.cluster.count, **default_axes(file.file), **(prober.at or {})}
+    return float(places[axis.key])
 
 
 def runnable(experiment: Experiment) -> list[str]:

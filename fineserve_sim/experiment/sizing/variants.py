@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fineserve_sim import catalog
 from fineserve_sim.experiment.file.errors import ConfigError
-from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError, Told
+from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError, named
 from fineserve_sim.experiment.sizing.search import Answer, Axis, runnable, size
 
 
@@ -30,12 +30,8 @@ class Variant:
             overrides.append(("cluster.usd_per_gpu_hour", str(self.usd_per_gpu_hour)))
         if self.tp is not None:
             overrides += [(f"models.{index}.tp", str(self.tp)) for index in range(len(file.file.models))]
-        return replace(prober, overrides=overrides, told=self._named(prober.told))
-
-    def _named(self, told: Told | None) -> Told | None:
-        """``told`` with what is asked on which cluster."""
         name = ", ".join(part for part in (self.gpu, self.tp and f"TP {self.tp}") if part)
-        return told if told is None or not name else lambda asked, found: told(f"{name}, {asked}", found)
+        return replace(prober, overrides=overrides, told=named(prober.told, name))
 
 
 def variants(gpus: Sequence[str], degrees: Sequence[int], prices: Mapping[str, float]) -> list[Variant]:

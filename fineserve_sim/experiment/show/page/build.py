@@ -177,9 +177,9 @@ def _sections(
     for system in here.memory_systems:
         yield _of_system(summary, system, "KV memory over time (GiB)", f"{prefix}memory/{system}")
     yield _section(
-        "Slowest requests",
+        "Misses and slowest requests",
         _where(),
-        tag("p", "Latest for their TTFT limit first; open one for its story."),
+        tag("p", "Some of every cause, the latest for their TTFT limit first; open one for its story."),
         here.stories,
     )
     yield from _closing(folder, summary, resolved)

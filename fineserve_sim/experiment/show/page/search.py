@@ -9,6 +9,7 @@ from typing import Any
 
 from fineserve_sim.experiment.show.answer import cheapest_text, dollars, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
+from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
 from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
 
@@ -33,7 +34,10 @@ def search_section(found: Mapping[str, Any]) -> Html:
     headers = ["System", "GPU", "TP", f"{found['title']}, {found['best']}", *(quantity(name).text for name in metrics)]
     headers += ["$ an hour", "$ a million tokens", "Probes", "Why none"]
     rows = [Row(list(_cells(answer, metrics))) for answer in found["systems"]]
-    return joined([tag("p", _headline(found)), table(headers, rows, numeric=range(2, len(headers) - 1))])
+    beyond = [answer["out_of_reach"]["models"] for answer in found["systems"] if answer["out_of_reach"]]
+    lines = dict.fromkeys(line for models in beyond for line in out_of_reach_lines(models))
+    parts = [tag("p", _headline(found)), table(headers, rows, numeric=range(2, len(headers) - 1))]
+    return joined([*parts, *(tag("p", line) for line in lines)])
 
 
 def _headline(found: Mapping[str, Any]) -> str:
@@ -46,14 +50,14 @@ def _headline(found: Mapping[str, Any]) -> str:
     cost = chosen["answer"]["usd_per_hour"]
     price = "" if cost is None else f", ${cost:,.2f} an hour"
     tp = f" at TP {chosen['tp']}" if chosen["tp"] else ""
-    where = f"{chosen['title']} on {chosen['answer']['value']:g} {chosen['gpu']}{tp}"
+    where = f"{_title(chosen)} on {chosen['answer']['value']:g} {chosen['gpu']}{tp}"
     held = [answer for answer in found["systems"] if answer["answer"]]
     first = cheapest_text((answer["gpu"], answer["answer"]["usd_per_hour"]) for answer in held)
     return f"{first} {targets}: {where}{price}."
 
 
 def _cells(answer: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
-    yield from (answer["title"], answer["gpu"], str(answer["tp"] or "own"))
+    yield from (_title(answer), answer["gpu"], str(answer["tp"] or "own"))
     best = answer["answer"]
     if best is None:
         yield from ("none", *("–" for _ in metrics), "–", "–", str(len(answer["probes"])), answer["why"])
@@ -76,7 +80,12 @@ def _name(answer: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str
     several = len({other["gpu"] for other in others}) > 1
     tp = f", TP {answer['tp']}" if answer["tp"] else ""
     gpu = f", {answer['gpu']}" * several
-    return f"{answer['title']}{gpu}{tp}"
+    return f"{_title(answer)}{gpu}{tp}"
+
+
+def _title(answer: Mapping[str, Any]) -> str:
+    """The system, with what was changed of its models."""
+    return f"{answer['title']} with {changes_text(answer['changes'])}" if answer["changes"] else str(answer["title"])
 
 
 def _chart(found: Mapping[str, Any], metric: str, names: Sequence[str], looks: Looks) -> Spec:

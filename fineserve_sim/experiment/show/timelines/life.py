@@ -1,16 +1,16 @@
 """The life of one request: what it waited for, how long, and on which decision.
 
 Between its arrival and its dispatch a request waits in its scheduler. Each time an engine of the scheduler's scope stands
-between two steps, the log shows the engine's state; that state says what kept the request until the next look: no slot, no KV
-memory for its prompt, prompts that were admitted before it, or the scheduler's order. In a cluster of one model a request is
-dispatched at once and waits in the queue of its engine, whose state the log shows with every batch.
+between two steps, the log shows the engine's state. That state says what kept the request until the next look: no slot, no KV
+memory for its prompt, prompts that were admitted before it, or the scheduler's order. After its dispatch it waits in the queue
+of its engine, whose state the log shows with every batch, until a batch has its first chunk.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from fineserve_sim.cluster import Cause, Fate, Left, Visit
 from fineserve_sim.cluster.scenario import LAST
 from fineserve_sim.experiment.show.timelines.decode import Decode
+from fineserve_sim.experiment.show.timelines.first_token import own_prefill_s, spent_to_first_s
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun
 
 SLOT = "a free slot"
@@ -26,6 +27,7 @@ MEMORY = "KV memory for its prompt"
 PREFILL = "prompts admitted before it"
 ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
+WEIGHTS = "the weights of its model, on their way to a GPU"
 LAG_S = 2.0
 """Engines that nobody disturbs tell what they computed when somebody looks, a second later at most."""
 
@@ -55,9 +57,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A request's own story, with the engines that it was at. ``waited_s``: seconds in the scheduler by what it waited for, the
-    longest first. ``decoded_s``: seconds from the first token to the last by what they were spent for. ``batch``: sequences
-    that decoded with it."""
+    """A request's own story, with the engines that it was at. ``waited_s``: seconds in the queues of schedulers and engines by
+    what it waited for, the longest first. ``first_s``: seconds to the first token by what they were spent for, these waits
+    included. ``decoded_s``: seconds from there to the last by what they were spent for. ``batch``: sequences that decoded with
+    it."""
 
     request: int
     model: str
@@ -66,6 +69,7 @@ class Life:
     visits: tuple[Visit, ...]
     moments: tuple[Moment, ...]
     waited_s: Mapping[str, float]
+    first_s: Mapping[str, float]
     verdict: str
     decoded_s: Mapping[str, float]
     batch: float
@@ -88,6 +92,7 @@ def lives_of(run: StoredRun, requests: Sequence[int], decisions: Iterable[Mappin
     for entry in decisions:
         for request, (log, decode) in list(following.items()):
             log.take(entry)
+            log.prefill.take(entry)
             decode.take(entry)
             if not log.open and entry["now_s"] > _end_s(run, request) + LAG_S:
                 del following[request]
@@ -100,7 +105,9 @@ def _log_of(run: StoredRun, request: int) -> _Log:
     data = run.data
     model = data.models[data.model[request]]
     own = {str(engine) for engine, name in enumerate(data.engine_models) if name == model}
-    return _Log(request, float(data.arrival_s[request]), model, own, run.of_groups, data.visits.of(request))
+    placed = {engine for engine, name in enumerate(run.engine_instance_models) if name == model}
+    times_s = (float(data.arrival_s[request]), float(data.first_token_s[request]))
+    return _Log(request, *times_s, model, own, None if run.of_groups else placed, data.visits.of(request))
 
 
 def _decode_of(run: StoredRun, request: int) -> Decode:
@@ -112,7 +119,10 @@ def _decode_of(run: StoredRun, request: int) -> Decode:
 def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
     data = run.data
     arrival_s = float(data.arrival_s[request])
-    moments = [Moment(arrival_s, 0.0, _surroundings(run, arrival_s)), *log.moments]
+    moments = [
+        Moment(arrival_s, 0.0, _surroundings(run, arrival_s)),
+        *(_told(run, request, each) for each in log.moments),
+    ]
     moments += [*_moves(run, request), *_outcomes(run, request)]
     return Life(
         request=request,
@@ -122,10 +132,21 @@ def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
         visits=tuple(data.visits.of(request)),
         moments=tuple(sorted(moments, key=lambda moment: moment.at_s)),
         waited_s=dict(sorted(log.waited_s.items(), key=lambda item: -item[1])),
+        first_s=spent_to_first_s(run, request, log.prefill, log.first_waited_s),
         verdict=_verdict(run, request, decode),
         decoded_s=decode.spent_s,
         batch=decode.batch,
     )
+
+
+def _told(run: StoredRun, request: int, moment: Moment) -> Moment:
+    """A moment as it is; a drop with what the prompt takes by itself, beside what was left."""
+    own_s = own_prefill_s(run, request) if moment.what.startswith("Drop") else None
+    if own_s is None:
+        return moment
+    left_s = run.ttft_slo_s[run.data.models[run.data.model[request]]] - moment.after_s
+    left = f"{left_s:.3g} s are left" if left_s > 0 else "none are left"
+    return replace(moment, what=f"{moment.what}; its prompt takes {own_s:.3g} s on an idle engine, {left}")
 
 
 def _end_s(run: StoredRun, request: int) -> float:
@@ -137,7 +158,14 @@ class _Log:
     """Reads the decision log and keeps what concerns one request."""
 
     def __init__(
-        self, request: int, arrival_s: float, model: str, engines: set[str], groups: bool, visits: Sequence[Visit]
+        self,
+        request: int,
+        arrival_s: float,
+        first_token_s: float,
+        model: str,
+        engines: set[str],
+        ready: set[int] | None,
+        visits: Sequence[Visit],
     ) -> None:
         self._id = request
         self._visits = visits
@@ -145,13 +173,17 @@ class _Log:
         self._prompt_tokens = 0
         self._model = model
         self._engines = engines
+        self._activated: set[int] = set()
         self._reason: str | None = None
         self._since_s = arrival_s
-        self._groups = groups
+        self._first_token_s = first_token_s
+        self._ready = ready
         self._queue: int | None = None
         self._started = False
         self.moments: list[Moment] = []
         self.waited_s: dict[str, float] = {}
+        self.first_waited_s: dict[str, float] = {}
+        self.prefill = Decode(request, visits, math.inf, first_token_s)
         self.open = False
 
     def take(self, entry: Mapping[str, Any]) -> None:
@@ -171,6 +203,8 @@ class _Log:
             self._note(now, f"{entry['what']} of engines {entry['engines']} ends after {entry['seconds']:.3g} s")
         elif entry.get("command") in ("Activate", "Evict"):
             self._moved(now, entry)
+        elif event == "EngineReady" and entry["engine"] in self._activated:
+            self._is_there(now, entry["engine"])
         elif (self.open or self._reason is not None) and entry.get("command") in GROUP_COMMANDS:
             self._note(now, f"{entry['command']}: {_fields(entry)}")
 
@@ -178,7 +212,18 @@ class _Log:
         self._close(now)
         self.open = True
         self._prompt_tokens = request["prompt_tokens"]
-        self._reason, self._since_s = STEP, now
+        self._reason, self._since_s = self._first_reason(), now
+
+    def _first_reason(self) -> str:
+        return WEIGHTS if self._ready is not None and not self._ready else STEP
+
+    def _is_there(self, now: float, engine: int) -> None:
+        """An engine of its model has its weights."""
+        if self._ready is not None:
+            self._ready.add(engine)
+        if self.open and self._reason == WEIGHTS:
+            self._close(now)
+            self._reason = STEP
 
     def _looked_at(self, now: float, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """An engine stepped and the request may have stayed behind: what for, as far as the state tells."""
@@ -192,6 +237,8 @@ class _Log:
         self._close(now)
         if self._id in entry["starts"]:
             self._reason = None
+            if not now >= self._first_token_s:
+                self.prefill = Decode(self._id, self._visits, now, self._first_token_s)
             again = "again, " if self._started else ""
             self._started = True
             self._note(now, f"prefill begins {again}on engine {entry['engine']}")
@@ -202,6 +249,9 @@ class _Log:
         """A model comes or goes; its own is told of in any case while the request waits."""
         if entry.get("model") == self._model:
             self._engines.add(str(entry["engine"]))
+            self._activated.add(entry["engine"])
+        elif self._ready is not None and entry["engine"] in self._ready:
+            self._ready.discard(entry["engine"])
         if self.open:
             self._note(now, _move(entry))
 
@@ -212,14 +262,16 @@ class _Log:
         command = entry["command"]
         if command == "Dispatch":
             self._note(now, f"Dispatch to engine {entry['engine']}")
-            if self._groups:
-                self._queue, self._reason = entry["engine"], STEP
+            self._queue, self._reason = entry["engine"], STEP
         else:
             self._note(now, f"{command}: {entry.get('reason', '')}".rstrip(": "))
 
     def _close(self, now: float) -> None:
         if self._reason is not None and now > self._since_s:
             self.waited_s[self._reason] = self.waited_s.get(self._reason, 0.0) + now - self._since_s
+            if not now > self._first_token_s:
+                waited_s = self.first_waited_s.get(self._reason, 0.0)
+                self.first_waited_s[self._reason] = waited_s + now - self._since_s
         self._since_s = now
 
     def _note(self, now: float, what: str) -> None:

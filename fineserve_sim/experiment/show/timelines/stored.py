@@ -31,6 +31,9 @@ class StoredRun:
     engine_instance_models: tuple[str, ...]
     unplaced: tuple[str, ...]
     decisions_path: Path
+    folder: Path
+    system: str
+    axes: Mapping[str, Any]
 
     @property
     def ttft_slo_s(self) -> Mapping[str, float]:
@@ -78,12 +81,22 @@ def run_of(out: Path, cell: Mapping[str, Any], seed: int = 0) -> StoredRun:
         seed=seed,
         key=key,
         data=store.read(key),
-        limits=Limits(cell["ttft_slo_s"], cell.get("tpot_slo_s"), cell.get("e2e_slo_s")),
+        limits=_limits(cell),
         engine_gpus=tuple(tuple(instance["gpus"]) for instance in instances),
         engine_instance_models=tuple(instance["model"] for instance in instances),
         unplaced=tuple(placement["unplaced"]),
         decisions_path=store.decisions_path(key),
+        folder=out,
+        system=cell["system"],
+        axes=cell["axes"],
     )
+
+
+def _limits(cell: Mapping[str, Any]) -> Limits:
+    """As the cell was judged: where no output that was cut is a miss, all are as good as whole ones."""
+    cut = cell["misses"]["cut_memory"] + cell["misses"]["cut_context"]
+    moments = (cell["ttft_slo_s"], cell.get("tpot_slo_s"), cell.get("e2e_slo_s"))
+    return Limits(*moments, accept_cut=not cut, reach_tokens=cell.get("reach_tokens"))
 
 
 def is_at(axes: Mapping[str, Any], at: Mapping[str, str]) -> bool:
