@@ -33,6 +33,7 @@ def test_the_slope_hardly_depends_on_how_often_the_sweep_is_sampled(monkeypatch:
     assert slopes[0] == pytest.approx(slopes[1], rel=0.05)
 
 
+@pytest.mark.pure_python  # a compiled class does not take a method of another
 def test_a_placement_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it asks for is there before, FineServe's marginal efficiency too, and no cache has a part in that."""
     scenario = Scenario(load_systems()["fineserve"], (served(prompt=512),), gpus(2), trace_of([(0.0, 64, 16)]))
