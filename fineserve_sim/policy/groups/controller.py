@@ -32,14 +32,14 @@ TICK_S = 0.1
 class GroupModel:
     """What the controller knows of the model.
 
-    ``max_tokens`` bounds a sequence. ``holds_tokens(n)`` is what an engine over n instances can hold.
+    ``max_tokens`` bounds a sequence. ``holds_tokens(instances)`` is what an engine over these can hold.
     """
 
     id: str
     layers: int
     max_tokens: int
     block_tokens: int
-    holds_tokens: Callable[[int], int]
+    holds_tokens: Callable[[tuple[int, ...]], int]
 
 
 class GroupController(Controller):
@@ -124,7 +124,11 @@ class GroupController(Controller):
         return (engine for engine in self._engines.values() if self._holds(engine, request))
 
     def _holds(self, engine: GroupEngine, request: Request) -> bool:
-        return request.prompt_tokens < self._model.holds_tokens(len(engine.instances))
+        return request.prompt_tokens < self._model.holds_tokens(engine.instances)
+
+    def _longest(self, engine: int) -> int:
+        """Tokens of the longest sequence that an engine holds: a request moves only where it may become as long."""
+        return min(self.max_tokens, self._model.holds_tokens(self._engines[engine].instances))
 
     def _release_held(self) -> list[Command]:
         held, self._held = self._held, []
@@ -244,6 +248,7 @@ class GroupController(Controller):
         if self._migration is not None:
             busy = {engine for move in self._moving.values() for engine in (move.source, move.destination)}
             moves = self._migration.tick([engine for engine in self._loaded() if engine.id not in busy])
+            moves = [move for move in moves if self._longest(move.destination) >= self._longest(move.source)]
             self._moving |= {move.request_id: move for move in moves}
             answer += moves
         if self._drop is not None:
