@@ -313,6 +313,9 @@ def _faults(
     return tuple(faults)
 
 
+SLOW = catalog.gpu("a100-80gb").model_copy(update={"memory_gib": H100.memory_gib})
+"""A slower GPU with the memory of an H100."""
+
 # --- parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -357,8 +360,7 @@ def _mixed(random: Random, gpus: Sequence[Gpu], *, node_gpus: int = 2, smaller: 
     small, large, larger = (
         H100.model_copy(update={"memory_gib": H100.memory_gib * more}) for more in (0.7, 1.005, 1.5)
     )
-    slow = catalog.gpu("a100-80gb").model_copy(update={"memory_gib": H100.memory_gib})
-    kinds = [H100, large, larger, catalog.gpu("h200-sxm"), slow]
+    kinds = [H100, large, larger, catalog.gpu("h200-sxm"), SLOW]
     nodes = [random.choice([*kinds, small] if smaller and node == 1 else kinds) for node in range(len(gpus))]
     return tuple(replace(gpu, node=gpu.id // node_gpus, spec=nodes[gpu.id // node_gpus]) for gpu in gpus)
 
