@@ -68,6 +68,9 @@ GpuTypesOption = Annotated[
     list[str] | None,
     typer.Option("--gpu", help="GPU type to try; repeat for each.", show_default=False, autocompletion=complete_gpu),
 ]
+MixOption = Annotated[
+    bool, typer.Option("--mix", help="Also mixes of two of the --gpu types, where they cost less than each alone.")
+]
 DegreesOption = Annotated[
     list[int] | None,
     typer.Option("--tp", min=1, help="TP degree to try for every model; repeat for each.", show_default=False),
@@ -106,6 +109,7 @@ def register(app: typer.Typer) -> None:
             "--target ttft:0.95,tpot:0.95",
             "fineserve-sim size trace.csv --model A=llama-3.1-8b --model B=qwen3-32b --gpu h100-sxm --gpu a100-80gb "
             "--tp 1 --tp 2 --target ttft:0.95",
+            "fineserve-sim size two_models.yaml --gpu h100-sxm --gpu l40s --mix --target ttft:0.95",
             "fineserve-sim size experiments/fig10.yaml --target ttft:0.99 --over gpus --at rate_scale=8 --quick",
             "fineserve-sim size experiments/fig13.yaml --target ttft:0.95 --over rate",
         )
@@ -119,6 +123,7 @@ def size(
     over: OverOption = "gpus",
     at: AtOption = None,
     gpus: GpuTypesOption = None,
+    mix: MixOption = False,
     degrees: DegreesOption = None,
     most_gpus: MostGpusOption = None,
     precision: PrecisionOption = 0.05,
@@ -151,10 +156,12 @@ def size(
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.changes import size_changed
+        from fineserve_sim.experiment.sizing.mixes import kinds_of, size_mixed
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
-        axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
+        axis, wanted, paid = axis_of(over), goals(targets), _prices(prices or [])
+        tried, mixed = variants(gpus or [], degrees or [], paid), kinds_of(gpus or [], paid, axis) if mix else []
         if _file(source) is None:
             _check_trace(targets, limits, quick=quick)
         path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
@@ -162,6 +169,7 @@ def size(
             with progress_bar() as advance:
                 prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
                 found = list(size_all(prober, tried, axis, most_gpus=most, precision=precision))
+                found += size_mixed(prober, found, mixed, degrees or [], most_gpus=most)
                 found += size_changed(found, axis, most_gpus=most, precision=precision)
             _report(found, axis, prober, folder, as_json)
 

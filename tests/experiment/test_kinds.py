@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fineserve_sim import catalog
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
@@ -15,9 +17,11 @@ from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.show.answer import answer_lines
 from fineserve_sim.experiment.show.page.build import write_page
 from fineserve_sim.experiment.sizing.around import search_around
+from fineserve_sim.experiment.sizing.bisection import cheapest_pair
+from fineserve_sim.experiment.sizing.mixes import kinds_of, size_mixed
 from fineserve_sim.experiment.sizing.probe import Goal, Prober, SizingError
-from fineserve_sim.experiment.sizing.search import AXES, size
-from fineserve_sim.experiment.sizing.variants import Variant
+from fineserve_sim.experiment.sizing.search import AXES, size, to_take
+from fineserve_sim.experiment.sizing.variants import Variant, size_all, variants
 
 WriteFile = Callable[..., Path]
 ONE = "cluster: {gpu: h100-sxm, count: 2}"
@@ -180,3 +184,55 @@ def test_size_searches_rates_on_several_kinds_and_numbers_of_one(write_file: Wri
     assert answer.best is not None and answer.gpu == "GPUs (2 l40s, 1 h100-sxm)"
     one = Variant("l40s").of(prober).file().setup
     assert one.gpu_name == "l40s" and one.bought == 3
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=8, max_size=8),
+    st.tuples(st.sampled_from([1.0, 2.5, 3.49]), st.sampled_from([1.0, 1.09, 4.0])),
+    st.integers(2, 9),
+    st.sampled_from([4.0, 8.5, 100.0]),
+)
+def test_the_cheapest_pair_is_that_of_all_pairs(
+    needed: list[int], costs: tuple[float, float], most: int, below: float
+) -> None:
+    """By how many of the first there are, so many of the second are needed: the fewer, the more."""
+    stairs, asked = sorted(needed, reverse=True), []
+
+    def holds(first: int, second: int) -> bool:
+        asked.append((first, second))
+        return second >= stairs[first - 1]
+
+    def cost(pair: tuple[int, int]) -> float:
+        return pair[0] * costs[0] + pair[1] * costs[1]
+
+    pairs = [(first, second) for first in range(1, most) for second in range(1, most - first + 1)]
+    holding = [pair for pair in pairs if pair[1] >= stairs[pair[0] - 1] and cost(pair) < below]
+    found = cheapest_pair(costs, most, below, holds)
+    assert (found is None) == (not holding)
+    assert found is None or (found in holding and cost(found) == min(map(cost, holding)))
+    assert len(asked) == len(set(asked)) < 2 * most
+
+
+def test_size_finds_the_cheapest_mix(write_file: WriteFile, tmp_path: Path) -> None:
+    """Each model has a GPU of its own. The tight limit of A asks for an H100, B does with an L40S: two H100s would keep both,
+    L40S none."""
+    path = write_file(
+        (ONE, "cluster: {gpu: h100-sxm, count: 2, gpus_per_node: 4}"),
+        ("share: 2", "share: 2, ttft_slo_s: 0.03"),
+        ("share: 3", "share: 3, ttft_slo_s: 0.15"),
+        ('[fineserve, "prism*"]', "[dedicated]"),
+        ("rate_per_s: 20", "rate_per_s: 1"),
+    )
+    prober = Prober(path, tmp_path / "out", [Goal("ttft_attainment", 0.9)], quick=True, jobs=1)
+    gpus, axis = ["h100-sxm", "l40s"], AXES["gpus"]
+    found = list(size_all(prober, variants(gpus, [], {}), axis, most_gpus=3, precision=0.1))
+    assert [answer.best and answer.best.value for answer, _ in found] == [2, None]
+    ((mixed, own),) = size_mixed(prober, found, kinds_of(gpus, {"l40s": 1.0}, axis), [], most_gpus=3)
+    assert mixed.gpu == "GPUs (1 h100-sxm, 1 l40s)" and mixed.best is not None and mixed.best.value == 2
+    assert mixed.best.usd_per_hour == pytest.approx(1.0 + catalog.list_prices().usd_per_gpu_hour["h100-sxm"])
+    assert to_take([*(answer for answer, _ in found), mixed], axis) is mixed
+    assert own.experiment("dedicated", axis.key, 2).setup.gpu_name == mixed.gpu
+    dear = kinds_of(gpus, {"l40s": 5.0}, axis)
+    assert not list(size_mixed(prober, found, dear, [], most_gpus=3))
+    with pytest.raises(SizingError, match="--mix: needs"):
+        kinds_of(gpus[:1], {}, axis)
