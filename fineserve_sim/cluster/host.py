@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
-from fineserve_sim.cluster.engine.loop import NEVER, Engine
+from fineserve_sim.cluster.engine.loop import NEVER, Engine, EngineHost
 from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, SequenceState, Waiting
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
@@ -29,7 +28,8 @@ from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArri
 from fineserve_sim.policy.interfaces import EngineState, Request
 from fineserve_sim.policy.memory.preemption import arrival_order
 
-ARRIVAL, TIMER = order_of(Kind.ARRIVAL, 0), order_of(Kind.TIMER, 0)
+ARRIVAL: Final = order_of(Kind.ARRIVAL, 0)
+TIMER: Final = order_of(Kind.TIMER, 0)
 """The orders of events that belong to no engine."""
 
 Action = Callable[[Any, float], None]
@@ -58,14 +58,10 @@ class Fleet:
     def check(self) -> None: ...
 
 
-class Cluster:
+class Cluster(EngineHost):
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
     itself and the schedulers are asked at each of them. ``context_tokens`` by model. With ``check`` every memory is checked at
-    every step. A fleet that tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
-
-    links: Links
-    stopped: Callable[[Engine, float], None]
-    leaves: Callable[[Engine, Lane, SequenceState, float], None]
+    every step."""
 
     def __init__(
         self,
@@ -184,7 +180,7 @@ class Cluster:
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
         """It lost its KV; at ``now``, unless its engine is lost with it. Its scheduler sees another state of the engine: those
         of the scope may get another answer at their next boundary."""
-        self.outcomes.preemptions[sequence.index] += 1
+        self.outcomes.preempted(sequence.index)
         if self.log is not None and now is not None:
             self.log.preempted(engine, sequence.index, now)
         scope = self._scope_of[engine.index]
