@@ -364,8 +364,11 @@ class Cluster(EngineHost):
 
     def _dispatch(self, command: Dispatch, now: float) -> None:
         engine = self.engines[command.engine]
-        _, sequence = self._waited(command.request_id)
+        waiting = self._waiting.pop(command.request_id, None)
+        sequence = self._returned.pop(command.request_id)[1] if waiting is None else waiting.sequence()
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
+            if waiting is not None:
+                self.outcomes.arrive(command.request_id, waiting.engine)
             self.returned(engine, [sequence], now, Left.RESIZED)
             return
         self.outcomes.enter(command.request_id, engine.index, now, sequence.generated_tokens)
@@ -379,17 +382,14 @@ class Cluster(EngineHost):
             engine.executor.replan(now)
 
     def _refuse(self, command: Drop | Reject, now: float) -> None:
-        model, sequence = self._waited(command.request_id)
+        waiting = self._waiting.pop(command.request_id, None)
+        if waiting is None:
+            model, sequence = self._returned.pop(command.request_id)
+        else:
+            model, sequence = waiting.request.model, waiting.sequence()
+            self.outcomes.arrive(command.request_id, waiting.engine)
         if isinstance(command, Drop):
             self.outcomes.end(command.request_id, now, Fate.DROPPED, Cause.DEADLINE)
             return
         cause = Cause.PLACEMENT if command.unplaced else self._bounds(model, sequence.target_tokens)
         self.outcomes.end(command.request_id, now, Fate.REJECTED, cause)
-
-    def _waited(self, index: int) -> tuple[str, SequenceState]:
-        """A request waits no longer: its model, and what it is in an engine."""
-        waiting = self._waiting.pop(index, None)
-        if waiting is None:
-            return self._returned.pop(index)
-        self.outcomes.arrive(index, waiting.engine)
-        return waiting.request.model, waiting.sequence()

@@ -58,13 +58,16 @@ class Outcomes:
         self._sink = sink
 
     def arrive(self, index: int, engine: int = -1) -> None:
-        """A request is under way; it waited for this engine, if for any."""
+        """A request is under way without an engine; it waited for this one, if for any."""
         self._under_way[index] = _Open(engine)
 
     def enter(self, index: int, engine: int, now: float, generated_tokens: int) -> None:
-        """A visit begins; the request has so many tokens."""
-        request = self._under_way[index]
-        request.engine, request.since_s, request.before = engine, now, generated_tokens
+        """A visit begins, the first one where the request comes just now; it has so many tokens."""
+        request = self._under_way.get(index)
+        if request is None:
+            self._under_way[index] = _Open(engine, now, generated_tokens)
+        else:
+            request.engine, request.since_s, request.before = engine, now, generated_tokens
 
     def leave(self, index: int, now: float, generated_tokens: int, left: Left) -> None:
         """A visit ends, if the request is at an engine, and the request goes on."""

@@ -294,8 +294,10 @@ class Engine(State):
     def _bound_output(self, sequence: SequenceState) -> None:
         """Here a sequence ends at ``max_tokens`` at the latest, as vLLM's requests do at max_model_len. It gets one token more
         at least. What another engine bound it to counts no more."""
-        most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
-        sequence.output_tokens = min(sequence.asked_tokens, most)
+        sequence.output_tokens = sequence.asked_tokens
+        if sequence.prompt_tokens + sequence.asked_tokens > self.max_tokens:
+            most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
+            sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
         """Recompute it later: free its blocks, put it to the front of the queue with its generated tokens as part of the
