@@ -89,11 +89,12 @@ class State:
     @property
     def running(self) -> int:
         """Sequences with a slot: decoding, in prefill, swapped, or waiting for their KV."""
-        inside = len(self.stalled) + len(self.swapped)
-        for lane in self.lanes:
-            inside += lane.decodes.size + len(lane.joining)
-        for queue in self.queues:
-            inside += len(queue.prefilling)
+        lane = self.lanes[0]
+        inside = len(self.stalled) + len(self.swapped) + lane.decodes.size + len(lane.joining)
+        inside += len(lane.queue.prefilling)
+        if len(self.lanes) > 1:
+            inside += sum([other.size for other in self.lanes[1:]])
+            inside += sum([len(queue.prefilling) for queue in self.queues[1:]])
         return inside
 
     @property
