@@ -309,7 +309,7 @@ def _check_system(file: RuntimeFile, name: str) -> None:
         return
     system = file.experiment.setup.systems[name]
     place = ("systems", own.index(name))
-    for axis in ("dispatch", "execution", "drop", "migration", "scaling"):
+    for axis in ("execution", "drop", "migration", "scaling"):
         if getattr(system, axis, None) is not None:
             raise file.document.error(place, f"{name}: real engines have no {axis} axis yet (docs/runtime.md)")
     if system.memory.policy not in ("kv_slab", "private"):

@@ -19,6 +19,7 @@ from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep, read_table
 from fineserve_runtime.warmup import Relay, measure
 from fineserve_sim.cluster.compose.facts import demands_of
+from fineserve_sim.cluster.compose.groups import check_groups
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
@@ -98,6 +99,8 @@ def launch(
 ) -> Iterator[Running]:
     """The scenario's system on real engines, until the block ends. ``start`` replaces how the file says that hosts start.
     Raises ValueError for what cannot run."""
+    if scenario.system.dispatch is not None:
+        check_groups(scenario)
     placement, demands = place(scenario, demands_of(scenario))
     if placement.unplaced:
         raise ScenarioError(f"system {scenario.system.name}: no room for {', '.join(placement.unplaced)}")
@@ -269,6 +272,7 @@ def _core_spec(
         placement=scenario.system.placement,
         scheduler=scenario.system.scheduler,
         residency=scenario.system.residency,
+        dispatch=scenario.system.dispatch,
         token_budget=scenario.engine.token_budget,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
         gpus=tuple(
