@@ -112,5 +112,5 @@ def test_a_core_with_dispatch_has_one_model() -> None:
 
 def test_a_file_of_two_models_has_no_system_with_dispatch(tmp_path: Path) -> None:
     path = write_file(tmp_path)
-    with pytest.raises(ConfigError, match="systems.0: vllm-dp serves one model; models has 2"):
+    with pytest.raises(ConfigError, match=r"systems\.0: vllm-dp serves one model; models has 2"):
         load_file(path, [("systems", "[vllm-dp]")])

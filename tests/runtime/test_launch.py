@@ -116,3 +116,25 @@ def test_a_cluster_without_ray_is_one_sentence(tmp_path: Path, monkeypatch: pyte
     problem = pytest.raises(ValueError, match=r"^runtime.cluster: Ray cannot be imported \(.*; pip install")
     with problem, launch(file, served_scenario(file, None)):
         raise AssertionError("it started")
+
+
+REPLICAS = [
+    ("cluster.count", "2"),
+    ("models", "[{id: m, model: {config: bf16/config.json}, precision: W16A16, rate_per_s: 4}]"),
+    ("runtime.models", "{m: {path: bf16, max_model_len: 1024}}"),
+    ("systems", "[vllm-dp]"),
+]
+
+
+def test_a_model_has_an_instance_on_each_device_under_a_system_with_dispatch(tmp_path: Path) -> None:
+    file = load_file(write_file(tmp_path), REPLICAS)
+    with launch(file, served_scenario(file, None), start=start_fake) as running:
+        assert [(stay.model, stay.gpus) for stay in running.spec.stays] == [("m", (0,)), ("m", (1,))]
+        asked = []
+        for _ in range(8):
+            asked.append(Heard())
+            sink, sampling = asked[-1], Sampling(max_tokens=5)
+            running.driver.submit(lambda id, s=sink, p=sampling: Job(id, "m", (5, 6, 7), p, s, 60.0))  # type: ignore[misc]
+        eventually(lambda: all(heard.end for heard in asked))
+        assert all(heard.tokens_ == continuation((5, 6, 7), 5) for heard in asked)
+        assert all(host.engines[0].submitted for host in running.hosts.values())  # type: ignore[attr-defined]
