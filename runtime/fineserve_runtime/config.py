@@ -316,8 +316,6 @@ def _check_system(file: RuntimeFile, name: str) -> None:
         raise file.document.error(
             place, f"{name}: memory {system.memory.policy} is simulated only; take kv_slab or private"
         )
-    if system.memory.policy == "private" and system.memory.split == "demand":
-        raise file.document.error(place, f"{name}: split demand is simulated only; take footprint or equal")
     if system.scheduler.policy == "clairvoyant":
         raise file.document.error(place, f"{name}: a bound, not a scheduler; real engines do not know what comes")
     if system.residency is not None and any(model.entry.tp != 1 for model in file.experiment.setup.models):

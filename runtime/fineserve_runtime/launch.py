@@ -23,6 +23,7 @@ from fineserve_sim.cluster.compose.groups import check_groups
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
+from fineserve_sim.policy.memory.paged import Share, split_bytes
 from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvSlabSpec, PrivatePoolsSpec
 
@@ -227,15 +228,21 @@ def _limits(
     scenario: Scenario, region_bytes: int, names: Sequence[str], demands: Mapping[str, ModelDemand]
 ) -> dict[str, int | None]:
     """How much of the region each engine may lease: all of a slab memory; its share where pools are private, as the
-    simulator divides them: memory in proportion to footprints, less what the engine takes beside KV."""
+    simulator divides them: KV equally or by demand, or memory in proportion to footprints, less what the engine takes beside
+    KV."""
     memory = scenario.system.memory
     if isinstance(memory, KvSlabSpec):
         return dict.fromkeys(names)
     assert isinstance(memory, PrivatePoolsSpec)
     if memory.split == "equal":
         return {name: region_bytes // len(names) for name in names}
-    if memory.split != "footprint":
-        raise ScenarioError(f"system {scenario.system.name}: split {memory.split} is simulated only")
+    if memory.split == "demand":
+        asked = {number: demands[name] for number, name in enumerate(names)}
+        shares = {
+            number: Share(demand.rate_per_s * demand.token_bytes, memory.least_tokens * demand.token_bytes)
+            for number, demand in asked.items()
+        }
+        return {names[number]: part for number, part in split_bytes(region_bytes, shares).items()}
     footprints = {name: base_footprint(demands[name], len(scenario.gpus)).footprint_bytes for name in names}
     usable = region_bytes + sum(demands[name].weight_bytes for name in names)
     return {

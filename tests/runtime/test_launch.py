@@ -118,6 +118,14 @@ def test_a_cluster_without_ray_is_one_sentence(tmp_path: Path, monkeypatch: pyte
         raise AssertionError("it started")
 
 
+def test_memory_split_by_demand_goes_with_rates_and_kv_of_a_token(tmp_path: Path) -> None:
+    """Three times the requests at the same KV of a token: three quarters of the region."""
+    changes = [("models.0.rate_per_s", "12"), ("systems", "[s-partition]")]
+    (host,) = hosts_of(load_file(write_file(tmp_path), changes))
+    limits = {engine.name: engine.kv_limit_bytes for engine in host.engines}
+    assert limits == {"tiny-bf16": 3 * 2**22, "tiny-fp8": 2**22}
+
+
 REPLICAS = [
     ("cluster.count", "2"),
     ("models", "[{id: m, model: {config: bf16/config.json}, precision: W16A16, rate_per_s: 4}]"),
