@@ -148,7 +148,7 @@ def host_configs(
     """One host a GPU that has engines, or for all GPUs that engines with ranks tie together; by the first of them. Where models
     come and go, every GPU has an engine of each. Raises ScenarioError for devices that one machine cannot have side by side."""
     section = file.section
-    seats = dict.fromkeys((instance.model, instance.gpus) for instance in placement.instances)
+    seats = dict.fromkeys(resident(scenario, placement))
     if scenario.system.residency is not None:
         seats = dict.fromkeys((model.id, (gpu.id,)) for gpu in scenario.gpus for model in scenario.models)
     gpus = sorted({gpu for _, group in seats for gpu in group})
@@ -175,6 +175,22 @@ def host_configs(
             silent_s=section.silent_s,
         )
     return configs
+
+
+def resident(scenario: Scenario, placement: Placement) -> list[tuple[str, tuple[int, ...]]]:
+    """The model and the devices of each engine that serves from the start: an instance, or a pipeline of several. Raises
+    ScenarioError for instances that do not make pipelines."""
+    stages, instances = _stages(scenario), placement.instances
+    if len(instances) % stages:
+        name = scenario.system.name
+        raise ScenarioError(f"system {name}: {len(instances)} instances do not make pipelines of {stages} stages")
+    groups = [instances[first : first + stages] for first in range(0, len(instances), stages)]
+    return [(group[0].model, tuple(gpu for instance in group for gpu in instance.gpus)) for group in groups]
+
+
+def _stages(scenario: Scenario) -> int:
+    """Instances of an engine."""
+    return 1 if scenario.system.execution is None else scenario.system.execution.stages
 
 
 def tied_devices(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -219,7 +235,7 @@ def engine_config(
         prefix_caching=files.prefix_caching,
         kv_limit_bytes=limit_bytes,
         gpus=gpus,
-        stages=files.stages,
+        stages=files.stages * _stages(scenario),
         embeds=files.embeds,
     )
 
@@ -288,7 +304,7 @@ def _core_spec(
             for gpu in host.config.gpus
         ),
         models=tuple(models),
-        stays=tuple(Stay(model=instance.model, gpus=instance.gpus) for instance in placement.instances),
+        stays=tuple(Stay(model=model, gpus=gpus) for model, gpus in resident(scenario, placement)),
     )
 
 

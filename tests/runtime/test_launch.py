@@ -16,6 +16,7 @@ from fineserve_runtime.serve import served_scenario
 from runtimekit import Heard, eventually
 
 from fineserve_sim.cluster.scenario import ScenarioError
+from fineserve_sim.experiment.file.errors import ConfigError
 
 PINNED = "{base: fineserve, name: two, placement: {policy: pinned, groups: {tiny-bf16: [[0]], tiny-fp8: [[1]]}}}"
 TWO = [("cluster.count", "2"), ("systems", f"[{PINNED}]")]
@@ -146,3 +147,32 @@ def test_a_model_has_an_instance_on_each_device_under_a_system_with_dispatch(tmp
         eventually(lambda: all(heard.end for heard in asked))
         assert all(heard.tokens_ == continuation((5, 6, 7), 5) for heard in asked)
         assert all(host.engines[0].submitted for host in running.hosts.values())  # type: ignore[attr-defined]
+
+
+def test_pairs_of_instances_are_pipelines_of_one_engine_each(tmp_path: Path) -> None:
+    changes = [*REPLICAS, ("cluster.count", "4"), ("systems", "[vllm-pp]")]
+    hosts = hosts_of(load_file(write_file(tmp_path), changes))
+    assert [host.gpus for host in hosts] == [(0, 1), (2, 3)]
+    assert [(engine.gpus, engine.stages) for host in hosts for engine in host.engines] == [((0, 1), 2), ((2, 3), 2)]
+    with pytest.raises(ScenarioError, match="3 instances do not make pipelines of 2 stages"):
+        hosts_of(load_file(tmp_path / "file.yaml", [*changes, ("cluster.count", "3")]))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            ("systems", "[{base: vllm-pp, name: p, execution: {microbatches: lookahead}}]"),
+            "lookahead are simulated only",
+        ),
+        (("runtime.models.m.stages", "2"), "do not divide into the 2 stages"),
+        (("runtime.mode", "in_process"), "is served by backend cpu, mode processes"),
+        (
+            ("systems", "[{base: vllm-pp, name: p, execution: {stages: 3}}]"),
+            "2 layers do not divide into 3 equal parts",
+        ),
+    ],
+)
+def test_pipelines_that_engines_cannot_be_are_refused(change: tuple[str, str], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_file(write_file(tmp_path), [*REPLICAS, ("cluster.count", "6"), ("systems", "[vllm-pp]"), change])

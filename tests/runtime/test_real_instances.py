@@ -1,4 +1,4 @@
-"""Two instances of one model on two devices, each a real vLLM engine in a process of its own, under vLLM (DP)."""
+"""One model on two devices under real vLLM engines: an instance on each (vLLM (DP)), or both as a pipeline (vLLM (PP))."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ pytestmark = [
 ]
 
 
-def test_two_instances_serve_one_load_with_the_tokens_of_one_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("system", "engines"), [("vllm-dp", {0, 1}), ("vllm-pp", {0})])
+def test_two_devices_serve_one_load_with_the_tokens_of_one_alone(
+    system: str, engines: set[int], tmp_path: Path
+) -> None:
     path = make_demo(tmp_path, 0)
     folder = next(tmp_path.glob("tiny-*")).name
     shared = [
@@ -40,12 +43,12 @@ def test_two_instances_serve_one_load_with_the_tokens_of_one_alone(tmp_path: Pat
     expected, _ = _answers(path, [*shared, ("systems", "[fineserve]")], prompts, [])
     heard, served = _answers(
         path,
-        [*shared, ("cluster.count", "2"), ("runtime.poison_freed", "true"), ("systems", "[vllm-dp]")],
+        [*shared, ("cluster.count", "2"), ("runtime.poison_freed", "true"), ("systems", f"[{system}]")],
         prompts,
         log,
     )
     assert_same_but_for_ties(heard, expected)
-    assert set(served) == {0, 1}
+    assert set(served) == engines
     assert replay([json.loads(json.dumps(entry)) for entry in log]).difference is None
 
 
