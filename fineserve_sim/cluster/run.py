@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +29,9 @@ MOST_SAMPLES = 100_000
 """A run that would have more samples, after 28 hours at one a second, has them further apart. So a gap of a year between two
 requests costs no more than a day."""
 
+YOUNG_OBJECTS = 50_000
+"""New objects, less those that went, between two searches for cycles: a twentieth of a run's time went into these."""
+
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""
 
@@ -43,6 +48,17 @@ class Parts:
     placement: Placement
     serving: int = 0
     counters: Callable[[float], Mapping[str, float]] = field(default=lambda last_arrival_s: {})
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Python looks for cycles among objects whenever it has 700 more. A run has many small objects, and hardly a cycle."""
+    usual = gc.get_threshold()
+    gc.set_threshold(max(usual[0], YOUNG_OBJECTS) if usual[0] else 0, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 class WholeTrace:
@@ -108,6 +124,10 @@ class Run:
                 cluster.at(fault.time_s + fault.repair_s, order, partial(cluster.fleet.repair, fault.number))
 
     def to_the_end(self) -> None:
+        with _rare_collections():
+            self._pass_events()
+
+    def _pass_events(self) -> None:
         began_s = time.process_time()
         clock, outcomes = self.parts.cluster.clock, self.parts.cluster.outcomes
         self._expect()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,8 @@ from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 from fineserve_sim.policy.interfaces import prompt_pairs
 
-INITIAL_ENTRIES = 512
-SCALAR_STEPS = 64  # below, a loop is faster than numpy's fixed cost
+INITIAL_ENTRIES: Final = 512
+SCALAR_STEPS: Final = 64  # below, a loop is faster than numpy's fixed cost
 
 
 class _Counts:
