@@ -1,9 +1,9 @@
 """NVIDIA's measurements of GPU sharing: Qwen3-4B in BF16 under vLLM on an A100-40GB, alone and two on a GPU.
 
-Source: the documentation of Dynamo, "Interpreting GPU Sharing Results" (ai-dynamo/dynamo, November 2026, Apache-2.0). AIPerf sends
-2,048 prompt tokens and asks for 256, without deviation. So many clients of each model wait for their answers. They send at most
-16 requests, two each, before max(40, 10 clients) that are measured. The rows are figures of a GPU: output tokens a second, and
-medians of TTFT and of the time between tokens.
+Source: the documentation of Dynamo, "Interpreting GPU Sharing Results" (ai-dynamo/dynamo, November 2026, Apache-2.0). AIPerf
+sends 2,048 prompt tokens and asks for 256, without deviation. So many clients of each model wait for their answers. They send
+at most 16 requests, two each, before max(40, 10 clients) that are measured. The rows are figures of a GPU: output tokens a
+second, and medians of TTFT and of the time between tokens.
 
 The token budget of these engines is not recorded. Every row is predicted at both budgets that vLLM has had as its default.
 The first two rows with one model have a TTFT below what the prompt takes of the GPU's compute, so their prompts were cached;
@@ -43,9 +43,9 @@ class Mode(NamedTuple):
 
 
 MODES = {
-    "baseline": Mode("one model", "fluid"),
-    "time_slice": Mode("two in time slices", "time_slice"),
-    "mps_50": Mode("two under MPS at 50 %", "mps", 0.5),
+    "baseline": Mode("alone", "fluid"),
+    "time_slice": Mode("time slices", "time_slice"),
+    "mps_50": Mode("MPS 50 %", "mps", 0.5),
 }
 
 

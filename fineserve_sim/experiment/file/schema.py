@@ -142,8 +142,8 @@ Degree = Annotated[
 
 
 class Model(Strict):
-    """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients that wait for
-    their answers and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
+    """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
+    their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
     TTFT limit, of those that hold it."""
 
     id: ModelId
