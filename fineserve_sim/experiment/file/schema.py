@@ -142,8 +142,9 @@ Degree = Annotated[
 
 
 class Model(Strict):
-    """One served model and its load: a share of the load's total rate, a rate of its own, or phases. ``tp: auto``: the
-    degree that carries its rate within its TTFT limit, of those that hold it."""
+    """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
+    their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
+    TTFT limit, of those that hold it."""
 
     id: ModelId
     model: Annotated[
@@ -155,6 +156,8 @@ class Model(Strict):
     share: Positive | None = None
     rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)
+    clients: Count | None = None
+    think_s: NonNegative | None = None
     ttft_slo_s: Positive | None = None
 
 
