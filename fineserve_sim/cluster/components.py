@@ -214,7 +214,7 @@ def _component(
     model_of = {id: instance.model for id, instance in instances.items()}
     nowhere = replace(scenario.models[0], id="#")
     own_instances = [
-        replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
+        replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, scenario.gpus))
         for id, instance in instances.items()
     ]
     own = [gpus[id] for id in sorted({gpu for instance in instances.values() for gpu in instance.gpus})]

@@ -134,7 +134,13 @@ def test_a_request_that_does_not_fit_stays() -> None:
 
 
 def drop(**options: Any) -> KunServeDrop:
-    return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, base_bytes=100 * BLOCK, node_of={}, **options)
+    return KunServeDrop(
+        copy_bytes=50 * BLOCK,
+        block_bytes=BLOCK,
+        base_bytes=dict.fromkeys(range(100), 100 * BLOCK),
+        node_of={},
+        **options,
+    )
 
 
 def merges(groups: Sequence[GroupEngine], **options: Any) -> tuple[tuple[tuple[int, ...], ...], int, bool]:

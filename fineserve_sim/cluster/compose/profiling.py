@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -61,13 +61,17 @@ def slowest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettin
     """The type among ``gpus`` on which an engine of the model, alone, serves the fewest requests per second. The other ranks of
     a TP group wait for it at every layer."""
     types = list(dict.fromkeys(gpus))
-    if len(types) == 1:
-        return types[0]
+    return types[0] if len(types) == 1 else min(types, key=partial(_most_per_s, served, settings))
 
-    def most_per_s(gpu: GpuSpec) -> float:
-        return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
 
-    return min(types, key=most_per_s)
+def fastest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettings) -> GpuSpec:
+    """As ``slowest``, the type on which it serves the most."""
+    types = list(dict.fromkeys(gpus))
+    return types[0] if len(types) == 1 else max(types, key=partial(_most_per_s, served, settings))
+
+
+def _most_per_s(served: ServedModel, settings: EngineSettings, gpu: GpuSpec) -> float:
+    return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
 
 
 def mean_lengths(served: ServedModel) -> tuple[int, int]:

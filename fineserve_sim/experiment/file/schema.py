@@ -113,6 +113,49 @@ class Cluster(Strict):
     usd_per_gpu_hour: Positive | None = None
 
 
+class Node(Strict):
+    """``count`` GPUs of one kind, in nodes of their own. ``mig``: the profiles of the slices into which each is divided.
+    ``sharing``: of each, whatever the systems say."""
+
+    gpu: str | dict[str, Any]
+    count: Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)] = 1
+    mig: Annotated[list[Name], Field(min_length=1)] | None = None
+    sharing: Sharing | None = None
+    usd_per_gpu_hour: Positive | None = None
+
+
+class MixedCluster(Strict):
+    """GPUs of several kinds. ``gpus_per_node``: the most in a node, which has one kind."""
+
+    nodes: Annotated[list[Node], Field(min_length=1)]
+    gpus_per_node: Count = 8
+    network_bytes_per_s: Positive = 25e9
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        for key in ("gpu", "count", "sharing", "usd_per_gpu_hour"):
+            if isinstance(value, dict) and value.get(key) is not None:
+                hint = f"not with nodes, each of which has its own: cluster.nodes.0.{key}"
+                raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": hint})
+        return value
+
+    @property
+    def count(self) -> int:
+        """GPUs of all kinds."""
+        return sum(node.count for node in self.nodes)
+
+
+ClusterItem = Annotated[
+    Annotated[Cluster, Tag("one kind")] | Annotated[MixedCluster, Tag("several kinds")],
+    Discriminator(lambda value: "several kinds" if _has_nodes(value) else "one kind"),
+]
+
+
+def _has_nodes(value: Any) -> bool:
+    return isinstance(value, MixedCluster) or (isinstance(value, dict) and "nodes" in value)
+
+
 class Engine(Strict):
     """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them. ``step_times``: the
     table of ``fineserve-calibrate`` or ``fineserve-run steps``, relative to the experiment file."""
@@ -378,7 +421,7 @@ class ExperimentFile(Strict):
     fineserve: Literal[1]
     title: Name
     folder: Name | None = None
-    cluster: Cluster
+    cluster: ClusterItem
     engine: Engine = Engine()
     models: Annotated[list[Model], Field(min_length=1)]
     workload: Workload

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fineserve_sim import __version__
+from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.resolve import Setup
@@ -17,7 +18,7 @@ from fineserve_sim.experiment.file.sources import describe
 from fineserve_sim.experiment.results.answer import Targets, answer_of
 from fineserve_sim.experiment.results.binding import binds
 from fineserve_sim.experiment.results.claims import evaluate_claims
-from fineserve_sim.experiment.results.cost import costs, price_of
+from fineserve_sim.experiment.results.cost import by_kind, costs, price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
 from fineserve_sim.experiment.results.stats import Estimate
@@ -71,6 +72,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "runs": list(outcome.keys),
         "metrics": metrics,
         "cost": costs(setup, metrics),
+        **({"cost_by_kind": by_kind(setup)} if len(setup.kinds) > 1 else {}),
         "models": models,
         "gpus": gpus,
         "models_move": setup.systems[outcome.point.system].residency is not None,
@@ -84,8 +86,8 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
 
 def cluster_of(setup: Setup) -> dict[str, Any]:
     """What is bought, and where MIG divides it, into how many slices of which profiles."""
-    slices = Counter(gpu.spec.name.removeprefix(f"{setup.gpu_name} ") for gpu in setup.gpus if gpu.spec.whole)
-    told = ", ".join(f"{count} of {profile}" for profile, count in slices.items())
+    slices = Counter(gpu.spec.name for gpu in setup.gpus if gpu.spec.whole)
+    told = ", ".join(f"{count} of {name.removeprefix(f'{setup.gpu_name} ')}" for name, count in slices.items())
     return {"gpu": setup.gpu_name, "count": setup.bought, **({"slices": told} if told else {})}
 
 
@@ -161,6 +163,7 @@ def summary_of(
     placements = [_placement(outcome, store) for outcome in outcomes]
     step_times = pooled([store.meta(key) for outcome in outcomes for key in outcome.keys])
     setup = experiment.setup
+    kinds = [*kinds_of(setup.gpus)]
     return {
         "schema": SCHEMA,
         "fineserve": __version__,
@@ -174,8 +177,8 @@ def summary_of(
         ),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
-        "step_times": step_times | ({"tables_of": tables_of(setup.gpus[0].spec, setup.engine)} if step_times else {}),
-        "warnings": [*warnings(step_times, setup.gpus[0].spec, setup.engine), *_kept(outcomes, store)],
+        "step_times": step_times | ({"tables_of": tables_of(kinds, setup.engine)} if step_times else {}),
+        "warnings": [*warnings(step_times, kinds, setup.engine), *_kept(outcomes, store)],
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }

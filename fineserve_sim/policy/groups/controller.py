@@ -32,7 +32,7 @@ TICK_S = 0.1
 class GroupModel:
     """What the controller knows of the model.
 
-    ``max_tokens`` bounds a sequence. ``holds_tokens(n)`` is what an engine over n instances can hold, until
+    ``max_tokens`` bounds a sequence. ``holds_tokens(instances)`` is what an engine over these can hold, until
     ``EnginesResized`` says otherwise.
     """
 
@@ -40,7 +40,7 @@ class GroupModel:
     layers: int
     max_tokens: int
     block_tokens: int
-    holds_tokens: Callable[[int], int]
+    holds_tokens: Callable[[tuple[int, ...]], int]
 
 
 class GroupController(Controller):
@@ -125,6 +125,10 @@ class GroupController(Controller):
     def _able(self, request: Request) -> Iterator[GroupEngine]:
         return (engine for engine in self._engines.values() if request.prompt_tokens < engine.holds_tokens)
 
+    def _longest(self, engine: int) -> int:
+        """Tokens of the longest sequence that an engine holds: a request moves only where it may become as long."""
+        return min(self.max_tokens, self._engines[engine].holds_tokens)
+
     def _release_held(self) -> list[Command]:
         held, self._held = self._held, []
         return [command for request in held for command in self._dispatch(request)]
@@ -161,7 +165,7 @@ class GroupController(Controller):
 
     def _add(self, instances: tuple[int, ...], phase: Phase) -> int:
         id, self._given = self._given, self._given + 1
-        self._engines[id] = GroupEngine(id, instances, phase, EngineLoad(0, 0), self._model.holds_tokens(len(instances)))
+        self._engines[id] = GroupEngine(id, instances, phase, EngineLoad(0, 0), self._model.holds_tokens(instances))
         self._enter(id, phase)
         return id
 
@@ -254,6 +258,7 @@ class GroupController(Controller):
         if self._migration is not None:
             busy = {engine for move in self._moving.values() for engine in (move.source, move.destination)}
             moves = self._migration.tick([engine for engine in self._loaded() if engine.id not in busy])
+            moves = [move for move in moves if self._longest(move.destination) >= self._longest(move.source)]
             self._moving |= {move.request_id: move for move in moves}
             answer += moves
         if self._drop is not None:
