@@ -142,7 +142,7 @@ def measures(models: list[list[bool]]) -> Measures:
 
 def test_a_target_of_each_model_is_that_of_the_worst(file: Path, tmp_path: Path) -> None:
     """One model of two has few requests and a limit that it misses: 90 % of all are kept where 90 % of each are not."""
-    text = ONE.replace("rate_per_s: 30}", "rate_per_s: 4}", 1).replace("{id: A,", "{id: A, ttft_slo_s: 0.04,")
+    text = ONE.replace("rate_per_s: 30}", "rate_per_s: 4}", 1).replace("{id: A,", "{id: A, ttft_slo_s: 0.032,")
     file.write_text(text, encoding="utf-8")
     of_all, of_each = (
         next(iter(size(Prober(file, tmp_path / name, [goal(text)]), axis_of("gpus"), most_gpus=2)))
