@@ -42,7 +42,7 @@ TargetsOption = Annotated[
     typer.Option(
         "--target",
         metavar="MOMENT:SHARE",
-        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; may be repeated. If not given, all:0.95.",
+        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; each:all:0.95 of each model. If not given, all:0.95.",
         show_default=False,
     ),
 ]
@@ -61,6 +61,7 @@ def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:
 
 def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mapping[str, float]:
     """Targets by metric. Raises ValueError for a target without a limit."""
+    from fineserve_sim.experiment.file.metric_names import overall
     from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS
     from fineserve_sim.experiment.sizing.probe import goals
 
@@ -68,7 +69,7 @@ def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mappi
         return DEFAULT_TARGETS
     found = {goal.metric: goal.share for goal in goals(targets)}
     for moment, limit in (("tpot", tpot), ("e2e", e2e)):
-        if f"{moment}_attainment" in found and limit is None:
+        if f"{moment}_attainment" in map(overall, found) and limit is None:
             raise ValueError(
                 f"--target {moment}: there is no such limit; give one, as --{moment}-slo or slo.{moment}_s"
             )
@@ -80,8 +81,8 @@ def tell_probe(asked: str, found: Attained) -> None:
     if found.problem:
         typer.echo(f"  {asked}: {escaped(found.problem)}", err=True)
         return
-    shares = ", ".join(
-        f"{metric.removesuffix('_attainment')} {100 * share:.1f} %" for metric, share in found.shares.items()
-    )
+    from fineserve_sim.experiment.sizing.probe import told_moment
+
+    shares = ", ".join(f"{told_moment(metric)} {100 * share:.1f} %" for metric, share in found.shares.items())
     seeds = f", after {found.seeds} seed{'s' * (found.seeds > 1)}" if found.early else ""
     typer.echo(f"  {asked}: {shares}, {'holds' if found.holds else 'does not hold'}{seeds}", err=True)

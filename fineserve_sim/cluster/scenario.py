@@ -79,6 +79,7 @@ class EngineSettings:
 
     ``latency``: step times by the measured tables that ship for the GPU (rooflines where none do), or by rooflines alone.
     ``step_times``: by steps of real engines instead, host time included, where GPU and ``deployment`` are out of the picture.
+    ``step_time_factor``: every step takes so many times as long as predicted; a margin, or the error of the prediction.
     """
 
     token_budget: int = 2048
@@ -90,6 +91,7 @@ class EngineSettings:
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: MeasuredSteps | None = None
+    step_time_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

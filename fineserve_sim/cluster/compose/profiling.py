@@ -34,12 +34,26 @@ def step_model(
 ) -> StepModel:
     """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. Raises
     ScenarioError for a table of measured steps without such an engine."""
-    alike = EngineSettings(deployment=settings.deployment, latency=settings.latency, step_times=settings.step_times)
+    alike = EngineSettings(
+        deployment=settings.deployment,
+        latency=settings.latency,
+        step_times=settings.step_times,
+        step_time_factor=settings.step_time_factor,
+    )
     return _step_model(served.model, served.precision, served.tp, gpu, alike, kernel and kernel.name)
 
 
 @lru_cache(maxsize=256)
 def _step_model(
+    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
+) -> StepModel:
+    step = _as_predicted(model, precision, tp, gpu, settings, kernel)
+    if settings.step_time_factor != 1.0:
+        step.slow_down(settings.step_time_factor)
+    return step
+
+
+def _as_predicted(
     model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
 ) -> StepModel:
     if settings.step_times is None:

@@ -169,6 +169,7 @@ class Engine(Strict):
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
+    step_time_factor: Positive = 1.0
 
 
 class Phase(Strict):

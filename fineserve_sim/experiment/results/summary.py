@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster.compose.memory import kinds_of
-from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
+from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE, EACH, overall
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import describe
-from fineserve_sim.experiment.results.answer import Targets, answer_of
+from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets, answer_of
 from fineserve_sim.experiment.results.binding import binds
 from fineserve_sim.experiment.results.claims import evaluate_claims
 from fineserve_sim.experiment.results.cost import by_kind, costs, price_of
@@ -45,12 +45,16 @@ class Judged(NamedTuple):
     gpus: list[dict[str, Any]]
 
 
-def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged]) -> dict[str, Any]:
-    """One entry of summary.json's cells, without its sweep."""
+def cell_entry(
+    experiment: Experiment, outcome: Outcome, judged: Sequence[Judged], targets: Targets = DEFAULT_TARGETS
+) -> dict[str, Any]:
+    """One entry of summary.json's cells, without its sweep. It has the attainment of the worst model where ``targets`` ask for
+    each model."""
     runs = [each.measures for each in judged]
     measured = sum(run.counts["arrived"] for run in runs)
     totals = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
-    metrics = {metric: _metric(runs, metric) for metric in present(runs)}
+    of_each = [metric for metric in targets if metric.startswith(EACH) and overall(metric) in runs[0].hits]
+    metrics = {metric: _metric(runs, metric) for metric in (*present(runs), *of_each)}
     models = {name: _model(name, judged) for name in runs[0].models}
     gpus = mean_over_seeds([each.gpus for each in judged])
     setup = experiment.setup_of(outcome.point)
@@ -114,7 +118,7 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _metric(runs: Sequence[Measures], metric: str) -> dict[str, Any]:
     overall = estimate(runs, metric)
     found = _jsonable(overall) | {"observations": [_number(value) for value in overall.observations]}
-    if metric in CLUSTER_WIDE:
+    if metric in CLUSTER_WIDE or metric.startswith(EACH):
         return found
     return found | {"by_model": {name: _jsonable(estimate(runs, metric, name)) for name in runs[0].models}}
 

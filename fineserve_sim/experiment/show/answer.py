@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
 from fineserve_sim.experiment.show.labels import axis_text, number
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
@@ -133,8 +134,14 @@ def targets_text(targets: Mapping[str, float]) -> str:
     """``95 % of the requests within their limits``."""
     if len(targets) == 1 and "slo_attainment" in targets:
         return f"{100 * targets['slo_attainment']:g} % of the requests within their limits"
-    moments = {_MOMENTS[metric.removesuffix("_attainment")]: share for metric, share in targets.items()}
-    return ", ".join(f"{100 * share:g} % within the limit of {moment}" for moment, share in moments.items())
+    return ", ".join(f"{100 * share:g} % {_whose(metric)}" for metric, share in targets.items())
+
+
+def _whose(metric: str) -> str:
+    """``within the limit of TTFT``, of all requests or of those of each model."""
+    moment = overall(metric).removesuffix("_attainment")
+    limit = "all limits" if moment == "slo" else f"the limit of {_MOMENTS[moment]}"
+    return f"of each model's requests within {limit}" if metric.startswith(EACH) else f"within {limit}"
 
 
 def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
@@ -209,7 +216,8 @@ def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
     if margin["half_width"] is None:
         sure = ", of too few requests for an interval"
     side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}{sure}"
-    name = "" if targets == 1 else f"{_MOMENTS[metric.removesuffix('_attainment')]} "
+    moment = _MOMENTS[overall(metric).removesuffix("_attainment")]
+    name = f"worst model, {moment} " if metric.startswith(EACH) else "" if targets == 1 else f"{moment} "
     return f"{name}{percent(margin['mean'], margin['half_width'])}, {side}"
 
 
