@@ -64,6 +64,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         **totals,
         "misses": _summed(run.misses[""] for run in runs),
         "ttft_slo_s": outcome.limits_s,
+        **({"context_tokens": contexts} if (contexts := _contexts(setup, models)) else {}),
         **({"reach_tokens": dict(outcome.reach_tokens)} if outcome.reach_tokens else {}),
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
         **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
@@ -100,6 +101,12 @@ def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
         "tokens": _summed(run.tokens[name] for run in runs),
         "instances": [instance["gpus"] for instance in instances],
     }
+
+
+def _contexts(setup: Setup, models: Mapping[str, Any]) -> dict[str, int]:
+    """The context of each model that had to turn requests away."""
+    specs = {model.id: model.spec for model in setup.models}
+    return {name: specs[name].max_context_tokens for name, model in models.items() if model["misses"]["rejected"]}
 
 
 def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -238,13 +238,19 @@ def _misses(cell: Cell) -> str:
     if not total:
         return "Misses: none."
     parts = [
-        f"{percent(count / cell['requests'])} {MEANINGS[cause]}"
+        f"{percent(count / cell['requests'])} {_rejected(cell) if cause == 'rejected' else MEANINGS[cause]}"
         for cause, count in sorted(cell["misses"].items(), key=lambda item: -item[1])
         if count
     ]
     worst = worst_models(cell)
     models = f" Worst: {', '.join(worst)} within." if len(cell["models"]) > 1 and worst else ""
     return f"Misses: {', '.join(parts)}.{models}"
+
+
+def _rejected(cell: Cell) -> str:
+    """Why requests were turned away, with the contexts of their models, which may be too short for a prompt."""
+    told = [f"; the context of {name} is {tokens:,} tokens" for name, tokens in cell.get("context_tokens", {}).items()]
+    return f"{MEANINGS['rejected'].removesuffix(')')}{''.join(told[:3])})"
 
 
 def worst_models(cell: Cell, most: int = 2) -> list[str]:
