@@ -112,8 +112,8 @@ def _is_at(path: Path, file: int) -> bool:
 
 @contextmanager
 def gone_if_unused(out: Path) -> Iterator[None]:
-    """Be alone in a results folder. One that is new goes with an error that comes before any simulation has finished, or after
-    those alone that give no limit; so do the folders that were made to hold it, unless something else is there."""
+    """Be alone in a results folder. One that is new goes with an error that comes before any simulation has finished; so do the
+    folders that were made to hold it, unless something else is there. It goes, too, where what was simulated gave no limit."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     with alone_in(out):
         try:

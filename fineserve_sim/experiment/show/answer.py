@@ -52,6 +52,15 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, load]
 
 
+def answer_of(summary: Mapping[str, Any]) -> list[str]:
+    """The answer block with the models that have no GPU; empty where there was nothing to choose."""
+    cell = chosen_cell(summary)
+    if cell is None:
+        return []
+    here = [each for each in summary["cells"] if place_of(each) == place_of(cell)]
+    return [*answer_lines(summary), *unplaced_lines(here)]
+
+
 def unplaced_lines(cells: Sequence[Cell]) -> Iterator[str]:
     """One line a reason for which models have no GPU: which, with their part of the requests, and under which systems."""
     told: dict[str, dict[str, list[str]]] = {}
