@@ -177,7 +177,11 @@ def summary_of(
         "slo": _slo(outcomes),
         "price": price_of(setup)._asdict(),
         "answer": answer_of(
-            listed, setup.bought, [name for name, system in setup.systems.items() if is_bound(system)], targets
+            listed,
+            setup.bought,
+            [name for name, system in setup.systems.items() if is_bound(system)],
+            targets,
+            experiment.file.answer.at if experiment.file.answer else {},
         ),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,

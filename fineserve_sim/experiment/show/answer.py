@@ -41,15 +41,25 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
     if not answer or cell is None:
         return []
     lines = [
-        _choice(answer, cell),
+        f"{_where(answer, cell, summary['cells'])}{_choice(answer, cell)}",
         *_beyond(answer, cell),
         *_gpus(answer, cell),
         _cost(cell, summary["price"]),
         _misses(cell),
     ]
     lines += [" ".join(sentences)] if (sentences := list(_binding(cell))) else []
-    load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell))}"
+    load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell, summary['cells']))}"
     return [*lines, load]
+
+
+def _where(answer: Mapping[str, Any], cell: Cell, cells: Sequence[Cell]) -> str:
+    """The place of the answer, where there are others."""
+    axes = [axis for axis, _ in place_of(cell) if len({str(other["axes"].get(axis)) for other in cells}) > 1]
+    if not axes:
+        return ""
+    place = ", ".join(lowered(axis_text(axis, cell["axes"][axis])) for axis in axes)
+    why = ", as the file asks" if "at" in answer else ", where the systems differ most" * (answer["systems"] > 1)
+    return f"At {place}{why}: "
 
 
 def answer_of(summary: Mapping[str, Any]) -> list[str]:
@@ -295,7 +305,7 @@ def _bind(entry: Mapping[str, Any], total: int, cell: Cell) -> str:
     return f"{what}{where} ({100 * entry['misses'] / total:.0f} % of misses{who})"
 
 
-def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+def _load(answer: Mapping[str, Any], cell: Cell, cells: Sequence[Cell]) -> Iterator[str]:
     """Where it breaks: found by a search, or read off the rates of the sweep."""
     if "search" in answer:
         yield from _searched(answer, cell)
@@ -303,12 +313,27 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     breaks = answer["breaks"][cell["system"]]
     base, holds = _base_per_s(answer, cell), f"{answer['choice']['title']} holds"
     held, failing = breaks["holds_to"], breaks["fails_at"]
-    if failing is not None and held is not None:
+    if len(_rates(cell, cells)) < 2:
+        yield "no other rate was run here."
+    elif failing is not None and held is not None:
         yield f"of the rates that were run, {holds} up to {_rate(held, base)}, no longer at {_rate(failing, base)}."
     elif held is not None:
         yield f"{holds} at every rate that was run, up to {_rate(held, base)}."
     else:
         yield f"{answer['choice']['title']} fails at {_rate(failing, base)}, the lowest rate here."
+
+
+def _rates(cell: Cell, cells: Sequence[Cell]) -> set[float]:
+    """The rate scales that there are of a cell's system at its other axes."""
+
+    def rest(of: Cell) -> dict[str, Any]:
+        return {axis: value for axis, value in of["axes"].items() if axis != "rate_scale"}
+
+    return {
+        other["axes"]["rate_scale"]
+        for other in cells
+        if other["system"] == cell["system"] and rest(other) == rest(cell)
+    }
 
 
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:

@@ -258,8 +258,8 @@ class Prober:
         return load_experiment(self.path, overrides, self.quick)
 
 
-_BARE = (("claims", "[]"), ("figures", "[]"))
-"""A search looks at neither."""
+_BARE = (("claims", "[]"), ("figures", "[]"), ("answer", "null"))
+"""A search looks at none of them."""
 
 
 def alike(experiment: Experiment) -> bool:
