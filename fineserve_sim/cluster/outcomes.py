@@ -45,6 +45,7 @@ class Outcomes:
     _sink: Callable[[Ended], None]
 
     def __init__(self) -> None:
+        self._hears: Callable[[int, float], None] | None = None
         self.open = 0
         self.last_end_s = 0.0
         self.stages: dict[int, tuple[int, ...]] = {}
@@ -52,10 +53,12 @@ class Outcomes:
         self._left: list[tuple[int, int, float, float, int, int]] = []
         self._ended: list[tuple[int, float, float, int, int, int, int, int, float, int]] = []
 
-    def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
-        """So many will come; what becomes of them goes to ``sink``."""
+    def begin(
+        self, requests: int, sink: Callable[[Ended], None], hears: Callable[[int, float], None] | None = None
+    ) -> None:
+        """So many will come; what becomes of them goes to ``sink``. ``hears`` of each end at once, its request and time."""
         self.open = requests
-        self._sink = sink
+        self._sink, self._hears = sink, hears
 
     def arrive(self, index: int, engine: int = -1) -> None:
         """A request is under way without an engine; it waited for this one, if for any."""
@@ -106,9 +109,12 @@ class Outcomes:
         self.open -= 1
         if len(self._ended) >= BATCH:
             self._hand_on()
+        if self._hears is not None:
+            self._hears(index, now)
 
     def close(self, end_s: float) -> None:
         """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
+        self._hears = None
         for index in sorted(self._under_way):
             self.end(index, end_s, Fate.UNFINISHED)
         self._hand_on()
