@@ -65,7 +65,7 @@ def deploy(
         experiment = load_experiment(file)
         given = dict(_pair(text) for text in weights or ())
         engines = engines_of(experiment, system, models=models, weights=given)
-        written = _written(format, engines, experiment.setup.gpu_name, models)
+        written = _written(format, engines, models)
         folder = out or Path("results") / f"deploy-{file.stem}"
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in written.items():
@@ -83,14 +83,14 @@ def deploy(
         typer.echo(f"Wrote {', '.join(str(folder / name) for name in written)}")
 
 
-def _written(format: Format, engines: Sequence[Deployed], gpu: str, models: str) -> dict[str, str]:
+def _written(format: Format, engines: Sequence[Deployed], models: str) -> dict[str, str]:
     from fineserve_sim.deploy import compose, kubernetes, vllm
 
     if format is Format.VLLM:
-        return vllm.scripts(engines, gpu)
+        return vllm.scripts(engines)
     if format is Format.COMPOSE:
         return compose.files(engines, models)
-    return (kubernetes.by_plugin if format is Format.KUBERNETES else kubernetes.by_kai)(engines, gpu)
+    return (kubernetes.by_plugin if format is Format.KUBERNETES else kubernetes.by_kai)(engines)
 
 
 def _pair(text: str) -> tuple[str, str]:

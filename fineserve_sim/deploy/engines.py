@@ -47,7 +47,7 @@ def facts() -> Mapping[str, Any]:
 
 
 class Device(NamedTuple):
-    """A GPU as its node numbers them, or a slice of it by MIG, which is ``slice`` of ``profile`` there."""
+    """A GPU as its node numbers them, or a slice of it by MIG: number ``slice`` there, of a ``profile`` such as 3g.40gb."""
 
     board: int
     slice: int | None = None
@@ -63,8 +63,9 @@ class Deployed:
     """One engine. ``name`` is its model's id, with a number where a model has several, in the letters of host names. Its
     checkpoint is at ``weights``; ``models`` is the folder of all checkpoints.
 
-    ``mode`` is the way in which its GPUs are shared; an engine that has them for itself is ``exclusive``. ``memory_share`` is
-    of each GPU's memory, of which ``kv_bytes`` are for KV. ``sm_percent``: of the SMs, at most; None: all of them.
+    ``devices`` are GPUs of type ``gpu`` on a node. ``mode`` is the way in which they are shared; an engine that has them for
+    itself is ``exclusive``. ``memory_share`` is of each GPU's memory, of which ``kv_bytes`` are for KV. ``sm_percent``: of the
+    SMs, at most; None: all of them.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Deployed:
     weights: str
     models: str
     precision: PrecisionSpec
+    gpu: str
     node: int
     devices: tuple[Device, ...]
     mode: str
@@ -143,6 +145,7 @@ def _deployed(
         weights=weights[0],
         models=weights[1],
         precision=model.precision,
+        gpu=gpus[0].spec.whole or gpus[0].spec.name,
         node=gpus[0].node,
         devices=tuple(
             known for gpu, known in zip(described.gpus, _devices(described.gpus), strict=True) if gpu in gpus
@@ -207,16 +210,6 @@ def _known_weights(described: Scenario, models: str, weights: Mapping[str, str])
     }
 
 
-def mig_profile(gpu: str, profile: str | None) -> str:
-    """What NVIDIA calls a profile of this GPU, such as 3g.40gb. Raises ValueError where that is not known."""
-    named = facts()["mig_profiles"].get(gpu, {})
-    if profile not in named:
-        raise ValueError(
-            f"profile {profile} of {gpu}: its name is not known; known are those of a100-80gb, h100-sxm, h200-sxm"
-        )
-    return str(named[profile])
-
-
 def _devices(gpus: Sequence[Gpu]) -> Iterator[Device]:
     """Each GPU as its node calls it: slices of one GPU follow one another, and have one number there."""
     boards: dict[int, int] = Counter()
@@ -226,10 +219,15 @@ def _devices(gpus: Sequence[Gpu]) -> Iterator[Device]:
         same = before is not None and gpu.board is not None and gpu.board == before.board
         slices = slices + 1 if same else 0
         boards[gpu.node] += not same
-        sliced = gpu.board is not None
-        profile = gpu.spec.name.rpartition(" ")[2] if sliced else None
-        yield Device(boards[gpu.node] - 1, slices if sliced else None, profile)
+        number = boards[gpu.node] - 1
+        yield Device(number) if gpu.board is None else Device(number, slices, _profile(gpu))
         before = gpu
+
+
+def _profile(gpu: Gpu) -> str:
+    """What NVIDIA calls the slice, such as 3g.40gb."""
+    whole, _, profile = gpu.spec.name.rpartition(" ")
+    return str(facts()["mig_profiles"][whole][profile])
 
 
 def host_name(name: str) -> str:

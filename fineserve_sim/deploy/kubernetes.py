@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fineserve_sim.deploy.engines import PORT, Deployed, facts, host_name, mig_profile
+from fineserve_sim.deploy.engines import PORT, Deployed, facts, host_name
 from fineserve_sim.deploy.vllm import arguments, environment
 from fineserve_sim.experiment.file.document import to_yaml
 
@@ -23,9 +23,10 @@ Parts = dict[str, Any]
 """What a way to lend GPUs adds: ``limits`` of the container; ``labels``, ``annotations`` and parts of ``spec`` of the pod."""
 
 
-def by_plugin(engines: Sequence[Deployed], gpu: str) -> dict[str, str]:
+def by_plugin(engines: Sequence[Deployed]) -> dict[str, str]:
     """Manifests, and the configuration that the device plugin needs, by file name. Raises ValueError, in one line, for an
     arrangement that the plugin cannot make."""
+    _check_kinds(engines)
     names = facts()["device_plugin"]
     shared = [engine for engine in engines if engine.mode in names["sharing"]]
     config: dict[str, Any] = {"version": "v1"}
@@ -38,11 +39,20 @@ def by_plugin(engines: Sequence[Deployed], gpu: str) -> dict[str, str]:
 
     def lend(engine: Deployed) -> Parts:
         if engine.mode == "mig":
-            return {"limits": {names["mig"].format(profile=mig_profile(gpu, engine.devices[0].profile)): engine.tp}}
+            return {"limits": {names["mig"].format(profile=engine.devices[0].profile): engine.tp}}
         return {"limits": {names["shared_gpu" if shared else "gpu"]: engine.tp}}
 
     found = {"kubernetes.yaml": _manifests(engines, lend)}
     return found | ({"device-plugin.yaml": to_yaml(config)} if len(config) > 1 else {})
+
+
+def _check_kinds(engines: Sequence[Deployed]) -> None:
+    """Raises ValueError for several kinds of GPUs: a manifest asks for some GPU."""
+    kinds = list(dict.fromkeys(engine.gpu for engine in engines))
+    if len(kinds) > 1:
+        raise ValueError(
+            f"engines stand on {' and '.join(kinds)}, and manifests ask for any GPU; take --as vllm or compose"
+        )
 
 
 def _replicas(engines: Sequence[Deployed], shared: Sequence[Deployed]) -> tuple[str, int]:
@@ -71,14 +81,15 @@ def _replicas(engines: Sequence[Deployed], shared: Sequence[Deployed]) -> tuple[
     return modes[0], replicas
 
 
-def by_kai(engines: Sequence[Deployed], gpu: str) -> dict[str, str]:
+def by_kai(engines: Sequence[Deployed]) -> dict[str, str]:
     """Manifests for KAI's scheduler by file name. Raises ValueError, in one line, for an engine over several shared GPUs."""
+    _check_kinds(engines)
     names = facts()["kai"]
 
     def lend(engine: Deployed) -> Parts:
         parts: Parts = {"labels": {names["queue_label"]: names["queue"]}, "spec": {"schedulerName": names["scheduler"]}}
         if engine.mode == "mig":
-            resource = facts()["device_plugin"]["mig"].format(profile=mig_profile(gpu, engine.devices[0].profile))
+            resource = facts()["device_plugin"]["mig"].format(profile=engine.devices[0].profile)
             return parts | {"limits": {resource: engine.tp}}
         if engine.mode == "exclusive":
             return parts | {"limits": {facts()["device_plugin"]["gpu"]: engine.tp}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from fineserve_sim.deploy.engines import Deployed, facts, mig_profile
+from fineserve_sim.deploy.engines import Deployed, facts
 
 SLICES = "# MIG_{board}_{slice}: the UUID of a slice {profile} of GPU {board}, as nvidia-smi -L prints it"
 
@@ -34,16 +34,16 @@ def environment(engine: Deployed) -> Mapping[str, str]:
     return {} if percent is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)}
 
 
-def scripts(engines: Sequence[Deployed], gpu: str) -> dict[str, str]:
+def scripts(engines: Sequence[Deployed]) -> dict[str, str]:
     """Shell scripts by file name, one a node. Each starts its engines and ends when one of them does."""
     nodes = sorted({engine.node for engine in engines})
-    return {f"node-{node}.sh": _script([each for each in engines if each.node == node], gpu) for node in nodes}
+    return {f"node-{node}.sh": _script([each for each in engines if each.node == node]) for node in nodes}
 
 
-def _script(engines: Sequence[Deployed], gpu: str) -> str:
+def _script(engines: Sequence[Deployed]) -> str:
     lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
     slices = sorted({device for each in engines for device in each.devices if device.slice is not None})
-    lines += [SLICES.format(**each._asdict() | {"profile": mig_profile(gpu, each.profile)}) for each in slices]
+    lines += [SLICES.format(**each._asdict()) for each in slices]
     if any(engine.mode == "mps" for engine in engines):
         lines += ["nvidia-cuda-mps-control -d  # engines of one GPU run side by side"]
     lines += [_line(engine) for engine in engines]

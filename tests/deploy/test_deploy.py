@@ -121,7 +121,7 @@ def test_weights_are_where_they_are_said_to_be(engines: Any) -> None:
 
 def test_scripts_run_in_a_shell_and_name_every_gpu(engines: Any, tmp_path: Path) -> None:
     """A shell with a stand-in for vllm that prints what it gets."""
-    found = vllm.scripts(engines(*shared("{mps: {Chat: 50, code: 30}}")), "h100-sxm")
+    found = vllm.scripts(engines(*shared("{mps: {Chat: 50, code: 30}}")))
     assert list(found) == ["node-0.sh", "node-1.sh"]
     commands = {
         "vllm": 'echo "$CUDA_VISIBLE_DEVICES $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $*" >> heard',
@@ -200,7 +200,7 @@ def test_the_schemas_see_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(("sharing", "key"), [("mps", "mps"), ("time_slice", "timeSlicing")])
 def test_the_device_plugin_lends_replicas(engines: Any, sharing: str, key: str) -> None:
-    found = kubernetes.by_plugin(engines(*shared(sharing), *EQUAL), "h100-sxm")
+    found = kubernetes.by_plugin(engines(*shared(sharing), *EQUAL))
     assert yaml.safe_load(found["device-plugin.yaml"]) == {
         "version": "v1",
         "sharing": {key: {"renameByDefault": True, "resources": [{"name": "nvidia.com/gpu", "replicas": 2}]}},
@@ -218,7 +218,7 @@ EQUAL = (
 
 def test_the_device_plugin_lends_whole_gpus_and_services_follow_models(engines: Any) -> None:
     code = "  - {id: code, model: qwen2.5-14b, precision: fp16, rate_per_s: 1}\n"
-    found = kubernetes.by_plugin(engines(("code: [[0]], big", "big"), (code, "")), "h100-sxm")
+    found = kubernetes.by_plugin(engines(("code: [[0]], big", "big"), (code, "")))
     made = documents(found["kubernetes.yaml"])
     assert set(found) == {"kubernetes.yaml"}
     deployments = [each for each in made if each["kind"] == "Deployment"]
@@ -242,13 +242,13 @@ def test_slices_of_mig(engines: Any) -> None:
         ("gpus_per_node: 2}", "gpus_per_node: 2, sharing: {mig: 3g}}"),
     )
     assert [(each.mode, each.devices) for each in found] == [
-        ("mig", (Device(0, 0, "3g"),)), ("mig", (Device(0, 1, "3g"),)), ("mig", (Device(1, 0, "3g"),))
+        ("mig", (Device(0, 0, "3g.40gb"),)), ("mig", (Device(0, 1, "3g.40gb"),)), ("mig", (Device(1, 0, "3g.40gb"),))
     ]  # fmt: skip
-    made = kubernetes.by_plugin(found, "h100-sxm")
+    made = kubernetes.by_plugin(found)
     assert yaml.safe_load(made["device-plugin.yaml"])["flags"] == {"migStrategy": "mixed"}
     deployments = [each for each in documents(made["kubernetes.yaml"]) if each["kind"] == "Deployment"]
     assert all(limits_of(each) == {"nvidia.com/mig-3g.40gb": 1} for each in deployments)
-    script = vllm.scripts(found, "h100-sxm")["node-0.sh"]
+    script = vllm.scripts(found)["node-0.sh"]
     assert 'CUDA_VISIBLE_DEVICES="${MIG_1_0}"' in script and "# MIG_1_0: the UUID of a slice 3g.40gb of GPU 1" in script
     (service, *_) = yaml.safe_load(compose.files(found, "/models")["compose.yaml"])["services"].values()
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["${MIG_0_0}"]
@@ -256,7 +256,7 @@ def test_slices_of_mig(engines: Any) -> None:
 
 def test_kai_lends_fractions_and_whole_gpus(engines: Any) -> None:
     found = engines()
-    made = documents(kubernetes.by_kai(found, "h100-sxm")["kai.yaml"])
+    made = documents(kubernetes.by_kai(found)["kai.yaml"])
     pods = {each["metadata"]["name"]: each["spec"]["template"] for each in made if each["kind"] == "Deployment"}
     assert all(pod["spec"]["schedulerName"] == "kai-scheduler" for pod in pods.values())
     fractions = {name: pod["metadata"].get("annotations", {}).get("gpu-fraction") for name, pod in pods.items()}
@@ -283,6 +283,12 @@ def test_every_profile_of_the_catalog_has_a_name_with_its_memory() -> None:
 DERIVED = ("ttft_s: 1", "ttft: {reference: {system: dedicated, load: isolated, quantile: 0.95}, scale: 20}")
 
 
+KINDS = (
+    "{gpu: h100-sxm, count: 4, gpus_per_node: 2}",
+    "{nodes: [{gpu: h100-sxm, count: 2}, {gpu: a100-80gb, count: 2}]}",
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "format", "said"),
     [
@@ -296,6 +302,7 @@ DERIVED = ("ttft_s: 1", "ttft: {reference: {system: dedicated, load: isolated, q
         ),
         ((("precision: fp8", "precision: qoq"),), "vllm", "model Chat: vLLM has no W4A8KV4; take one of W16A16"),
         ((("base: fineserve", "base: prism"),), "vllm", "system plan: its residency changes engines as they run"),
+        ((KINDS,), "kai", "engines stand on h100-sxm and a100-80gb, and manifests ask for any GPU"),
         ((DERIVED,), "vllm", "slo.ttft: these limits come from simulated runs"),
     ],
 )
