@@ -17,7 +17,7 @@ from fineserve_sim.latency import StepModel, measured_on, profile
 from fineserve_sim.latency.sharing import under_cap
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.groups.microbatch import ChunkCost
-from fineserve_sim.policy.interfaces import OperatingPoint
+from fineserve_sim.policy.interfaces import Busy, OperatingPoint
 from fineserve_sim.systems import Sharing
 
 CHUNKS = (256, 512, 1024, 2048, 4096)
@@ -103,6 +103,17 @@ def operating_points(served: ServedModel, gpu: GpuSpec, settings: EngineSettings
     """The profile of a ``typical`` model."""
     step = step_model(served, gpu, settings)
     return profile(step, *mean_lengths(served), settings.token_budget, settings.max_sequences)
+
+
+@lru_cache(maxsize=256)
+def busy_parts(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> tuple[Busy, Busy]:
+    """How busy a GPU is while a ``typical`` model computes a prompt, and while one request of it decodes."""
+    step = step_model(served, gpu, settings)
+    prompt, output = mean_lengths(served)
+    chunk = min(prompt, settings.token_budget)
+    prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
+    decode = step.demand(1, prompt + output // 2, 0, 0, 0, 1)
+    return Busy(prefill.compute, prefill.bandwidth), Busy(decode.compute, decode.bandwidth)
 
 
 @lru_cache(maxsize=256)

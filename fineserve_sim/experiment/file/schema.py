@@ -356,6 +356,12 @@ class Sweep(Strict):
     systems: list[str] | None = None
 
 
+class AnswerPlace(Strict):
+    """Where the answer is read: ``at`` values of axes. What they leave open is where the systems part."""
+
+    at: Annotated[dict[str, Scalar], Field(min_length=1)]
+
+
 class Assumption(Strict):
     """What the paper leaves open, the value taken, and why."""
 
@@ -436,4 +442,5 @@ class ExperimentFile(Strict):
     assumptions: list[Assumption] = []
     figures: list[Figure] = []
     claims: list[Claim] = []
+    answer: AnswerPlace | None = None
     runtime: dict[str, Any] = {}

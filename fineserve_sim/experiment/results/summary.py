@@ -69,6 +69,7 @@ def cell_entry(
         **totals,
         "misses": _summed(run.misses[""] for run in runs),
         "ttft_slo_s": outcome.limits_s,
+        **({"context_tokens": contexts} if (contexts := _contexts(setup, models)) else {}),
         **({"reach_tokens": dict(outcome.reach_tokens)} if outcome.reach_tokens else {}),
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
         **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
@@ -106,6 +107,12 @@ def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
         "tokens": _summed(run.tokens[name] for run in runs),
         "instances": [instance["gpus"] for instance in instances],
     }
+
+
+def _contexts(setup: Setup, models: Mapping[str, Any]) -> dict[str, int]:
+    """The context of each model that had to turn requests away."""
+    specs = {model.id: model.spec for model in setup.models}
+    return {name: specs[name].max_context_tokens for name, model in models.items() if model["misses"]["rejected"]}
 
 
 def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -177,7 +184,11 @@ def summary_of(
         "slo": _slo(outcomes),
         "price": price_of(setup)._asdict(),
         "answer": answer_of(
-            listed, setup.bought, [name for name, system in setup.systems.items() if is_bound(system)], targets
+            listed,
+            setup.bought,
+            [name for name, system in setup.systems.items() if is_bound(system)],
+            targets,
+            experiment.file.answer.at if experiment.file.answer else {},
         ),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,

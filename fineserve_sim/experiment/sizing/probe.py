@@ -278,8 +278,8 @@ def _worst_of(runs: Sequence[Measures]) -> tuple[str, float] | None:
     return min(asked.items(), key=lambda item: item[1]) if len(asked) > 1 else None
 
 
-_BARE = (("claims", "[]"), ("figures", "[]"))
-"""A search looks at neither."""
+_BARE = (("claims", "[]"), ("figures", "[]"), ("answer", "null"))
+"""A search looks at none of them."""
 
 
 def alike(experiment: Experiment) -> bool:
