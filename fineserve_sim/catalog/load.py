@@ -9,6 +9,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from fineserve_sim.catalog.architecture import ModelSpec
 from fineserve_sim.catalog.specs import (
     AttentionVariant,
     Deployment,
@@ -17,7 +18,6 @@ from fineserve_sim.catalog.specs import (
     KernelRates,
     ListPrices,
     MigGpu,
-    ModelSpec,
     PrecisionSpec,
     Spec,
 )

@@ -99,7 +99,7 @@ class StepModel:
     ) -> None:
         precision = precision.on(gpu)
         self.model, self.precision, self.tp, self.gpu, self.deployment = model, precision, tp, gpu, deployment
-        engine = (model, precision, tp, gpu, resolve(gpu, precision, tp))
+        engine = (model, precision, tp, gpu, resolve(gpu, precision, tp, model.experts is not None))
         operators: OperatorCosts = Operators(*engine) if tables is None else TableOperators(*engine, tables)
         fused = deployment.fused_quantisation_s
         if fused and precision.activation_bits == BITS_8:

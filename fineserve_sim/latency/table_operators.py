@@ -18,12 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fineserve_sim.catalog import GpuSpec, Linear, gpu, linears
+from fineserve_sim.catalog import GemmKernel, GpuSpec, Linear, Product, expert_work, gpu, products
 from fineserve_sim.latency.attention import Attention, TableAttention
 from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, ROOFLINE, Codes, Cost, Floats
+from fineserve_sim.latency.experts import ExpertTables, TabledExperts
 from fineserve_sim.latency.operators import BYTES_16BIT, Operators
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import (
+    DEVICES,
     DecodeTable,
     GemmTable,
     Grid,
@@ -33,6 +35,7 @@ from fineserve_sim.latency.tables import (
     TableSet,
     isotonic,
     match_heads,
+    shipped_layers,
 )
 
 GEMM_DTYPE: Mapping[tuple[int, int], str] = {
@@ -43,6 +46,8 @@ GEMM_DTYPE: Mapping[tuple[int, int], str] = {
 WEIGHT_ONLY = {(8, 16): "fp8_wo"}
 """Products in 16 bits on narrower weights: the 16-bit table's ratio to the roofline, with the bytes of these weights."""
 KV_DTYPE: Mapping[int, str] = {16: "bfloat16", 8: "fp8"}
+COMMON_HEAD_DIMS = (64, 128)
+"""Those of a GPU's first tables; others are beside them."""
 STAND_IN = "int4_wo"  # another backend's kernel
 
 
@@ -97,12 +102,19 @@ class TableOperators(Operators):
         """The layer's matrix products that have a table."""
         if f"gemm/{self._gemm}" not in self.tables.grids:
             return {}
-        shapes = linears(self.model, self.tp)
-        return {name: self._product(self._gemm, shape, self._unpacked) for name, shape in shapes.items()}
+        found = products(self.model, self.tp)
+        return {name: self._product(*self._format_of(one), one.shape) for name, one in found.items()}
+
+    def _format_of(self, product: Product) -> tuple[str, str | None]:
+        """Its table, and what is unpacked in its kernel."""
+        plain = product.plain or self.precision.scope == "experts"
+        return ("bfloat16", None) if plain else (self._gemm, self._unpacked)
 
     @property
     def _bits(self) -> tuple[int, int]:
-        return self.precision.weight_bits, self.precision.activation_bits
+        """Of weights and activations of linear layers."""
+        narrow = self.precision.scope == "linears"
+        return (self.precision.weight_bits if narrow else 16), self.precision.activation_bits
 
     @property
     def _gemm(self) -> str:
@@ -125,9 +137,11 @@ class TableOperators(Operators):
     @cached_property
     def head(self) -> TabledLinear:
         """The 16-bit lm_head."""
-        return self._product("bfloat16", Linear(self.model.hidden_size, math.ceil(self.model.vocab_size / self.tp)))
+        return self._product(
+            "bfloat16", None, Linear(self.model.hidden_size, math.ceil(self.model.vocab_size / self.tp))
+        )
 
-    def _product(self, dtype: str, shape: Linear, unpacked: str | None = None) -> TabledLinear:
+    def _product(self, dtype: str, unpacked: str | None, shape: Linear) -> TabledLinear:
         """``unpacked``: weights that become ``dtype`` within the kernel."""
         table = GemmTable(self.tables.grids[f"gemm/{dtype}"], dtype, self.reference)
         kernel = self.rates.gemm
@@ -155,9 +169,9 @@ class TableOperators(Operators):
         return Line(grid.axes["message_bytes"][measured].astype(np.float64), floor + (line - floor) * rate)
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
-        costs, layers = super().by_tokens(tokens), self.model.layers
+        costs, layers, found = super().by_tokens(tokens), self.model.layers, products(self.model, self.tp)
         for name, product in self.products.items():
-            costs[name] = product.cost(costs[name], tokens, layers)
+            costs[name] = product.cost(costs[name], tokens, found[name].layers)
         if self.reduce_line is not None:
             message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
             source: Codes = np.where(message_bytes <= self.reduce_line.counts[-1], self._inside, self._beyond)
@@ -169,14 +183,42 @@ class TableOperators(Operators):
         return {"lm_head": self.head.cost(super().by_sampled(rows)["lm_head"], rows, 1)}
 
     @cached_property
-    def attention(self) -> Attention:
+    def layer_tables(self) -> TableSet:
+        """The tables of layers that not every model has."""
+        return shipped_layers(self.reference.name) if self.reference.name in DEVICES else self.tables
+
+    @cached_property
+    def expert_table(self) -> TabledExperts | None:
+        """Experts by their table, if there are any."""
+        work = expert_work(self.model, self.tp)
+        return ExpertTables(self.layer_tables, self.reference).find(work, self.precision, self.gpu) if work else None
+
+    def _experts(self, tokens: Floats) -> dict[str, Cost]:
+        costs, table = super()._experts(tokens), self.expert_table
+        if not costs or table is None:
+            return costs
+        seconds = table.line.at(tokens)
+        inside = self._inside if table.exact else ASSUMED
+        source: Codes = np.where(tokens <= table.line.counts[-1], inside, self._beyond)
+        layers = self.model.layers - (self.model.experts.dense_layers if self.model.experts else 0)
+        return {"experts": costs["experts"].with_seconds(layers * seconds, source)}
+
+    def _grouped(self, layers: int) -> Attention:
         decode, prefill = map(self._attention_table, self._attention_names)
+        return self._tabled(self._attention_work(layers), decode, prefill)
+
+    def _tabled(
+        self,
+        work: tuple[GemmKernel, int, int, int],
+        decode: tuple[Grid, HeadMatch] | None,
+        prefill: tuple[Grid, HeadMatch] | None,
+    ) -> TableAttention:
         compute = self.reference.bf16_flops_per_s / self.gpu.bf16_flops_per_s
         memory = self.reference.memory_bytes_per_s / self.gpu.memory_bytes_per_s
         return TableAttention(
-            *self._attention_work,
+            *work,
             decode_table=DecodeTable(*decode) if decode else None,
-            prefill_table=PrefillTable(*prefill, self.model.layers, compute) if prefill else None,
+            prefill_table=PrefillTable(*prefill, work[1], compute) if prefill else None,
             decode_slowdown=memory,
             inside=self._inside,
         )
@@ -184,6 +226,8 @@ class TableOperators(Operators):
     def _attention_table(self, name: str) -> tuple[Grid, HeadMatch] | None:
         """A grid, and its rows for these heads; None where nothing near was measured."""
         grid = self.tables.grids.get(name)
+        if grid is None and self.model.head_dim not in COMMON_HEAD_DIMS:
+            grid = self.layer_tables.grids.get(name)
         match = (
             match_heads(grid, self.model.q_heads // self.tp, max(1, self.model.kv_heads // self.tp)) if grid else None
         )
