@@ -31,9 +31,11 @@ from fineserve_sim.catalog.geometry import (
     products,
     state_bytes,
     weight_bytes,
+    with_experts,
 )
 from fineserve_sim.catalog.hf import model_from_hf_config
 from fineserve_sim.catalog.load import (
+    PUBLISHED,
     CatalogError,
     attention_variant,
     attention_variants,
@@ -49,6 +51,7 @@ from fineserve_sim.catalog.load import (
     model,
     models,
     precision,
+    precision_of,
     precisions,
 )
 from fineserve_sim.catalog.mig import mig_slices
@@ -70,6 +73,7 @@ from fineserve_sim.catalog.specs import (
 )
 
 __all__ = [
+    "PUBLISHED",
     "AttentionLayers",
     "AttentionVariant",
     "CatalogError",
@@ -127,8 +131,10 @@ __all__ = [
     "models",
     "parameters",
     "precision",
+    "precision_of",
     "precisions",
     "products",
     "state_bytes",
     "weight_bytes",
+    "with_experts",
 ]

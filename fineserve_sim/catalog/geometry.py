@@ -8,7 +8,7 @@ and biases keep 16 bits in every precision.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fineserve_sim.catalog.architecture import LinearAttention, ModelSpec, attention_layers, mlp_layers
 from fineserve_sim.catalog.load import CatalogError
@@ -158,6 +158,13 @@ def expert_work(model: ModelSpec, tp: int) -> ExpertWork | None:
     matrices = 3 if model.gated_mlp else 2
     shape = (experts.count, experts.active, model.hidden_size, experts.width // split)
     return ExpertWork(layers, *shape, matrices, spread, split)
+
+
+def with_experts(model: ModelSpec, spread: Literal["split", "whole"]) -> ModelSpec:
+    """The model with its experts each split over a TP group, or spread whole. Raises CatalogError for a dense model."""
+    if model.experts is None:
+        raise CatalogError(f"model {model.name} has no experts to spread")
+    return model.model_copy(update={"experts": model.experts.model_copy(update={"spread": spread})})
 
 
 def _expert_weights(model: ModelSpec, tp: int) -> int:

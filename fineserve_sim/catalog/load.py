@@ -130,6 +130,15 @@ def precision(name: str) -> PrecisionSpec:
     return spellings[name.lower()]
 
 
+PUBLISHED = "checkpoint"
+"""A name for the precision in which a model is published."""
+
+
+def precision_of(name: str, spec: ModelSpec) -> PrecisionSpec:
+    """The precision with this name, or that of the model's checkpoint. Raises CatalogError as ``precision`` does."""
+    return precision(spec.checkpoint if name == PUBLISHED else name)
+
+
 def deployment(name: str) -> Deployment:
     """The deployment ``name``. Raises CatalogError, with the nearest names, when there is none."""
     return _find("deployment", name, deployments())

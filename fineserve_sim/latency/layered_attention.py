@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fineserve_sim.latency.attention import Attention
-from fineserve_sim.latency.cost import ROOFLINE
 from fineserve_sim.latency.tables import PiecewiseLinear
 
 
@@ -80,10 +79,11 @@ class Windowed:
 
 @dataclass(frozen=True)
 class Behind:
-    """Compressed attention: ``folded_s`` of a decode's pair, ``unfold_s`` of a prompt's cached token; else as ``plain``."""
+    """Compressed attention: ``folded_s`` of a decode's pair (None: as ``plain`` has it), ``unfold_s`` of a prompt's cached
+    token; else as ``plain``."""
 
     plain: Attention
-    folded_s: float
+    folded_s: float | None
     unfold_s: float
 
     @cached_property
@@ -99,6 +99,8 @@ class Behind:
         return self.plain.floor_s
 
     def decode(self, decodes: int) -> PiecewiseLinear:
+        if self.folded_s is None:
+            return self.plain.decode(decodes)
         return PiecewiseLinear([0.0], [self.floor_s], max(self.kv_s, self.folded_s))
 
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
@@ -113,25 +115,29 @@ class Behind:
 
 @dataclass(frozen=True)
 class PerSequence:
-    """A state that each decode reads and writes in ``state_s``; ``token_s`` of a prompt's token."""
+    """A state for each sequence: seconds of a batch's decodes by their number, and of prompts by their tokens.
 
+    ``source`` is where the seconds come from; launches take ``floor_s``.
+    """
+
+    decodes: PiecewiseLinear
+    prompts: PiecewiseLinear
     floor_s: float
-    state_s: float
-    token_s: float
+    source: int
     pair_s: float = 0.0
     kv_s: float = 0.0
 
     def decode(self, decodes: int) -> PiecewiseLinear:
-        return PiecewiseLinear([0.0], [self.floor_s + decodes * self.state_s], 0.0)
+        return PiecewiseLinear([0.0], [self.decodes.at(decodes)], 0.0)
 
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
-        return tokens * self.token_s + self.state_s
+        return self.prompts.at(tokens)
 
     def decode_source(self, decodes: int, context: int) -> int:
-        return ROOFLINE
+        return self.source
 
     def prefill_source(self, tokens: int, pairs: float, context: int) -> int:
-        return ROOFLINE
+        return self.source
 
 
 @dataclass(frozen=True)

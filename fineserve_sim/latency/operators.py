@@ -35,6 +35,7 @@ from fineserve_sim.latency.attention import Attention, RooflineAttention
 from fineserve_sim.latency.cost import Cost, Floats, rate_code
 from fineserve_sim.latency.layered_attention import Behind, PerSequence, Summed, Windowed
 from fineserve_sim.latency.rates import Provenance, Rates
+from fineserve_sim.latency.tables import PiecewiseLinear
 
 BYTES_16BIT = 2
 BITS_8 = 8
@@ -174,12 +175,15 @@ class Operators:
         unfold *= heads * (self.model.head_dim + latent.value_dim)
         kernel = self.rates.attention
         if kind.window is None:
-            whole = RooflineAttention(kernel, layers, layers * plain, token_bytes)
-            return Behind(whole, self._flops_s(layers * folded), self._flops_s(layers * unfold))
+            whole = (kernel, layers, layers * plain, token_bytes)
+            return self._compressed(whole, self._flops_s(layers * folded), self._flops_s(layers * unfold))
         chosen = RooflineAttention(kernel, layers, layers * folded, token_bytes)
         index_flops = layers * 2 * latent.index_heads * latent.index_dim
         index = RooflineAttention(kernel, layers, index_flops, layers * (latent.index_dim + 4))
         return Summed((Windowed(Behind(chosen, self._flops_s(layers * folded), 0.0), kind.window), index))
+
+    def _compressed(self, work: tuple[GemmKernel, int, int, int], folded_s: float, unfold_s: float) -> Attention:
+        return Behind(RooflineAttention(*work), folded_s, unfold_s)
 
     def _flops_s(self, flops: int) -> float:
         return flops / self.rates.attention.flops_per_s.value
@@ -191,7 +195,10 @@ class Operators:
         kernel, heads = self.rates.attention, linear.value_heads // self.tp
         moved_s = 2 * state_bytes(self.model, self.tp) / kernel.bytes_per_s.value
         chunk_flops = 2 * heads * (3 * linear.key_dim * linear.value_dim + 64 * (2 * linear.key_dim + linear.value_dim))
-        return PerSequence(2 * kernel.launch_s.value * layers, moved_s, self._flops_s(layers * chunk_flops))
+        floor_s = 2 * kernel.launch_s.value * layers
+        decodes = PiecewiseLinear([0.0], [floor_s], moved_s)
+        prompts = PiecewiseLinear([0.0], [moved_s], self._flops_s(layers * chunk_flops))
+        return PerSequence(decodes, prompts, floor_s, rate_code(kernel.bytes_per_s))
 
     def _linears(self, tokens: Floats) -> dict[str, Cost]:
         """The matrix products over all layers; those that keep 16 bits at the rates of ``lm_head``."""

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fineserve_sim.catalog import GemmKernel, GpuSpec, Linear, Product, expert_work, gpu, products
+from fineserve_sim.catalog import GemmKernel, GpuSpec, Kind, Linear, Product, expert_work, gpu, products
 from fineserve_sim.latency.attention import Attention, TableAttention
 from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, ROOFLINE, Codes, Cost, Floats
 from fineserve_sim.latency.experts import ExpertTables, TabledExperts
+from fineserve_sim.latency.layered_attention import Behind, PerSequence
 from fineserve_sim.latency.operators import BYTES_16BIT, Operators
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import (
@@ -31,12 +32,14 @@ from fineserve_sim.latency.tables import (
     Grid,
     HeadMatch,
     Line,
+    PiecewiseLinear,
     PrefillTable,
     TableSet,
     isotonic,
     match_heads,
     shipped_layers,
 )
+from fineserve_sim.latency.tables.grids import Ints
 
 GEMM_DTYPE: Mapping[tuple[int, int], str] = {
     (16, 16): "bfloat16",
@@ -46,9 +49,19 @@ GEMM_DTYPE: Mapping[tuple[int, int], str] = {
 WEIGHT_ONLY = {(8, 16): "fp8_wo"}
 """Products in 16 bits on narrower weights: the 16-bit table's ratio to the roofline, with the bytes of these weights."""
 KV_DTYPE: Mapping[int, str] = {16: "bfloat16", 8: "fp8"}
+MODULE = ("qkv_a", "q_b", "kv_b", "o")
+"""The products inside a module of latent attention."""
 COMMON_HEAD_DIMS = (64, 128)
 """Those of a GPU's first tables; others are beside them."""
 STAND_IN = "int4_wo"  # another backend's kernel
+
+
+def _through(counts: Ints, seconds: Floats) -> PiecewiseLinear:
+    """A line through the measured points that never falls, beyond them in proportion."""
+    known = ~np.isnan(seconds)
+    values = np.maximum.accumulate(seconds[known]).tolist()
+    starts = counts[known].astype(np.float64).tolist()
+    return PiecewiseLinear([0.0, *starts], [values[0], *values], values[-1] / starts[-1])
 
 
 class TabledLinear(NamedTuple):
@@ -223,6 +236,47 @@ class TableOperators(Operators):
             inside=self._inside,
         )
 
+    def _compressed(self, work: tuple[GemmKernel, int, int, int], folded_s: float, unfold_s: float) -> Attention:
+        """By the tables of modules, less their products, which ``by_tokens`` counts."""
+        variant = KV_DTYPE.get(self.precision.kv_bits, "none")
+        decode, prefill = (self._module(f"{phase}_latent/{variant}") for phase in ("decode", "prefill"))
+        if decode is None and prefill is None:
+            return super()._compressed(work, folded_s, unfold_s)
+        return Behind(self._tabled(work, decode, prefill), None if decode else folded_s, unfold_s)
+
+    def _module(self, name: str) -> tuple[Grid, HeadMatch] | None:
+        """What a module takes beyond its products in 16 bits and beyond its smallest call, and a launch.
+
+        The smallest call holds the module's norms, rotations and copies, which a step counts apart or replays from a graph.
+        """
+        grid = self.layer_tables.grids.get(name)
+        match = match_heads(grid, self.model.q_heads // self.tp, 1) if grid else None
+        if grid is None or match is None:
+            return None
+        (work,) = (axis for axis in grid.axes if axis in ("context", "new_tokens"))
+        each = grid.axes[work] if work == "new_tokens" else np.ones_like(grid.axes[work])
+        tokens = (grid.axes["batch"][:, None] * each[None, :]).astype(np.float64)
+        lines = [self._product("bfloat16", None, products(self.model, self.tp)[one].shape).line for one in MODULE]
+        left = match.latency_s - sum(line.at(tokens) for line in lines)
+        launch_s = self.rates.attention.launch_s.value
+        beyond = np.maximum(left - left[0, 0], 0.0) + launch_s
+        return grid, match._replace(latency_s=np.where(np.isnan(left), np.nan, beyond))
+
+    def _linear(self, layers: int) -> Attention:
+        """By tables of the convolution and the delta rule for these heads; a step's prompts count as one."""
+        linear = self.model.linear
+        assert linear is not None
+        heads = [linear.key_heads // self.tp, linear.value_heads // self.tp]
+        found = [self.layer_tables.grids.get(f"{phase}_linear") for phase in ("decode", "prefill")]
+        if self.scaled or not all(grid is not None and heads in grid.axes["heads"].tolist() for grid in found):
+            return super()._linear(layers)
+        decode, prefill = (grid for grid in found if grid is not None)
+        by_batch = decode.latency_s[decode.axes["heads"].tolist().index(heads)]
+        by_tokens = prefill.latency_s[prefill.axes["heads"].tolist().index(heads), 0]
+        decodes = _through(decode.axes["batch"], layers * by_batch)
+        prompts = _through(prefill.axes["new_tokens"], layers * by_tokens)
+        return PerSequence(decodes, prompts, decodes.values[0], self._inside)
+
     def _attention_table(self, name: str) -> tuple[Grid, HeadMatch] | None:
         """A grid, and its rows for these heads; None where nothing near was measured."""
         grid = self.tables.grids.get(name)
@@ -235,19 +289,27 @@ class TableOperators(Operators):
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these costs that is not in the tables, with its source, and every table behind them."""
-        return super().provenance() + [
-            Provenance(
-                f"table.{name}",
-                float(np.isfinite(self.tables.grids[name].latency_s).sum()),
-                "rows",
-                "assumed" if name == f"gemm/{STAND_IN}" else "roofline" if self.scaled else "measured",
-                self._origin(name),
-            )
-            for name in dict.fromkeys((f"gemm/{self._gemm}", "gemm/bfloat16", *self._attention_names, self._reduce))
-            if name in self.tables.grids
-        ]
+        plain = (f"gemm/{self._gemm}", "gemm/bfloat16", *self._attention_names, self._reduce)
+        found = super().provenance()
+        for names, tables in ((dict.fromkeys(plain), self.tables), (self._layer_names, self.layer_tables)):
+            found += [self._table(name, tables) for name in names if name in tables.grids]
+        return found
 
-    def _origin(self, table: str) -> str:
-        operator, variant = table.split("/")[:2]
-        key = f"{operator}/{variant if variant == STAND_IN else 'all'}"
-        return ", ".join(self.tables.fingerprint[f"{key} {what}"] for what in ("source", "backend", "licence"))
+    @property
+    def _layer_names(self) -> list[str]:
+        """Of the tables of layers that not every model has."""
+        kv = KV_DTYPE.get(self.precision.kv_bits, "none")
+        names = [self.expert_table.table] if self.expert_table else []
+        names += [f"{phase}_latent/{kv}" for phase in ("decode", "prefill") if self.model.latent]
+        names += [f"{phase}_linear" for phase in ("decode", "prefill") if self.model.linear]
+        return names + [name for name in self._attention_names if self.model.head_dim not in COMMON_HEAD_DIMS]
+
+    def _table(self, name: str, tables: TableSet) -> Provenance:
+        rows = float(np.isfinite(tables.grids[name].latency_s).sum())
+        operator = name.split("/", maxsplit=1)[0]
+        experts_stand_in = operator == "experts" and not (self.expert_table and self.expert_table.exact)
+        assumed = name == f"gemm/{STAND_IN}" or experts_stand_in
+        kind: Kind = "assumed" if assumed else "roofline" if self.scaled else "measured"
+        key = f"{operator}/{STAND_IN if name == f'gemm/{STAND_IN}' else 'all'}"
+        origin = ", ".join(tables.fingerprint[f"{key} {what}"] for what in ("source", "backend", "licence"))
+        return Provenance(f"table.{name}", rows, "rows", kind, origin)

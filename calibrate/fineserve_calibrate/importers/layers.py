@@ -112,8 +112,7 @@ def _latent(reader: _Reader) -> dict[str, Grid]:
         frame = frame[frame["gemm_type"] == "bfloat16"]
         work = "context" if operator == "decode_latent" else "new_tokens"
         frame = frame[frame["step"] == 0] if work == "new_tokens" else frame
-        for kv_dtype, every in frame.groupby("kv_cache_dtype"):
-            rows = every[every["kernel_source"] == every["kernel_source"].value_counts().index[0]]
+        for kv_dtype, rows in frame.groupby("kv_cache_dtype"):
             heads = np.stack([rows["num_heads"], np.ones(len(rows), dtype=np.int64)], axis=1)
             value = rows["step"] + 1 if work == "context" else rows["isl"]
             axes = {"heads": heads, "batch": rows["batch_size"].to_numpy(), work: value.to_numpy()}

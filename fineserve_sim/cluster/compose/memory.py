@@ -55,9 +55,10 @@ def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
     """
     model, mean_bytes = served.model, None
     if model.latent is not None or not catalog.grows_evenly(model):
-        tokens = max(1, math.ceil(served.mean_prompt_tokens + served.mean_output_tokens / 2))
-        whole = catalog.kv_sequence_bytes(model, served.precision, served.tp, tokens)
-        mean_bytes = -(-whole // (tokens * model.layers))
+        tokens = math.ceil(served.mean_prompt_tokens + served.mean_output_tokens / 2)
+        engine = model, served.precision, served.tp
+        whole = catalog.kv_sequence_bytes(*engine, tokens) if tokens else catalog.kv_token_bytes(*engine)
+        mean_bytes = -(-whole // (max(tokens, 1) * model.layers))
     return KVGeometry(
         mean_token_layer_bytes=mean_bytes,
         layers=served.model.layers,
