@@ -76,6 +76,7 @@ class ModelSpec(Spec):
 
     ``bias``: on no linear layer, on Q, K and V, on those and the output of attention, or on all layers and norms.
     ``output_gate``: queries come with a gate as wide. ``norms``: of one layer. ``other_parameters``: a vision tower, 16-bit.
+    ``norm_across_heads``: Q and K are normed over all heads, which takes a TP group a collective more.
     ``checkpoint``: the precision in which its makers publish it.
     """
 
@@ -96,6 +97,7 @@ class ModelSpec(Spec):
     norms: int = Field(default=2, gt=0)
     sinks: bool = False
     output_gate: bool = False
+    norm_across_heads: bool = False
     other_parameters: int = Field(default=0, ge=0)
     experts: Experts | None = None
     window: Window | None = None

@@ -175,7 +175,8 @@ def _expert_weights(model: ModelSpec, tp: int) -> int:
 def _extras(model: ModelSpec, tp: int) -> int:
     """Norm and bias parameters, sinks, convolutions and decays, over all layers."""
     shapes = products(model, tp)
-    norms = model.norms * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    normed = (model.q_heads + model.kv_heads) // tp if model.norm_across_heads else 2
+    norms = model.norms * model.hidden_size + (normed * model.head_dim if model.qk_norm else 0)
     if model.bias == "all":
         return model.layers * 2 * norms + sum(one.layers * one.shape.outputs for one in shapes.values())
     biased = {"none": (), "qkv": ("qkv",), "attention": ("qkv", "o")}[model.bias]

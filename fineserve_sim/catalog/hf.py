@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "kimi_k2": {},
     "glm4_moe": {},
-    "minimax_m2": {"qk_norm": True},
+    "minimax_m2": {"qk_norm": True, "norm_across_heads": True},
     "llama4": {},
     "gemma2": {"norms": 4, "tied_embeddings": True},
     "gemma3": {"norms": 4, "qk_norm": True, "tied_embeddings": True},

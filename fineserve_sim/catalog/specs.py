@@ -159,6 +159,7 @@ class Deployment(Spec):
     * ``group``: what a TP group adds; None: nothing is known to.
     * ``fused_quantisation_s``: what a matrix product with 8-bit activations takes less than measured, where the engine
       quantises inside the kernel before it.
+    * ``aligned_expert_rows``: rows to which the engine pads each 8-bit expert's share of a batch; None: it does not.
     * ``logit_bytes``: bytes of a logit when the sampler peaks; None: as vLLM's, which sorts.
     """
 
@@ -170,6 +171,7 @@ class Deployment(Spec):
     floor_layers: int = Field(default=32, gt=0)
     group: GroupCosts | None = None
     fused_quantisation_s: Quantity | None = None
+    aligned_expert_rows: int | None = Field(default=None, gt=0)
 
     @property
     def replays_graphs(self) -> bool:

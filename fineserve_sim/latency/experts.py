@@ -45,6 +45,12 @@ FORMAT_PRECISION: Mapping[str, str] = {
 """The precision whose roofline a format has."""
 
 
+ALIGNED_KERNELS = 8
+"""Quantise, count, permute, product, activation with quantisation, product, gather and reduce, routing."""
+LEAST_ALIGNED_OUTPUTS = 512
+"""vLLM takes DeepGEMM where an expert's first product is wider (``_valid_deep_gemm``)."""
+
+
 def touched(local: Floats | float, count: Floats | float, active: Floats | float, tokens: Floats) -> Floats:
     """Distinct experts among ``local`` of ``count`` that so many tokens touch."""
     distinct: Floats = local * -np.expm1(tokens * np.log1p(-np.minimum(active / count, 1 - 1e-12)))
@@ -60,6 +66,19 @@ def roofline(work: ExpertWork, kernel: GemmKernel, weight_bits: float, tokens: F
     memory_s = (read_bytes + rows * row_bytes) / kernel.bytes_per_s.value
     source = np.where(compute_s > memory_s, rate_code(kernel.flops_per_s), rate_code(kernel.bytes_per_s))
     return Cost(kernel.launch_s.value + np.maximum(compute_s, memory_s), compute_s, memory_s, source)
+
+
+def aligned(work: ExpertWork, kernel: GemmKernel, rows_each: int, tokens: Floats) -> Cost:
+    """One layer's 8-bit experts in a layout that pads the rows of every expert to ``rows_each`` (DeepGEMM, contiguous).
+
+    All padded rows are computed and moved, those of experts without a token as well: hidden states are gathered, and the
+    product's output, its activation and the second output are written and read. ``kernel``: of an 8-bit product.
+    """
+    rows = tokens * (work.active / work.spread) + work.local * (rows_each - 1)
+    compute_s = rows * (2.0 * work.weights / kernel.flops_per_s.value)
+    memory_s = rows * ((4.0 * work.hidden + 10.0 * work.width) / kernel.bytes_per_s.value)
+    seconds = ALIGNED_KERNELS * kernel.launch_s.value + compute_s + memory_s
+    return Cost(seconds, compute_s, memory_s, np.full(tokens.shape, rate_code(kernel.flops_per_s)))
 
 
 def formats(format_: PrecisionSpec) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from fineserve_sim.catalog import (
+    ExpertWork,
     GemmKernel,
     GpuSpec,
     Linear,
@@ -39,6 +40,8 @@ from fineserve_sim.latency.tables import PiecewiseLinear
 
 BYTES_16BIT = 2
 BITS_8 = 8
+NORM_REDUCE_BYTES = 2 * 4
+"""Of a token's norms across heads: a 32-bit sum of squares of Q and of K."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The matrix products of a layer, as ``linears`` names them."""
 
@@ -108,6 +111,34 @@ class FusedQuantisation:
 
 
 @dataclass(frozen=True)
+class AlignedExperts:
+    """Operators of an engine that pads the rows of every 8-bit expert; else as ``plain``."""
+
+    plain: OperatorCosts
+    work: ExpertWork
+    kernel: GemmKernel
+    rows_each: int
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """As ``plain``, experts with padded rows."""
+        cost = experts.aligned(self.work, self.kernel, self.rows_each, tokens).times(self.work.layers)
+        return self.plain.by_tokens(tokens) | {"experts": cost}
+
+    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
+        """As ``plain``."""
+        return self.plain.by_sampled(rows)
+
+    @property
+    def attention(self) -> Attention:
+        """As ``plain``."""
+        return self.plain.attention
+
+    def provenance(self) -> list[Provenance]:
+        """As ``plain``."""
+        return self.plain.provenance()
+
+
+@dataclass(frozen=True)
 class Operators:
     """The operators of one GPU of an engine's TP group, by roofline."""
 
@@ -125,7 +156,11 @@ class Operators:
         costs["norm"] = _stream(self.rates.norm, 2 * model.hidden_size, tokens).times(model.norms * layers + 1)
         costs["embedding"] = _stream(self.rates.embedding, 2 * model.hidden_size, tokens)
         if self.rates.all_reduce is not None:
-            costs["all_reduce"] = self._all_reduce(self.rates.all_reduce, tokens).times(2 * layers)
+            hidden_bytes = model.hidden_size * BYTES_16BIT
+            costs["all_reduce"] = self._all_reduce(self.rates.all_reduce, tokens, hidden_bytes).times(2 * layers)
+            if model.norm_across_heads:
+                norms = self._all_reduce(self.rates.all_reduce, tokens, NORM_REDUCE_BYTES)
+                costs["norm_reduce"] = norms.times(layers)
         return costs | self._experts(tokens)
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:
@@ -238,9 +273,9 @@ class Operators:
             costs["qk_norm"] = both._replace(seconds=both.seconds + rates.norm.launch_s.value).times(attending)
         return costs
 
-    def _all_reduce(self, kernel: StreamKernel, tokens: Floats) -> Cost:
-        """One ring all-reduce of the hidden states: the link is busy, compute units and memory count as idle."""
-        message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
+    def _all_reduce(self, kernel: StreamKernel, tokens: Floats, token_bytes: int) -> Cost:
+        """One ring all-reduce of so much a token: the link is busy, compute units and memory count as idle."""
+        message_bytes = tokens * token_bytes
         link_s = message_bytes * (2 * (self.tp - 1) / self.tp) / kernel.bytes_per_s.value
         idle = np.zeros_like(tokens)
         source = np.full(tokens.shape, rate_code(kernel.bytes_per_s))

@@ -23,7 +23,7 @@ from fineserve_sim.latency.attention import Attention, TableAttention
 from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, ROOFLINE, Codes, Cost, Floats
 from fineserve_sim.latency.experts import ExpertTables, TabledExperts
 from fineserve_sim.latency.layered_attention import Behind, PerSequence
-from fineserve_sim.latency.operators import BYTES_16BIT, Operators
+from fineserve_sim.latency.operators import BYTES_16BIT, NORM_REDUCE_BYTES, Operators
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import (
     DEVICES,
@@ -190,6 +190,9 @@ class TableOperators(Operators):
             source: Codes = np.where(message_bytes <= self.reduce_line.counts[-1], self._inside, self._beyond)
             seconds = 2 * layers * self.reduce_line.at(message_bytes)
             costs["all_reduce"] = costs["all_reduce"].with_seconds(seconds, source)
+            if "norm_reduce" in costs:
+                norms_s = layers * self.reduce_line.at(tokens * NORM_REDUCE_BYTES)
+                costs["norm_reduce"] = costs["norm_reduce"].with_seconds(norms_s, source)
         return costs
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:

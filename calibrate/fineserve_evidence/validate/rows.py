@@ -28,7 +28,7 @@ class LayoutError(ValueError):
 def read_columns(path: Path) -> pd.DataFrame:
     """Read the file as a frame. Raises LayoutError when it is no readable CSV."""
     try:
-        return pd.read_csv(path)
+        return pd.read_csv(path, sep="\t" if path.suffix == ".tsv" else ",")
     except (OSError, ValueError, pd.errors.ParserError) as error:
         raise LayoutError(f"{path}: not a readable CSV file ({error})") from error
 
