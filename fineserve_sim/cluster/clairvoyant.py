@@ -59,6 +59,10 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
     assert isinstance(system.scheduler, ClairvoyantSpec)
     if system.residency is not None or caches_prefixes(system.memory):
         raise ScenarioError(f"system {system.name}: clairvoyant takes no residency and no prefix cache; leave them out")
+    if scenario.clients is not None:
+        raise ScenarioError(
+            f"system {system.name}: clairvoyant needs to know all arrivals; clients send by the answers"
+        )
     placement, _ = place(scenario, demands_of(scenario))
     spec_of = {gpu.id: gpu.spec for gpu in scenario.gpus}
     placed = Counter((instance.model, spec_of[instance.gpus[0]]) for instance in placement.instances)

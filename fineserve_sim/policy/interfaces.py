@@ -214,6 +214,17 @@ class KindFacts(NamedTuple):
     mme_tokens_per_byte: float | None
 
 
+class Busy(NamedTuple):
+    """The parts of the time alone in which compute units and memory bandwidth are busy, in [0, 1]."""
+
+    compute: float
+    bandwidth: float
+
+
+ALWAYS = Busy(1.0, 1.0)
+"""Where nothing was measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
     """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
@@ -223,6 +234,7 @@ class ModelDemand:
     * ``slo_s``: the TTFT SLO; ``tpot_slo_s``: the SLO of the time per token, if any.
     * ``tokens_per_request``: the expected prompt and output together.
     * ``weight_bytes``: weights and context; ``activation_bytes``: the peak of a full step.
+    * ``decode_tokens``: tokens after a prompt, on average; ``prefill``, ``decode``: how busy the two keep a GPU.
     """
 
     id: str
@@ -237,6 +249,9 @@ class ModelDemand:
     tpot_slo_s: float | None = None
     activation_bytes: int = 0
     by_kind: tuple[KindFacts, ...] = ()
+    decode_tokens: float = 0.0
+    prefill: Busy = ALWAYS
+    decode: Busy = ALWAYS
 
     @property
     def engine_bytes(self) -> int:

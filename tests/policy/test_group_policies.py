@@ -38,7 +38,7 @@ def view(
 ) -> GroupEngine:
     defaults = {"capacity_blocks": 100, "head_blocks": min(queued, 5), "running": max(1, used // 10)}
     here = EngineLoad(used_blocks=used, queued_blocks=queued, **(defaults | load))
-    return GroupEngine(engine, instances or (engine,), phase, here)
+    return GroupEngine(engine, instances or (engine,), phase, here, 0)
 
 
 def chosen(policy: DispatchPolicy, views: Sequence[GroupEngine]) -> int | None:
@@ -107,7 +107,7 @@ def test_a_choice_is_the_lowest_rank_of_all_that_was_told(
             policy.withdraw(engine)
             known.pop(engine, None)
         else:
-            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load)
+            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load, 0)
             policy.offer(known[engine])
         assert policy.choose() == chosen(dispatcher(kind, queued=queued), list(known.values()))
 

@@ -25,7 +25,7 @@ from fineserve_sim.cluster.compose.memory import (
     usable_bytes,
 )
 from fineserve_sim.cluster.compose.models import compose
-from fineserve_sim.cluster.compose.profiling import operating_points, typical
+from fineserve_sim.cluster.compose.profiling import busy_parts, operating_points, typical
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ServedModel
 from fineserve_sim.policy.interfaces import Instance, KindFacts, ModelDemand, Placement
@@ -58,6 +58,7 @@ def demand_on(served: ServedModel, kinds: Sequence[GpuSpec], settings: EngineSet
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:
     """The model as placement sees it. ``slope`` measures the marginal memory efficiency by a sweep; else it is left open."""
+    prefill, decode = busy_parts(typical(served), gpu, settings)
     return ModelDemand(
         id=served.id,
         rate_per_s=served.rate_per_s,
@@ -70,6 +71,9 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
         tpot_slo_s=served.tpot_slo_s,
         activation_bytes=peak_activation_bytes(served, settings),
+        decode_tokens=served.mean_output_tokens,
+        prefill=prefill,
+        decode=decode,
     )
 
 

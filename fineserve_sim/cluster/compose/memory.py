@@ -9,6 +9,7 @@ take all that is left, for all engines. What virtual memory costs comes from the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,8 +64,19 @@ def slots_on(gpus: Sequence[Gpu], settings: EngineSettings) -> list[GpuSlot]:
 
 
 def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
-    """The KV cache of a model on each GPU of its TP group."""
+    """The KV cache of a model on each GPU of its TP group.
+
+    Windows and states make KV grow unevenly. Then a token takes its part of a sequence midway through its output, of the
+    lengths that the model is expected to serve.
+    """
+    model, mean_bytes = served.model, None
+    if model.latent is not None or not catalog.grows_evenly(model):
+        tokens = math.ceil(served.mean_prompt_tokens + served.mean_output_tokens / 2)
+        engine = model, served.precision, served.tp
+        whole = catalog.kv_sequence_bytes(*engine, tokens) if tokens else catalog.kv_token_bytes(*engine)
+        mean_bytes = -(-whole // (max(tokens, 1) * model.layers))
     return KVGeometry(
+        mean_token_layer_bytes=mean_bytes,
         layers=served.model.layers,
         kv_heads=served.model.kv_heads,
         head_dim=served.model.head_dim,

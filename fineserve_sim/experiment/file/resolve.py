@@ -135,8 +135,17 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
         return catalog.model_from_hf_config(folder / reference.config)
 
     spec = look_up(document, (*path, "model"), geometry)
-    precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
-    if not isinstance(reference, str):
+    if entry.experts is not None:
+        spec = look_up(document, (*path, "experts"), lambda: catalog.with_experts(spec, entry.experts or "split"))
+    published = entry.precision == catalog.PUBLISHED
+
+    def format_() -> PrecisionSpec:
+        if published and not isinstance(reference, str):
+            return catalog.checkpoint_precision(folder / reference.config)
+        return catalog.precision_of(entry.precision, spec)
+
+    precision = look_up(document, (*path, "precision"), format_)
+    if not isinstance(reference, str) and not published:
         checkpoint = folder / reference.config
         look_up(document, (*path, "precision"), lambda: catalog.check_checkpoint_precision(checkpoint, precision))
     if isinstance(entry.tp, int):

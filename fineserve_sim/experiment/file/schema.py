@@ -169,6 +169,7 @@ class Engine(Strict):
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
+    step_time_factor: Positive = 1.0
 
 
 class Phase(Strict):
@@ -185,8 +186,10 @@ Degree = Annotated[
 
 
 class Model(Strict):
-    """One served model and its load: a share of the load's total rate, a rate of its own, or phases. ``tp: auto``: the
-    degree that carries its rate within its TTFT limit, of those that hold it."""
+    """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
+    their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
+    TTFT limit, of those that hold it. ``precision: checkpoint``: that in which the model is published. ``experts``: each split
+    over the TP group, or whole ones spread over it."""
 
     id: ModelId
     model: Annotated[
@@ -195,9 +198,12 @@ class Model(Strict):
     ]
     precision: str
     tp: Degree = 1
+    experts: Literal["split", "whole"] | None = None
     share: Positive | None = None
     rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)
+    clients: Count | None = None
+    think_s: NonNegative | None = None
     ttft_slo_s: Positive | None = None
 
 
@@ -352,6 +358,12 @@ class Sweep(Strict):
     systems: list[str] | None = None
 
 
+class AnswerPlace(Strict):
+    """Where the answer is read: ``at`` values of axes. What they leave open is where the systems part."""
+
+    at: Annotated[dict[str, Scalar], Field(min_length=1)]
+
+
 class Assumption(Strict):
     """What the paper leaves open, the value taken, and why."""
 
@@ -432,4 +444,5 @@ class ExperimentFile(Strict):
     assumptions: list[Assumption] = []
     figures: list[Figure] = []
     claims: list[Claim] = []
+    answer: AnswerPlace | None = None
     runtime: dict[str, Any] = {}

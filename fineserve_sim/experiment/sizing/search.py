@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from fineserve_sim.experiment.file.metric_names import EACH
 from fineserve_sim.experiment.file.plan import Experiment, default_axes
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.schema import MixedCluster
@@ -131,7 +132,8 @@ def size(
         )
     if axis.key in (prober.at or {}):
         raise SizingError(f"--at {axis.key}: it is what is searched; leave it out")
-    slack = 1 - min(goal.share for goal in prober.goals)
+    of_each = any(goal.metric.startswith(EACH) for goal in prober.goals)
+    slack = 0.0 if of_each else 1 - min(goal.share for goal in prober.goals)
     most = most_of(prober, most_gpus)
     start = start_of(prober, axis)
     easiest = {"fewest": most, "highest": start, "tightest": start * LIMIT}[axis.best]

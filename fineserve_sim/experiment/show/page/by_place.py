@@ -65,7 +65,8 @@ def by_place(folder: Path, places: Places, resolved: Mapping[str, Any], systems:
                 figures[f"gpus/{system}/{index}"] = placed
 
     def systems_with(kind: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name.split("/")[1] for name in figures if name.startswith(f"{kind}/")))
+        here = [name.removeprefix(f"{kind}/") for name in figures if name.startswith(f"{kind}/")]
+        return tuple(dict.fromkeys(name.rpartition("/")[0] for name in here))  # a system's name may have a slash
 
     return ByPlace(
         figures,
