@@ -228,4 +228,6 @@ def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
         block_tokens=BLOCK_TOKENS,
         memory_utilization=serving.memory_utilization,
         deployment=serving.deployment.name,
+        batching=serving.batching,
+        max_prefill_tokens=serving.max_prefill_tokens,
     )

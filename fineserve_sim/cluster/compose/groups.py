@@ -13,11 +13,11 @@ from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.pipeline import Pipeline
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.engine.swap import HostTier

@@ -29,11 +29,11 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import sharing_of, slowest, sm_share, step_model
-from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
 from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
