@@ -97,6 +97,8 @@ def check_groups(scenario: Scenario) -> None:
         problem = "migration moves no prefix cache; leave one of them out"
     elif pipelines and (swaps or system.migration is not None):
         problem = f"{'swap memory' if swaps else 'migration'} is for instances alone, not for pipelines"
+    elif scenario.engine.batching != "vllm" and (swaps or pipelines):
+        problem = "engine.batching sglang is for engines on one instance each, without swap memory"
     if problem:
         raise ScenarioError(f"system {system.name}: {problem}")
 

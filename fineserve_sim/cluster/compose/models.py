@@ -11,6 +11,7 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     caches_prefixes,
+    check_outside,
     claimed,
     engine_block_tokens,
     engine_kv,
@@ -184,6 +185,7 @@ class Builder:
         self.contention = Contention({gpu: LAWS.get(mode, LAWS["time_slice"]) for gpu, mode in modes.items()})
         self._scenario = scenario
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
+        check_outside(scenario, self.placement.instances)
         self.tenants = tenants_on(scenario, self.placement.instances, demands)
         shared = {tenant.engine for members in self.tenants.values() if len(members) > 1 for tenant in members}
         loners = set(range(len(self.placement.instances))) - shared

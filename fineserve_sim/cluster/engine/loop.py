@@ -211,7 +211,11 @@ class Engine(State):
     def complete(self, lane: Lane, now: float) -> bool:
         """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
-        finished = lane.decodes.advance() if lane.decoding else []
+        if lane.decoding:
+            finished = lane.decodes.advance()
+        else:
+            finished = []
+            lane.prompt_batches += 1
         if lane.chunks:
             self.host.progressed(self)
             for sequence, done, size in lane.chunks:

@@ -270,7 +270,7 @@ class Lane:
 
     ``chunks`` are the prompt parts of the batch in flight. ``joining`` sequences decode from the next batch on; ``leaving``
     ones stop before it. ``asked``: the lane waits for its turn. ``launched``: its batch is in flight. ``decoding``: the decodes
-    take part in it, as in each batch of vLLM."""
+    take part in it, as in each batch of vLLM; ``prompt_batches`` counts those without them."""
 
     queue: Queue
     decodes: Decodes
@@ -280,6 +280,7 @@ class Lane:
     asked: bool = False
     launched: bool = False
     decoding: bool = True
+    prompt_batches: int = 0
 
     @property
     def under_way(self) -> bool:

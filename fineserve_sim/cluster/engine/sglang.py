@@ -42,8 +42,10 @@ class SglangBatching(VllmBatching):
         if self._mixed:
             self._grow(lane, now)
         lane.chunks = self.prompt_chunks(lane) if queue.waiting or queue.prefilling else []
-        if not (self._mixed or lane.chunks):
+        if decodes.size and not (self._mixed or lane.chunks):
             self._grow(lane, now)
+            if not decodes.size:  # the last one gave way
+                lane.chunks = self.prompt_chunks(lane)
         self._let_decode(lane, decoding=self._mixed or not lane.chunks)
         if lane.chunks or decodes.size:
             self._known = len(queue.waiting)
@@ -57,7 +59,7 @@ class SglangBatching(VllmBatching):
         if decoding is not lane.decoding:
             lane.decoding = decoding
             self._engine.composition_changed = True
-        if lane.chunks and decoding and lane.decodes.size:
+        if lane.chunks and decoding:
             self._reserve.hold(lane.decodes.iteration)
 
     def forget(self) -> None:

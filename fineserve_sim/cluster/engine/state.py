@@ -79,7 +79,7 @@ class State:
     @property
     def iterations(self) -> int:
         """Iterations done, up to the last settled boundary."""
-        return sum(lane.decodes.iteration for lane in self.lanes)
+        return sum(lane.decodes.iteration + lane.prompt_batches for lane in self.lanes)
 
     @property
     def waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""Room for the outputs of running requests, kept before a prompt is admitted, and who gives way when there is none (SGLang).
+"""Room for the outputs of running requests, kept before a prompt is admitted, and what gives way when there is none (SGLang).
 
 A request says how many tokens it may generate at most. SGLang admits a prompt only if the memory then still holds a part of
 what all running requests may generate: the *ratio*. Few requests generate all that they may, so the ratio starts at 0.7 and
@@ -71,5 +71,5 @@ def wanted_tokens(prompt_tokens: int, most_tokens: int) -> int:
 
 
 def retraction_order(running: Iterable[Running]) -> Sequence[Running]:
-    """Who gives way, first to last: the fewest tokens generated, then the longest prompt, then the highest number."""
+    """The order in which requests give way: the fewest tokens generated, then the longest prompt, then the highest number."""
     return sorted(running, key=lambda one: (one.generated_tokens, -one.prompt_tokens, -one.request))
