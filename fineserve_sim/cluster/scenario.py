@@ -88,7 +88,6 @@ class EngineSettings:
     context_bytes: int = 512 * 2**20
     deployment: str = "vllm-cudagraph"
     batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
-    max_prefill_tokens: int = 16384
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: MeasuredSteps | None = None

@@ -83,20 +83,20 @@ class SglangReference:
 
     def _prompts(self, idle: bool) -> list[tuple[Record, int]]:
         beside = len(self._decodes) if self._mixed else 0
-        left, most = self._settings.token_budget - beside, self._settings.max_prefill_tokens - beside
+        left = self._settings.token_budget - beside
         chunks: list[tuple[Record, int]] = []
         for record in [r for r in self._running if not r.decoding]:
             chunk = min(left, record.target - record.cached)
             if chunk < 1 or not self._grow(record, record.cached + chunk):
                 return chunks
             chunks.append((record, chunk))
-            left, most = left - chunk, most - chunk
+            left -= chunk
         if self._full_with > len(self._running):
             self._full_with = 0
         free_choice = not (self._decodes or chunks)
         while left > 0 and self._waiting and not self._full_with:
             record = self._waiting[0]
-            if not (idle or free_choice or record in self._known) or (chunks and record.target >= most):
+            if not (idle or free_choice or record in self._known):
                 break
             chunk = min(left, record.target)
             slots = len(self._running) < self._settings.max_sequences
@@ -105,7 +105,7 @@ class SglangReference:
                 break
             self._running.append(self._waiting.pop(0))
             chunks.append((record, chunk))
-            left, most = left - chunk, most - chunk
+            left -= chunk
         return chunks
 
     def _has_room(self, record: Record, chunks: Sequence[tuple[Record, int]]) -> bool:

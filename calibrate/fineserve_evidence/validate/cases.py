@@ -50,7 +50,6 @@ class Serving:
     memory_utilization: float = 0.9
     front_end_s: float = 0.0
     batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
-    max_prefill_tokens: int = 16384
     steps_ahead: int = 0
 
 

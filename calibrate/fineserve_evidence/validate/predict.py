@@ -229,5 +229,4 @@ def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
         memory_utilization=serving.memory_utilization,
         deployment=serving.deployment.name,
         batching=serving.batching,
-        max_prefill_tokens=serving.max_prefill_tokens,
     )

@@ -1,8 +1,8 @@
 """SGLang's continuous batching: prompts first, and room kept for the outputs of requests that run.
 
 * **Prefill first.** While prompts can be admitted, batches hold prompts alone, up to the token budget (its chunked prefill
-  size), and decodes wait. A prompt that the budget cuts goes on in the next batch. Beyond ``max_prefill_tokens`` a batch starts
-  no further prompt. In mixed mode the decodes join such batches, and count in both.
+  size), and decodes wait. A prompt that the budget cuts goes on in the next batch. In mixed mode the decodes
+  join such batches, within the budget.
 * **Admission.** A prompt starts if the memory holds it, all that it may generate, and a part of what running requests may still
   generate (``policy.memory.reserve``). After a refusal none is tried until a running request has left.
 * **Retraction.** A decode step that finds no memory sends requests back to the end of the queue until those that stay can go on
@@ -70,18 +70,17 @@ class SglangBatching(VllmBatching):
 
     def prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         """The prompt that the last batch cut, then waiting ones in order, until budget, slots or memory end."""
-        queue, mixed = lane.queue, lane.decodes.size if self._mixed else 0
-        left, most = self._settings.token_budget - mixed, self._settings.max_prefill_tokens - mixed
+        queue, left = lane.queue, self._settings.token_budget - (lane.decodes.size if self._mixed else 0)
         chunks: list[PromptChunk] = []
         for sequence in queue.prefilling:
             chunk = self._take_chunk(sequence, min(left, sequence.target_tokens - sequence.cached_tokens))
             if chunk is None:
                 return chunks
             chunks.append(chunk)
-            left, most = left - chunk[2], most - chunk[2]
+            left -= chunk[2]
         known = self._known if lane.decodes.size or chunks else ALL
         if left > 0 and known > 0 and self._may_admit():
-            self._admit(lane, chunks, known, left, most)
+            self._admit(lane, chunks, known, left)
         return chunks
 
     def _may_admit(self) -> bool:
@@ -91,16 +90,14 @@ class SglangBatching(VllmBatching):
             self._refused_beside = 0
         return not self._refused_beside
 
-    def _admit(self, lane: Lane, chunks: list[PromptChunk], known: int, left: int, most: int) -> None:
-        """Start of the first ``known`` that wait as many as fit beside what is kept for those that run, in ``left`` tokens; a
-        prompt behind others only if it is shorter than what is left of ``most``."""
+    def _admit(self, lane: Lane, chunks: list[PromptChunk], known: int, left: int) -> None:
+        """Start of the first ``known`` that wait as many as fit beside what is kept for those that run, in ``left``
+        tokens."""
         engine, queue, decodes, kv = self._engine, lane.queue, lane.decodes, self._kv
         kept_tokens = self._reserve.kept_tokens(decodes.steps_to_come(), decodes.iteration)
         kept_tokens += sum([wanted_tokens(0, _to_come(sequence)) for sequence, _, _ in chunks])
         while left > 0 and known > 0 and queue.waiting:
             sequence = queue.waiting[0]
-            if chunks and sequence.target_tokens >= most:
-                return
             wanted = wanted_tokens(sequence.target_tokens, _to_come(sequence))
             fits = min(wanted, kv.capacity_tokens() - 1) < kv.free_tokens() - kept_tokens
             chunk = self._begin_prefill(queue, left) if fits and engine.free_slots > 0 else None
@@ -108,7 +105,7 @@ class SglangBatching(VllmBatching):
                 self._refused_beside = engine.running
                 return
             chunks.append(chunk)
-            left, most, known = left - chunk[2], most - chunk[2], known - 1
+            left, known = left - chunk[2], known - 1
             kept_tokens += wanted_tokens(0, _to_come(sequence))
 
     def _grow(self, lane: Lane, now: float) -> None:

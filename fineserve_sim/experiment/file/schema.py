@@ -124,7 +124,6 @@ class Engine(Strict):
     context_bytes: CountOrZero = 512 * 2**20
     deployment: str = "vllm-cudagraph"
     batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
-    max_prefill_tokens: Count = 16384
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
