@@ -50,6 +50,7 @@ class Serving:
     max_sequences: int
     memory_utilization: float = 0.9
     front_end_s: float = 0.0
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     steps_ahead: int = 0
     mean_tokens: int = 0
 

@@ -256,4 +256,5 @@ def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
         block_tokens=BLOCK_TOKENS,
         memory_utilization=serving.memory_utilization,
         deployment=serving.deployment.name,
+        batching=serving.batching,
     )

@@ -166,6 +166,7 @@ class Engine(Strict):
     memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
     context_bytes: CountOrZero = 512 * 2**20
     deployment: str = "vllm-cudagraph"
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
