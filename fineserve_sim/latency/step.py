@@ -287,12 +287,14 @@ class StepModel:
             return math.inf
         pairs = prompt_pairs(tokens) if pairs is None else pairs
         full, last = (tokens - 1) // chunk, (tokens - 1) % chunk + 1
+        last_s = self._chunk_s(last, decoding, pairs * last // tokens)
+        return last_s + full * self._chunk_s(chunk, decoding, pairs * chunk // tokens) if full else last_s
 
-        def chunk_s(size: int) -> float:
-            behind = max(0, pairs * size // tokens - prompt_pairs(size))
-            return self.step_s(decoding, 0, size, prompt_pairs(size) + behind, behind // size, decoding + 1)
-
-        return chunk_s(last) + full * chunk_s(chunk) if full else chunk_s(last)
+    def _chunk_s(self, tokens: int, decoding: int, pairs: int) -> float:
+        """A step with a chunk of one prompt, which has so many query-key pairs, or more where it is longer than they say."""
+        alone = prompt_pairs(tokens)
+        behind = pairs - alone if pairs > alone else 0
+        return self.step_s(decoding, 0, tokens, alone + behind, behind // tokens, decoding + 1)
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these step times, with its source."""

@@ -234,7 +234,8 @@ class Engine(State):
         if finished:
             self.retire(finished, now)
             self.composition_changed = True
-        return bool(finished)
+            return True
+        return False
 
     def _let_move(self, lane: Lane, now: float) -> None:
         """Sequences join the decodes, and sequences that are to go elsewhere leave."""
