@@ -1,4 +1,4 @@
-"""A plan for the models of an experiment: what it takes over, and that fine ways to get it wrong are one line."""
+"""A plan for the models of an experiment: what it takes over, and mistakes are one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import fineserve_sim as fs
 from fineserve_sim.cli import app
 from fineserve_sim.experiment import ConfigError, load_experiment
 from fineserve_sim.planning.like import like
@@ -65,6 +66,12 @@ def test_a_plan_like_a_file_is_an_experiment_anywhere(file: Path, tmp_path: Path
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert document["runtime"] == yaml.safe_load(TEXT)["runtime"] and document["cluster"]["gpu"]["name"] == "laptop"
     assert {model for model, groups in document["systems"][0]["placement"]["groups"].items() if groups} == {"A", "B"}
+
+
+def test_python_takes_a_file_as_well_and_names_its_gpu(file: Path, tmp_path: Path) -> None:
+    found = fs.plan(tmp_path / "trace.csv", like=file, gpus=1, ttft_slo_s=5, evaluations=4, jobs=1)
+    assert found.answer.startswith("On 1 laptop: ")
+    assert found.experiment["runtime"] == yaml.safe_load(TEXT)["runtime"]
 
 
 @pytest.mark.parametrize("options", [[], ["--like", "FILE", "--model", "a=llama-3.2-1b"]])
