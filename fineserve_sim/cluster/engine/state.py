@@ -79,7 +79,7 @@ class State:
     @property
     def iterations(self) -> int:
         """Iterations done, up to the last settled boundary."""
-        return sum(lane.decodes.iteration for lane in self.lanes)
+        return sum(lane.decodes.iteration + lane.prompt_batches for lane in self.lanes)
 
     @property
     def waiting(self) -> int:
@@ -147,7 +147,7 @@ class State:
 
     def _shortest(self) -> tuple[int, int | None]:
         """The blocks of the running request that a migration would move, and its index."""
-        held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.launched) for lane in self.lanes]
+        held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.under_way) for lane in self.lanes]
         return min(chain.from_iterable(held), default=(0, None))
 
     def _fullest_bytes(self, used_blocks: int) -> int:
@@ -157,18 +157,18 @@ class State:
 
     def blocks_of(self, lane: Lane, sequence: SequenceState) -> int:
         """Blocks of a sequence that decodes in ``lane``, with the one for the token under way."""
-        return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + lane.launched)
+        return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + lane.under_way)
 
     def batch_of(self, lane: Lane) -> BatchSums:
         """The running sums of the lane's batch."""
-        decodes = lane.decodes.size
+        decodes, decoded = (lane.decodes.size, lane.decodes.context_tokens) if lane.decoding else (0, 0)
         tokens = pairs = context = ending = 0
         for sequence, done, size in lane.chunks:
             tokens += size
             pairs += size * done + size * (size + 1) // 2
             context += done
             ending += done + size == sequence.target_tokens
-        return decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending
+        return decodes, decoded, tokens, pairs, context, decodes + ending
 
     def check(self) -> None:
         """Raise AssertionError unless the engine takes exactly the blocks that its sequences hold, and each has a slot."""
