@@ -24,8 +24,13 @@ def arguments(engine: Deployed) -> list[str]:
         "--gpu-memory-utilization": engine.memory_share,
         "--kv-cache-memory-bytes": engine.kv_bytes,
     }
-    flags = [*facts()["vllm"]["precisions"][engine.precision.name]["arguments"], *(["--enforce-eager"] * engine.eager)]
-    return [engine.weights, *(str(part) for option in options.items() for part in option), *flags]
+    flags = {"--enforce-eager": engine.eager, "--enable-expert-parallel": engine.whole_experts}
+    return [
+        engine.weights,
+        *(str(part) for option in options.items() for part in option),
+        *facts()["vllm"]["precisions"][engine.precision.name]["arguments"],
+        *(flag for flag, given in flags.items() if given),
+    ]
 
 
 def environment(engine: Deployed) -> Mapping[str, str]:
