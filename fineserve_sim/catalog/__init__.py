@@ -54,7 +54,7 @@ from fineserve_sim.catalog.load import (
     precision_of,
     precisions,
 )
-from fineserve_sim.catalog.mig import mig_slices
+from fineserve_sim.catalog.mig import mig_parts, mig_slices
 from fineserve_sim.catalog.specs import (
     AttentionVariant,
     Deployment,
@@ -124,6 +124,7 @@ __all__ = [
     "list_prices",
     "mig_gpu",
     "mig_gpus",
+    "mig_parts",
     "mig_slices",
     "mlp_layers",
     "model",
