@@ -1,8 +1,8 @@
 """The process between clients and engine: it tokenises prompts and streams tokens, one after the other.
 
 SGLang serves HTTP, tokenises and hands tokens out in processes of one thread each, whatever the TP degree of the engine. All
-work is taken to queue in one of them, in the order in which it comes: a prompt takes time by its tokens, and each token that
-an engine step yields takes a time of its own. While engines are slower than that, a request hardly waits. When they yield
+work is taken to queue in one of them, in the order in which it comes. A prompt takes time by its tokens, and so does each
+token that a step yields. While engines are slower than that, a request hardly waits. When they yield
 more tokens than the process hands out, it becomes the queue of the whole loop: first tokens wait behind the tokens of others.
 
 Constants are from outside of the sets that are predicted, see ``SGLANG``.
