@@ -188,9 +188,7 @@ class Decodes:
             extra += sum(self._sizes[: last - self._block_tokens])
         return cycles * self.size + extra
 
-    def pass_boundaries(
-        self, ends_s: Sequence[float], engine: int
-    ) -> list[tuple[float, int, dict[SequenceState, None]]]:
+    def pass_boundaries(self, ends_s: list[float], engine: int) -> list[tuple[float, int, dict[SequenceState, None]]]:
         """Advance over the boundaries between iterations at these times. Returns the boundaries that open blocks, with
         ``engine`` and the sequences that need one."""
         growths = []

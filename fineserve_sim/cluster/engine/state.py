@@ -89,11 +89,12 @@ class State:
     @property
     def running(self) -> int:
         """Sequences with a slot: decoding, in prefill, swapped, or waiting for their KV."""
-        inside = len(self.stalled) + len(self.swapped)
-        for lane in self.lanes:
-            inside += lane.decodes.size + len(lane.joining)
-        for queue in self.queues:
-            inside += len(queue.prefilling)
+        lane = self.lanes[0]
+        inside = len(self.stalled) + len(self.swapped) + lane.decodes.size + len(lane.joining)
+        inside += len(lane.queue.prefilling)
+        if len(self.lanes) > 1:
+            inside += sum([other.size for other in self.lanes[1:]])
+            inside += sum([len(queue.prefilling) for queue in self.queues[1:]])
         return inside
 
     @property
@@ -138,15 +139,16 @@ class State:
         if len(self.queues) > 1:
             queued_blocks = sum([queue.queued_blocks for queue in self.queues])
             head_blocks = max([queue.head_blocks for queue in self.queues])
-        blocks = (used_blocks, used_blocks + self.kv.free_blocks(), queued_blocks, head_blocks)
-        load = EngineLoad(*blocks, self.running, len(self.stalled))
-        if self.stages:
-            load = load._replace(fullest_bytes=self._fullest_bytes(used_blocks))
-        if not shortest:
-            return load
+        capacity_blocks, stalled = used_blocks + self.kv.free_blocks(), len(self.stalled)
+        fullest_bytes = self._fullest_bytes(used_blocks) if self.stages else 0
+        shortest_blocks, index = self._shortest() if shortest else (0, None)
+        blocks = used_blocks, capacity_blocks, queued_blocks, head_blocks
+        return EngineLoad(*blocks, self.running, stalled, fullest_bytes, index, shortest_blocks)
+
+    def _shortest(self) -> tuple[int, int | None]:
+        """The blocks of the running request that a migration would move, and its index."""
         held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.under_way) for lane in self.lanes]
-        shortest_blocks, index = min(chain.from_iterable(held), default=(0, None))
-        return load._replace(shortest=index, shortest_blocks=shortest_blocks)
+        return min(chain.from_iterable(held), default=(0, None))
 
     def _fullest_bytes(self, used_blocks: int) -> int:
         """The most KV bytes on one of the stages, less what is kept for sequences to come."""

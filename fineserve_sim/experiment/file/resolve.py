@@ -18,7 +18,7 @@ from fineserve_sim.cluster.compose.memory import SGLANG_CHUNK_TOKENS, static_fra
 from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
-from fineserve_sim.experiment.file.gpus import gpus_of, look_up
+from fineserve_sim.experiment.file.gpus import Bought, bought, gpus_of, look_up
 from fineserve_sim.experiment.file.variants import systems_of
 from fineserve_sim.systems import SystemSpec
 
@@ -46,13 +46,14 @@ class ResolvedModel:
 class Setup:
     """What a file describes, without sweeps: the hardware, the models, the workload and every system by name.
 
-    ``gpus`` are what models are placed on: the GPUs of the file, which are ``bought``, or the slices of those that MIG divides.
+    ``gpus`` are what models are placed on: the GPUs of the file, or the slices of those that MIG divides. ``kinds``: what is
+    bought of each kind.
     ``systems`` has the file's systems first and then all built-in ones, which references may name.
     ``folder`` is where relative paths of the file start. ``trace_stamp``: of the trace file when this was read.
     """
 
     gpus: tuple[Gpu, ...]
-    bought: int
+    kinds: tuple[Bought, ...]
     engine: EngineSettings
     models: tuple[ResolvedModel, ...]
     systems: dict[str, SystemSpec]
@@ -61,14 +62,19 @@ class Setup:
     slo: schema.Slo
     faults: tuple[Fault, ...]
     folder: Path
-    usd_per_gpu_hour: float | None = None
     trace_stamp: Stamp = (0, 0)
 
     @property
+    def bought(self) -> int:
+        """GPUs of all kinds."""
+        return sum(kind.count for kind in self.kinds)
+
+    @property
     def gpu_name(self) -> str:
-        """What is bought, whole."""
-        spec = self.gpus[0].spec
-        return spec.whole or spec.name
+        """What is bought, whole: a catalog name, or ``GPUs (8 h100-sxm, 4 l40s)``."""
+        if len(self.kinds) == 1:
+            return self.kinds[0].gpu
+        return f"GPUs ({', '.join(f'{kind.count} {kind.gpu}' for kind in self.kinds)})"
 
     @property
     def names_files(self) -> bool:
@@ -84,7 +90,7 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
     gpus = gpus_of(document, file.cluster)
     return Setup(
         gpus=gpus,
-        bought=file.cluster.count,
+        kinds=bought(document, file.cluster),
         engine=_engine(file, gpus, _step_times(document, file.engine, folder)),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=systems_of(document, file),
@@ -93,7 +99,6 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         slo=file.slo,
         faults=tuple(map(_fault, file.faults)),
         folder=folder,
-        usd_per_gpu_hour=file.cluster.usd_per_gpu_hour,
         trace_stamp=(0, 0) if file.workload.trace is None else stamp_of(folder / file.workload.trace),
     )
 
@@ -148,8 +153,17 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
         return catalog.model_from_hf_config(folder / reference.config)
 
     spec = look_up(document, (*path, "model"), geometry)
-    precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
-    if not isinstance(reference, str):
+    if entry.experts is not None:
+        spec = look_up(document, (*path, "experts"), lambda: catalog.with_experts(spec, entry.experts or "split"))
+    published = entry.precision == catalog.PUBLISHED
+
+    def format_() -> PrecisionSpec:
+        if published and not isinstance(reference, str):
+            return catalog.checkpoint_precision(folder / reference.config)
+        return catalog.precision_of(entry.precision, spec)
+
+    precision = look_up(document, (*path, "precision"), format_)
+    if not isinstance(reference, str) and not published:
         checkpoint = folder / reference.config
         look_up(document, (*path, "precision"), lambda: catalog.check_checkpoint_precision(checkpoint, precision))
     if isinstance(entry.tp, int):
