@@ -24,13 +24,10 @@ def arguments(engine: Deployed) -> list[str]:
         "--gpu-memory-utilization": engine.memory_share,
         "--kv-cache-memory-bytes": engine.kv_bytes,
     }
-    flags = {"--enforce-eager": engine.eager, "--enable-expert-parallel": engine.whole_experts}
-    return [
-        engine.weights,
-        *(str(part) for option in options.items() for part in option),
-        *facts()["vllm"]["precisions"][engine.precision.name]["arguments"],
-        *(flag for flag, given in flags.items() if given),
-    ]
+    known = facts()["vllm"]
+    flags = [*known["precisions"][engine.precision.name]["arguments"], *(["--enforce-eager"] * engine.eager)]
+    flags += known["whole_experts"] if engine.whole_experts else []
+    return [engine.weights, *(str(part) for option in options.items() for part in option), *flags]
 
 
 def environment(engine: Deployed) -> Mapping[str, str]:

@@ -110,6 +110,17 @@ def test_an_engine_without_graphs_is_eager_and_awq_has_a_checkpoint_of_its_own(e
     assert "--enforce-eager" in vllm.arguments(first) and first.weights == "/models/llama-3.1-8b-awq"
 
 
+def test_a_mixture_of_experts_has_its_published_checkpoint_and_whole_experts_their_flag(engines: Any) -> None:
+    mixture = "{id: big, model: qwen3-30b-a3b, precision: fp16, tp: 2, experts: whole, rate_per_s: 1}"
+    published = "{id: code, model: gpt-oss-20b, precision: checkpoint, rate_per_s: 1}"
+    made = engines(
+        (BIG, f"  - {mixture}\n"), ("{id: code, model: qwen2.5-14b, precision: fp16, rate_per_s: 1}", published)
+    )
+    lines = {engine.model: vllm.arguments(engine) for engine in made}
+    assert lines["code"][0].endswith("/gpt-oss-20b") and "--quantization" not in lines["code"]
+    assert [name for name, line in lines.items() if "--enable-expert-parallel" in line] == ["big"]
+
+
 def test_weights_are_where_they_are_said_to_be(engines: Any) -> None:
     found = engines(models="/data/", weights={"code": "Qwen/Qwen2.5-14B-Instruct"})
     assert [each.weights for each in found] == [
