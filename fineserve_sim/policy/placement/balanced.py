@@ -74,7 +74,14 @@ class Homes:
         self._group_of = {
             tp: {gpu: group for group in tp_groups(gpus, tp) for gpu in group} for tp in {model.tp for model in models}
         }
-        self._loads: dict[tuple[str, int], Load] = {}
+        self._kind_of = {gpu.id: gpu.kind for gpu in gpus}
+        self._most_per_s = {
+            (model.id, kind): model.on(kind).most_per_s
+            for model in models
+            if model.by_kind
+            for kind in set(self._kind_of.values())
+        }
+        self._loads: dict[tuple[str, float, int], Load] = {}
         self._late: dict[int, float] = {}
 
     def open(self, gpu: GpuSlot) -> None:
@@ -93,13 +100,19 @@ class Homes:
                 return
             self._apply(best)
 
-    def _load(self, id: str, engines: int) -> Load:
-        if (id, engines) not in self._loads:
-            self._loads[id, engines] = load_of(self._models[id], engines)
-        return self._loads[id, engines]
+    def _load(self, id: str, groups: Sequence[Group], kind: int) -> Load:
+        """Of the engine on GPUs of this kind, of those on all ``groups``."""
+        engines: float = len(groups)
+        if self._most_per_s:  # so many of this kind would have its part of the requests
+            together_per_s = sum(self._most_per_s[id, self._kind_of[group[0]]] for group in groups)
+            engines = together_per_s / self._most_per_s[id, kind]
+        if (id, engines, kind) not in self._loads:
+            self._loads[id, engines, kind] = load_of(self._models[id].on(kind), engines)
+        return self._loads[id, engines, kind]
 
     def _predicted(self, gpu: int, here: Sequence[str], change: Change) -> float:
-        loads = [self._load(id, len(change[id] if id in change else self.groups[id])) for id in here]
+        kind = self._kind_of[gpu]
+        loads = [self._load(id, change[id] if id in change else self.groups[id], kind) for id in here]
         return late_per_s(loads, self._memory_bytes[gpu]) if loads else 0.0
 
     def _touched(self, change: Change) -> set[int]:

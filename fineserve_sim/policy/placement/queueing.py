@@ -55,7 +55,7 @@ class Load(NamedTuple):
     engine_bytes: int
 
 
-def load_of(model: ModelDemand, engines: int) -> Load:
+def load_of(model: ModelDemand, engines: float) -> Load:
     """The load of one of so many engines that share the requests of a model evenly. Raises ValueError without a profile."""
     if not model.profile:
         raise ValueError(f"model {model.id} has no profile, by which late requests are predicted")
