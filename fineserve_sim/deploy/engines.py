@@ -200,8 +200,9 @@ def _known_weights(described: Scenario, models: str, weights: Mapping[str, str])
             raise ValueError(f"--weights {name}: unknown model; {nearest(name, ids)}")
     for model in described.models:
         if model.precision.name not in precisions:
+            known = ", ".join(precisions)
             raise ValueError(
-                f"model {model.id}: vLLM has no {model.precision.name}; take one of {', '.join(precisions)}"
+                f"model {model.id}: no arguments of vLLM are known for {model.precision.name}; take one of {known}"
             )
     return {
         model.id: weights.get(model.id, f"{models.rstrip('/')}/{model.model.name}{_ending(model, precisions)}")

@@ -311,7 +311,11 @@ KINDS = (
             "vllm",
             "GPU 0: processes cannot share it as fluid; set cluster.sharing to time_slice or mps",
         ),
-        ((("precision: fp8", "precision: qoq"),), "vllm", "model Chat: vLLM has no W4A8KV4; take one of W16A16"),
+        (
+            (("precision: fp8", "precision: qoq"),),
+            "vllm",
+            "model Chat: no arguments of vLLM are known for W4A8KV4; take one",
+        ),
         ((("base: fineserve", "base: prism"),), "vllm", "system plan: its residency changes engines as they run"),
         ((KINDS,), "kai", "engines stand on h100-sxm and a100-80gb, and manifests ask for any GPU"),
         ((DERIVED,), "vllm", "slo.ttft: these limits come from simulated runs"),
