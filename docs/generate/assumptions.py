@@ -31,6 +31,7 @@ ENGINE_REASONS = {
         "steps of real engines that `fineserve-calibrate` measured, for engines of one GPU "
         "([probes](../probes.md#an-engines-steps-as-a-step-model))"
     ),
+    "step_time_factor": "as predicted; `--margin` sets it",
 }
 
 

@@ -30,7 +30,7 @@ from fineserve_sim.catalog.load import (
     precision,
     precisions,
 )
-from fineserve_sim.catalog.mig import mig_slices
+from fineserve_sim.catalog.mig import mig_parts, mig_slices
 from fineserve_sim.catalog.specs import (
     AttentionVariant,
     Deployment,
@@ -85,6 +85,7 @@ __all__ = [
     "list_prices",
     "mig_gpu",
     "mig_gpus",
+    "mig_parts",
     "mig_slices",
     "model",
     "model_from_hf_config",

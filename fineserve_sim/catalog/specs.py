@@ -86,6 +86,10 @@ class MigProfile(Spec):
     most: int = Field(ge=1)
 
 
+_MEMORY_NAMES = 0.1
+"""How far the memory in the name of a MIG profile may be from what it has: a 1g.10gb of an A100 has 9.6 GiB."""
+
+
 class MigGpu(Spec):
     """A GPU that MIG divides."""
 
@@ -94,11 +98,22 @@ class MigGpu(Spec):
     profiles: dict[str, MigProfile]
     source: str
 
+    def named(self, profile: str) -> str:
+        """The profile of this name, with or without its memory: ``3g`` or NVIDIA's ``3g.40gb``. Raises ValueError naming the
+        profiles that there are."""
+        slices, _, memory = profile.partition(".")
+        if profile in self.profiles:
+            return profile
+        for name, part in self.profiles.items():
+            gib = part.memory_mib / 1024
+            alike = name.removesuffix("+") == slices and memory.removesuffix("gb").isdecimal()
+            if alike and abs(int(memory.removesuffix("gb")) / gib - 1) < _MEMORY_NAMES:
+                return name
+        raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
+
     def fractions(self, profile: str) -> tuple[float, float]:
         """The parts of the GPU's SMs and of its memory bandwidth. Raises ValueError naming the profiles that there are."""
-        if profile not in self.profiles:
-            raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
-        part = self.profiles[profile]
+        part = self.profiles[self.named(profile)]
         return part.sms / self.sms, part.memory_slices / 8
 
 

@@ -38,7 +38,7 @@ TargetsOption = Annotated[
     typer.Option(
         "--target",
         metavar="MOMENT:SHARE",
-        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; may be repeated. If not given, all:0.95.",
+        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; each:all:0.95 of each model. If not given, all:0.95.",
         show_default=False,
     ),
 ]
@@ -69,8 +69,8 @@ def tell_probe(asked: str, found: Attained) -> None:
     if found.problem:
         typer.echo(f"  {asked}: {escaped(found.problem)}", err=True)
         return
-    shares = ", ".join(
-        f"{metric.removesuffix('_attainment')} {100 * share:.1f} %" for metric, share in found.shares.items()
-    )
+    from fineserve_sim.experiment.sizing.probe import told_moment
+
+    shares = ", ".join(f"{told_moment(metric)} {100 * share:.1f} %" for metric, share in found.shares.items())
     seeds = f", after {found.seeds} seed{'s' * (found.seeds > 1)}" if found.early else ""
     typer.echo(f"  {asked}: {shares}, {'holds' if found.holds else 'does not hold'}{seeds}", err=True)

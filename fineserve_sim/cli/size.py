@@ -44,7 +44,11 @@ SourceArgument = Annotated[
 ]
 GoalsOption = Annotated[
     list[str],
-    typer.Option("--target", metavar="MOMENT:SHARE", help="ttft:0.95, tpot:0.95, e2e:0.9 or all:0.95, with commas."),
+    typer.Option(
+        "--target",
+        metavar="MOMENT:SHARE",
+        help="ttft:0.95, tpot:0.95, e2e:0.9 or all:0.95, with commas; each:all:0.95 of each model.",
+    ),
 ]
 OverOption = Annotated[str, typer.Option(metavar="AXIS", help="gpus, rate or slo_scale.")]
 AtOption = Annotated[

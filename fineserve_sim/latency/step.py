@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +29,13 @@ from fineserve_sim.latency.legacy import LegacyAttention
 from fineserve_sim.latency.operators import BITS_8, FusedQuantisation, OperatorCosts, Operators
 from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.sharing import Demand
+from fineserve_sim.latency.slower import Slowed, SlowedAttention
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 from fineserve_sim.policy.interfaces import prompt_pairs
 
-INITIAL_ENTRIES = 512
-SCALAR_STEPS = 64  # below, a loop is faster than numpy's fixed cost
+INITIAL_ENTRIES: Final = 512
+SCALAR_STEPS: Final = 64  # below, a loop is faster than numpy's fixed cost
 
 
 class _Counts:
@@ -120,6 +122,12 @@ class StepModel:
         self.floor_s = floor.value if floor else 0.0
         self.overhead_s, self.prompt_s = host.overhead(self.tp), host.prompt(self.tp)
         self.sequence_s = host.sequence_s.value if host.sequence_s else 0.0
+
+    def slow_down(self, factor: float) -> None:
+        """Make every step ``factor`` times as long, the host's time included; before the first step is asked for."""
+        self._price_by(Slowed(self.operators, factor), SlowedAttention(self.attention, factor))
+        self.floor_s, self.sequence_s = factor * self.floor_s, factor * self.sequence_s
+        self.overhead_s, self.prompt_s = factor * self.overhead_s, factor * self.prompt_s
 
     def _reserve(self, tokens: int, sampled: int) -> None:
         if tokens >= len(self._tokens_s):

@@ -44,7 +44,7 @@ SECONDS = 60.0
 BASE = "fineserve"
 """The system whose scheduler, memory and sharing a plan has."""
 
-STARTS = ("fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
+STARTS = ("balanced", "fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
 """Systems whose placements a search starts from, and which the plan is compared with."""
 
 

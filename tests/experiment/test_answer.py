@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,8 @@ def test_prices_are_the_files_or_dated_defaults(folder: Path) -> None:
     unknown = load_experiment(folder / "two.yaml", [("cluster.gpu", "h800")]).setup
     assert price_of(unknown).usd_per_gpu_hour is None
     metrics = {"gpu_hours_per_mtoken": {"mean": 2.0}, "gpu_hours_per_1000_within": {"mean": None}}
-    found = costs(replace(given, bought=8), metrics)
+    eight = load_experiment(folder / "two.yaml", [("cluster.usd_per_gpu_hour", "2.5"), ("cluster.count", "8")]).setup
+    found = costs(eight, metrics)
     assert found == {"usd_per_hour": 20.0, "usd_per_mtoken": 5.0, "usd_per_1000_within": None}
     assert set(costs(unknown, metrics).values()) == {None}
 

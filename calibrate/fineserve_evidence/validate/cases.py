@@ -85,6 +85,25 @@ class ClosedLoop:
     start_gap_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedLoop:
+    """``clients`` users of each of ``models`` engines of one GPU, which take turns as in ``ClosedLoop``.
+
+    They send ``requests`` to each engine, of which the first ``warmup`` are not measured. A row has medians over the measured
+    requests of all engines, and their requests a second. ``sharing``: the law by which the engines slow each other
+    (``fineserve_sim.latency.sharing``). ``sm_share``: the part of the SMs that each may take.
+    """
+
+    clients: int
+    requests: int
+    warmup: int
+    prompt_tokens: int
+    output_tokens: int
+    models: int
+    sharing: str
+    sm_share: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLoop:
     """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` on GPUs of their own.
@@ -113,7 +132,7 @@ class OpenLoop:
     starts_s: tuple[float, ...] = ()
 
 
-Load = StaticBatch | ClosedLoop | OpenLoop
+Load = StaticBatch | ClosedLoop | SharedLoop | OpenLoop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ from fineserve_evidence.validate.cases import (
     OpenLoop,
     Sensitivity,
     Serving,
+    SharedLoop,
     StaticBatch,
 )
 from fineserve_evidence.validate.engines import EngineRun, Instance, Requests
@@ -90,6 +91,8 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
         ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
         ttft, tpot = _closed(step, load, serving)
+    elif isinstance(load, SharedLoop):
+        ttft, tpot, throughput = _shared(step, load, serving)
     elif load.each:
         ttft, tpot = _open(step, load, serving)
     else:
@@ -138,6 +141,20 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _shared(step: StepModel, load: SharedLoop, serving: Serving) -> tuple[Floats, Floats, Floats]:
+    """Medians over the measured requests of all engines, and how many of them end a second."""
+    n = load.models * load.requests
+    model = np.arange(n) % load.models
+    requests = Requests(model, np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
+    instances = [_instance(each, 0, step, serving) for each in range(load.models)]
+    settings = _settings(serving, serving.max_sequences)
+    run = EngineRun(instances, requests, settings, sharing=load.sharing, sm_share=load.sm_share)
+    times, counts = run.closed_loop(load.clients), np.arange(n) // load.models >= load.warmup
+    lasted_s = float(times.finish_s[counts].max() - times.arrival_s[counts].min())
+    ttft, tpot = (np.median(values[counts]) for values in (times.ttft_s, times.tpot_s(requests.output_tokens)))
+    return np.array([ttft]), np.array([tpot]), np.array([counts.sum() / lasted_s])
 
 
 def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:

@@ -9,7 +9,7 @@ take all that is left, for all engines. What virtual memory costs comes from the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fineserve_sim import catalog
@@ -41,9 +41,25 @@ def usable_bytes(gpu: Gpu, settings: EngineSettings) -> int:
     return int(gpu.spec.memory_bytes * settings.memory_utilization)
 
 
+def kinds_of(gpus: Iterable[Gpu]) -> dict[catalog.GpuSpec, int]:
+    """The kinds of GPU that there are, numbered as they appear: policies know them by their numbers."""
+    return {spec: number for number, spec in enumerate(dict.fromkeys(gpu.spec for gpu in gpus))}
+
+
 def slots_of(scenario: Scenario) -> list[GpuSlot]:
     """The GPUs as placement sees them."""
-    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+    return slots_on(scenario.gpus, scenario.engine)
+
+
+def slots_on(gpus: Sequence[Gpu], settings: EngineSettings) -> list[GpuSlot]:
+    """The GPUs as placement sees them. Each kind in a node is a node to it, for TP groups have GPUs of one kind; so is each
+    slice by MIG, which forms no group."""
+    kinds, nodes = kinds_of(gpus), dict[tuple[int, int, int], int]()
+    of: dict[int, int] = {}
+    for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.id)):
+        together = gpu.node, kinds[gpu.spec], gpu.id if gpu.spec.whole else -1
+        of[gpu.id] = nodes.setdefault(together, len(nodes))
+    return [GpuSlot(gpu.id, of[gpu.id], usable_bytes(gpu, settings), kinds[gpu.spec]) for gpu in gpus]
 
 
 def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
@@ -117,7 +133,7 @@ def tenants_on(
             engine=engine,
             fixed_bytes=fixed_bytes(model, settings),
             block=geometry(model, replace(settings, block_tokens=block_tokens)),
-            footprint_bytes=charged_bytes(instance, demands, len(scenario.gpus)),
+            footprint_bytes=charged_bytes(instance, demands, scenario.gpus),
             rate_per_s=instance.rate_per_s,
         )
         for gpu in instance.gpus:
@@ -138,9 +154,13 @@ def claimed(
     return ledger
 
 
-def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: int) -> int:
-    """The footprint F_M of an engine in a cluster of so many GPUs."""
-    return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes
+def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: Sequence[Gpu]) -> int:
+    """The footprint F_M of an engine in a cluster of these GPUs."""
+    if instance.footprint_bytes:
+        return instance.footprint_bytes
+    kinds, first = kinds_of(gpus), instance.gpus[0]
+    kind = next((kinds[gpu.spec] for gpu in gpus if gpu.id == first), 0)
+    return base_footprint(demands[instance.model].on(kind), len(gpus)).footprint_bytes
 
 
 def build_manager(

@@ -217,11 +217,12 @@ class Builder:
 
     def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> Engine:
         """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
-        for it (``alone``)."""
+        for it (``alone``) and no client waits for the ends of its requests."""
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
         engine = seated(seat, cluster)
-        if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu:
+        waited_for = self._scenario.clients is not None
+        if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu and not waited_for:
             Lone(engine, wakeups)
         else:
             Spans(engine, wakeups, shares_gpu=shares_gpu)

@@ -16,7 +16,7 @@ from fineserve_sim.cluster import EngineSettings, Fault, Gpu
 from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
-from fineserve_sim.experiment.file.gpus import gpus_of, look_up
+from fineserve_sim.experiment.file.gpus import Bought, bought, gpus_of, look_up
 from fineserve_sim.experiment.file.variants import systems_of
 from fineserve_sim.systems import SystemSpec
 
@@ -44,13 +44,14 @@ class ResolvedModel:
 class Setup:
     """What a file describes, without sweeps: the hardware, the models, the workload and every system by name.
 
-    ``gpus`` are what models are placed on: the GPUs of the file, which are ``bought``, or the slices of those that MIG divides.
+    ``gpus`` are what models are placed on: the GPUs of the file, or the slices of those that MIG divides. ``kinds``: what is
+    bought of each kind.
     ``systems`` has the file's systems first and then all built-in ones, which references may name.
     ``folder`` is where relative paths of the file start. ``trace_stamp``: of the trace file when this was read.
     """
 
     gpus: tuple[Gpu, ...]
-    bought: int
+    kinds: tuple[Bought, ...]
     engine: EngineSettings
     models: tuple[ResolvedModel, ...]
     systems: dict[str, SystemSpec]
@@ -59,14 +60,19 @@ class Setup:
     slo: schema.Slo
     faults: tuple[Fault, ...]
     folder: Path
-    usd_per_gpu_hour: float | None = None
     trace_stamp: Stamp = (0, 0)
 
     @property
+    def bought(self) -> int:
+        """GPUs of all kinds."""
+        return sum(kind.count for kind in self.kinds)
+
+    @property
     def gpu_name(self) -> str:
-        """What is bought, whole."""
-        spec = self.gpus[0].spec
-        return spec.whole or spec.name
+        """What is bought, whole: a catalog name, or ``GPUs (8 h100-sxm, 4 l40s)``."""
+        if len(self.kinds) == 1:
+            return self.kinds[0].gpu
+        return f"GPUs ({', '.join(f'{kind.count} {kind.gpu}' for kind in self.kinds)})"
 
     @property
     def names_files(self) -> bool:
@@ -81,7 +87,7 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
     folder = folder / (file.folder or "")
     return Setup(
         gpus=gpus_of(document, file.cluster),
-        bought=file.cluster.count,
+        kinds=bought(document, file.cluster),
         engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=systems_of(document, file),
@@ -90,7 +96,6 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         slo=file.slo,
         faults=tuple(map(_fault, file.faults)),
         folder=folder,
-        usd_per_gpu_hour=file.cluster.usd_per_gpu_hour,
         trace_stamp=(0, 0) if file.workload.trace is None else stamp_of(folder / file.workload.trace),
     )
 

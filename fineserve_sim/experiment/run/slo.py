@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,7 @@ def _runs_of(
 ) -> list[Run]:
     """The reference runs of one system for one model at one point; no SLO is known to them yet."""
     setup = experiment.setup_of(point)
+    setup = replace(setup, engine=replace(setup.engine, step_time_factor=1.0))  # a margin moves no limit
     where = (setup, point.overrides, system)
     unlimited = (math.inf,) * len(setup.models)
     seeds = range(experiment.file.seeds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
 from fineserve_sim.experiment.show.against import answer_against
 from fineserve_sim.experiment.show.labels import axis_text, number
@@ -124,7 +125,7 @@ def lowered(text: str) -> str:
 
 
 def gpus_text(cell: Cell) -> str:
-    """``8 h100-sxm``, or ``1 h100-sxm in slices (3 of 2g)``."""
+    """``8 h100-sxm``, ``1 h100-sxm in slices (3 of 2g)`` or ``12 GPUs (8 h100-sxm, 4 l40s)``."""
     cluster = cell["cluster"]
     slices = f" in slices ({cluster['slices']})" if "slices" in cluster else ""
     return f"{cluster['count']} {cluster['gpu']}{slices}"
@@ -154,8 +155,14 @@ def targets_text(targets: Mapping[str, float]) -> str:
     """``95 % of the requests within their limits``."""
     if len(targets) == 1 and "slo_attainment" in targets:
         return f"{100 * targets['slo_attainment']:g} % of the requests within their limits"
-    moments = {_MOMENTS[metric.removesuffix("_attainment")]: share for metric, share in targets.items()}
-    return ", ".join(f"{100 * share:g} % within the limit of {moment}" for moment, share in moments.items())
+    return ", ".join(f"{100 * share:g} % {_whose(metric)}" for metric, share in targets.items())
+
+
+def _whose(metric: str) -> str:
+    """``within the limit of TTFT``, of all requests or of those of each model."""
+    moment = overall(metric).removesuffix("_attainment")
+    limit = "all limits" if moment == "slo" else f"the limit of {_MOMENTS[moment]}"
+    return f"of each model's requests within {limit}" if metric.startswith(EACH) else f"within {limit}"
 
 
 def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
@@ -168,7 +175,7 @@ def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
     if choice["holds"]:
         homeless = () if cell["models_move"] else [entry["model"] for entry in cell["unplaced"]]
         return f"Take {own}, which keeps {targets}: {found}.{_left_out(homeless)}{as_good}"
-    if "search" in answer:
+    if "gpus" in answer.get("search", {}):
         return f"{_found(answer, cell, targets)} {_asked(answer, cell)}: {found}.{as_good}"
     systems, most = answer["systems"], answer["most_gpus"]
     up_to = f"up to {most}" if most > choice["gpus"] else str(choice["gpus"])
@@ -230,16 +237,15 @@ def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
     if margin["half_width"] is None:
         sure = ", of too few requests for an interval"
     side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}{sure}"
-    name = "" if targets == 1 else f"{_MOMENTS[metric.removesuffix('_attainment')]} "
+    moment = _MOMENTS[overall(metric).removesuffix("_attainment")]
+    name = f"worst model, {moment} " if metric.startswith(EACH) else "" if targets == 1 else f"{moment} "
     return f"{name}{percent(margin['mean'], margin['half_width'])}, {side}"
 
 
 def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
     cost = cell["cost"]
     if cost["usd_per_hour"] is None:
-        return (
-            f"Cost: no price is known for {cell['cluster']['gpu']}; give one with cluster.usd_per_gpu_hour or --price."
-        )
+        return f"Cost: no price is known for {_unpriced(cell)}; give one with cluster.usd_per_gpu_hour or --price."
     whose = "as given"
     if price["default"]:
         whose = f"by default, {price['source']} of {price['read_on']}; --price"
@@ -250,8 +256,16 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
     ):
         if cost[key] is not None:
             parts.append(f"${dollars(cost[key])} {text}")
-    each = cost["usd_per_hour"] / cell["cluster"]["count"]
-    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} (${each:,.2f} a GPU-hour {whose})."
+    each = f"${cost['usd_per_hour'] / cell['cluster']['count']:,.2f} a GPU-hour"
+    if "cost_by_kind" in cell:
+        each = ", ".join(f"{kind['gpu']} ${kind['usd_per_gpu_hour']:,.2f} a GPU-hour" for kind in cell["cost_by_kind"])
+    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} ({each} {whose})."
+
+
+def _unpriced(cell: Cell) -> str:
+    """The kinds of GPU whose price nobody knows."""
+    kinds = cell.get("cost_by_kind", ())
+    return ", ".join(kind["gpu"] for kind in kinds if kind["usd_per_gpu_hour"] is None) or str(cell["cluster"]["gpu"])
 
 
 def _misses(cell: Cell) -> str:
@@ -372,7 +386,7 @@ def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
 
 def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """Fewer GPUs for a system that keeps the targets; where none does, ``_found`` has told already."""
-    if "search" not in answer or not answer["choice"]["holds"]:
+    if "gpus" not in answer.get("search", {}) or not answer["choice"]["holds"]:
         return
     found = answer["search"]["gpus"]
     if found["value"] == cell["cluster"]["count"]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.file.comparison import experiment_for_trace, model_entries
+from fineserve_sim.experiment.file.metric_names import overall
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, chosen_cell
 from fineserve_sim.experiment.results.resolved import write_resolved
 from fineserve_sim.experiment.results.summary import read_summary
@@ -146,7 +147,7 @@ def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mappi
         return DEFAULT_TARGETS
     found = {goal.metric: goal.share for goal in goals(targets)}
     for moment, limit in (("tpot", tpot), ("e2e", e2e)):
-        if f"{moment}_attainment" in found and limit is None:
+        if f"{moment}_attainment" in map(overall, found) and limit is None:
             raise ValueError(
                 f"--target {moment}: there is no such limit; give one, as --{moment}-slo or slo.{moment}_s"
             )
