@@ -147,10 +147,8 @@ def _range(values: Iterable[float | None]) -> str:
 
 
 def sharing() -> str:
-    """Caps of SMs by model, then every published pair."""
-    caps = [CapErrors(**_typed(row)) for row in read("caps.csv")]  # type: ignore[arg-type]
-    pairs = table(PAIR_COLUMNS, (tuple(row.values()) for row in read("pairs.csv")))
-    return f"{cap_table(caps)}\n\n{pairs}"
+    """Caps of SMs by model."""
+    return cap_table([CapErrors(**_typed(row)) for row in read("caps.csv")])  # type: ignore[arg-type]
 
 
 def cap_table(caps: Iterable[CapErrors]) -> str:
