@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from docs.generate.errors import read
 from docs.generate.markdown import table
 from fineserve_sim.catalog import deployments, gpu, model, precisions
 from fineserve_sim.cluster import EngineSettings
 from fineserve_sim.latency import Provenance, StepModel
+
+LONG = 60
+"""Characters of a source beyond which it stands once below the table, where several numbers have it."""
 
 ENGINE_REASONS = {
     "token_budget": "the papers give none; vLLM's own default has ranged from 512 to 8192",
@@ -41,17 +46,22 @@ def latency_numbers() -> str:
                     if line.kind in ("assumed", "fitted"):
                         used = deployed.name if line.quantity.startswith("host.") else precision.name
                         found.setdefault(line, {})[used] = None
+    times = Counter(line.source for line in found)
+    notes = [
+        source for source in dict.fromkeys(line.source for line in found) if times[source] > 1 and len(source) > LONG
+    ]
     rows = [
         (
             f"`{line.quantity}`",
             ", ".join(f"`{name}`" for name in users),
             f"{line.value:g} {line.unit}",
             line.kind,
-            line.source,
+            f"source {notes.index(line.source) + 1}" if line.source in notes else line.source,
         )
         for line, users in found.items()
     ]
-    return table(("quantity", "of", "value", "kind", "source or reason"), rows)
+    told = "\n".join(f"* Source {number}: {source}" for number, source in enumerate(notes, 1))
+    return f"{table(('quantity', 'of', 'value', 'kind', 'source or reason'), rows)}\n\n{told}"
 
 
 def engine_defaults() -> str:
