@@ -257,6 +257,7 @@ def size(
     *,
     at: Mapping[str, Any] | None = None,
     gpu: str | Sequence[str] | None = None,
+    mix: bool = False,
     tp: int | Sequence[int] | None = None,
     most_gpus: int | None = None,
     precision: float = 0.05,
@@ -279,8 +280,10 @@ def size(
 ) -> Sizing:
     """The fewest GPUs, the highest rate or the tightest SLO at which each system meets the ``targets``, such as
     ``{"ttft": 0.99}``. ``source``: a trace with its ``models``, an experiment or a results folder. ``at`` fixes other axes;
-    several types of ``gpu`` and degrees ``tp`` are all tried, each at its ``price``. Raises ConfigError, SizingError."""
+    several types of ``gpu`` and degrees ``tp`` are all tried, each at its ``price``, with ``mix`` two types together as well.
+    Raises ConfigError, SizingError."""
     from fineserve_sim.experiment.sizing.found import search
+    from fineserve_sim.experiment.sizing.mixes import kinds_of
 
     _check_source(source)
     if not targets:
@@ -288,6 +291,7 @@ def size(
     axis, goals = axis_of(over), goals_of(_goals(targets) or [])
     prices = dict(price) if isinstance(price, Mapping) else {} if price is None else {"": price}
     tried = variants(_several(gpu), _several(tp), prices)
+    mixed = kinds_of(_several(gpu), prices, axis) if mix else []
     limits, load = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale), Load(models, requests, spread, rate_scale)
     if not isinstance(source, Mapping) and file_of(Path(source)) is None:
         check_trace(_goals(targets), limits, quick=quick)
@@ -295,7 +299,7 @@ def size(
         path = _written(source, folder) if isinstance(source, Mapping) else Path(source)
         asked = Asked(limits, load, systems, seeds, at, most_gpus).of(path, folder, axis)
         prober = Prober(asked.path, folder, goals, asked.overrides, asked.place, quick, None, where, on_progress)
-        found = search(prober, tried, axis, folder, most_gpus=asked.most_gpus, precision=precision)
+        found = search(prober, tried, axis, folder, mixed=mixed, most_gpus=asked.most_gpus, precision=precision)
     told = "\n".join([*([asked.said] if asked.said else []), found.headline, *found.reasons])
     table = pd.DataFrame([_best(answer) for answer in found.answers])
     result = _keeping(Result(folder), folder, out) if found.summary is not None else None

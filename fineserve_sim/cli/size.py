@@ -59,6 +59,9 @@ GpuTypesOption = Annotated[
     list[str] | None,
     typer.Option("--gpu", help="GPU type to try; repeat for each.", show_default=False, autocompletion=complete_gpu),
 ]
+MixOption = Annotated[
+    bool, typer.Option("--mix", help="Also mixes of two of the --gpu types, where they cost less than each alone.")
+]
 DegreesOption = Annotated[
     list[int] | None,
     typer.Option("--tp", min=1, help="TP degree to try for every model; repeat for each.", show_default=False),
@@ -96,6 +99,7 @@ def register(app: typer.Typer) -> None:
             "--target ttft:0.95,tpot:0.95",
             "fineserve-sim size trace.csv --model A=llama-3.1-8b --model B=qwen3-32b --gpu h100-sxm --gpu a100-80gb "
             "--tp 1 --tp 2 --target ttft:0.95",
+            "fineserve-sim size two_models.yaml --gpu h100-sxm --gpu l40s --mix --target ttft:0.95",
             "fineserve-sim size experiments/fig10.yaml --target ttft:0.99 --over gpus --at rate_scale=8 --quick",
             "fineserve-sim size experiments/fig13.yaml --target ttft:0.95 --over rate",
         )
@@ -109,6 +113,7 @@ def size(
     over: OverOption = "gpus",
     at: AtOption = None,
     gpu: GpuTypesOption = None,
+    mix: MixOption = False,
     tp: DegreesOption = None,
     most_gpus: MostGpusOption = None,
     precision: PrecisionOption = 0.05,
@@ -140,11 +145,13 @@ def size(
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.found import search
+        from fineserve_sim.experiment.sizing.mixes import kinds_of
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.question import Asked, Limits, Load, check_trace, file_of
         from fineserve_sim.experiment.sizing.variants import variants
 
-        axis, wanted, tried = axis_of(over), goals(targets), variants(gpu or [], tp or [], _prices(price or []))
+        axis, wanted, paid = axis_of(over), goals(targets), _prices(price or [])
+        tried, mixed = variants(gpu or [], tp or [], paid), kinds_of(gpu or [], paid, axis) if mix else []
         limits, load = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale), Load(models, requests, spread, rate_scale)
         if file_of(source) is None:
             check_trace(targets, limits, quick=quick)
@@ -152,7 +159,9 @@ def size(
         asked = Asked(limits, load, systems, seeds, place, most_gpus).of(source, folder, axis)
         with executor_of(executor, jobs) as where, progress_bar() as advance:
             told = (asked.path, folder, wanted, asked.overrides, asked.place, quick, None, where, advance, tell_probe)
-            found = search(Prober(*told), tried, axis, folder, most_gpus=asked.most_gpus, precision=precision)
+            found = search(
+                Prober(*told), tried, axis, folder, mixed=mixed, most_gpus=asked.most_gpus, precision=precision
+            )
         _print(found, asked, folder, as_json)
 
 

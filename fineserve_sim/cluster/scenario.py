@@ -88,6 +88,7 @@ class EngineSettings:
     memory_utilization: float = 0.9
     context_bytes: int = 512 * 2**20
     deployment: str = "vllm-cudagraph"
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: MeasuredSteps | None = None

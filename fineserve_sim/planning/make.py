@@ -161,7 +161,7 @@ def problem_of(wish: Wish) -> Problem:
 def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
     try:
         catalog.check_tp(model, tp)
-        return Option(catalog.precision(precision), tp)
+        return Option(catalog.precision_of(precision, model), tp)
     except ValueError as problem:
         raise ValueError(f"--model {id}: {problem}") from None
 

@@ -37,7 +37,8 @@ class Serving:
 
     ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``front_end_s`` is the time a request
     spends before the engine sees it. ``steps_ahead`` counts the steps that are scheduled already when a request comes; the
-    request waits for them beside the running one.
+    request waits for them beside the running one. ``mean_tokens`` is the length of a sequence midway through its output, which
+    counts where KV grows unevenly; 0: not known.
     """
 
     model: ModelSpec
@@ -49,7 +50,9 @@ class Serving:
     max_sequences: int
     memory_utilization: float = 0.9
     front_end_s: float = 0.0
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     steps_ahead: int = 0
+    mean_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

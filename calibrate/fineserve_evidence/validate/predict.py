@@ -21,7 +21,15 @@ from fineserve_evidence.validate.cases import (
     StaticBatch,
 )
 from fineserve_evidence.validate.engines import EngineRun, Instance, Requests
-from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, kv_token_bytes
+from fineserve_sim.catalog import (
+    Deployment,
+    GpuSpec,
+    ModelSpec,
+    PrecisionSpec,
+    grows_evenly,
+    kv_sequence_bytes,
+    kv_token_bytes,
+)
 from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ServedModel
@@ -59,10 +67,10 @@ def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted
 
 def remembered(make_step: StepFactory) -> StepFactory:
     """Wrap ``make_step`` so that it builds a setting once. Deployments count as equal by name."""
-    built: dict[tuple[str, str, int, GpuSpec, str], StepModel] = {}
+    built: dict[tuple[ModelSpec, str, int, GpuSpec, str], StepModel] = {}
 
     def step(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment) -> StepModel:
-        key = (model.name, precision.name, tp, gpu, deployment.name)
+        key = (model, precision.name, tp, gpu, deployment.name)
         if key not in built:
             built[key] = make_step(model, precision, tp, gpu, deployment)
         return built[key]
@@ -226,7 +234,10 @@ def kv_bytes(serving: Serving) -> int:
 
 def block_bytes(serving: Serving) -> int:
     """Compute the bytes of one KV block on each GPU."""
-    return BLOCK_TOKENS * kv_token_bytes(serving.model, serving.precision, serving.tp)
+    engine, tokens = (serving.model, serving.precision, serving.tp), serving.mean_tokens
+    if tokens and not grows_evenly(serving.model):
+        return -(-BLOCK_TOKENS * kv_sequence_bytes(*engine, tokens) // tokens)
+    return BLOCK_TOKENS * kv_token_bytes(*engine)
 
 
 def _served(serving: Serving) -> ServedModel:
@@ -245,4 +256,5 @@ def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
         block_tokens=BLOCK_TOKENS,
         memory_utilization=serving.memory_utilization,
         deployment=serving.deployment.name,
+        batching=serving.batching,
     )

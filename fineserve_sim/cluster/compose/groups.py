@@ -13,11 +13,11 @@ from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.pipeline import Pipeline
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.engine.swap import HostTier
@@ -97,6 +97,8 @@ def check_groups(scenario: Scenario) -> None:
         problem = "migration moves no prefix cache; leave one of them out"
     elif pipelines and (swaps or system.migration is not None):
         problem = f"{'swap memory' if swaps else 'migration'} is for instances alone, not for pipelines"
+    elif scenario.engine.batching != "vllm" and (swaps or pipelines):
+        problem = "engine.batching sglang is for engines on one instance each, without swap memory"
     if problem:
         raise ScenarioError(f"system {system.name}: {problem}")
 

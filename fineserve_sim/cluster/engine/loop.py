@@ -27,7 +27,7 @@ from typing import Final
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.links import Links
-from fineserve_sim.cluster.engine.sequence import Decodes, Lane, PromptChunk, SequenceState
+from fineserve_sim.cluster.engine.sequence import Decodes, Lane, PromptChunk, Queue, SequenceState
 from fineserve_sim.cluster.engine.state import Seat, State
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Left
@@ -101,6 +101,10 @@ class Batching(ABC):
     @abstractmethod
     def prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         """The prompt parts for the lane's next batch, with their blocks taken."""
+
+    def put_back(self, sequence: SequenceState, queue: Queue) -> None:
+        """A sequence that gave way waits again: vLLM has it go first."""
+        queue.put_back(sequence)
 
     def forget(self) -> None:  # noqa: B027 - most policies plan one batch at a time
         """A sequence went away or came: plans over several batches are void."""
@@ -202,6 +206,7 @@ class Engine(State):
         self.gone = False
         self.composition_changed = False  # since the last launch
         self.preempted = False  # a sequence, since the batch began to be formed
+        self.one_step = False  # it must form a batch after the next iteration, whatever happens
 
     def turn(self, lane: Lane, now: float) -> None:
         """The lane stands between two batches: form the next one and launch it, or rest."""
@@ -224,7 +229,11 @@ class Engine(State):
     def complete(self, lane: Lane, now: float) -> bool:
         """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
-        finished = lane.decodes.advance()
+        if lane.decoding:
+            finished = lane.decodes.advance()
+        else:
+            finished = []
+            lane.prompt_batches += 1
         if lane.chunks:
             self.host.progressed(self)
             for sequence, done, size in lane.chunks:
@@ -234,7 +243,8 @@ class Engine(State):
         if finished:
             self.retire(finished, now)
             self.composition_changed = True
-        return bool(finished)
+            return True
+        return False
 
     def _let_move(self, lane: Lane, now: float) -> None:
         """Sequences join the decodes, and sequences that are to go elsewhere leave."""
@@ -318,7 +328,7 @@ class Engine(State):
         elif self.closing:
             self.host.returned(self, [sequence], now, Left.REGROUPED)
         else:
-            lane.queue.put_back(sequence)
+            self.batching.put_back(sequence, lane.queue)
             self.backlog_tokens += sequence.target_tokens
 
     def preempt_latest_prefill(self, now: float) -> None:
@@ -388,7 +398,7 @@ class Engine(State):
         for lane in self.lanes:
             for sequence in list(lane.decodes):
                 lane.decodes.remove(sequence)
-                sequence.cached_tokens += lane.launched
+                sequence.cached_tokens += lane.under_way
                 started.append(sequence)
             started += lane.joining
             lane.joining.clear()

@@ -182,7 +182,7 @@ class Spans(Executor):
         """End times of as many decode iterations as may go as one span."""
         engine, host, decodes = self.engine, self._host, self._decodes
         most, ask_again_s = 1, host.ask_again_s(engine)
-        if host.merging and ask_again_s > -NEVER and not (engine.preempted or engine.swapped):
+        if host.merging and ask_again_s > -NEVER and not (engine.preempted or engine.one_step or engine.swapped):
             most = min(decodes.steps_to_finish(), self._reach)
             if most > 1:
                 most = host.steps_that_fit(engine, decodes, most)

@@ -6,6 +6,7 @@ Every failure names the line that asked for the thing.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec, PrecisionSpec
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu
+from fineserve_sim.cluster.compose.memory import SGLANG_CHUNK_TOKENS, static_fraction
 from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
@@ -85,10 +87,11 @@ class Setup:
 def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Setup:
     """Look everything up. ``folder``: that of the file. Raises ConfigError for a name that means nothing."""
     folder = folder / (file.folder or "")
+    gpus = gpus_of(document, file.cluster)
     return Setup(
-        gpus=gpus_of(document, file.cluster),
+        gpus=gpus,
         kinds=bought(document, file.cluster),
-        engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
+        engine=_engine(file, gpus, _step_times(document, file.engine, folder)),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=systems_of(document, file),
         workload=file.workload,
@@ -98,6 +101,21 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         folder=folder,
         trace_stamp=(0, 0) if file.workload.trace is None else stamp_of(folder / file.workload.trace),
     )
+
+
+def _engine(file: schema.ExperimentFile, gpus: Sequence[Gpu], steps: MeasuredSteps | None) -> EngineSettings:
+    """The settings of the file. Where it leaves SGLang's chunks and static part open, they are SGLang's own, the part that of
+    the smallest GPU and the largest TP group."""
+    chosen = dict(file.engine) | {"step_times": steps}
+    if file.engine.batching != "vllm":
+        said = file.engine.model_fields_set
+        if "token_budget" not in said:
+            chosen["token_budget"] = SGLANG_CHUNK_TOKENS
+        if "memory_utilization" not in said:
+            largest = max((model.tp for model in file.models if isinstance(model.tp, int)), default=1)
+            least_bytes = min(gpu.spec.memory_bytes for gpu in gpus)
+            chosen["memory_utilization"] = static_fraction(least_bytes, chosen["token_budget"], largest)
+    return EngineSettings(**chosen)
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -135,8 +153,17 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
         return catalog.model_from_hf_config(folder / reference.config)
 
     spec = look_up(document, (*path, "model"), geometry)
-    precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
-    if not isinstance(reference, str):
+    if entry.experts is not None:
+        spec = look_up(document, (*path, "experts"), lambda: catalog.with_experts(spec, entry.experts or "split"))
+    published = entry.precision == catalog.PUBLISHED
+
+    def format_() -> PrecisionSpec:
+        if published and not isinstance(reference, str):
+            return catalog.checkpoint_precision(folder / reference.config)
+        return catalog.precision_of(entry.precision, spec)
+
+    precision = look_up(document, (*path, "precision"), format_)
+    if not isinstance(reference, str) and not published:
         checkpoint = folder / reference.config
         look_up(document, (*path, "precision"), lambda: catalog.check_checkpoint_precision(checkpoint, precision))
     if isinstance(entry.tp, int):

@@ -166,6 +166,7 @@ class Engine(Strict):
     memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
     context_bytes: CountOrZero = 512 * 2**20
     deployment: str = "vllm-cudagraph"
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
@@ -188,7 +189,8 @@ Degree = Annotated[
 class Model(Strict):
     """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
     their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
-    TTFT limit, of those that hold it."""
+    TTFT limit, of those that hold it. ``precision: checkpoint``: that in which the model is published. ``experts``: each split
+    over the TP group, or whole ones spread over it."""
 
     id: ModelId
     model: Annotated[
@@ -197,6 +199,7 @@ class Model(Strict):
     ]
     precision: str
     tp: Degree = 1
+    experts: Literal["split", "whole"] | None = None
     share: Positive | None = None
     rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)

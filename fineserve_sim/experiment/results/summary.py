@@ -21,6 +21,7 @@ from fineserve_sim.experiment.results.claims import evaluate_claims
 from fineserve_sim.experiment.results.cost import by_kind, costs, price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
+from fineserve_sim.experiment.results.simplified import simplified
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, tables_of, warnings
 from fineserve_sim.experiment.results.summarised import NOTE
@@ -193,7 +194,11 @@ def summary_of(
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
         "step_times": step_times | ({"tables_of": tables_of(kinds, setup.engine)} if step_times else {}),
-        "warnings": [*warnings(step_times, kinds, setup.engine), *_kept(outcomes, store)],
+        "warnings": [
+            *warnings(step_times, kinds, setup.engine),
+            *simplified((model.id, model.spec) for model in setup.models),
+            *_kept(outcomes, store),
+        ],
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }

@@ -13,6 +13,7 @@ from fineserve_sim.experiment.run.files import prepare, write_json
 from fineserve_sim.experiment.show.against import search_against
 from fineserve_sim.experiment.show.answer import limits_text
 from fineserve_sim.experiment.sizing.changes import Found, closest, place_of, size_changed
+from fineserve_sim.experiment.sizing.mixes import Kind, size_mixed
 from fineserve_sim.experiment.sizing.probe import Prober
 from fineserve_sim.experiment.sizing.report import as_json, draw, headline, reasons
 from fineserve_sim.experiment.sizing.search import Answer, Axis, to_take
@@ -42,10 +43,20 @@ class Searched:
 
 
 def search(
-    prober: Prober, tried: Sequence[Variant], axis: Axis, folder: Path, *, most_gpus: int | None, precision: float
+    prober: Prober,
+    tried: Sequence[Variant],
+    axis: Axis,
+    folder: Path,
+    *,
+    mixed: Sequence[Kind] = (),
+    most_gpus: int | None,
+    precision: float,
 ) -> Searched:
-    """Search all variants, and where none holds other precisions and degrees of the worst model. Errors as of ``size``."""
+    """Search all variants and the mixes of two of the kinds ``mixed``; where none holds, other precisions and degrees of the
+    worst model. Errors as of ``size``."""
     found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
+    degrees = list(dict.fromkeys(variant.tp for variant in tried))
+    found += size_mixed(prober, found, mixed, degrees, most_gpus=most_gpus)
     found += size_changed(found, axis, most_gpus=most_gpus, precision=precision)
     return _written(found, axis, prober, folder)
 

@@ -139,7 +139,8 @@ def named(told: Told | None, name: str) -> Told | None:
 @dataclass(frozen=True, slots=True)
 class Prober:
     """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``, and
-    run on ``executor``, or in ``jobs`` processes."""
+    run on ``executor``, or in ``jobs`` processes. ``given``: the cluster is, so that a number of GPUs says no more than what it
+    has."""
 
     path: Path
     out: Path
@@ -151,6 +152,7 @@ class Prober:
     executor: Executor | None = None
     on_progress: OnProgress | None = None
     told: Told | None = None
+    given: bool = False
 
     def file(self) -> Experiment:
         """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit or
@@ -267,7 +269,7 @@ class Prober:
         axes = {axis: given for axis, given in place.items() if axis != "cluster.count"}
         sweep = [{"name": "size", "at": axes, "systems": [system]}]
         overrides = [*self.overrides, *_BARE, ("sweeps", json.dumps(sweep))]
-        if "cluster.count" in place:
+        if "cluster.count" in place and not self.given:
             overrides.append(("cluster.count", str(int(place["cluster.count"]))))
         return load_experiment(self.path, overrides, self.quick)
 

@@ -27,7 +27,9 @@ class Variant:
         file = prober.file()
         overrides = [*prober.overrides]
         if self.gpu is not None and isinstance(file.file.cluster, MixedCluster):
-            overrides.append(("cluster", json.dumps({"gpu": self.gpu, "count": file.setup.bought})))
+            mixed = file.file.cluster
+            links = {"gpus_per_node": mixed.gpus_per_node, "network_bytes_per_s": mixed.network_bytes_per_s}
+            overrides.append(("cluster", json.dumps({"gpu": self.gpu, "count": mixed.count} | links)))
         elif self.gpu is not None:
             overrides += [("cluster.gpu", self.gpu), ("cluster.usd_per_gpu_hour", "null")]
         if self.usd_per_gpu_hour is not None:
