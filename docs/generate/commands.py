@@ -63,9 +63,6 @@ def _command(path: str, command: Any) -> str:
     pieces = [f"### {path}", words(command.help or "")]
     if shown:
         pieces.append(table(("argument or option", "meaning", "default"), map(_row, shown)))
-    lines = [line for line in (command.epilog or "").splitlines() if line.startswith("fineserve-")]
-    if lines:
-        pieces.append("```sh\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(piece for piece in pieces if piece)
 
 
