@@ -30,7 +30,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "commands-run": commands.fineserve_run,
     "latency-numbers": assumptions.latency_numbers,
     "engine-defaults": assumptions.engine_defaults,
-    "experiment-assumptions": assumptions.of_experiments,
     "sensitivity": assumptions.sensitivity,
     "step-parts": steps.parts_table,
     "errors": errors.all_sets,

@@ -7,6 +7,7 @@ from typing import Any
 
 from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
+from fineserve_sim.experiment.show.against import answer_against
 from fineserve_sim.experiment.show.labels import axis_text, number
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 
@@ -43,9 +44,10 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
         return []
     lines = [
         f"{_where(answer, cell, summary['cells'])}{_choice(answer, cell)}",
-        *_beyond(answer, cell),
+        *beyond_lines(answer, cell),
         *_gpus(answer, cell),
         _cost(cell, summary["price"]),
+        *([told] if (told := answer_against(summary)) else []),
         _misses(cell),
     ]
     lines += [" ".join(sentences)] if (sentences := list(_binding(cell))) else []
@@ -202,7 +204,7 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
     return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}.{left_out}"
 
 
-def _beyond(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+def beyond_lines(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """Which models are out of reach on any number of GPUs, and what another precision or degree of them would come to."""
     search = answer.get("search", {})
     yield from out_of_reach_lines(search.get("gpus", {}).get("out_of_reach", {}).get("models", ()))
@@ -335,6 +337,24 @@ def _load(answer: Mapping[str, Any], cell: Cell, cells: Sequence[Cell]) -> Itera
         yield f"{holds} at every rate that was run, up to {_rate(held, base)}."
     else:
         yield f"{answer['choice']['title']} fails at {_rate(failing, base)}, the lowest rate here."
+
+
+def breaks_text(summary: Mapping[str, Any]) -> str:
+    """What breaks first and at which load, for the chosen system: ``First to break: bandwidth on GPU 1 (chat), ...``."""
+    answer, cell = summary.get("answer"), chosen_cell(summary)
+    if not answer or cell is None:
+        return ""
+    several = "search" in answer or len(_rates(cell, summary["cells"])) > 1
+    load = " ".join(_load(answer, cell, summary["cells"])) if several else ""
+    told, binds, worst = load[:1].upper() + load[1:], cell["binds"], worst_models(cell, 1)
+    if not binds:
+        return told
+    first = binds[0]
+    models = sorted(first["models"], key=lambda name: -first["models"][name])[:3]
+    where = f" on GPU {', '.join(map(str, first['gpus'][:8]))}" if first["gpus"] else ""
+    low = f" Worst model: {worst[0]} within its limits." if worst and len(cell["models"]) > 1 else ""
+    what = _WHATS.get(first["what"], first["what"])
+    return f"First to break: {what}{where} ({', '.join(models)}).{low} {told}".rstrip()
 
 
 def _rates(cell: Cell, cells: Sequence[Cell]) -> set[float]:

@@ -10,6 +10,7 @@ from typing import Any
 from fineserve_sim.experiment.results.produce import run_loaded
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import prepare, write_json
+from fineserve_sim.experiment.show.against import search_against
 from fineserve_sim.experiment.show.answer import limits_text
 from fineserve_sim.experiment.sizing.changes import Found, closest, place_of, size_changed
 from fineserve_sim.experiment.sizing.mixes import Kind, size_mixed
@@ -36,7 +37,9 @@ class Searched:
 
     @property
     def reasons(self) -> list[str]:
-        return reasons(self.answers)
+        """Why some have no answer, and what the one to take costs against dedicated GPUs."""
+        told = search_against(self.data)
+        return [*([told] if told else []), *reasons(self.answers)]
 
 
 def search(

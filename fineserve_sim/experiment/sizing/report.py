@@ -10,15 +10,14 @@ from typing import Any
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import Transform
 
 from fineserve_sim.experiment.show.answer import cheapest_text, dollars, lowered, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
+from fineserve_sim.experiment.show.page.style import percent_range
 from fineserve_sim.experiment.show.plot_style import (
     Handle,
     SystemStyles,
-    beside,
     house_style,
     line_width,
     panel_grid,
@@ -185,11 +184,10 @@ def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title:
     legend: dict[str, Handle] = {}
     for goal, (axes,) in zip(goals, grid, strict=True):
         for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
-            moved = beside(axes, place, len(answers))
-            legend[name] = _draw_probes(axes, answer, goal, styles, name, line_width(place, len(answers)), moved)
+            legend[name] = _draw_probes(axes, answer, goal, styles, name, line_width(place, len(answers)))
         legend["target"] = axes.axhline(100 * goal.share, color="#333333", linewidth=0.8, linestyle=(0, (8, 3)))
         axes.set_ylabel(quantity(goal.metric).text)
-        axes.set_ylim(0, 104)
+        axes.set_ylim(*percent_range([], 100 * goal.share))
         if axis.key == "cluster.count":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
@@ -201,9 +199,7 @@ def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title:
     return figure
 
 
-def _draw_probes(
-    axes: Panel, answer: Answer, goal: Goal, styles: SystemStyles, name: str, width_pt: float, moved: Transform
-) -> Handle:
+def _draw_probes(axes: Panel, answer: Answer, goal: Goal, styles: SystemStyles, name: str, width_pt: float) -> Handle:
     """What a search asked and found, the answer in a ring."""
     ran = sorted((probe.value, 100 * probe.shares[goal.metric]) for probe in answer.probes if probe.shares)
     looks: dict[str, Any] = {
@@ -212,10 +208,7 @@ def _draw_probes(
         "linestyle": styles.dashes(name),
     }
     (line,) = axes.plot([value for value, _ in ran], [share for _, share in ran], linewidth=width_pt, **looks)
-    drawn = [line]
     if answer.best:
         at = (answer.best.value, 100 * answer.best.shares[goal.metric])
-        drawn += axes.plot(*([each] for each in at), "o", ms=12, mfc="none", mec=styles.colour(name), clip_on=False)
-    for artist in drawn:
-        artist.set_transform(moved)
+        axes.plot(*([each] for each in at), "o", ms=12, mfc="none", mec=styles.colour(name), clip_on=False)
     return line
