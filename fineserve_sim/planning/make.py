@@ -7,6 +7,7 @@ papers, all of them on the same GPUs.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -50,10 +51,11 @@ STARTS = ("balanced", "fineserve", "prism", "muxserve++", "s-partition", "static
 
 @dataclass(frozen=True, slots=True)
 class ModelWish:
-    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees."""
+    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees. ``model``: as in a
+    file, a name of the catalog or a mapping with its config.json."""
 
     id: str
-    model: str
+    model: str | Mapping[str, Any]
     options: tuple[tuple[str, int], ...]
 
 
@@ -94,13 +96,14 @@ def rules_of(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace."""
+    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``kept``: keys of a file
+    that the plan has, too (``folder``, ``engine``, ``runtime``)."""
 
     trace: Path
     models: tuple[ModelWish, ...]
     gpus: int
     ttft_slo_s: float
-    gpu: str = "h100-sxm"
+    gpu: str | Mapping[str, Any] = "h100-sxm"
     tpot_slo_s: float | None = None
     e2e_slo_s: float | None = None
     rate_scale: float = 1.0
@@ -108,6 +111,7 @@ class Wish:
     spread: bool = False
     requests: int | None = None
     rules: Rules = field(default_factory=Rules)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def experiment(self, systems: Sequence[Any], **changed: Any) -> Experiment:
         """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
@@ -127,6 +131,7 @@ class Wish:
             e2e_slo_s=self.e2e_slo_s,
             rate_scale=self.rate_scale * self.load,
             requests=self.requests,
+            overrides=[(key, json.dumps(value)) for key, value in self.kept.items() if key != "runtime"],
             **changed,
         )
 
@@ -303,7 +308,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         ],
         "seeds": 1,
         "sweeps": [{"name": "run", "at": {"rate_scale": wish.rate_scale}, "systems": ["plan"]}],
-    }
+    } | dict(wish.kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
             "gap runs: nominal lengths; the rest as their engine and version is read, below",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
-            "InferenceMAX's gpt-oss on Hopper: MXFP4 by Marlin (VLLM_MXFP4_USE_MARLIN=1), as its recipe has it",
+            "gpt-oss on Hopper: MXFP4 by Marlin (VLLM_MXFP4_USE_MARLIN=1), as InferenceMAX's recipe has it",
             f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
             "SGLang: its own batching and static memory; one process before it takes "
             f"{SGLANG.prompt_token_s * 1e6:g} us a prompt token and {SGLANG.token_s * 1e6:g} us a token out",
@@ -171,8 +171,6 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
     label = Label(name, row["backend"], row["model_path"], precision.name, tp)
     host = deployment(GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
-    if inferencemax and precision.name == "W4A16-MXFP4" and gpu.fp4_flops_per_s is None:
-        precision = precision_named("mxfp4-marlin")
     bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S)
     bare = _with_sglang(bare, version) if row["backend"] == "sglang" else bare
     serving = supported(replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2)))
