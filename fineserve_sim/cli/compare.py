@@ -23,17 +23,22 @@ from fineserve_sim.cli.console import (
     progress_bar,
     unused_folder_goes,
 )
+from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
+    MarginOption,
     PriceOption,
     RequestsOption,
+    ShareOption,
     SloScaleOption,
+    Spreading,
     SpreadOption,
     TargetsOption,
     TpotOption,
     TtftOption,
     shares_of,
     slo_scale_of,
+    spread_of,
     tell_probe,
 )
 from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results, simulate_into
@@ -45,7 +50,9 @@ if TYPE_CHECKING:
 PARTED, MOST_RATE_SCALE = 0.05, 64.0
 """Systems part where the best and the worst are so far apart, or none is so close to all; the fastest replay that is tried."""
 
-TraceArgument = Annotated[Path, path_argument("TRACE", "Trace file, plain or gzip.")]
+TraceArgument = Annotated[
+    Path | None, path_argument("[TRACE]", "Trace file, plain or gzip; none where each model has its own.")
+]
 SystemsOption = Annotated[
     list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
 ]
@@ -54,9 +61,9 @@ ModelsOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="NAME=MODEL:PRECISION:TP",
+        metavar="NAME=MODEL:PRECISION:TP@TRACE",
         help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
-        "its own name, W16A16, 1 GPU.",
+        "its own name, W16A16, 1 GPU, the one TRACE of all.",
     ),
 ]
 GpuOption = Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)]
@@ -92,12 +99,13 @@ def register(app: typer.Typer) -> None:
             "--model B=qwen3-32b --gpus 2 --ttft-slo 0.5",
             "fineserve-sim compare azure2023_conv.csv.gz --system fineserve --system prism* --spread "
             "--model llama-3.1-8b --model llama-3-8b:W4A8KV4",
-        )
+        ),
+        cls=Spreading,
     )(compare)
 
 
 def compare(
-    trace: TraceArgument,
+    trace: TraceArgument = None,
     *,
     systems: SystemsOption,
     models: ModelsOption,
@@ -111,8 +119,11 @@ def compare(
     rate_scale: RateScaleOption = None,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
+    share: ShareOption = None,
+    columns: ColumnsOption = None,
     targets: TargetsOption = None,
     price: PriceOption = None,
+    margin: MarginOption = None,
     search: SearchOption = True,
     anchors: AnchorsOption = True,
     out: OutOption = None,
@@ -127,15 +138,23 @@ def compare(
     Results of NAME.csv go to results/compare-NAME unless --out names a folder.
     """
     with interruptible():
+        from fineserve_sim.experiment.file.comparison import model_entries
         from fineserve_sim.experiment.run.executors import executor_of
 
         told: dict[str, Any] = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
         told |= {"slo_scale": slo_scale_of(slo_scale, ttft_slo), "requests": requests, "anchors": anchors}
         told |= {"gpu": gpu, "count": gpus, "sharing": _sharing(sharing), "usd_per_gpu_hour": price}
-        experiment_at = partial(_experiment, trace, systems, models, spread, told)
-        first = experiment_at(1.0 if rate_scale is None else rate_scale)
-        folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
+        told |= {"margin": margin}
+        named, paths = own_traces(models)
+        folder, wanted = (
+            out or Path("results") / f"compare-{trace_name(trace, paths)}",
+            shares_of(targets, tpot_slo, e2e_slo),
+        )
+        entries = model_entries(named, spread=spread_of(spread, share))
         with executor_of(executor, jobs) as where, unused_folder_goes(folder):
+            file = taken_trace(trace, paths, [entry["id"] for entry in entries], columns, folder)
+            experiment_at = partial(_experiment, file, systems, entries, told)
+            first = experiment_at(1.0 if rate_scale is None else rate_scale)
             hopeless = _hopeless(first, wanted)
             if rate_scale is None and not hopeless:
                 first = _parting(experiment_at, first, folder, where, wanted)
@@ -146,15 +165,17 @@ def compare(
 
 
 def _experiment(
-    trace: Path, systems: Sequence[str], models: Sequence[str], spread: bool, told: Mapping[str, Any], rate_scale: float
+    trace: Path,
+    systems: Sequence[str],
+    models: Sequence[Mapping[str, Any]],
+    told: Mapping[str, Any],
+    rate_scale: float,
 ) -> Experiment:
     """The experiment of a trace that is replayed so many times as fast."""
     from fineserve_sim.experiment import experiment_for_trace
-    from fineserve_sim.experiment.file.comparison import model_entries
 
-    parsed = model_entries(models, spread=spread)
-    with _hint_spread(trace, [model["id"] for model in parsed], spread):
-        return experiment_for_trace(trace, systems, parsed, rate_scale=rate_scale, **told)
+    with _hint_spread(trace, [model["id"] for model in models], any("share" in model for model in models)):
+        return experiment_for_trace(trace, systems, models, rate_scale=rate_scale, **told)
 
 
 def _summary(folder: Path, executor: Executor, search: bool) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -23,15 +23,20 @@ from fineserve_sim.cli.console import (
     progress_bar,
     unused_folder_goes,
 )
+from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
+    MarginOption,
     RequestsOption,
+    ShareOption,
     SloScaleOption,
+    Spreading,
     SpreadOption,
     TpotOption,
     TtftOption,
     shares_of,
     slo_scale_of,
+    spread_of,
     tell_probe,
 )
 
@@ -52,8 +57,10 @@ Pairs = list[tuple[str, str]]
 Place = dict[str, float | str]
 
 SourceArgument = Annotated[
-    Path,
-    path_argument("TRACE|FILE|DIR", "Trace, experiment in YAML, or results folder."),
+    Path | None,
+    path_argument(
+        "[TRACE|FILE|DIR]", "Trace, experiment in YAML, or results folder; none where each model has a trace."
+    ),
 ]
 GoalsOption = Annotated[
     list[str],
@@ -88,7 +95,7 @@ PricesOption = Annotated[
 ModelsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--model", "-m", metavar="NAME=MODEL:PRECISION:TP", help="Of a trace: as for compare.", show_default=False
+        "--model", "-m", metavar="NAME=MODEL:PRECISION:TP@TRACE", help="Of a trace: as for compare.", show_default=False
     ),
 ]
 SystemsOption = Annotated[
@@ -112,12 +119,13 @@ def register(app: typer.Typer) -> None:
             "--tp 1 --tp 2 --target ttft:0.95",
             "fineserve-sim size experiments/fig10.yaml --target ttft:0.99 --over gpus --at rate_scale=8 --quick",
             "fineserve-sim size experiments/fig13.yaml --target ttft:0.95 --over rate",
-        )
+        ),
+        cls=Spreading,
     )(size)
 
 
 def size(
-    source: SourceArgument,
+    source: SourceArgument = None,
     *,
     targets: GoalsOption,
     over: OverOption = "gpus",
@@ -136,7 +144,10 @@ def size(
     rate_scale: RateScaleOption = None,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
+    share: ShareOption = None,
+    columns: ColumnsOption = None,
     seeds: SeedsOption = None,
+    margin: MarginOption = None,
     quick: QuickOption = False,
     out: OutOption = None,
     jobs: JobsOption = None,
@@ -149,13 +160,16 @@ def size(
     Bisection over the same requests; a cell ends once the seeds that are left cannot change its answer.
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
-    folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
-    limits, load = _Limits(ttft_slo, tpot_slo, e2e_slo, slo_scale), _Load(models, requests, spread, rate_scale)
+    named, paths = own_traces(models or [])
+    folder = out or Path("results") / f"size-{trace_name(source, paths)}"
+    limits = _Limits(ttft_slo, tpot_slo, e2e_slo, slo_scale)
+    load = _Load(named, requests, spread_of(spread, share), rate_scale, columns, paths)
     with interruptible(), unused_folder_goes(folder):
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.changes import size_changed
         from fineserve_sim.experiment.sizing.probe import Prober
+        from fineserve_sim.experiment.sizing.sure import FACTOR, with_bands
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
         axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
@@ -164,9 +178,11 @@ def size(
         path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
         with executor_of(executor, jobs) as where:
             with progress_bar() as advance:
+                overrides += [] if margin is None else [(FACTOR, str(margin))]
                 prober = Prober(path, folder, wanted, overrides, place, quick, None, where, advance, tell_probe)
                 found = list(size_all(prober, tried, axis, most_gpus=most, precision=precision))
                 found += size_changed(found, axis, most_gpus=most, precision=precision)
+                found = list(with_bands(found, axis, most))
             _report(found, axis, prober, folder, as_json)
 
 
@@ -191,12 +207,14 @@ class _Load(NamedTuple):
 
     models: Sequence[str] | None
     requests: int | None
-    spread: bool
+    spread: bool | Mapping[str, float]
     rate_scale: float | None
+    columns: str | None = None
+    paths: Sequence[Path] = ()
 
 
 def _asked(
-    source: Path,
+    source: Path | None,
     folder: Path,
     load: _Load,
     limits: _Limits,
@@ -272,9 +290,11 @@ def _results(answer: Answer, prober: Prober, key: str, value: float, folder: Pat
     )
 
 
-def _file(source: Path) -> Path | None:
+def _file(source: Path | None) -> Path | None:
     """The experiment file that ``source`` is, or has as a results folder; None for a trace. Raises ValueError for a folder
     without one."""
+    if source is None:
+        return None
     if source.is_dir():
         resolved = source / "resolved.yaml"
         if not resolved.is_file():
@@ -284,7 +304,7 @@ def _file(source: Path) -> Path | None:
 
 
 def _question(
-    trace: Path,
+    trace: Path | None,
     folder: Path,
     load: _Load,
     limits: _Limits,
@@ -302,9 +322,10 @@ def _question(
     if not load.models:
         raise ValueError(f"{trace}: a trace needs --model, once for each of its models, such as A=llama-3.1-8b:fp8")
     parsed = model_entries(load.models, spread=load.spread)
+    file = taken_trace(trace, load.paths, [entry["id"] for entry in parsed], load.columns, folder)
     deals = seeds or (SEEDS if load.spread else 1)
     experiment = experiment_for_trace(
-        trace, systems, parsed, seeds=deals, count=most_gpus, requests=load.requests, **told
+        file, systems, parsed, seeds=deals, count=most_gpus, requests=load.requests, **told
     )
     prepare(folder)
     write_resolved(experiment, folder / "question.yaml")
@@ -313,7 +334,8 @@ def _question(
 
 def _refuse(load: _Load, path: Path) -> None:
     """Raises ValueError for an option that means something for traces alone."""
-    for name, value in zip(("--model", "--requests", "--spread", "--rate-scale"), load, strict=True):
+    options = ("--model", "--requests", "--spread", "--rate-scale", "--columns", "--model ...@TRACE")
+    for name, value in zip(options, load, strict=True):
         if value:
             raise ValueError(f"{name}: for a trace alone; {path} has models and load of its own")
 

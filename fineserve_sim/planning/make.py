@@ -8,7 +8,7 @@ papers, all of them on the same GPUs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from fineserve_sim.cluster import Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import Experiment, experiment_for_trace
+from fineserve_sim.experiment.file.comparison import model_entries
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
@@ -71,7 +72,8 @@ def model_wish(text: str) -> ModelWish:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace."""
+    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``spread``: requests are
+    dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted."""
 
     trace: Path
     models: tuple[ModelWish, ...]
@@ -82,7 +84,8 @@ class Wish:
     e2e_slo_s: float | None = None
     rate_scale: float = 1.0
     load: float = 1.0
-    spread: bool = False
+    spread: bool | Mapping[str, float] = False
+    margin: float | None = None
     requests: int | None = None
     rules: Rules = field(default_factory=Rules)
 
@@ -90,13 +93,12 @@ class Wish:
         """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
         entries = [
             {"id": each.id, "model": each.model, "precision": each.options[-1][0], "tp": each.options[-1][1]}
-            | ({"share": 1.0} if self.spread else {})
             for each in self.models
         ]
         return experiment_for_trace(
             self.trace,
             systems,
-            entries,
+            model_entries(entries, spread=self.spread),
             gpu=self.gpu,
             count=self.gpus,
             ttft_slo_s=self.ttft_slo_s,
@@ -104,6 +106,7 @@ class Wish:
             e2e_slo_s=self.e2e_slo_s,
             rate_scale=self.rate_scale * self.load,
             requests=self.requests,
+            margin=self.margin,
             **changed,
         )
 
@@ -261,7 +264,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
     for each, home in zip(wish.models, layout, strict=True):
         precision, tp = each.options[home.option]
         entry: dict[str, Any] = {"id": each.id, "model": each.model, "precision": precision, "tp": tp}
-        models.append(entry | ({"share": 1.0} if wish.spread else {}))
+        models.append(entry)
         if home.groups:
             groups[each.id] = [list(group) for group in home.groups]
     workload: dict[str, Any] = {"trace": str(wish.trace.resolve())}
@@ -272,7 +275,8 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         "fineserve": 1,
         "title": f"A plan for {wish.trace.name}",
         "cluster": {"gpu": wish.gpu, "count": wish.gpus},
-        "models": models,
+        **({} if wish.margin is None else {"engine": {"step_time_factor": wish.margin}}),
+        "models": model_entries(models, spread=wish.spread),
         "workload": workload,
         "slo": {name: limit_s for name, limit_s in limits.items() if limit_s is not None},
         "systems": [

@@ -40,6 +40,21 @@ def tables_of(gpu: GpuSpec, engine: EngineSettings) -> str | None:
     return tables.fingerprint["gpu"] if tables else None
 
 
+def own_tables(gpu: GpuSpec, engine: EngineSettings) -> bool:
+    """Whether the step times come from tables that were measured on this very type of GPU."""
+    return gpu.tables_from is None and tables_of(gpu, engine) is not None
+
+
+def measured_text(step_times: Mapping[str, Any]) -> str:
+    """How much of the engines' time is measured: ``58 %``, or ``0 % (58 % on a100-80gb, scaled)``. ``step_times``: with the GPU
+    (``gpu``) beside ``tables_of``."""
+    if not step_times.get("shares"):
+        return "–"
+    share = f"{step_times['shares']['measured']:.0%}"[:-1] + " %"
+    own = step_times["tables_of"] in (None, step_times["gpu"])
+    return share if own else f"0 % ({share} on {step_times['tables_of']}, scaled)"
+
+
 def warnings(found: Mapping[str, Any], gpu: GpuSpec, engine: EngineSettings) -> Iterator[str]:
     """One line for what leaves the measured range, one for a GPU without own tables. ``found``: as ``pooled`` gives it."""
     if engine.latency == "tables" and measured_on(gpu) is None:
