@@ -48,7 +48,7 @@ def measured(
     yield _write("row_errors.csv", ROW_COLUMNS, _grouped(rows))
     refused = ((one.name, *what, count) for one in sets for what, count in sorted(one.unsupported.items()))
     yield _write("refused.csv", REFUSED_COLUMNS, refused)
-    yield _write("errors_before.csv", BEFORE_COLUMNS, _moved(before, now))
+    yield _write("errors_before.csv", BEFORE_COLUMNS, [*_moved(before, now)])  # read in whole before it is written
     BANDS.write_text(HEADER + "".join(map(_line, learn(observed()))), encoding="utf-8")
     yield BANDS
 
