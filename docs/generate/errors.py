@@ -24,6 +24,7 @@ SET_COLUMNS = (
 )  # fmt: skip
 OWN_COLUMNS = ("set", "engine", "model", "TP", "rows", "TPOT own", "TPOT scaled", "TTFT own", "TTFT scaled")
 CAP_COLUMNS = ("model", "TP", "phase", "", "rows", "median", "p90", "bias")
+SHARE_COLUMNS = ("label", "requests", "measured", "scaled", "own")
 PAIR_COLUMNS = ("source", "GPU", "mode", "engines", "workload", "beside", "metric", "error %", "fitted")
 
 
@@ -65,6 +66,8 @@ GROUPS = (
           lambda row: row.set.endswith("below saturation"), (0.20, 0.40, None)),
     Group("three 8B on one A100, above saturation (kvcached's benchmark)",
           lambda row: row.set.endswith("above saturation"), (0.25, None, 0.15)),
+    Group("a 4B alone, and two of them on one A100-40GB (NVIDIA)",
+          lambda row: row.set.startswith("nvidia_many_models"), (0.20, 0.40, 0.15)),
     Group("static batches of a 7B: A100, H100, H800, vLLM 0.5.1 (Aegaeon)",
           lambda row: row.set.startswith("aegaeon"), STATIC),
     Group("OPT-13B: A100, vLLM of 2023 (DistServe)", lambda row: row.set.startswith("distserve")),
@@ -178,6 +181,21 @@ def sharing_summary() -> str:
                   if row["mode"].startswith(modes) and row["error %"] != "-" and not row["fitted"]]  # fmt: skip
         found.append((f"{name}, pairs and more", len(errors), f"{median(errors):.0f}", f"{max(errors):.0f}"))
     return table(("sharing", "rows", "median error %", "largest"), found)
+
+
+def shares() -> str:
+    """The share of a GPU that two models keep, in % of one model's output with as many requests: a row a number of requests."""
+    budget = ", budget 2048"
+    kept: dict[str, dict[str, tuple[str, ...]]] = {}
+    for row in read("shares.csv"):
+        if row["label"].endswith(budget):
+            numbers = (f"{100 * float(row[name]):.0f}" for name in SHARE_COLUMNS[2:])
+            kept.setdefault(row["requests"], {})[row["label"].removesuffix(budget)] = (*numbers,)
+    modes = list(dict.fromkeys(mode for found in kept.values() for mode in found))
+    headers = ["requests on the GPU"]
+    headers += [f"{mode}: {what}" for mode in modes for what in ("measured", "predicted", "by A100 tables")]
+    cells = ((requests, *(number for mode in modes for number in found[mode])) for requests, found in kept.items())
+    return table(headers, cells, right=headers)
 
 
 def read(name: str) -> list[dict[str, str]]:

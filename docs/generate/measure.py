@@ -14,11 +14,12 @@ from fineserve_evidence.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_
 from fineserve_evidence.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
 from fineserve_evidence.validate.bands import Observation, observations
 from fineserve_evidence.validate.errors import error_rows
-from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
+from fineserve_evidence.validate.layouts import KNOWN_FILES, OWN_FILES, read_set
 from fineserve_evidence.validate.predict import Predicted, StepFactory, predict_set, remembered
+from fineserve_evidence.validate.shares import shares
 
 from docs.generate import contention, scorecard
-from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS, read
+from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS, SHARE_COLUMNS, read
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.tables import measured_on, shipped
 
@@ -31,7 +32,7 @@ OWN_STEP = step_factory(Latency.TABLES)
 
 def measure(folder: Path) -> Iterator[Path]:
     """Predict all sets below ``folder`` and write the errors; the files written."""
-    paths = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()]
+    paths = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()] + [*OWN_FILES]
     sets = [read_set(path, MAKE_STEP) for path in paths]
     before = read("errors.csv")
     by_scaled, by_own = ([predict_set(one, how) for one in sets] for how in (MAKE_STEP, OWN_STEP))
@@ -39,6 +40,7 @@ def measure(folder: Path) -> Iterator[Path]:
     yield write("errors.csv", COLUMNS, scaled)
     yield write("own_errors.csv", COLUMNS, [row for row, other in zip(own, scaled, strict=True) if row != other])
     yield from scorecard.measured([*_observed(by_own, by_scaled)], sets, before, scaled)
+    yield write("shares.csv", SHARE_COLUMNS, shares_of())
     yield write("caps.csv", list(CapErrors._fields), caps_of(folder))
     yield write("pairs.csv", PAIR_COLUMNS, pairs_of(folder))
 
@@ -61,6 +63,18 @@ def _observed(own: Iterable[Sequence[Predicted]], scaled: Iterable[Sequence[Pred
     for one in (one for found in scaled for one in found):
         if one.case.serving.gpu.name != REFERENCE:
             yield from observations([one], steps[1], "scaled")
+
+
+def shares_of() -> list[dict[str, object]]:
+    """The share of a GPU that NVIDIA's two models keep, as ``shares.csv`` has it: measured, and predicted by the H100's tables,
+    scaled, and by the GPU's own."""
+    columns = [
+        list(shares(predict_set(read_set(path, step), step))) for step in (MAKE_STEP, OWN_STEP) for path in OWN_FILES
+    ]
+    return [
+        dict(zip(SHARE_COLUMNS, (*scaled[:2], *map(rounded, (*scaled[2:], own.predicted))), strict=True))
+        for scaled, own in zip(*columns, strict=True)
+    ]
 
 
 def caps_of(folder: Path) -> list[dict[str, object]]:

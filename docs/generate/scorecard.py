@@ -106,13 +106,23 @@ def observed() -> list[Observation]:
 
 def covered() -> str:
     """How the bands do on sets that they were not learnt from."""
-    headers = ("step times", "moment", "sets", "rows", "inside %", "half-width, median %", "error, median %", "ratio")
+    headers = (
+        "step times",
+        "layers",
+        "moment",
+        "sets",
+        "rows",
+        "inside %",
+        "half-width, median %",
+        "error, median %",
+        "ratio",
+    )
     cells = [
-        (_tables(one.tables), "both" if one.moment == ANY else one.moment.upper(), one.sets, f"{one.rows:,}",
+        (_tables(one.tables), one.layers, "both" if one.moment == ANY else one.moment.upper(), one.sets, f"{one.rows:,}",
          *map(_percent, (one.inside, one.half_width, one.error)), f"{one.half_width / one.error:.1f}")
         for one in coverage(left_out(observed()))
     ]  # fmt: skip
-    return table(headers, cells, right=headers[2:])
+    return table(headers, cells, right=headers[3:])
 
 
 def bands() -> str:
@@ -123,6 +133,7 @@ def bands() -> str:
         "engine",
         "a GPU's engines",
         "load",
+        "layers",
         "sets",
         "rows",
         "median error %",
@@ -130,11 +141,11 @@ def bands() -> str:
         "high",
     )
     cells = [
-        (_tables(of.tables), of.moment.upper(), of.engine, of.sharing, of.load, one.sets, one.rows,
+        (_tables(of.tables), of.moment.upper(), of.engine, of.sharing, of.load, of.layers, one.sets, one.rows,
          _percent(one.median), f"{one.low:.2f}", f"{one.high:.2f}")
         for one in learn(observed()) if (of := one.of)
     ]  # fmt: skip
-    return table(headers, cells, right=headers[5:])
+    return table(headers, cells, right=headers[6:])
 
 
 class _SetScore(NamedTuple):

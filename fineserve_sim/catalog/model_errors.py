@@ -25,6 +25,7 @@ class Predictable(NamedTuple):
     * ``engine``: vllm or other
     * ``sharing``: alone or shared, the engines on a GPU
     * ``load``: below or above saturation
+    * ``layers``: dense, or experts
     """
 
     moment: str
@@ -32,6 +33,7 @@ class Predictable(NamedTuple):
     engine: str = ANY
     sharing: str = ANY
     load: str = ANY
+    layers: str = ANY
 
 
 class ErrorClass(Spec):
@@ -61,7 +63,8 @@ WIDER: tuple[dict[str, str], ...] = (
     {"load": ANY},
     {"tables": ANY},
     {"tables": ANY, "load": ANY},
-    {"tables": ANY, "engine": ANY, "sharing": ANY, "load": ANY},
+    {"tables": ANY, "load": ANY, "layers": ANY},
+    {"tables": ANY, "engine": ANY, "sharing": ANY, "load": ANY, "layers": ANY},
 )
 """From a class to wider ones, the nearest first."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +13,6 @@ from fineserve_sim.cli.console import escaped
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment.sizing.probe import Attained
-
-SLO_SCALE = 20.0
-"""The scale of derived limits where none is given."""
 
 _POSITIVE = 1e-6
 
@@ -61,7 +57,6 @@ PriceOption = Annotated[
     typer.Option(min=_POSITIVE, help="Dollars a GPU-hour; the catalog's list price if not given.", show_default=False),
 ]
 
-
 MarginOption = Annotated[
     float | None,
     typer.Option(
@@ -71,6 +66,21 @@ MarginOption = Annotated[
         show_default=False,
     ),
 ]
+SeedsOption = Annotated[int | None, typer.Option(min=1, help="Seeds a cell.", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Replace a value of the experiment; may be repeated.", show_default=False
+    ),
+]
+
+
+def key_and_value(text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` of ``--set``. Raises ValueError for another text."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
+    return key, value
 
 
 _SHARES = re.compile(r"[^=,]+=[^=,]+(,[^=,]+=[^=,]+)*")
@@ -99,30 +109,6 @@ def spread_of(spread: bool, share: str | None) -> bool | dict[str, float]:
             found[name] = 0.0
         if not 0 < found[name] < math.inf:
             raise ValueError(f"--spread {part}: expected a share above 0, as in {name}=3")
-    return found
-
-
-def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:
-    """The SLO scale of derived limits. Raises ValueError where a TTFT limit in seconds leaves nothing to scale."""
-    if slo_scale is not None and ttft_slo_s is not None:
-        raise ValueError("--slo-scale with --ttft-slo: a limit in seconds is not scaled; give one of them")
-    return SLO_SCALE if slo_scale is None else slo_scale
-
-
-def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mapping[str, float]:
-    """Targets by metric. Raises ValueError for a target without a limit."""
-    from fineserve_sim.experiment.file.metric_names import overall
-    from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS
-    from fineserve_sim.experiment.sizing.probe import goals
-
-    if not targets:
-        return DEFAULT_TARGETS
-    found = {goal.metric: goal.share for goal in goals(targets)}
-    for moment, limit in (("tpot", tpot), ("e2e", e2e)):
-        if f"{moment}_attainment" in map(overall, found) and limit is None:
-            raise ValueError(
-                f"--target {moment}: there is no such limit; give one, as --{moment}-slo or slo.{moment}_s"
-            )
     return found
 
 

@@ -33,7 +33,6 @@ from fineserve_sim.cli.limits import (
 
 if TYPE_CHECKING:
     from fineserve_sim.planning.make import Found, Told
-    from fineserve_sim.planning.problem import Rules
 
 ModelsOption = Annotated[
     list[str],
@@ -71,10 +70,10 @@ def plan(
     *,
     models: ModelsOption,
     gpus: GpusOption,
-    ttft_slo: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
+    ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
     gpu: GpuOption = "h100-sxm",
-    tpot_slo: TpotOption = None,
-    e2e_slo: E2eOption = None,
+    tpot_slo_s: TpotOption = None,
+    e2e_slo_s: E2eOption = None,
     rate_scale: Annotated[float, typer.Option(min=1e-6, help="Replay this many times as fast.")] = 1.0,
     load: Annotated[float, typer.Option(min=1e-6, help="Head room: plan for this many times the load.")] = 1.0,
     requests: RequestsOption = None,
@@ -113,22 +112,28 @@ def plan(
         from fineserve_sim.planning import make
 
         named, paths = own_traces(models)
-        wishes = tuple(map(make.model_wish, named))
+        wanted = tuple(map(make.model_wish, named))
         folder = out or Path("results") / f"plan-{trace_name(trace, paths)}"
         wish = make.Wish(
-            trace=taken_trace(trace, paths, [each.id for each in wishes], columns, folder),
-            models=wishes,
+            trace=taken_trace(trace, paths, [each.id for each in wanted], columns, folder),
+            models=wanted,
             gpus=gpus,
-            ttft_slo_s=ttft_slo,
+            ttft_slo_s=ttft_slo_s,
             gpu=gpu,
-            tpot_slo_s=tpot_slo,
-            e2e_slo_s=e2e_slo,
+            tpot_slo_s=tpot_slo_s,
+            e2e_slo_s=e2e_slo_s,
             rate_scale=rate_scale,
             load=load,
             spread=spread_of(spread, share),
             requests=requests,
             margin=margin,
-            rules=_rules(apart, pin, most_per_gpu, [each.id for each in wishes], gpus),
+            rules=make.rules_of(
+                [text.split(",") for text in apart or ()],
+                _pinned(pin),
+                most_per_gpu,
+                [each.id for each in wanted],
+                gpus,
+            ),
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
@@ -143,25 +148,10 @@ def plan(
             _print(found, path)
 
 
-def _rules(
-    apart: Sequence[str] | None, pin: Sequence[str] | None, most_per_gpu: int | None, models: Sequence[str], gpus: int
-) -> Rules:
-    """Raises ValueError for a model or a GPU that is not there."""
-    from fineserve_sim.planning.problem import Rules
-
-    pairs, pinned = [], {}
-    for text in apart or ():
-        names = text.split(",")
-        if len(set(names)) != 2 or not set(names) <= set(models):
-            raise ValueError(f"--apart {text}: expected two of the models, as in {models[0]},{models[-1]}")
-        pairs.append(frozenset(names))
-    for text in pin or ():
-        name, _, given = text.partition("=")
-        numbers = given.split(",")
-        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
-            raise ValueError(f"--pin {text}: expected a model and GPUs from 0 to {gpus - 1}, as in {models[0]}=0,1")
-        pinned[name] = frozenset(map(int, numbers))
-    return Rules(frozenset(pairs), pinned, most_per_gpu)
+def _pinned(texts: Sequence[str] | None) -> dict[str, list[str]]:
+    """GPUs by model, of ``A=0,1``."""
+    parts = [text.partition("=") for text in texts or ()]
+    return {name: numbers.split(",") for name, _, numbers in parts}
 
 
 def _tell(told: Told) -> None:

@@ -8,7 +8,7 @@ papers, all of them on the same GPUs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +45,7 @@ SECONDS = 60.0
 BASE = "fineserve"
 """The system whose scheduler, memory and sharing a plan has."""
 
-STARTS = ("fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
+STARTS = ("balanced", "fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
 """Systems whose placements a search starts from, and which the plan is compared with."""
 
 
@@ -68,6 +68,29 @@ def model_wish(text: str) -> ModelWish:
         raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
     options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
     return ModelWish(name if sign else model, model, options)
+
+
+def rules_of(
+    apart: Iterable[Sequence[str]],
+    pin: Mapping[str, Sequence[str | int]],
+    most_per_gpu: int | None,
+    models: Sequence[str],
+    gpus: int,
+) -> Rules:
+    """Pairs of models that share no GPU, the GPUs that a model may stand on, engines on a GPU at most. Raises ValueError for a
+    model or a GPU that is not there."""
+    pairs, pinned = [], {}
+    for names in apart:
+        if len(names) != 2 or len(set(names)) != 2 or not set(names) <= set(models):
+            raise ValueError(f"--apart {','.join(names)}: expected two of the models, as in {models[0]},{models[-1]}")
+        pairs.append(frozenset(names))
+    for name, given in pin.items():
+        numbers = list(map(str, given))
+        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
+            told = f"--pin {name}={','.join(numbers)}: expected a model and GPUs from 0 to {gpus - 1}"
+            raise ValueError(f"{told}, as in {models[0]}=0,1")
+        pinned[name] = frozenset(map(int, numbers))
+    return Rules(frozenset(pairs), pinned, most_per_gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +164,7 @@ def problem_of(wish: Wish) -> Problem:
 def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
     try:
         catalog.check_tp(model, tp)
-        return Option(catalog.precision(precision), tp)
+        return Option(catalog.precision_of(precision, model), tp)
     except ValueError as problem:
         raise ValueError(f"--model {id}: {problem}") from None
 

@@ -297,6 +297,12 @@ class QlmResidencySpec(Spec):
     tick_s: Annotated[float, Field(gt=0)] = 1.0
 
 
+class BalancedPlacementSpec(Spec):
+    """Our own: engines where the fewest requests are late by queueing, replicas only where that spares some."""
+
+    policy: Literal["balanced"] = "balanced"
+
+
 PlacementSpec = Annotated[
     FineServePlacementSpec
     | KvprPlacementSpec
@@ -304,7 +310,8 @@ PlacementSpec = Annotated[
     | DedicatedPlacementSpec
     | ReplicasPlacementSpec
     | MuxServePlacementSpec
-    | RoundRobinPlacementSpec,
+    | RoundRobinPlacementSpec
+    | BalancedPlacementSpec,
     Field(discriminator="policy"),
 ]
 ResidencySpec = Annotated[PrismResidencySpec | QlmResidencySpec, Field(discriminator="policy")]

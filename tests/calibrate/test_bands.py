@@ -24,7 +24,7 @@ from fineserve_sim.catalog import deployment, gpu, model, precision
 from fineserve_sim.catalog.model_errors import ANY, Predictable, model_errors
 from fineserve_sim.latency import StepModel
 
-TPOT = Predictable("tpot", "measured", "vllm", "alone", "below")
+TPOT = Predictable("tpot", "measured", "vllm", "alone", "below", "dense")
 
 
 def rows(ratios: dict[str, list[float]], of: Predictable = TPOT) -> list[Observation]:
@@ -37,10 +37,10 @@ def test_the_bands_that_ship_are_those_of_the_committed_rows() -> None:
 
 @pytest.mark.slow
 def test_bands_hold_the_rows_of_sets_left_out() -> None:
-    """80 to 95 % of the rows inside for each moment and kind of step times; on scaled tables within 30 % either way."""
-    found = {(one.tables, one.moment): one for one in coverage(left_out(observed()))}
-    assert all(0.8 <= one.inside <= 0.95 for one in found.values())
-    assert found["scaled", ANY].half_width <= 0.3
+    """80 to 95 % of the rows inside for each moment and kind of step times; of dense models on scaled tables within 30 %."""
+    found = {(one.tables, one.layers, one.moment): one for one in coverage(left_out(observed()))}
+    assert all(0.8 <= one.inside <= 0.95 for one in found.values() if one.layers == ANY)
+    assert found["scaled", "dense", ANY].half_width <= 0.3
 
 
 @given(st.integers(LEAST_SETS, 6), st.floats(0.5, 2.0))
@@ -73,8 +73,9 @@ def test_sets_drawn_alike_are_held_at_the_level() -> None:
     """Of sets from one distribution, each left out, about as many rows are inside as the band is to hold."""
     rng = np.random.default_rng(1)
     found = left_out(rows({f"s{number}": np.exp(rng.normal(0, 0.1, 40)).tolist() for number in range(20)}))
-    (own, both) = coverage(found)
-    assert own.inside == both.inside == pytest.approx(LEVEL, abs=0.03)
+    inside = {one.inside for one in coverage(found)}
+    assert inside == {pytest.approx(LEVEL, abs=0.03)}
+    own = coverage(found)[0]
     assert own.half_width == pytest.approx(1.645 * 0.1, rel=0.1)
 
 

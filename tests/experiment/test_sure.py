@@ -82,7 +82,7 @@ def test_classes_of_predictions(file: Path, tmp_path: Path) -> None:
         overrides = [(key.replace("__", "."), value) for key, value in changed.items()]
         return class_of(Prober(file, tmp_path, goals(["ttft:0.9"]), overrides).file().setup, shared=False)
 
-    assert of() == Predictable("tpot", "measured", "vllm", "alone", "below")
+    assert of() == Predictable("tpot", "measured", "vllm", "alone", "below", "dense")
     assert of(cluster__gpu="a100-40gb").tables == "scaled"
     assert of(cluster__gpu="h100-pcie").tables == "scaled"
     assert of(engine__latency="roofline").tables == "scaled"
@@ -95,8 +95,8 @@ def test_every_class_has_a_band_that_holds_the_ratio_of_its_middle() -> None:
     for each in model_errors().classes:
         assert 0 < each.low < each.high and each.sets >= 3 and each.rows >= each.sets
     for moment in ("ttft", "tpot"):
-        unknown = Predictable(moment, "measured", "other", "shared", "above")
-        assert model_error(unknown).of == Predictable(moment, *[ANY] * 4)
+        unknown = Predictable(moment, "measured", "other", "shared", "above", "dense")
+        assert model_error(unknown).of == Predictable(moment, *[ANY] * 5)
         assert wider(unknown)[0] == unknown
 
 
@@ -114,9 +114,10 @@ def test_a_margin_slows_requests_and_moves_no_limit(file: Path, tmp_path: Path) 
 
 def test_how_much_is_measured_is_told_with_whose_tables() -> None:
     engine = EngineSettings()
-    assert own_tables(gpu("h100-sxm"), engine)
-    assert not own_tables(gpu("gh200"), engine) and not own_tables(gpu("h800"), engine)
+    assert own_tables([gpu("h100-sxm"), gpu("h200-sxm")], engine)
+    assert not own_tables([gpu("gh200"), gpu("h100-sxm")], engine) and not own_tables([gpu("h800")], engine)
     shares = {"shares": {"measured": 0.58}}
-    assert measured_text(shares | {"tables_of": "h100-sxm", "gpu": "h100-sxm"}) == "58 %"
-    assert measured_text(shares | {"tables_of": "h100-sxm", "gpu": "gh200"}) == "0 % (58 % on h100-sxm, scaled)"
-    assert measured_text({"tables_of": None, "gpu": "h100-sxm"}) == "–"
+    assert measured_text(shares | {"tables_of": "h100-sxm", "own": True}) == "58 %"
+    assert measured_text(shares | {"tables_of": "h100-sxm", "own": False}) == "0 % (58 % on h100-sxm, scaled)"
+    assert measured_text(shares | {"tables_of": None, "own": False}) == "58 %"
+    assert measured_text({"tables_of": None, "own": False}) == "–"

@@ -38,7 +38,7 @@ def view(
 ) -> GroupEngine:
     defaults = {"capacity_blocks": 100, "head_blocks": min(queued, 5), "running": max(1, used // 10)}
     here = EngineLoad(used_blocks=used, queued_blocks=queued, **(defaults | load))
-    return GroupEngine(engine, instances or (engine,), phase, here)
+    return GroupEngine(engine, instances or (engine,), phase, here, 0)
 
 
 def chosen(policy: DispatchPolicy, views: Sequence[GroupEngine]) -> int | None:
@@ -107,7 +107,7 @@ def test_a_choice_is_the_lowest_rank_of_all_that_was_told(
             policy.withdraw(engine)
             known.pop(engine, None)
         else:
-            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load)
+            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load, 0)
             policy.offer(known[engine])
         assert policy.choose() == chosen(dispatcher(kind, queued=queued), list(known.values()))
 
@@ -134,7 +134,13 @@ def test_a_request_that_does_not_fit_stays() -> None:
 
 
 def drop(**options: Any) -> KunServeDrop:
-    return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, base_bytes=100 * BLOCK, node_of={}, **options)
+    return KunServeDrop(
+        copy_bytes=50 * BLOCK,
+        block_bytes=BLOCK,
+        base_bytes=dict.fromkeys(range(100), 100 * BLOCK),
+        node_of={},
+        **options,
+    )
 
 
 def merges(groups: Sequence[GroupEngine], **options: Any) -> tuple[tuple[tuple[int, ...], ...], int, bool]:

@@ -201,7 +201,6 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
         ("{base: fineserve, name: p, memory: {policy: kvcached}}", "memory kvcached is simulated only"),
         (prism, "evicts models: set it to true"),
         ("clairvoyant", "clairvoyant: a bound, not a scheduler"),
-        ("{base: fineserve, name: p, memory: {policy: private, split: demand}}", "split demand is simulated only"),
     ):
         with pytest.raises(ConfigError, match=problem):
             load_file(file, [("systems", f"[{item}]")])

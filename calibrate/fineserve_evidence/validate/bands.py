@@ -1,8 +1,8 @@
 """How far measurements lie from predictions, by the class of what is predicted; and whether bands hold on sets not learnt from.
 
 An observation is the ratio measured / predicted of one row. A class is what may be known of a prediction before anything is
-measured: the step times (the GPU's own tables, or another's scaled), the moment, the engine, whether engines share a GPU, and
-whether requests wait. Its band goes from the 5th to the 95th percentile of the ratios, in which every set weighs the same. A
+measured: the step times (the GPU's own tables, or another's scaled), the moment, the engine, whether engines share a GPU,
+whether requests wait, and whether the model is a mixture of experts. Its band goes from the 5th to the 95th percentile of the ratios, in which every set weighs the same. A
 class of fewer than three sets has no band: the next wider class speaks for it.
 
 Leaving out one set at a time tells how bands do on what they were not learnt from: the share of rows inside, and their widths.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -65,10 +66,11 @@ def observations(
         waits = ~(pairs["ttft"][1] <= WAITS * alone_s)
         engine = "vllm" if case.label.backend == "vllm" else "other"
         sharing = "shared" if isinstance(case.load, OpenLoop) and case.load.models > 1 else "alone"
+        layers = "dense" if case.serving.model.experts is None else "experts"
         for moment, (measured, guess) in pairs.items():
             for row, value in enumerate(measured):
                 if np.isfinite(value) and value > 0:
-                    of = Predictable(moment, tables, engine, sharing, "above" if waits[row] else "below")
+                    of = Predictable(moment, tables, engine, sharing, "above" if waits[row] else "below", layers)
                     ratio = value / guess[row] if np.isfinite(guess[row]) and guess[row] > 0 else 0.0
                     yield Observation(label_of(case, row), of, float(ratio))
 
@@ -147,10 +149,11 @@ def left_out(rows: Sequence[Observation]) -> list[Inside]:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Of one kind of step times and moment (``any``: both): rows, sets, the share inside their bands, the median half-width
-    and the median error."""
+    """Of one kind of step times, layers and moment (``any``: all): rows, sets, the share inside their bands, the median
+    half-width and the median error."""
 
     tables: str
+    layers: str
     moment: str
     rows: int
     sets: int
@@ -160,14 +163,19 @@ class Coverage:
 
 
 def coverage(found: Sequence[Inside]) -> list[Coverage]:
-    """A line a kind of step times and moment, and one for both moments."""
-    lines = []
-    for tables in ("measured", "scaled"):
-        for moment in ("ttft", "tpot", ANY):
-            mine = [each for each in found if each.row.of.tables == tables and moment in (each.row.of.moment, ANY)]
-            if mine:
-                numbers = (float(np.median([getattr(each, name) for each in mine])) for name in ("half_width", "error"))
-                share = float(np.mean([each.inside for each in mine]))
-                sets = len({each.row.label for each in mine})
-                lines.append(Coverage(tables, moment, len(mine), sets, share, *numbers))
-    return lines
+    """A line a kind of step times, layers and moment that has rows, and lines for all layers and both moments."""
+    kinds = product(("measured", "scaled"), ("dense", "experts", ANY), ("ttft", "tpot", ANY))
+    return [line for kind in kinds if (line := _covered(found, *kind)) is not None]
+
+
+def _covered(found: Sequence[Inside], tables: str, layers: str, moment: str) -> Coverage | None:
+    asked = {"tables": tables, "layers": layers, "moment": moment}
+    mine = [
+        each for each in found if all(getattr(each.row.of, name) == one or one == ANY for name, one in asked.items())
+    ]
+    if not mine:
+        return None
+    half_width, error = (float(np.median([getattr(each, name) for each in mine])) for name in ("half_width", "error"))
+    inside = float(np.mean([each.inside for each in mine]))
+    sets = len({each.row.label for each in mine})
+    return Coverage(tables, layers, moment, len(mine), sets, inside, half_width, error)

@@ -15,7 +15,7 @@ import numpy as np
 from fineserve_evidence.validate.cases import Floats, Ints
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
-from fineserve_sim.cluster.engine.batching import seated
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
@@ -79,8 +79,9 @@ class Times:
 class EngineRun:
     """One run over ``instances``.
 
-    With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace. With
-    ``prefixes``, one a request, engines have pools of their own that cache them.
+    With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace, and
+    ``sm_share`` the part of the SMs that each may take. With ``prefixes``, one a request, engines have pools of their own that
+    cache them.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class EngineRun:
         *,
         shared_kv: bool = False,
         sharing: str = "fluid",
+        sm_share: float = 1.0,
         prefixes: Sequence[Prefix] = (),
     ) -> None:
         n = len(requests.prompt_tokens)
@@ -98,13 +100,13 @@ class EngineRun:
         self._arrival_s = np.full(n, np.nan)
         self._clock, self._ended = Clock(), WholeTrace(n)
         memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
-        self._cluster = _connect(instances, settings, self._clock, memory, law, caches=caches)
+        self._cluster = _connect(instances, settings, self._clock, memory, law, sm_share, caches=caches)
         self._outcomes = self._cluster.outcomes
-        self._outcomes.begin(n, self._ended)
         self._prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
         """Run with request i arriving at ``arrival_s[i]``, non-decreasing."""
+        self._outcomes.begin(len(arrival_s), self._ended)
         for index, at_s in enumerate(arrival_s.tolist()):
             self._clock.at(at_s, ARRIVAL, self._arrival(index))
         while self._outcomes.open:
@@ -112,18 +114,23 @@ class EngineRun:
         return self._times()
 
     def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
-        """Run with the first ``clients`` requests ``start_gap_s`` one after another. Each later one comes when one ends."""
-        total = len(self._arrival_s)
-        sent = min(clients, total)
-        for index in range(sent):
-            self._clock.at(index * start_gap_s, ARRIVAL, self._arrival(index))
-        open_requests = total
+        """Run with the first ``clients`` requests of each model ``start_gap_s`` one after another. Each later one comes when
+        one of its model ends."""
+        model, left = self._requests.model, {}
+        for each in np.unique(model).tolist():
+            rows = np.flatnonzero(model == each).tolist()
+            left[each] = iter(rows[clients:])
+            for number, index in enumerate(rows[:clients]):
+                self._clock.at(number * start_gap_s, ARRIVAL, self._arrival(index))
+
+        def answered(request: int, now: float) -> None:
+            index = next(left[int(model[request])], None)
+            if index is not None:
+                self._clock.at(now, ARRIVAL, self._arrival(index))
+
+        self._outcomes.begin(len(model), self._ended, answered)
         while self._outcomes.open:
             self._clock.step()
-            ended, open_requests = open_requests - self._outcomes.open, self._outcomes.open
-            for index in range(sent, min(sent + ended, total)):
-                self._clock.at(self._clock.now, ARRIVAL, self._arrival(index))
-                sent += 1
         return self._times()
 
     def _arrival(self, index: int) -> Callable[[float], None]:
@@ -147,12 +154,13 @@ def _connect(
     clock: Clock,
     memory: MakeMemory,
     law: SharingLaw,
+    sm_share: float,
     *,
     caches: bool,
 ) -> Cluster:
     contention = Contention({instance.gpu: law for instance in instances})
     for index, instance in enumerate(instances):
-        contention.join(index, (instance.gpu,))
+        contention.join(index, (instance.gpu,), sm_share)
     managers = {
         gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
         for gpu in sorted({instance.gpu for instance in instances})

@@ -39,9 +39,10 @@ from fineserve_evidence.validate.rows import (
     model_named,
     precision_named,
     stem,
+    stored,
     supported,
 )
-from fineserve_sim.catalog import PrecisionSpec, deployment, precision
+from fineserve_sim.catalog import ModelSpec, PrecisionSpec, deployment, precision
 
 COLUMNS = (
     "backend", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode", "tp_size", "pp_size",
@@ -75,6 +76,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
             "gap runs: nominal lengths; the rest as their engine and version is read, below",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
+            "InferenceMAX's gpt-oss on Hopper: MXFP4 by Marlin (VLLM_MXFP4_USE_MARLIN=1), as its recipe has it",
             f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
         ),
         sensitivities=(
@@ -118,15 +120,30 @@ def _precision(backend: str, quantised: str) -> PrecisionSpec:
     return precision_named("fp8_kv8" if backend == "trtllm" and quantised.startswith("fp8") else quantised)
 
 
+def _spread(served: ModelSpec, row: dict[Any, Any]) -> ModelSpec:
+    """The model with its experts split or spread as the row says. Raises UnsupportedRow for both, and for other groups."""
+    experts, tp, split, whole = served.experts, row["tp_size"], row.get("moe_tp_size"), row.get("moe_ep_size")
+    if experts is None or split is None or whole is None or not split > 0:
+        return served
+    if split * whole != tp:
+        raise UnsupportedRow("pipeline or attention data parallelism")
+    if split > 1 and whole > 1:
+        raise UnsupportedRow("experts both split and spread")
+    if whole == 1:
+        return served
+    return served.model_copy(update={"experts": experts.model_copy(update={"spread": "whole"})})
+
+
 def _case(row: dict[Any, Any], name: str) -> Case:
     if row["mode"] != "agg":
         raise UnsupportedRow("prefill and decode on different engines")
     served = model_named(row["model_path"])
     if row["pp_size"] > 1 or row["attention_dp_size"] > 1:  # empty where a run does not know them
         raise UnsupportedRow("pipeline or attention data parallelism")
+    served = _spread(served, row)
     if row["backend"] not in DEPLOYMENTS:
         raise UnsupportedRow(f"backend {row['backend']}")
-    precision = _precision(row["backend"], _quantised(row))
+    precision = stored(served, _precision(row["backend"], _quantised(row)))
     if not (row["tp_size"] > 0 and row["concurrency"] > 0):
         raise UnsupportedRow("TP degree or number of clients not recorded")
     tp, clients = int(row["tp_size"]), int(row["concurrency"])
@@ -137,7 +154,10 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
     label = Label(name, row["backend"], row["model_path"], precision.name, tp)
     host = deployment(GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
-    serving = supported(Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S))
+    if inferencemax and precision.name == "W4A16-MXFP4" and gpu.fp4_flops_per_s is None:
+        precision = precision_named("mxfp4-marlin")
+    bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S)
+    serving = supported(replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2)))
     shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
     load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, clients)
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)

@@ -23,6 +23,7 @@ from fineserve_sim.policy.interfaces import (
     PlacementPolicy,
     PrefillLatency,
 )
+from fineserve_sim.policy.placement.balanced import BalancedPlacement
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
@@ -61,6 +62,7 @@ _PLACEMENTS: dict[type, Callable[[Any], PlacementPolicy]] = {
     specs.ReplicasPlacementSpec: lambda spec: ReplicasPlacement(),
     specs.MuxServePlacementSpec: lambda spec: MuxServePlacement(),
     specs.RoundRobinPlacementSpec: lambda spec: RoundRobinPlacement(),
+    specs.BalancedPlacementSpec: lambda spec: BalancedPlacement(),
 }
 
 

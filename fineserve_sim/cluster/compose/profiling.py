@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from fineserve_sim.latency import StepModel, measured_on, profile
 from fineserve_sim.latency.sharing import under_cap
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.groups.microbatch import ChunkCost
-from fineserve_sim.policy.interfaces import OperatingPoint
+from fineserve_sim.policy.interfaces import Busy, OperatingPoint
 from fineserve_sim.systems import Sharing
 
 CHUNKS = (256, 512, 1024, 2048, 4096)
@@ -75,13 +75,17 @@ def slowest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettin
     """The type among ``gpus`` on which an engine of the model, alone, serves the fewest requests per second. The other ranks of
     a TP group wait for it at every layer."""
     types = list(dict.fromkeys(gpus))
-    if len(types) == 1:
-        return types[0]
+    return types[0] if len(types) == 1 else min(types, key=partial(_most_per_s, served, settings))
 
-    def most_per_s(gpu: GpuSpec) -> float:
-        return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
 
-    return min(types, key=most_per_s)
+def fastest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettings) -> GpuSpec:
+    """As ``slowest``, the type on which it serves the most."""
+    types = list(dict.fromkeys(gpus))
+    return types[0] if len(types) == 1 else max(types, key=partial(_most_per_s, served, settings))
+
+
+def _most_per_s(served: ServedModel, settings: EngineSettings, gpu: GpuSpec) -> float:
+    return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
 
 
 def mean_lengths(served: ServedModel) -> tuple[int, int]:
@@ -99,6 +103,17 @@ def operating_points(served: ServedModel, gpu: GpuSpec, settings: EngineSettings
     """The profile of a ``typical`` model."""
     step = step_model(served, gpu, settings)
     return profile(step, *mean_lengths(served), settings.token_budget, settings.max_sequences)
+
+
+@lru_cache(maxsize=256)
+def busy_parts(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -> tuple[Busy, Busy]:
+    """How busy a GPU is while a ``typical`` model computes a prompt, and while one request of it decodes."""
+    step = step_model(served, gpu, settings)
+    prompt, output = mean_lengths(served)
+    chunk = min(prompt, settings.token_budget)
+    prefill = step.demand(0, 0, chunk, chunk * (chunk + 1) / 2, 0, 1)
+    decode = step.demand(1, prompt + output // 2, 0, 0, 0, 1)
+    return Busy(prefill.compute, prefill.bandwidth), Busy(decode.compute, decode.bandwidth)
 
 
 @lru_cache(maxsize=256)

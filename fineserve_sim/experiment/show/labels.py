@@ -151,6 +151,11 @@ def distinct(values: Iterable[object]) -> list[object]:
     return [*sorted(numeric)] if len(numeric) == len(unique) else unique
 
 
+def gpu_text(gpu: Mapping[str, Any]) -> str:
+    """The number of a GPU as ``gpus`` of a cell have it, with its kind where there are several: ``3``, or ``3 l40s``."""
+    return f"{gpu['gpu']} {gpu['kind']}" if "kind" in gpu else str(gpu["gpu"])
+
+
 def varying_axes(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """The axes on which cells of summary.json differ, in the order in which the first cell names them."""
     return [axis for axis in cells[0]["axes"] if len({cell["axes"].get(axis) for cell in cells}) > 1]

@@ -13,7 +13,12 @@ def error_text(told: Mapping[str, Any]) -> str:
     error = told["error"]
     tables = {"measured": "the GPU's own tables", "scaled": "tables of another GPU, scaled, or rooflines"}
     engines = {"shared": "of engines that share a GPU", "alone": "of engines alone on their GPUs"}
-    where = [engines.get(error["sharing"], ""), f"by {tables[error['tables']]}" if error["tables"] in tables else ""]
+    layers = "of mixtures of experts" if error["layers"] == "experts" else ""
+    where = [
+        layers,
+        engines.get(error["sharing"], ""),
+        f"by {tables[error['tables']]}" if error["tables"] in tables else "",
+    ]
     return (
         f"Model's error: steps {' '.join(filter(None, where))} took {error['low']:.2f} to {error['high']:.2f} times as long as "
         f"predicted in {100 * model_errors().level:.0f} % of {error['rows']:,} rows of {error['sets']} measured sets."

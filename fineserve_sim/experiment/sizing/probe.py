@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.cluster import simulate
+from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.errors import ConfigError, MachineError, ScenarioError
 from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.metric_names import EACH, overall
@@ -24,7 +25,7 @@ from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
 from fineserve_sim.experiment.results.misses import CAUSES
-from fineserve_sim.experiment.results.step_times import pooled, tables_of
+from fineserve_sim.experiment.results.step_times import own_tables, pooled, tables_of
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare
@@ -142,7 +143,8 @@ def named(told: Told | None, name: str) -> Told | None:
 @dataclass(frozen=True, slots=True)
 class Prober:
     """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``, and
-    run on ``executor``, or in ``jobs`` processes."""
+    run on ``executor``, or in ``jobs`` processes. ``given``: the cluster is, so that a number of GPUs says no more than what it
+    has."""
 
     path: Path
     out: Path
@@ -154,6 +156,7 @@ class Prober:
     executor: Executor | None = None
     on_progress: OnProgress | None = None
     told: Told | None = None
+    given: bool = False
 
     def file(self) -> Experiment:
         """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit or
@@ -202,6 +205,7 @@ class Prober:
         hours = estimate(runs, "gpu_hours_per_mtoken").mean
         setup = experiment.setup
         usd, moving = price_of(setup).usd_per_gpu_hour, setup.systems[system].residency is not None
+        kinds = [*kinds_of(setup.gpus)]
         return Attained(
             value,
             all(sure),
@@ -218,7 +222,7 @@ class Prober:
             unplaced=() if moving else tuple(metas[0]["placement"]["unplaced"]),
             shared=moving or _shares(metas[0]["placement"]["instances"]),
             step_times=pooled(metas)
-            | {"tables_of": tables_of(setup.gpus[0].spec, setup.engine), "gpu": setup.gpus[0].spec.name},
+            | {"tables_of": tables_of(kinds, setup.engine), "own": own_tables(kinds, setup.engine)},
             missed_by={name: sum(sum(run.misses[name].values()) for run in runs) for name in runs[0].misses if name},
             worst=_worst_of(runs),
         )
@@ -271,7 +275,7 @@ class Prober:
         axes = {axis: given for axis, given in place.items() if axis != "cluster.count"}
         sweep = [{"name": "size", "at": axes, "systems": [system]}]
         overrides = [*self.overrides, *_BARE, ("sweeps", json.dumps(sweep))]
-        if "cluster.count" in place:
+        if "cluster.count" in place and not self.given:
             overrides.append(("cluster.count", str(int(place["cluster.count"]))))
         return load_experiment(self.path, overrides, self.quick)
 
@@ -288,8 +292,8 @@ def _worst_of(runs: Sequence[Measures]) -> tuple[str, float] | None:
     return min(asked.items(), key=lambda item: item[1]) if len(asked) > 1 else None
 
 
-_BARE = (("claims", "[]"), ("figures", "[]"))
-"""A search looks at neither."""
+_BARE = (("claims", "[]"), ("figures", "[]"), ("answer", "null"))
+"""A search looks at none of them."""
 
 
 def alike(experiment: Experiment) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 from fineserve_sim.experiment.file.metric_names import EACH
 from fineserve_sim.experiment.file.plan import Experiment, default_axes
 from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.schema import MixedCluster
 from fineserve_sim.experiment.results.places import Places
 from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
@@ -126,6 +127,11 @@ def size(
     Raises ConfigError and SizingError as ``Prober.file`` does, SizingError where ``at`` fixes the axis.
     """
     file = prober.file()
+    if axis is GPUS and isinstance(file.file.cluster, MixedCluster):
+        raise SizingError(
+            "cluster.nodes: size finds a number of GPUs of one kind; give --gpu for each kind, or search --over rate or "
+            "slo_scale"
+        )
     if axis.key in (prober.at or {}):
         raise SizingError(f"--at {axis.key}: it is what is searched; leave it out")
     of_each = any(goal.metric.startswith(EACH) for goal in prober.goals)

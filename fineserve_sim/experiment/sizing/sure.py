@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from fineserve_sim.catalog.model_errors import Predictable, model_error
 from fineserve_sim.cluster import EngineSettings
+from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.results.step_times import own_tables
 from fineserve_sim.experiment.sizing.gpu_band import GpuBand
@@ -51,10 +52,11 @@ def class_of(setup: Setup, *, shared: bool) -> Predictable:
     """What is predicted of a cluster that keeps its targets: the time per token, below saturation."""
     return Predictable(
         "tpot",
-        "measured" if own_tables(setup.gpus[0].spec, setup.engine) else "scaled",
+        "measured" if own_tables([*kinds_of(setup.gpus)], setup.engine) else "scaled",
         _engine(setup.engine),
         "shared" if shared else "alone",
         "below",
+        "dense" if all(model.spec.experts is None for model in setup.models) else "experts",
     )
 
 

@@ -48,12 +48,13 @@ class QlmSwapping:
         if swap_s < 0:
             raise ValueError(f"swap_s is {swap_s}: a swap cannot take less than no time")
         self._models = dict(models)
-        self._throughput_per_s: dict[str, float] = {}
         for id, model in models.items():
             if not model.profile:
                 raise ValueError(f"model {id} has no profile, which QLM's estimates need")
-            self._throughput_per_s[id] = max(point.throughput_per_s for point in model.profile)
         self._workers = partition_workers(list(models.values()), gpus)
+        kind_of = {gpu.id: gpu.kind for gpu in gpus}
+        per_s = {kind: {id: model.on(kind).most_per_s for id, model in models.items()} for kind in kind_of.values()}
+        self._throughput_per_s = [per_s[kind_of[worker[0]]] for worker in self._workers]
         self._memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         self._queues: list[list[str]] = [[] for _ in self._workers]
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
@@ -98,11 +99,12 @@ class QlmSwapping:
 
     def _is_late(self, now: float, worker: int, here: Sequence[EngineView], groups: Mapping[str, Pending]) -> bool:
         """A group in this queue would be served after its deadline."""
-        end_s = now + sum([engine.requests / self._throughput_per_s[engine.model] for engine in here])
+        throughput_per_s = self._throughput_per_s[worker]
+        end_s = now + sum([engine.requests / throughput_per_s[engine.model] for engine in here])
         if any(engine.status is Status.LOADING for engine in here):
             end_s += max(0.0, self._swapped_s[worker] + self._swap_s - now)
         for model in self._queues[worker]:
-            end_s += self._swap_s + groups[model].requests / self._throughput_per_s[model]
+            end_s += self._swap_s + groups[model].requests / throughput_per_s[model]
             if end_s > self._deadline_s(groups[model]):
                 return True
         return False

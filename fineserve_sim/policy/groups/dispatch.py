@@ -53,13 +53,15 @@ class Phase(Enum):
 class GroupEngine:
     """An engine over one instance or more, which then are the stages of a pipeline, in order.
 
-    ``load`` is the latest that the controller was told, plus what it has dispatched since.
+    ``load`` is the latest that the controller was told, plus what it has dispatched since. ``holds_tokens`` is what its
+    memory can hold.
     """
 
     id: int
     instances: tuple[int, ...]
     phase: Phase
     load: EngineLoad
+    holds_tokens: int
 
     @property
     def takes_requests(self) -> bool:
