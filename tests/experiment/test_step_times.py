@@ -44,7 +44,9 @@ def test_tables_scaled_from_another_gpu_are_told() -> None:
     (line,) = warnings({}, [L4], EngineSettings())
     assert "no measured latency tables for GPU l4: step times are those of l40s, scaled" in line
     assert (
-        list(warnings({}, [L4], EngineSettings(latency="roofline"))) == list(warnings({}, H200, EngineSettings())) == []
+        list(warnings({}, [L4], EngineSettings(latency="roofline")))
+        == list(warnings({}, [H200], EngineSettings()))
+        == []
     )
 
 

@@ -60,8 +60,8 @@ def test_the_band_is_brute_forces(tmp_path_factory: pytest.TempPathFactory, need
     best = Attained(count, True, {"ttft_attainment": 1.0}, None, 1, False, shared=shared)
     band = gpu_band(prober, "static*", best)
     low, high = (max(1, math.ceil(needed * end)) for end in (band.error.low, band.error.high))
-    assert band.fewest == low
-    assert band.most == (high if high <= band.tried else None)
+    assert band.fewest == min(low, count)
+    assert band.most == (max(high, count) if high <= band.tried else None)
     assert band.error.of.sharing == ("shared" if shared else "alone")
 
 

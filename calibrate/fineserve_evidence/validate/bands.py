@@ -2,8 +2,8 @@
 
 An observation is the ratio measured / predicted of one row. A class is what may be known of a prediction before anything is
 measured: the step times (the GPU's own tables, or another's scaled), the moment, the engine, whether engines share a GPU,
-whether requests wait, and whether the model is a mixture of experts. Its band goes from the 5th to the 95th percentile of the ratios, in which every set weighs the same. A
-class of fewer than three sets has no band: the next wider class speaks for it.
+whether requests wait, and whether the model is a mixture of experts. Its band goes from the 5th to the 95th percentile of the
+ratios, in which every set weighs the same. A class of fewer than three sets has no band: the next wider class speaks for it.
 
 Leaving out one set at a time tells how bands do on what they were not learnt from: the share of rows inside, and their widths.
 Only sets that nothing was fitted on are learnt from and counted.

@@ -40,12 +40,13 @@ def with_bands(
 
 
 def gpu_band(prober: Prober, system: str, best: Attained, most_gpus: int | None = None) -> GpuBand:
-    """The band of an answer. At most half as many GPUs again and two more are tried, or ``most_gpus``."""
+    """The band of an answer, which is in it: a placement for other step times may be a worse one. At most half as many GPUs
+    again and two more are tried, or ``most_gpus``."""
     setup, count = prober.file().setup, int(best.value)
     error = model_error(class_of(setup, shared=best.shared))
     tried = min(count + count // 2 + 2, most_gpus or count + count // 2 + 2)
-    low = _fewest(prober, system, error.low, count, tried)
-    return GpuBand(error, low or count, _fewest(prober, system, error.high, count, tried), tried)
+    low, high = (_fewest(prober, system, factor, count, tried) for factor in (error.low, error.high))
+    return GpuBand(error, min(low or count, count), None if high is None else max(high, count), tried)
 
 
 def class_of(setup: Setup, *, shared: bool) -> Predictable:
