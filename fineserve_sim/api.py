@@ -315,8 +315,9 @@ def size(
 
 def plan(
     trace: str | Path,
-    models: Sequence[str],
+    models: Sequence[str] | None = None,
     *,
+    like: str | Path | None = None,
     gpus: int,
     ttft_slo_s: float,
     gpu: str = "h100-sxm",
@@ -340,19 +341,21 @@ def plan(
 ) -> Plan:
     """The best plan that a search finds for a trace file on these GPUs; with a ``target``, on the fewest of them that keep it.
 
-    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line. ``apart``: pairs of models that share no GPU; ``pin``:
+    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models, GPU and engines are those of the file
+    ``like``. ``apart``: pairs of models that share no GPU; ``pin``:
     GPUs by model. A search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for
     ``plan.yaml``. Raises ConfigError, and ValueError where no plan is possible.
     """
+    from fineserve_sim.planning import like as planning_like
     from fineserve_sim.planning import make, words
 
-    wanted = tuple(map(make.model_wish, models))
+    wanted, taken = planning_like.wanted(models, None if like is None else Path(like))
     wish = make.Wish(
         trace=Path(trace),
         models=wanted,
         gpus=gpus,
         ttft_slo_s=ttft_slo_s,
-        gpu=gpu,
+        gpu=taken.gpu if taken else gpu,
         tpot_slo_s=tpot_slo_s,
         e2e_slo_s=e2e_slo_s,
         rate_scale=rate_scale,
@@ -361,6 +364,7 @@ def plan(
         spread=spread,
         margin=margin,
         rules=make.rules_of(apart or (), pin or {}, most_per_gpu, [each.id for each in wanted], gpus),
+        kept=taken.kept if taken else {},
     )
     if evaluations is None and seconds is None:
         seconds = make.SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import nan
@@ -36,9 +37,19 @@ class Group(NamedTuple):
     limits: tuple[float | None, float | None, float | None] = (None, None, None)
 
 
+EXPERTS = re.compile(r"gpt-oss|MiniMax|A22B|Kimi|DeepSeek|Qwen3.5|scout|Mixtral", re.IGNORECASE)
+
+
+def experts(row: ErrorRow, name: str, backend: str = "vllm") -> bool:
+    """Whether the row is of this mixture of experts under this engine."""
+    return row.backend == backend and name in row.model
+
+
 AUTHORS, VLLM, TRTLLM, STATIC = (0.08, 0.13, None), (0.08, 0.15, None), (0.08, 0.20, None), (0.12, 0.12, None)
 H200, SGLANG = (0.07, 0.18, None), (0.08, 0.10, None)
-GROUPS = (
+MIXTURE = (0.12, 0.25, None)
+LARGE_MIXTURE = (0.15, 0.30, None)
+DENSE_GROUPS = (
     Group("8B in FP16, FP8 and AWQ, each share of the SMs: H100, vLLM 0.9.1",
           lambda row: row.set.startswith("fineserve_authors_h100_8b, ") and row.precision != "W4A8KV4", AUTHORS),
     Group("the same in QoQ, all SMs: OmniServe", lambda row: row.precision == "W4A8KV4", AUTHORS),
@@ -72,6 +83,23 @@ GROUPS = (
           lambda row: row.set.startswith("aegaeon"), STATIC),
     Group("OPT-13B: A100, vLLM of 2023 (DistServe)", lambda row: row.set.startswith("distserve")),
 )  # fmt: skip
+EXPERT_GROUPS = (
+    Group("gpt-oss-120b at TP 1, 2, 4, 8: H100 and H200, vLLM", lambda row: experts(row, "gpt-oss"), MIXTURE),
+    Group("MiniMax-M2.5 at TP 4, 8: H100 and H200, vLLM", lambda row: experts(row, "MiniMax"), MIXTURE),
+    Group("Qwen3-235B-A22B at TP 2, 4: H200, vLLM", lambda row: experts(row, "A22B"), LARGE_MIXTURE),
+    Group("Kimi-K2.5 at TP 8: H200, vLLM", lambda row: experts(row, "Kimi"), LARGE_MIXTURE),
+    Group("Llama 4 Scout at TP 4: H100, vLLM (LMBench)", lambda row: experts(row, "scout")),
+    Group("mixtures of experts, SGLang", lambda row: row.backend == "sglang"),
+    Group("mixtures of experts, TensorRT-LLM", lambda row: row.backend == "trtllm"),
+)
+
+
+def _among(group: Group, mixture: bool) -> Group:
+    """The group among mixtures of experts, or among dense models."""
+    return group._replace(holds=lambda row: bool(EXPERTS.search(row.model)) == mixture and group.holds(row))
+
+
+GROUPS = tuple(_among(group, False) for group in DENSE_GROUPS) + tuple(_among(group, True) for group in EXPERT_GROUPS)
 
 
 def rows() -> list[ErrorRow]:

@@ -17,7 +17,7 @@ def mig_slices(whole: GpuSpec, profile: str) -> list[GpuSpec]:
 
 def mig_parts(whole: GpuSpec, profiles: Sequence[str]) -> list[GpuSpec]:
     """One slice of each of these profiles, which may differ. Raises ValueError as ``mig_slices``, and where they do not fit
-    together: a GPU has 7 slices of its SMs (a profile's name begins with how many it takes) and 8 of its memory."""
+    together. A GPU has 7 slices of its SMs and 8 of its memory; a profile's name begins with how many of the 7 it takes."""
     table = mig_gpu(whole.name)
     names = [table.named(profile) for profile in profiles]
     for name, count in Counter(names).items():

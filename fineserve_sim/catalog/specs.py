@@ -31,6 +31,7 @@ class Quantity(Spec):
 class GpuSpec(Spec):
     """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink).
 
+    ``mma_part``: of the BF16 peak that the instructions of earlier generations reach (mma.sync), on which Marlin is built.
     ``whole``: the GPU type of which it is a slice by MIG. ``tables_from``: the GPU type whose measured tables are scaled to it.
     """
 
@@ -41,6 +42,7 @@ class GpuSpec(Spec):
     fp8_flops_per_s: float | None = None
     int8_flops_per_s: float | None = None
     fp4_flops_per_s: float | None = None
+    mma_part: float = Field(default=1.0, gt=0, le=1)
     nvlink_bytes_per_s: float = Field(default=0.0, ge=0)
     pcie_bytes_per_s: float = Field(gt=0)
     efficiency: Literal["measured", "roofline-scaled"]

@@ -71,7 +71,7 @@ def deploy(
         for name, text in written.items():
             (folder / name).write_text(text, encoding="utf-8")
         _print(engines)
-        if shares_memory(experiment, system):
+        if shares_memory(experiment, system) and any(each.mode not in ("exclusive", "mig") for each in engines):
             typer.echo(
                 "Engines of one GPU share KV memory in this system; stock vLLM cannot, and each gets a fixed part. What that "
                 "costs: fineserve-sim run FILE --set 'systems.0.memory={policy: private}'"

@@ -49,8 +49,8 @@ def trace_name(trace: Path | None, paths: Sequence[Path]) -> str:
 def taken_trace(
     trace: Path | None, paths: Sequence[Path], names: Sequence[str], columns: str | None, folder: Path
 ) -> Path:
-    """The trace file that a command runs on: its own, or one that is written into the results folder, of a file of another
-    layout or of a file a model. Traces of models begin together. TraceError as of ``take_in``."""
+    """The trace file that a command runs on. One of another layout, or one a model, is written into the results folder first;
+    traces of models begin together. TraceError as of ``take_in``."""
     from fineserve_traces import merge
 
     from fineserve_sim.experiment.run.files import prepare

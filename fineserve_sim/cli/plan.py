@@ -17,6 +17,7 @@ from fineserve_sim.cli.console import (
     console,
     examples,
     interruptible,
+    named_path,
     print_json,
 )
 from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
@@ -35,12 +36,22 @@ if TYPE_CHECKING:
     from fineserve_sim.planning.make import Found, Told
 
 ModelsOption = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--model",
         "-m",
         metavar="NAME=MODEL:PRECISIONS:DEGREES@TRACE",
         help="A model and the ways in which it may run, the best first, as in chat=llama-3.1-8b:fp8|awq:1|2; repeat for each.",
+    ),
+]
+LikeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--like",
+        parser=named_path,
+        metavar="FILE",
+        help="Instead of --model: the models of this experiment as they are, with its GPU, engines and section runtime.",
+        show_default=False,
     ),
 ]
 SecondsOption = Annotated[
@@ -68,7 +79,8 @@ def register(app: typer.Typer) -> None:
 def plan(
     trace: TraceArgument = None,
     *,
-    models: ModelsOption,
+    models: ModelsOption = None,
+    like: LikeOption = None,
     gpus: GpusOption,
     ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
     gpu: GpuOption = "h100-sxm",
@@ -109,17 +121,18 @@ def plan(
     with interruptible():
         from fineserve_sim.experiment.file.document import to_yaml
         from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.planning import like as planning_like
         from fineserve_sim.planning import make
 
-        named, paths = own_traces(models)
-        wanted = tuple(map(make.model_wish, named))
+        named, paths = own_traces(models or [])
+        wanted, taken = planning_like.wanted(named, like)
         folder = out or Path("results") / f"plan-{trace_name(trace, paths)}"
         wish = make.Wish(
             trace=taken_trace(trace, paths, [each.id for each in wanted], columns, folder),
             models=wanted,
             gpus=gpus,
             ttft_slo_s=ttft_slo_s,
-            gpu=gpu,
+            gpu=taken.gpu if taken else gpu,
             tpot_slo_s=tpot_slo_s,
             e2e_slo_s=e2e_slo_s,
             rate_scale=rate_scale,
@@ -134,6 +147,7 @@ def plan(
                 [each.id for each in wanted],
                 gpus,
             ),
+            kept=taken.kept if taken else {},
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS

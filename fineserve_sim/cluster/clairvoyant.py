@@ -8,8 +8,8 @@ other models on the GPUs, loading, and which of a model's engines a request goes
 * An engine does one step at a time, and a step with c prompt tokens takes at least base(c), what all operators but attention
   take. So each prompt token takes at least rho = min over c <= budget of base(c) / c, however it is batched. A request of p
   tokens is on time only if p rho seconds of its model's engines lie between its arrival and its deadline.
-* k engines do no more than one machine that is k times as fast (engines on several
-  kinds of GPU add up their rates); ``most_on_time`` then finds the largest set that it ends.
+* k engines do no more than one machine that is k times as fast; ``most_on_time`` then finds the largest set that it ends.
+  Engines on several kinds of GPU add up their rates.
 * The prompt of one request takes ceil(p / budget) steps at least, and p rho seconds, on however many engines.
 
 Those put aside are dropped at their arrival. True output lengths enter here and nowhere else: the others go on decoding as if

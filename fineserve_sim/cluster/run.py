@@ -30,7 +30,8 @@ MOST_SAMPLES = 100_000
 requests costs no more than a day."""
 
 YOUNG_OBJECTS = 50_000
-"""New objects, less those that went, between two searches for cycles: a twentieth of a run's time went into these."""
+"""New objects, less those that went, between two searches for cycles. The usual 700 cost a run up to a twentieth of its
+time."""
 
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""

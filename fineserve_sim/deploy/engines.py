@@ -65,7 +65,7 @@ class Deployed:
 
     ``devices`` are GPUs of type ``gpu`` on a node. ``mode`` is the way in which they are shared; an engine that has them for
     itself is ``exclusive``. ``memory_share`` is of each GPU's memory, of which ``kv_bytes`` are for KV. ``sm_percent``: of the
-    SMs, at most; None: all of them.
+    SMs, at most; None: all of them. ``whole_experts``: experts are spread over the devices, not split.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Deployed:
     settings: EngineSettings
     port: int
     sm_percent: int | None = None
+    whole_experts: bool = False
 
     @property
     def tp(self) -> int:
@@ -157,6 +158,7 @@ def _deployed(
         settings=seat.settings,
         port=PORT + seat.engine,
         sm_percent=percent,
+        whole_experts=model.model.experts is not None and model.model.experts.spread == "whole" and len(gpus) > 1,
     )
 
 
@@ -198,16 +200,20 @@ def _known_weights(described: Scenario, models: str, weights: Mapping[str, str])
             raise ValueError(f"--weights {name}: unknown model; {nearest(name, ids)}")
     for model in described.models:
         if model.precision.name not in precisions:
+            known = ", ".join(precisions)
             raise ValueError(
-                f"model {model.id}: vLLM has no {model.precision.name}; take one of {', '.join(precisions)}"
+                f"model {model.id}: no arguments of vLLM are known for {model.precision.name}; take one of {known}"
             )
     return {
-        model.id: weights.get(
-            model.id,
-            f"{models.rstrip('/')}/{model.model.name}{precisions[model.precision.name].get('ending', '')}",
-        )
+        model.id: weights.get(model.id, f"{models.rstrip('/')}/{model.model.name}{_ending(model, precisions)}")
         for model in described.models
     }
+
+
+def _ending(model: ServedModel, precisions: Mapping[str, Mapping[str, str]]) -> str:
+    """How its checkpoint folder ends; the published one has the plain name."""
+    published = model.precision.name == model.model.checkpoint
+    return "" if published else precisions[model.precision.name].get("ending", "")
 
 
 def _devices(gpus: Sequence[Gpu]) -> Iterator[Device]:

@@ -24,7 +24,9 @@ def arguments(engine: Deployed) -> list[str]:
         "--gpu-memory-utilization": engine.memory_share,
         "--kv-cache-memory-bytes": engine.kv_bytes,
     }
-    flags = [*facts()["vllm"]["precisions"][engine.precision.name]["arguments"], *(["--enforce-eager"] * engine.eager)]
+    known = facts()["vllm"]
+    flags = [*known["precisions"][engine.precision.name]["arguments"], *(["--enforce-eager"] * engine.eager)]
+    flags += known["whole_experts"] if engine.whole_experts else []
     return [engine.weights, *(str(part) for option in options.items() for part in option), *flags]
 
 

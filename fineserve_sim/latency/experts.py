@@ -31,6 +31,7 @@ FORMAT_BITS: Mapping[str, float] = {
     "fp8": 8.0,
     "int4_wo": 4.5,
     "w4a16_mxfp4": 4.25,
+    "w4a16_mxfp4_triton": 4.25,
     "nvfp4": 4.5,
 }
 """Bits of a weight by the tables' formats."""
@@ -40,6 +41,7 @@ FORMAT_PRECISION: Mapping[str, str] = {
     "fp8": "W8A8-block",
     "int4_wo": "W4A16-experts",
     "w4a16_mxfp4": "W4A16-MXFP4",
+    "w4a16_mxfp4_triton": "W4A16-MXFP4-Triton",
     "nvfp4": "W4A4-NVFP4",
 }
 """The precision whose roofline a format has."""
@@ -49,6 +51,10 @@ ALIGNED_KERNELS = 8
 """Quantise, count, permute, product, activation with quantisation, product, gather and reduce, routing."""
 LEAST_ALIGNED_OUTPUTS = 512
 """vLLM takes DeepGEMM where an expert's first product is wider (``_valid_deep_gemm``)."""
+
+
+FAR = 100.0
+"""A distance that only what has no other neighbour goes."""
 
 
 def touched(local: Floats | float, count: Floats | float, active: Floats | float, tokens: Floats) -> Floats:
@@ -81,17 +87,18 @@ def aligned(work: ExpertWork, kernel: GemmKernel, rows_each: int, tokens: Floats
     return Cost(seconds, compute_s, memory_s, np.full(tokens.shape, rate_code(kernel.flops_per_s)))
 
 
-def formats(format_: PrecisionSpec) -> tuple[str, ...]:
-    """The tables' formats that stand for a precision, the nearest first."""
+def formats(format_: PrecisionSpec) -> tuple[tuple[str, ...], ...]:
+    """The tables' formats that stand for a precision: groups of one kind of kernel, the nearest first, its own at the start."""
+    if format_.name == FORMAT_PRECISION["w4a16_mxfp4_triton"]:
+        return ("w4a16_mxfp4_triton",), ("int4_wo",), ("bfloat16",)
     if format_.name == FORMAT_PRECISION["w4a16_mxfp4"]:
-        return "w4a16_mxfp4", "int4_wo", "bfloat16"
-    bits = format_.weight_bits, format_.activation_bits
+        return ("w4a16_mxfp4", "int4_wo"), ("bfloat16",)
     known = {
-        (4, 16): ("int4_wo", "bfloat16"),
-        (8, 8): ("fp8_block", "fp8", "bfloat16"),
-        (4, 4): ("nvfp4", "int4_wo", "bfloat16"),
+        (4, 16): (("int4_wo", "w4a16_mxfp4"), ("bfloat16",)),
+        (8, 8): (("fp8_block",), ("fp8",), ("bfloat16",)),
+        (4, 4): (("nvfp4",), ("int4_wo",), ("bfloat16",)),
     }
-    return known.get(bits, ("bfloat16",))
+    return known.get((format_.weight_bits, format_.activation_bits), (("bfloat16",),))
 
 
 class TabledExperts(NamedTuple):
@@ -111,11 +118,14 @@ class ExpertTables:
 
     def find(self, work: ExpertWork, format_: PrecisionSpec, gpu: GpuSpec) -> TabledExperts | None:
         """The seconds of experts on ``gpu``; None without any table."""
-        name = next((name for name in formats(format_) if f"experts/{name}" in self.tables.grids), None)
-        if name is None:
+        grids = self.tables.grids
+        groups = [[name for name in group if f"experts/{name}" in grids] for group in formats(format_)]
+        group = next((group for group in groups if group), None)
+        if group is None:
             return None
-        grid = self.tables.grids[f"experts/{name}"]
-        place, distance = _nearest(grid, work)
+        nearest = {name: _nearest(grids[f"experts/{name}"], work) for name in group}
+        name = min(group, key=lambda name: nearest[name][1])
+        (place, distance), grid = nearest[name], grids[f"experts/{name}"]
         measured = ~np.isnan(grid.latency_s[place])
         tokens = grid.axes["tokens"][measured].astype(np.float64)
         seconds = np.exp(isotonic(np.log(grid.latency_s[place][measured])))
@@ -123,7 +133,7 @@ class ExpertTables:
             _work(grid.axes["shape"][place], work), precision(FORMAT_PRECISION[name]), self.reference, tokens
         )
         ours = self._ideal_s(work, format_, gpu, tokens)
-        same = distance == 0 and gpu == self.reference and name == formats(format_)[0]
+        same = distance == 0 and gpu == self.reference and name == formats(format_)[0][0]
         return TabledExperts(Line(tokens, seconds if same else seconds * ours / theirs), same, f"experts/{name}")
 
     @staticmethod
@@ -140,11 +150,15 @@ def _work(shape: Ints, like: ExpertWork) -> ExpertWork:
 
 
 def _nearest(grid: Grid, work: ExpertWork) -> tuple[int, float]:
-    """The measured shape nearest in the logarithms of what a GPU holds and does, and how far it is."""
+    """The measured shape nearest in the logarithms of what a GPU holds and does, and how far it is.
+
+    Whole experts are measured on the GPU that gets most tokens; such rows stand for whole experts alone.
+    """
     count, active, hidden, width, split, spread = grid.axes["shape"].astype(np.float64).T
     there = np.array([count / spread, active / spread, count, hidden, width / split])
     mine = np.array([work.local, work.active / work.spread, work.experts, work.hidden, work.width], dtype=np.float64)
     distances = np.abs(np.log(there) - np.log(mine)[:, None]).sum(axis=0)
     distances += 1e-9 * (split != work.split)  # the same work, split otherwise
+    distances += FAR * ((spread > 1) != (work.spread > 1))
     place = int(distances.argmin())
     return place, 0.0 if distances[place] < 1e-6 else float(distances[place])

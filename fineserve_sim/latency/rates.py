@@ -111,6 +111,15 @@ def _weight_only(kernel: GemmKernel) -> GemmKernel:
     return GemmKernel(**rates)
 
 
+def _expert_peaks(
+    precision: PrecisionSpec, peaks: tuple[float, float], gpu_spec: GpuSpec, reference: GpuSpec
+) -> tuple[float, float]:
+    """The peaks of the experts' kernel on both GPUs: Marlin's, for 4-bit weights in 16-bit products, are those of mma.sync."""
+    if (precision.weight_bits, precision.activation_bits) != (4, 16) or precision.name.endswith("Triton"):
+        return peaks
+    return gpu_spec.mma_part * peaks[0], reference.mma_part * peaks[1]
+
+
 def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool = False) -> Rates:
     """Kernel rates of ``gpu_spec`` for one precision and TP degree, of a model with ``experts`` or without.
 
@@ -149,5 +158,7 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool 
         activation=target.stream(small.activation),
         embedding=target.stream(small.embedding),
         all_reduce=target.stream(table.all_reduce[tp], link=True) if tp > 1 else None,
-        experts=target.gemm(table.experts[precision.name], *peaks) if experts else None,
+        experts=target.gemm(table.experts[precision.name], *_expert_peaks(precision, peaks, gpu_spec, reference))
+        if experts
+        else None,
     )

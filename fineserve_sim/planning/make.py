@@ -7,6 +7,7 @@ papers, all of them on the same GPUs.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -51,10 +52,11 @@ STARTS = ("balanced", "fineserve", "prism", "muxserve++", "s-partition", "static
 
 @dataclass(frozen=True, slots=True)
 class ModelWish:
-    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees."""
+    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees. ``model``: as in a
+    file, a name of the catalog or a mapping with its config.json."""
 
     id: str
-    model: str
+    model: str | Mapping[str, Any]
     options: tuple[tuple[str, int], ...]
 
 
@@ -96,13 +98,14 @@ def rules_of(
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``spread``: requests are
-    dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted."""
+    dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted. ``kept``: keys of a file that
+    the plan has, too (``folder``, ``engine``, ``runtime``)."""
 
     trace: Path
     models: tuple[ModelWish, ...]
     gpus: int
     ttft_slo_s: float
-    gpu: str = "h100-sxm"
+    gpu: str | Mapping[str, Any] = "h100-sxm"
     tpot_slo_s: float | None = None
     e2e_slo_s: float | None = None
     rate_scale: float = 1.0
@@ -111,6 +114,7 @@ class Wish:
     margin: float | None = None
     requests: int | None = None
     rules: Rules = field(default_factory=Rules)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def experiment(self, systems: Sequence[Any], **changed: Any) -> Experiment:
         """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
@@ -129,9 +133,17 @@ class Wish:
             e2e_slo_s=self.e2e_slo_s,
             rate_scale=self.rate_scale * self.load,
             requests=self.requests,
-            margin=self.margin,
+            overrides=[(key, json.dumps(value)) for key, value in self.settings.items() if key != "runtime"],
             **changed,
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is kept of a file, with the margin in the settings of engines."""
+        slower = (
+            {} if self.margin is None else {"engine": {**self.kept.get("engine", {}), "step_time_factor": self.margin}}
+        )
+        return dict(self.kept) | slower
 
 
 def problem_of(wish: Wish) -> Problem:
@@ -298,7 +310,6 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         "fineserve": 1,
         "title": f"A plan for {wish.trace.name}",
         "cluster": {"gpu": wish.gpu, "count": wish.gpus},
-        **({} if wish.margin is None else {"engine": {"step_time_factor": wish.margin}}),
         "models": model_entries(models, spread=wish.spread),
         "workload": workload,
         "slo": {name: limit_s for name, limit_s in limits.items() if limit_s is not None},
@@ -307,7 +318,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         ],
         "seeds": 1,
         "sweeps": [{"name": "run", "at": {"rate_scale": wish.rate_scale}, "systems": ["plan"]}],
-    }
+    } | wish.settings
 
 
 @dataclass(frozen=True, slots=True)

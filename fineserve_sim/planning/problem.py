@@ -183,6 +183,8 @@ class Problem:
 def impossible(problem: Problem) -> str | None:
     """Why no layout can give every model a GPU, in one line; None where nothing simple forbids it."""
     slots = slots_of(problem.scenario)
+    if len({slot.kind for slot in slots}) > 1:
+        return "a plan is searched on GPUs of one kind; these are of several"
     least = [min(demands, key=lambda demand: demand.tp * demand.engine_bytes) for demands in problem.demands]
     for served, demands in zip(problem.models, problem.demands, strict=True):
         if not any(demand.engine_bytes <= slots[0].memory_bytes for demand in demands):

@@ -17,4 +17,6 @@ def answer(found: Found) -> str:
         f"as {found.best_system} places the models"
         for row in found.judged
     ]
-    return "\n".join([f"On {found.wish.gpus} {found.wish.gpu}: {homes}.", *kept])
+    gpu = found.wish.gpu
+    name = gpu if isinstance(gpu, str) else gpu.get("name", "GPU")
+    return "\n".join([f"On {found.wish.gpus} {name}: {homes}.", *kept])

@@ -158,14 +158,14 @@ def load_file(
         document.set(key, parse_value(text, place), place)
     for key, value, place in changes:
         document.set(key, value, place)
-    folder = path.resolve().parent
     if "runtime" not in document.data:
         raise document.error(
             ("runtime",), "missing; fineserve-run needs to know where the models are (docs/runtime.md)"
         )
     section = _section(document)
     plain = Document({key: value for key, value in document.data.items() if key != "runtime"}, document.places)
-    file = RuntimeFile(document, section, build(plain, path.stem, folder), folder)
+    experiment = build(plain, path.stem, path.resolve().parent)
+    file = RuntimeFile(document, section, experiment, experiment.setup.folder)
     _check(file, serving)
     return file
 

@@ -110,6 +110,17 @@ def test_an_engine_without_graphs_is_eager_and_awq_has_a_checkpoint_of_its_own(e
     assert "--enforce-eager" in vllm.arguments(first) and first.weights == "/models/llama-3.1-8b-awq"
 
 
+def test_a_mixture_of_experts_has_its_published_checkpoint_and_whole_experts_their_flag(engines: Any) -> None:
+    mixture = "{id: big, model: qwen3-30b-a3b, precision: fp16, tp: 2, experts: whole, rate_per_s: 1}"
+    published = "{id: code, model: gpt-oss-20b, precision: checkpoint, rate_per_s: 1}"
+    made = engines(
+        (BIG, f"  - {mixture}\n"), ("{id: code, model: qwen2.5-14b, precision: fp16, rate_per_s: 1}", published)
+    )
+    lines = {engine.model: vllm.arguments(engine) for engine in made}
+    assert lines["code"][0].endswith("/gpt-oss-20b") and "--quantization" not in lines["code"]
+    assert [name for name, line in lines.items() if "--enable-expert-parallel" in line] == ["big"]
+
+
 def test_weights_are_where_they_are_said_to_be(engines: Any) -> None:
     found = engines(models="/data/", weights={"code": "Qwen/Qwen2.5-14B-Instruct"})
     assert [each.weights for each in found] == [
@@ -300,7 +311,11 @@ KINDS = (
             "vllm",
             "GPU 0: processes cannot share it as fluid; set cluster.sharing to time_slice or mps",
         ),
-        ((("precision: fp8", "precision: qoq"),), "vllm", "model Chat: vLLM has no W4A8KV4; take one of W16A16"),
+        (
+            (("precision: fp8", "precision: qoq"),),
+            "vllm",
+            "model Chat: no arguments of vLLM are known for W4A8KV4; take one",
+        ),
         ((("base: fineserve", "base: prism"),), "vllm", "system plan: its residency changes engines as they run"),
         ((KINDS,), "kai", "engines stand on h100-sxm and a100-80gb, and manifests ask for any GPU"),
         ((DERIVED,), "vllm", "slo.ttft: these limits come from simulated runs"),

@@ -62,11 +62,11 @@ def test_a_decode_of_one_reads_its_active_experts_by_hand() -> None:
 
 def test_a_measured_shape_takes_its_measured_seconds() -> None:
     tables = shipped_layers("h200-sxm")
-    grid = tables.grids["experts/w4a16_mxfp4"]
+    grid = tables.grids["experts/w4a16_mxfp4_triton"]
     place = grid.axes["shape"].tolist().index([128, 4, 2880, 2880, 1, 1])
     work = expert_work(model("gpt-oss-120b"), 1)
     assert work is not None
-    found = ExpertTables(tables, H200).find(work, precision("mxfp4"), H200)
+    found = ExpertTables(tables, H200).find(work, precision("mxfp4-triton"), H200)
     assert found is not None and found.exact
     assert found.line.at(grid.axes["tokens"].astype(float)) == pytest.approx(grid.latency_s[place], rel=0.02)
 
@@ -75,11 +75,11 @@ def test_other_shapes_formats_and_gpus_stand_in_and_say_so() -> None:
     tables = ExpertTables(shipped_layers("h100-sxm"), H100)
     glm, oss = expert_work(model("glm-4.5"), 8), expert_work(model("gpt-oss-120b"), 1)
     assert glm is not None and oss is not None
-    shape, format_ = tables.find(glm, precision("fp8-block"), H100), tables.find(oss, precision("mxfp4-marlin"), H100)
-    other = tables.find(oss, precision("mxfp4"), gpu("h100-pcie"))
+    shape, format_ = tables.find(glm, precision("fp8-block"), H100), tables.find(oss, precision("mxfp4"), H100)
+    other = tables.find(oss, precision("mxfp4-triton"), gpu("h100-pcie"))
     assert shape and format_ and other and not (shape.exact or format_.exact or other.exact)
     assert format_.table == "experts/int4_wo"
-    mine = tables.find(oss, precision("mxfp4"), H100)
+    mine = tables.find(oss, precision("mxfp4-triton"), H100)
     assert mine is not None and (other.line.seconds >= mine.line.seconds).all()  # a slower memory, and slower cores
 
 

@@ -68,6 +68,17 @@ def test_least_loaded_compares_demand_with_capacity() -> None:
     assert chosen(dispatcher("least_loaded", queued="head"), queues) == 0
 
 
+def test_by_instance_a_pair_that_has_just_dropped_draws_no_more_than_its_share() -> None:
+    """Two instances at 95 % of 100 blocks drop and have 266 together: 71 % of their memory, and 95 blocks each as before."""
+    pair = view(1, used=190, instances=(1, 2), capacity_blocks=266)
+    assert chosen(dispatcher("least_loaded", per="capacity"), [view(0, used=90), pair]) == 1
+    assert chosen(dispatcher("least_loaded", per="instance"), [view(0, used=90), pair]) == 0
+    assert chosen(dispatcher("least_loaded", per="instance"), [view(0, used=96), pair]) == 1
+    queued = view(1, used=170, queued=30, instances=(1, 2), capacity_blocks=266)
+    assert chosen(dispatcher("least_loaded", queued="all", per="instance"), [view(0, used=90), queued]) == 0
+    assert chosen(dispatcher("least_loaded", queued="head", per="instance"), [view(0, used=90), queued]) == 1
+
+
 def test_least_queued_looks_at_the_prefills_that_wait_if_there_is_room() -> None:
     pair = view(1, used=100, queued=30, instances=(1, 2), capacity_blocks=266)
     assert chosen(dispatcher("least_queued"), [view(0, used=10, queued=20), pair]) == 1

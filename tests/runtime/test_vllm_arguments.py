@@ -22,7 +22,7 @@ pytestmark = [
 TEXT = """\
 fineserve: 1
 title: Every precision that vLLM has, with graphs and without
-cluster: {gpu: h100-sxm, count: 6}
+cluster: {gpu: h100-sxm, count: 12}
 engine: {deployment: DEPLOYMENT}
 models:
   - {id: a, model: llama-3.1-8b, precision: W16A16, rate_per_s: 1}
@@ -34,6 +34,15 @@ workload: {lengths: {prompt_tokens: 512, output_tokens: 64}, requests: 80}
 slo: {ttft_s: 1}
 systems: [dedicated]
 """
+
+
+NEWER = """\
+  - {id: f, model: qwen3-30b-a3b, precision: W8A8-block, tp: 2, experts: whole, rate_per_s: 1}
+  - {id: g, model: qwen3-30b-a3b, precision: W4A16-experts, rate_per_s: 1}
+  - {id: h, model: gpt-oss-20b, precision: W4A16-MXFP4, rate_per_s: 1}
+  - {id: i, model: llama-3.1-8b, precision: W4A4-NVFP4, rate_per_s: 1}
+"""
+"""Whose steps are known with CUDA graphs alone."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +58,11 @@ def test_vllm_reads_what_was_meant(parser: Any, tmp_path: Path, deployment: str)
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 
     path = tmp_path / "every.yaml"
-    path.write_text(TEXT.replace("DEPLOYMENT", deployment), encoding="utf-8")
+    eager = deployment == "vllm-v1-eager"
+    newer = "workload:" if eager else f"{NEWER}workload:"
+    path.write_text(TEXT.replace("DEPLOYMENT", deployment).replace("workload:", newer), encoding="utf-8")
     engines = engines_of(load_experiment(path))
-    assert {each.precision.name for each in engines} == set(facts()["vllm"]["precisions"])
+    assert eager or {each.precision.name for each in engines} == set(facts()["vllm"]["precisions"])
     for engine in engines:
         read = parser.parse_args(arguments(engine))
         validate_parsed_serve_args(read)
@@ -60,7 +71,8 @@ def test_vllm_reads_what_was_meant(parser: Any, tmp_path: Path, deployment: str)
         assert (read.gpu_memory_utilization, read.kv_cache_memory_bytes) == (engine.memory_share, engine.kv_bytes)
         assert (read.max_num_seqs, read.max_num_batched_tokens) == (256, 2048)
         assert read.block_size == engine.settings.block_tokens
-        assert read.enforce_eager == (deployment == "vllm-v1-eager")
+        assert read.enable_expert_parallel == (engine.model == "f")
+        assert read.enforce_eager == eager
         assert (read.quantization, read.kv_cache_dtype) == {
             "W8A8KV8": ("fp8", "fp8"),
             "W8A8": ("fp8", "auto"),

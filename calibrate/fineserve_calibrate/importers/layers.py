@@ -87,6 +87,8 @@ def _experts(reader: _Reader, spec: GpuSpec) -> dict[str, Grid]:
     if frame.empty:
         raise TableError(f"no moe_perf.parquet for {spec.name}")
     frame = frame[(frame["distribution"] == ROUTING) & frame["moe_dtype"].isin(FORMAT_BITS)].copy()
+    triton = (frame["moe_dtype"] == "w4a16_mxfp4") & frame["kernel_source"].str.contains("triton")
+    frame.loc[triton, "moe_dtype"] = "w4a16_mxfp4_triton"
     grids = {}
     for dtype, rows in frame.groupby("moe_dtype"):
         count, active, hidden, width, split, spread = (rows[name].to_numpy(np.float64) for name in _SHAPE)

@@ -56,7 +56,7 @@ class Observation(NamedTuple):
 def observations(
     predictions: Iterable[Predicted], make_step: StepFactory, tables: Literal["measured", "scaled"]
 ) -> Iterator[Observation]:
-    """The rows of predicted sets. Of single requests a run is one row, its means: what is asked of a simulation are many."""
+    """The rows of predicted sets. A run of single requests is one row, its means: what is asked of a simulation are many."""
     for predicted in predictions:
         case = predicted.case
         alone_s = _alone_s(case, make_step)
@@ -149,7 +149,7 @@ def left_out(rows: Sequence[Observation]) -> list[Inside]:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Of one kind of step times, layers and moment (``any``: all): rows, sets, the share inside their bands, the median
+    """What bands do for one kind of step times, layers and moment (``any``: all): rows, sets, the share inside, the median
     half-width and the median error."""
 
     tables: str

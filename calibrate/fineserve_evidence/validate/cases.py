@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fineserve_evidence.validate.front_end import FrontEnd
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 
 Floats = NDArray[np.float64]
@@ -36,9 +37,9 @@ class Serving:
     """One engine setting.
 
     ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``front_end_s`` is the time a request
-    spends before the engine sees it. ``steps_ahead`` counts the steps that are scheduled already when a request comes; the
-    request waits for them beside the running one. ``mean_tokens`` is the length of a sequence midway through its output, which
-    counts where KV grows unevenly; 0: not known.
+    spends before the engine sees it; in a closed loop it also queues at the ``front_end``. ``steps_ahead`` counts the steps
+    that are scheduled already when a request comes. The request waits for them beside the running one. ``mean_tokens`` is the
+    length of a sequence midway through its output, which counts where KV grows unevenly; 0: not known.
     """
 
     model: ModelSpec
@@ -51,6 +52,7 @@ class Serving:
     memory_utilization: float = 0.9
     front_end_s: float = 0.0
     batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
+    front_end: FrontEnd | None = None
     steps_ahead: int = 0
     mean_tokens: int = 0
 

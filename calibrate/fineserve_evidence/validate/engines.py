@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fineserve_evidence.validate.cases import Floats, Ints
+from fineserve_evidence.validate.front_end import Desk, FrontEnd
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
 from fineserve_sim.cluster.engine.seating import seated
@@ -81,7 +82,7 @@ class EngineRun:
 
     With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace, and
     ``sm_share`` the part of the SMs that each may take. With ``prefixes``, one a request, engines have pools of their own that
-    cache them.
+    cache them. A ``front_end`` stands before one engine in a closed loop; times are then those of the clients.
     """
 
     def __init__(
@@ -94,13 +95,18 @@ class EngineRun:
         sharing: str = "fluid",
         sm_share: float = 1.0,
         prefixes: Sequence[Prefix] = (),
+        front_end: FrontEnd | None = None,
     ) -> None:
         n = len(requests.prompt_tokens)
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
+        self._front_end = front_end
         self._clock, self._ended = Clock(), WholeTrace(n)
         memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
-        self._cluster = _connect(instances, settings, self._clock, memory, law, sm_share, caches=caches)
+        merging = front_end is None  # which must see the tokens of each step
+        self._cluster = _connect(
+            instances, settings, self._clock, memory, law, sm_share, caches=caches, merging=merging
+        )
         self._outcomes = self._cluster.outcomes
         self._prefixes = prefixes
 
@@ -116,6 +122,8 @@ class EngineRun:
     def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
         """Run with the first ``clients`` requests of each model ``start_gap_s`` one after another. Each later one comes when
         one of its model ends."""
+        if self._front_end is not None:
+            return self._through(Desk(self._front_end), clients, start_gap_s)
         model, left = self._requests.model, {}
         for each in np.unique(model).tolist():
             rows = np.flatnonzero(model == each).tolist()
@@ -132,6 +140,36 @@ class EngineRun:
         while self._outcomes.open:
             self._clock.step()
         return self._times()
+
+    def _through(self, desk: Desk, clients: int, start_gap_s: float) -> Times:
+        """As ``closed_loop``, with requests and tokens that pass the front end."""
+        total, prompts = len(self._arrival_s), self._requests.prompt_tokens.tolist()
+        sent_s = np.full(total, np.nan)
+        (engine,) = self._cluster.engines.values()
+        (lane,) = engine.lanes
+        sent = 0
+
+        def send(requests: int, now: float) -> None:
+            nonlocal sent
+            for index in range(sent, min(sent + requests, total)):
+                sent_s[index] = now
+                self._clock.at(max(desk.take(now, prompts[index]), self._clock.now), ARRIVAL, self._arrival(index))
+                sent += 1
+
+        for client in range(min(clients, total)):
+            send(1, client * start_gap_s)
+        self._outcomes.begin(total, self._ended)
+        open_requests = total
+        while self._outcomes.open:
+            tokens = engine.batch_of(lane)[-1] if lane.launched else 0
+            iterations = engine.iterations
+            self._clock.step()
+            if engine.iterations > iterations:
+                seen_s = desk.hand_out(self._clock.now, tokens)
+                send(open_requests - self._outcomes.open, seen_s)
+                open_requests = self._outcomes.open
+        times = self._times()
+        return Times(sent_s, desk.seen(times.first_token_s), desk.seen(times.finish_s))
 
     def _arrival(self, index: int) -> Callable[[float], None]:
         def arrive(now: float) -> None:
@@ -157,6 +195,7 @@ def _connect(
     sm_share: float,
     *,
     caches: bool,
+    merging: bool,
 ) -> Cluster:
     contention = Contention({instance.gpu: law for instance in instances})
     for index, instance in enumerate(instances):
@@ -174,7 +213,7 @@ def _connect(
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
     scopes = [Scope((index,)) for index in range(len(instances))]
     contexts = {str(instance.model): instance.step.model.max_context_tokens for instance in instances}
-    cluster = Cluster(clock, Controller(routes), contention, contexts)
+    cluster = Cluster(clock, Controller(routes), contention, contexts, merging=merging)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
     seats = [
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)

@@ -47,7 +47,7 @@ def _case(row: dict[Any, Any], path: Path) -> Case:
         raise UnsupportedRow("speculative decoding")
     clients = int(found[1])
     served, host = model("gpt-oss-120b"), deployment("vllm-cudagraph")
-    engine = (served, precision("mxfp4-marlin"), 1, gpu("h200-sxm"), host, 8192, SLOTS)
+    engine = (served, precision("mxfp4"), 1, gpu("h200-sxm"), host, 8192, SLOTS)
     serving = Serving(*engine, front_end_s=FRONT_END_S, mean_tokens=int(0.9 * (PROMPT + OUTPUT / 2)))
     load = ClosedLoop(clients, ROUNDS * clients, PROMPT, OUTPUT, SHORTEST)
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in ("mean_ttft_ms", "mean_tpot_ms"))

@@ -146,7 +146,8 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     ]
     requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
-    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
+    engines = [_instance(0, 0, step, serving)]
+    run = EngineRun(engines, requests, _settings(serving, running), front_end=serving.front_end)
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 

@@ -160,13 +160,14 @@ class Spans(Executor):
         engine.composition_changed = False
         alone_s = 0.0
         if new_pace or lane.chunks:
-            batch = engine.batch_of(lane)
+            # Compiled, a call with *batch is slow.
+            decodes, context, tokens, pairs, behind, sampled = engine.batch_of(lane)
             if new_pace:
-                need = self._step.demand(*batch)
+                need = self._step.demand(decodes, context, tokens, pairs, behind, sampled)
                 alone_s = need.step_s
                 host.set_demand(engine, now, need)
             else:
-                alone_s = self._step.step_s(*batch)
+                alone_s = self._step.step_s(decodes, context, tokens, pairs, behind, sampled)
         self._settled = 0
         self.promised_blocks = 0
         if self.kv.timed:

@@ -19,7 +19,7 @@ def experiment_for_trace(
     systems: Sequence[str],
     models: Sequence[Mapping[str, Any]],
     *,
-    gpu: str = "h100-sxm",
+    gpu: str | Mapping[str, Any] = "h100-sxm",
     count: int = 1,
     ttft_slo_s: float | None = None,
     tpot_slo_s: float | None = None,

@@ -16,6 +16,7 @@ from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.experiment.file.sources import lengths_key, model_rows, processes_of, recorded, source_named
+from fineserve_sim.experiment.run.kinds import own_gpus
 from fineserve_sim.experiment.run.streams import stream
 
 _MEAN_SAMPLE = 200_000
@@ -63,7 +64,7 @@ def _closed_per_s(setup: Setup, model: ResolvedModel, clients: int) -> float:
     the other, with the time to think between them."""
     prompt, output = mean_lengths(setup, model.id)
     served = ServedModel(model.id, model.spec, model.precision, least_degree(setup, model), 0.0, inf, prompt, output)
-    points = operating_points(typical(served), setup.gpus[0].spec, setup.engine)
+    points = operating_points(typical(served), own_gpus(setup, served)[0].spec, setup.engine)
     batches, lasts_s = [point.batch for point in points], [point.batch / point.throughput_per_s for point in points]
     at_once = min(clients, batches[-1])
     batch_s = float(np.interp(at_once, batches, lasts_s)) * clients / at_once

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from fineserve_traces import Requests, totals
 
 from fineserve_sim.cluster import Clients, Gpu, Scenario, ServedModel
-from fineserve_sim.cluster.compose.memory import fixed_bytes, kinds_of, slots_on
-from fineserve_sim.cluster.compose.profiling import fastest
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.resolve import Overrides, Setup
 from fineserve_sim.experiment.run.degrees import at_degrees
+from fineserve_sim.experiment.run.kinds import own_gpus
 from fineserve_sim.experiment.run.rates import expected_rates, has_clients, mean_lengths
 from fineserve_sim.experiment.run.workload import (
     ISOLATED_GAP_S,
@@ -23,8 +22,6 @@ from fineserve_sim.experiment.run.workload import (
     clients_of,
     isolated_trace,
 )
-from fineserve_sim.policy.memory.ledger import MemoryLedger
-from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.systems.spec import ClairvoyantSpec, PinnedPlacementSpec
 
 SAMPLE_S = 1.0
@@ -105,21 +102,9 @@ def _clients(run: Run, trace: Requests) -> Clients | None:
 
 
 def _reference_gpus(run: Run, model: ServedModel) -> tuple[Gpu, ...]:
-    """What the one model of a reference run is on. Of several kinds of GPU it is the one on which an engine of the model serves
-    the most, of those that hold it: its limits are what the cluster can do for it, wherever its engines will be."""
-    gpus = run.setup.gpus
-    if len(kinds_of(gpus)) > 1 and not isinstance(run.setup.systems[run.system].placement, PinnedPlacementSpec):
-        engine = run.setup.engine
-        ledger = MemoryLedger.of(slots := slots_on(gpus, engine))
-        groups = [group for group in tp_groups(slots, model.tp) if ledger.has_room(group, fixed_bytes(model, engine))]
-        spec_of = {gpu.id: gpu.spec for gpu in gpus}
-        if groups:
-            kind = fastest(model, [spec_of[group[0]] for group in groups], engine)
-            first = next(group for group in groups if spec_of[group[0]] == kind)
-            # The first group leads: where the model is alone it has no GPUs but these.
-            gpus = tuple(
-                sorted((gpu for gpu in gpus if gpu.spec == kind), key=lambda gpu: (gpu.id not in first, gpu.id))
-            )
+    """What the one model of a reference run is on: where it is pinned the GPUs of the cluster, else those of its own kind."""
+    pinned = isinstance(run.setup.systems[run.system].placement, PinnedPlacementSpec)
+    gpus = run.setup.gpus if pinned else own_gpus(run.setup, model)
     return gpus[: model.tp] if run.alone else gpus
 
 

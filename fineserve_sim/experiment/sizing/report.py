@@ -56,8 +56,8 @@ def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Plain
 
 
 def reasons(answers: Sequence[Answer]) -> list[str]:
-    """A line for each reason of a none, with all systems and clusters that share it, for each model out of reach, and for each
-    class of step times whose error is told."""
+    """A line for each reason of a none, with all systems and clusters that share it. Lines for models out of reach and for the
+    errors of step times follow."""
     told: dict[str, list[str]] = {}
     several = len({answer.gpu for answer in answers}) > 1
     for answer in answers:

@@ -6,8 +6,9 @@ at the head of its queue. If its queue is empty, it takes the first group that w
 further requests of its model join it, without a limit on the batch.
 
 A worker estimates when each group is served: what is ahead of it at the throughput of each model, and a swap between
-models. When that breaks a deadline, the worker orders its groups by deadline and closes the group in service. Later
-requests of that model form a new group.
+models. When that breaks a deadline, the worker orders its groups by deadline. With ``service="closes"`` it also closes the
+group in service: later requests of that model form a new group. QLM's text reorders groups and closes none; ``goes_on`` is
+that, and a group is served while its model has requests.
 
 A closed group first finishes the requests that its engine has. With ``running="requeue"`` (the later public version) the
 engine stops at once, and they start again elsewhere. By deadline they would often come back at once. So a group is then
@@ -42,7 +43,10 @@ class QlmSwapping:
         *,
         swap_s: float = 30.0,
         running: Literal["finish", "requeue"] = "finish",
+        service: Literal["closes", "goes_on"] = "closes",
     ) -> None:
+        if service not in ("closes", "goes_on"):
+            raise ValueError(f"service is {service!r}: use 'closes' or 'goes_on'")
         if running not in ("finish", "requeue"):
             raise ValueError(f"running is {running!r}: use 'finish' or 'requeue'")
         if swap_s < 0:
@@ -59,7 +63,7 @@ class QlmSwapping:
         self._queues: list[list[str]] = [[] for _ in self._workers]
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
         self._swap_s = swap_s
-        self._finishes = running == "finish"
+        self._finishes, self._may_close = running == "finish", service == "closes"
         self._random = Random(0)  # of the worker for a new group: "a random worker", the same in every run
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
@@ -79,7 +83,7 @@ class QlmSwapping:
             late = self._is_late(now, worker, here, groups)
             if late:
                 self._queues[worker].sort(key=lambda model: self._deadline_s(groups[model]))
-            suggestions += self._serve(now, worker, here, taken, closes=late)
+            suggestions += self._serve(now, worker, here, taken, closes=late and self._may_close)
         return suggestions
 
     def _sort_in(self, groups: Mapping[str, Pending]) -> None:

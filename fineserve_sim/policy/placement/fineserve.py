@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
@@ -198,12 +199,14 @@ class FineServePlacement:
         places: list[Place] = []
         hosts: defaultdict[str, set[int]] = defaultdict(set)  # by model, the GPUs that have a replica already
         carried: defaultdict[str, Fraction] = defaultdict(Fraction)  # by model, the part of its rate
-        full: set[str] = set()  # models whose last replica found no room: another one finds none
+        ended: set[str] = (
+            set()
+        )  # models whose rate is carried, or whose last replica found no room: another one finds none
         for model, replica in in_turn:
-            if model.id in full or carried[model.id] >= 1:
+            if model.id in ended:
                 continue
             if (best := self._best(model, wanted[model.id], candidates[model.tp], hosts[model.id])) is None:
-                full.add(model.id)
+                ended.add(model.id)
                 continue
             footprint, efficiency = wanted[model.id][best.kind]
             for gpu in best.members:
@@ -214,6 +217,8 @@ class FineServePlacement:
                 candidate.count()
             hosts[model.id].update(best.gpus)
             carried[model.id] += Fraction(1, footprint.replicas)
+            if carried[model.id] >= 1:
+                ended.add(model.id)
             places.append((model, replica, best.gpus, footprint))
         return places
 
@@ -226,23 +231,30 @@ class FineServePlacement:
     ) -> _Candidate | None:
         """The candidate with the highest score after taking in one replica, those on kinds that meet its SLO first; None if it
         fits nowhere."""
-        engine_bytes, by_mean = model.engine_bytes, self.score == "mean"
-        fitting: list[_Candidate] = []
+        engine_bytes, fitting = model.engine_bytes, {}
         for kind, of_kind in candidates.items():
             least_bytes = wanted[kind].footprint.footprint_bytes
-            fitting += [each for each in of_kind if each.left_bytes >= least_bytes and each.room_bytes >= engine_bytes]
+            fitting[kind] = [
+                each for each in of_kind if each.left_bytes >= least_bytes and each.room_bytes >= engine_bytes
+            ]
         if hosts and self.colocation != "allow":
-            apart = [each for each in fitting if hosts.isdisjoint(each.gpus)]
-            fitting = apart if apart or self.colocation == "forbid" else fitting
+            apart = {kind: [each for each in fits if hosts.isdisjoint(each.gpus)] for kind, fits in fitting.items()}
+            fitting = apart if any(apart.values()) or self.colocation == "forbid" else fitting
+        bests = [self._best_of_kind(fits, wanted[kind]) for kind, fits in fitting.items() if fits]
+        return min(bests, key=itemgetter(0))[1] if bests else None
 
-        def rank(candidate: _Candidate) -> tuple[bool, float, int, tuple[int, ...]]:
-            footprint, efficiency = wanted[candidate.kind]
+    def _best_of_kind(self, fitting: Sequence[_Candidate], wanted: Wanted) -> tuple[tuple[object, ...], _Candidate]:
+        """The candidate with the highest score, and its rank among those of other kinds."""
+        by_mean, (footprint, efficiency) = self.score == "mean", wanted
+        footprint_bytes = footprint.footprint_bytes
+
+        def rank(candidate: _Candidate) -> tuple[float, int, tuple[int, ...]]:
             mean = (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
             mu = mean if by_mean else max(candidate.efficiency_max, efficiency)
-            score = (candidate.left_bytes - footprint.footprint_bytes) * mu
-            return not footprint.feasible, -score, candidate.residents, candidate.gpus
+            return -(candidate.left_bytes - footprint_bytes) * mu, candidate.residents, candidate.gpus
 
-        return min(fitting, key=rank, default=None)
+        best = min(fitting, key=rank)
+        return (not footprint.feasible, *rank(best)), best
 
 
 @dataclass(slots=True)
