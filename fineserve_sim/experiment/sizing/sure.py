@@ -17,7 +17,7 @@ from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.results.step_times import own_tables
 from fineserve_sim.experiment.sizing.gpu_band import GpuBand
-from fineserve_sim.experiment.sizing.probe import Attained, Prober
+from fineserve_sim.experiment.sizing.probe import Attained, Prober, named
 from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
 
 FACTOR = "engine.step_time_factor"
@@ -68,7 +68,8 @@ def _engine(settings: EngineSettings) -> str:
 def _fewest(prober: Prober, system: str, factor: float, start: int, most: int) -> int | None:
     """The fewest GPUs with steps ``factor`` times as long, from ``start`` on down while they hold, or else up; None where none
     up to ``most`` do."""
-    there = replace(prober, overrides=[*prober.overrides, (FACTOR, str(factor))])
+    told = named(prober.told, f"steps x {factor:.2f}")
+    there = replace(prober, overrides=[*prober.overrides, (FACTOR, str(factor))], told=told)
 
     def holds(count: int) -> bool:
         return there.ask(system, GPUS.key, count).holds
