@@ -17,6 +17,7 @@ from fineserve_sim.experiment.sizing.mixes import Kind, size_mixed
 from fineserve_sim.experiment.sizing.probe import Prober
 from fineserve_sim.experiment.sizing.report import as_json, draw, headline, reasons
 from fineserve_sim.experiment.sizing.search import Answer, Axis, to_take
+from fineserve_sim.experiment.sizing.sure import with_bands
 from fineserve_sim.experiment.sizing.variants import Variant, size_all
 
 
@@ -53,12 +54,12 @@ def search(
     precision: float,
 ) -> Searched:
     """Search all variants and the mixes of two of the kinds ``mixed``; where none holds, other precisions and degrees of the
-    worst model. Errors as of ``size``."""
+    worst model. The cheapest on each type of GPU has its band. Errors as of ``size``."""
     found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
     degrees = list(dict.fromkeys(variant.tp for variant in tried))
     found += size_mixed(prober, found, mixed, degrees, most_gpus=most_gpus)
     found += size_changed(found, axis, most_gpus=most_gpus, precision=precision)
-    return _written(found, axis, prober, folder)
+    return _written(list(with_bands(found, axis, most_gpus)), axis, prober, folder)
 
 
 def _written(found: Found, axis: Axis, prober: Prober, folder: Path) -> Searched:
