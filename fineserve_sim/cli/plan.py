@@ -168,12 +168,18 @@ def _json(found: Found, path: Path) -> dict[str, Any]:
             for each, home in found.homes
         },
         "best_system": found.best_system,
-        "judged": {each.situation: {"plan": each.plan, "best_system": each.best_system} for each in found.judged},
+        "judged": {
+            each.situation: {"plan": each.plan, "best_system": each.best_system, "half_width": each.half_width}
+            for each in found.judged
+        },
+        "promised": found.promised,
     }
 
 
 def _print(found: Found, path: Path) -> None:
     from rich.table import Table
+
+    from fineserve_sim.planning.judge import warnings
 
     where = Table("GPU", "models", box=None)
     for gpu in range(found.wish.gpus):
@@ -184,10 +190,13 @@ def _print(found: Found, path: Path) -> None:
             if gpu in group
         ]
         where.add_row(str(gpu), ", ".join(here) or "-")
-    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", box=None)
+    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", "± (difference)", box=None)
     for row in found.judged:
-        kept.add_row(row.situation, f"{100 * row.plan:.1f} %", f"{100 * row.best_system:.1f} %")
+        shares = (f"{100 * share:.1f} %" for share in (row.plan, row.best_system, row.half_width))
+        kept.add_row(row.situation, *shares)
     console().print(where, kept)
+    for line in warnings(found.judged, found.promised):
+        typer.echo(line)
     for each, home in found.homes:
         if not home.groups:
             typer.echo(f"{each.id} has no GPU: none has room left")

@@ -20,16 +20,18 @@ from fineserve_traces import Trace
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec
-from fineserve_sim.cluster import Scenario, ScenarioError, simulate
+from fineserve_sim.cluster import ScenarioError, ServedModel, simulate
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import Experiment, experiment_for_trace
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
+from fineserve_sim.planning.judge import Judged, judged
 from fineserve_sim.planning.problem import Home, Layout, Limits, Option, Part, Problem, Rules, impossible
 from fineserve_sim.planning.reach import out_of_reach
 from fineserve_sim.planning.search import Best, Search, layout_of, packed
+from fineserve_sim.policy.interfaces import ModelDemand
 from fineserve_sim.systems import load_systems
 
 CHOSEN = 2 / 3
@@ -44,8 +46,11 @@ SECONDS = 60.0
 BASE = "fineserve"
 """The system whose scheduler, memory and sharing a plan has."""
 
-STARTS = ("balanced", "fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
-"""Systems whose placements a search starts from, and which the plan is compared with."""
+SYSTEMS = ("fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
+"""Systems of papers, with which a plan is compared."""
+
+STARTS = ("balanced", *SYSTEMS)
+"""Systems whose placements a search starts from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ def problem_of(wish: Wish) -> Problem:
     whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, 0, limits))
     trace = whole.whole_trace
     chosen = trace.take(np.arange(max(1, round(CHOSEN * len(trace)))))
+    whole = replace(whole, models=tuple(_as_seen(served, chosen) for served in whole.models))
     faster = replace(chosen, arrival_s=chosen.arrival_s / FASTER)
     options = tuple(
         tuple(_option(model.id, resolved.spec, precision, tp) for precision, tp in model.options)
@@ -133,6 +139,12 @@ def problem_of(wish: Wish) -> Problem:
     if why := impossible(problem):
         raise ValueError(f"no plan: {why}")
     return problem
+
+
+def _as_seen(served: ServedModel, trace: Trace) -> ServedModel:
+    """A model with the rate that the trace has of it: nothing is known of later requests."""
+    requests = max(1, int(np.count_nonzero(trace.model == trace.models.index(served.id))))
+    return replace(served, rate_per_s=requests / max(1e-9, float(trace.arrival_s[-1])))
 
 
 def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
@@ -156,12 +168,21 @@ def starts(problem: Problem) -> dict[str, Layout]:
 
 
 def most_on_time(problem: Problem) -> int:
-    """How many requests of the first part can be on time at all, by the clairvoyant bound."""
-    clairvoyant: Scenario = replace(problem.scenario, system=load_systems()["clairvoyant"])
-    result = simulate(clairvoyant)
+    """How many requests of the first part can be on time at all, by the clairvoyant bound, each model in its fastest option."""
+    models = tuple(problem.served(model, _fastest(demands)) for model, demands in enumerate(problem.demands))
     arrived = problem.parts[0].trace
+    result = simulate(replace(problem.scenario, models=models, trace=arrived, system=load_systems()["clairvoyant"]))
     limits_s = np.array([problem.limits.ttft_s[problem.number_of[name]] for name in arrived.models])[arrived.model]
     return int(np.count_nonzero(result.first_token_s - arrived.arrival_s <= limits_s))
+
+
+def _fastest(demands: Sequence[ModelDemand]) -> int:
+    """The option that computes most prompts a second on each of its GPUs."""
+
+    def gpu_s(option: int) -> float:
+        return min(point.ttft_s / point.batch for point in demands[option].profile) * demands[option].tp
+
+    return min(range(len(demands)), key=gpu_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,39 +304,15 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The share of requests on time in one situation that the search never saw: with the plan, and with the placement of the
-    best system. That system is chosen by the same requests as the plan."""
-
-    situation: str
-    plan: float
-    best_system: float
-
-
-def judged(wish: Wish, problem: Problem, layout: Layout) -> tuple[str, list[Judged]]:
-    """The system whose placement is best on the requests of the search, and how both do on the rest: as it came, a fifth faster
-    and slower, and (where requests are dealt out) dealt anew."""
+def best_system(problem: Problem) -> tuple[str, Layout]:
+    """The system whose placement is best on the requests of the search, and that placement."""
     by_system, simulated = starts(problem), Simulated(problem)
-    best_system = min(by_system, key=lambda name: simulated.loss(by_system[name]))
-    rest = _rest(wish, 0)
-    situations = {
-        "unseen requests": rest,
-        "20 % faster": replace(rest, arrival_s=rest.arrival_s / 1.2),
-        "20 % slower": replace(rest, arrival_s=rest.arrival_s * 1.2),
-    }
-    if wish.spread:
-        situations["dealt out anew"] = _rest(wish, 1)
-    found = []
-    for name, trace in situations.items():
-        own = Simulated(replace(problem, scenario=replace(problem.scenario, trace=trace), parts=(Part(trace),)))
-        kept = [1 - own.loss(each) / len(trace) for each in (layout, by_system[best_system])]
-        found.append(Judged(name, *kept))
-    return best_system, found
+    name = min((name for name in by_system if name in SYSTEMS), key=lambda name: simulated.loss(by_system[name]))
+    return name, by_system[name]
 
 
-def _rest(wish: Wish, seed: int) -> Trace:
-    """The requests that the search does not see."""
+def unseen(wish: Wish, seed: int = 0) -> Trace:
+    """The requests that the search does not see. ``seed``: of how they are dealt out to the models."""
     experiment = wish.experiment([BASE])
     (point,) = experiment.points
     setup = experiment.setup_of(point)
@@ -330,10 +327,12 @@ def _rest(wish: Wish, seed: int) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan: the wish with the GPUs that it takes, its layout, and how it does beside the best system on unseen requests."""
+    """A plan: the wish with the GPUs that it takes, its layout, and how it does beside the best system on unseen requests.
+    ``promised``: the share that it keeps of the requests by which it is chosen, by their weights."""
 
     wish: Wish
     best: Best
+    promised: float
     best_system: str
     judged: tuple[Judged, ...]
 
@@ -361,5 +360,6 @@ def found(
     else:
         wish, best = fewest(wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
         problem = problem_of(wish)
-    system, rows = judged(wish, problem, best.layout)
-    return Found(wish, best, system, tuple(rows))
+    system, layout = best_system(problem)
+    rows = judged(problem, unseen(wish), unseen(wish, 1) if wish.spread else None, best.layout, layout)
+    return Found(wish, best, 1 - best.loss / problem.worth, system, tuple(rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 from itertools import product
@@ -18,7 +17,7 @@ from fineserve_sim.cluster import Fate, simulate
 from fineserve_sim.experiment import load_experiment
 from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.planning.islands import Simulated, losses, places_of
-from fineserve_sim.planning.make import ModelWish, Wish, fewest, judged, plan_document, problem_of, search
+from fineserve_sim.planning.make import ModelWish, Wish, fewest, plan_document, problem_of, search
 from fineserve_sim.planning.problem import Home, Layout, Problem, Rules
 from fineserve_sim.planning.reach import out_of_reach
 from fineserve_sim.systems.spec import PinnedPlacementSpec
@@ -133,16 +132,6 @@ def test_the_document_of_a_plan_runs_and_keeps_what_was_promised(wish: Wish, pro
     assert {id: len(groups) for id, groups in placement.groups.items()} == {
         each.id: len(home.groups) for each, home in zip(MODELS, layout, strict=True) if home.groups
     }
-
-
-def test_plans_are_judged_by_requests_that_the_search_did_not_see(wish: Wish, problem: Problem) -> None:
-    best = search(problem, evaluations=40)
-    system, found = judged(wish, problem, best.layout)
-    assert system
-    assert [each.situation for each in found] == ["unseen requests", "20 % faster", "20 % slower", "dealt out anew"]
-    assert all(0 <= share <= 1 for each in found for share in (each.plan, each.best_system))
-    assert found[0].plan >= found[1].plan
-    assert not math.isnan(best.loss)
 
 
 def test_the_command_prints_a_plan_and_writes_what_run_takes(wish: Wish, tmp_path: Path) -> None:
