@@ -145,16 +145,15 @@ def result_of(situation: Situation, data: Path, folder: Path, evaluations: int) 
     began_s = time.process_time()
     best = make.search(problem, evaluations=evaluations)
     search_s = time.process_time() - began_s
-    systems = {name: (kept_by(problem, name, first), kept_by(problem, name, rest)) for name in (*PAPERS, "balanced")}
-    shares = {
-        name: (_percent(seen), _percent(unseen))
-        for name, (seen, unseen) in systems.items()
-        if seen is not None and unseen is not None
-    }
+    kept = {}
+    for name in (*PAPERS, "balanced"):
+        seen, later = kept_by(problem, name, first), kept_by(problem, name, rest)
+        if seen is not None and later is not None:
+            kept[name] = seen, later
+    shares = {name: (_percent(seen), _percent(later)) for name, (seen, later) in kept.items()}
     chosen = max((name for name in shares if name in PAPERS), key=lambda name: shares[name][0])
     hindsight = max((name for name in shares if name in PAPERS), key=lambda name: shares[name][1])
-    plan, theirs, ours = on_time(on(problem, rest), 0, best.layout), systems[chosen][1], systems["balanced"][1]
-    assert theirs is not None
+    plan, theirs = on_time(on(problem, rest), 0, best.layout), kept[chosen][1]
     return {
         "plan": _percent(plan),
         "plan_promised": 100 * (1 - best.loss / problem.worth),
@@ -163,7 +162,7 @@ def result_of(situation: Situation, data: Path, folder: Path, evaluations: int) 
         "bound": 100 * make.most_on_time(on(problem, rest)) / len(rest),
         "systems": shares,
         "plan_half_width": 100 * difference(plan, theirs).half_width,
-        "balanced_half_width": 100 * difference(ours, theirs).half_width if ours is not None else None,
+        "balanced_half_width": 100 * difference(kept["balanced"][1], theirs).half_width,
         "evaluations": best.runs,
         "search_cpu_s": search_s,
         "requests": len(first) + len(rest),
@@ -171,8 +170,8 @@ def result_of(situation: Situation, data: Path, folder: Path, evaluations: int) 
     }
 
 
-def _percent(kept: Bools | None) -> float | None:
-    return None if kept is None else 100 * float(np.mean(kept))
+def _percent(kept: Bools) -> float:
+    return 100 * float(np.mean(kept))
 
 
 def run(situation: Situation, data: Path, out: Path, evaluations: int) -> str:
@@ -204,20 +203,20 @@ def table(situations: Sequence[Situation], out: Path) -> Iterator[str]:
         if not path.exists():
             continue
         found = json.loads(path.read_text())
-        seen, hindsight = found["systems"][found["chosen"]], found["systems"][found["hindsight"]]
-        ours = found["systems"].get("balanced", (0.0, 0.0))[1]
-        share, own = spared(found, found["plan"], seen[1]), spared(found, ours, seen[1])
+        seen, hindsight = found["systems"][found["chosen"]][1], found["systems"][found["hindsight"]][1]
+        plan, ours = found["plan"], found["systems"]["balanced"][1]
+        share, own = (spared(found, each, seen) for each in (plan, ours))
         by_plan += [share] if share is not None else []
         by_balanced += [own] if own is not None else []
-        never_worse += found["plan"] >= min(seen[1] - found["plan_half_width"], hindsight[1] - 1)
-        as_good += ours >= seen[1] - (found["balanced_half_width"] or 0)
+        never_worse += plan >= seen - found["plan_half_width"] and plan >= hindsight - 1
+        as_good += ours >= seen - found["balanced_half_width"]
         count += 1
         limits = f"TTFT {situation['ttft_s']} s" + (f", TPOT {situation['tpot_s']} s" if "tpot_s" in situation else "")
+        where = f"{len(situation['models'])} models, {situation['gpus']} {situation.get('gpu', 'h100-sxm')}"
         yield (
-            f"| {situation['name']} ({len(situation['models'])} models, {situation['gpus']} {situation.get('gpu', 'h100-sxm')}) "
-            f"| {found['rate_per_s']:.1f} | {limits} | {found['plan']:.1f} ± {found['plan_half_width']:.1f} "
-            f"| {found['chosen']} {seen[1]:.1f} | {found['hindsight']} {hindsight[1]:.1f} | {found['bound']:.1f} | {ours:.1f} "
-            f"| {'–' if share is None else f'{100 * share:.0f} %'} |"
+            f"| {situation['name']} ({where}) | {found['rate_per_s']:.1f} | {limits} | {plan:.1f} ± {found['plan_half_width']:.1f} "
+            f"| {found['chosen']} {seen:.1f} | {found['hindsight']} {hindsight:.1f} | {found['bound']:.1f} "
+            f"| {ours:.1f} ± {found['balanced_half_width']:.1f} | {'–' if share is None else f'{100 * share:.0f} %'} |"
         )
     yield ""
     yield f"Plans not worse than the chosen system: {never_worse} of {count}; `balanced`: {as_good} of {count}."
