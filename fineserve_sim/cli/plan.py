@@ -37,6 +37,9 @@ ModelsOption = Annotated[
 SecondsOption = Annotated[
     float | None, typer.Option(min=1.0, help="How long to search: 60 if nothing else is said.", show_default=False)
 ]
+SEARCHED = "searched.jsonl"
+"""What was simulated: a search that was stopped goes on from it."""
+
 EvaluationsOption = Annotated[
     int | None,
     typer.Option(
@@ -114,10 +117,21 @@ def plan(
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
-        with executor_of(executor, jobs) as where:
-            found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, tell=_tell)
         folder = out or Path("results") / f"plan-{trace.name.split('.')[0]}"
+        with executor_of(executor, jobs) as where:
+            found = make.found(
+                wish,
+                target,
+                where,
+                evaluations=evaluations,
+                seconds=seconds,
+                seed=seed,
+                tell=_tell,
+                path=folder / SEARCHED,
+            )
         folder.mkdir(parents=True, exist_ok=True)
+        if found.best.stopped:
+            typer.echo("Stopped: this is the best so far. The same command goes on from here.", err=True)
         path = folder / "plan.yaml"
         path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
         if as_json:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from fineserve_traces import Trace
@@ -200,12 +200,26 @@ def losses(problem: Problem, island: Island, limit: float = math.inf) -> Losses:
     return Losses(tuple(total.tolist()))
 
 
+Asked = tuple[Island, float]
+"""An island, and the limit as far as which its losses are asked for."""
+
+
+class Kept(Protocol):
+    """Losses that an earlier search found."""
+
+    def get(self, asked: Asked) -> Losses | None: ...
+
+    def add(self, found: Mapping[Asked, Losses]) -> None: ...
+
+
 @dataclass
 class Simulated:
-    """The losses of islands, each simulated once, by ``executor`` or in this process. ``runs`` counts the simulated ones."""
+    """The losses of islands, each simulated once, by ``executor`` or in this process, if they are not ``kept``. ``runs`` counts
+    both."""
 
     problem: Problem
     executor: Executor | None = None
+    kept: Kept | None = None
     known: dict[Island, Losses] = field(default_factory=dict)
     runs: int = 0
 
@@ -223,13 +237,22 @@ class Simulated:
         """Know the losses of islands, each as far as its limit; as many at a time are simulated as there are workers."""
         new = {island: limit for island, limit in islands.items() if not self.is_known(island, limit)}
         self.runs += len(new)
+        if self.kept is not None:
+            found = {asked: losses for asked in new.items() if (losses := self.kept.get(asked)) is not None}
+            self.known |= {island: losses for (island, _), losses in found.items()}
+            new = {island: limit for island, limit in new.items() if (island, limit) not in found}
+        self._simulate(new)
+        if self.kept is not None and new:
+            self.kept.add({(island, limit): self.known[island] for island, limit in new.items()})
+
+    def _simulate(self, new: Mapping[Island, float]) -> None:
         if self.executor is None or self.executor.workers == 1 or len(new) < 2:
             self.known |= {island: losses(self.problem, island, limit) for island, limit in new.items()}
             return
         workers = min(self.executor.workers, len(new))
         tasks = [Task(self.problem, dict(islice(new.items(), number, None, workers))) for number in range(workers)]
-        for _, found in self.executor.each(tasks, Path(), lambda task, share: None):
-            self.known |= found
+        for _, losses_of in self.executor.each(tasks, Path(), lambda task, share: None):
+            self.known |= losses_of
 
     def loss(self, layout: Layout) -> float:
         """What a layout costs: late requests, and all requests of models without a GPU. Infinite where it does not fit."""

@@ -31,6 +31,7 @@ from fineserve_sim.planning.judge import Judged, judged
 from fineserve_sim.planning.problem import Home, Layout, Limits, Option, Part, Problem, Rules, impossible
 from fineserve_sim.planning.reach import out_of_reach
 from fineserve_sim.planning.search import Best, Search, layout_of, packed
+from fineserve_sim.planning.store import Store
 from fineserve_sim.policy.interfaces import ModelDemand
 from fineserve_sim.systems import load_systems
 
@@ -204,24 +205,28 @@ def search(
     enough: float = 1.0,
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
+    path: Path | None = None,
 ) -> Best:
     """The best layout that is found with so many simulated islands, or in so many seconds. The search ends early with a layout
     that keeps ``enough``, a share of the requests by their weights. Without ``seconds`` the answer is the same on every
-    machine. Raises ValueError where no start fits."""
+    machine. Ctrl-C ends it with the best so far; ``path`` keeps what was simulated. Raises ValueError where no start fits."""
     began_s = time.monotonic()
-    simulated = Simulated(problem, executor)
+    simulated = Simulated(problem, executor, Store(path, problem) if path else None)
     own = Search(problem, simulated, seed)
     own.begin([*starts(problem).values(), packed(problem, simulated)])
     bound = most_on_time(problem) / len(problem.parts[0].trace)
     shown: Best | None = None
-    for best in own.improve():
-        elapsed_s = time.monotonic() - began_s
-        if best is not shown:
-            tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
-            shown = best
-        spent = evaluations is not None and simulated.runs >= evaluations
-        if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
-            break
+    try:
+        for best in own.improve():
+            elapsed_s = time.monotonic() - began_s
+            if best is not shown:
+                tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
+                shown = best
+            spent = evaluations is not None and simulated.runs >= evaluations
+            if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
+                break
+    except KeyboardInterrupt:
+        return replace(own.best, stopped=True)
     return own.best
 
 
@@ -234,6 +239,7 @@ def fewest(
     seconds: float | None = None,
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
+    path: Path | None = None,
 ) -> tuple[Wish, Best]:
     """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan. The number is found
     by bisection; each number of GPUs has an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it,
@@ -249,31 +255,36 @@ def fewest(
         enough=target,
         seed=seed,
         tell=tell,
+        path=path,
     )
     found: tuple[Wish, Best] | None = None
     low, high, tried = 1, wish.gpus, wish.gpus
     while low <= high:
         asked = replace(wish, gpus=tried)
-        best = _holding(asked, target, searched)
-        if best is not None:
+        best = _best(asked, searched)
+        if best is not None and best.loss <= (1 - target) * problem_of(asked).worth:
             found, high = (asked, best), tried - 1
+        elif best is not None and best.stopped:
+            break
         elif found is None:
             raise ValueError(f"no plan on {wish.gpus} GPUs keeps {100 * target:g} % as far as was searched")
         else:
             low = tried + 1
         tried = (low + high) // 2
-    assert found is not None
+        if best is not None and best.stopped:
+            break
+    if found is None:
+        raise KeyboardInterrupt
     return found
 
 
-def _holding(wish: Wish, target: float, searched: Callable[[Problem], Best]) -> Best | None:
-    """The plan that keeps the target on exactly these GPUs, if one is found."""
+def _best(wish: Wish, searched: Callable[[Problem], Best]) -> Best | None:
+    """The best plan on exactly these GPUs; None where they have too little memory."""
     try:
         problem = problem_of(wish)
-    except ValueError:  # too little memory
+    except ValueError:
         return None
-    best = searched(problem)
-    return best if best.loss <= (1 - target) * problem.worth else None
+    return searched(problem)
 
 
 def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
@@ -351,14 +362,17 @@ def found(
     seconds: float | None = None,
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
+    path: Path | None = None,
 ) -> Found:
     """Search and judge: the best plan on the GPUs of the wish, or with a ``target`` on the fewest that keep it. Raises
     ConfigError and ValueError as ``problem_of``, ``search`` and ``fewest`` do."""
     problem = problem_of(wish)
     if target is None:
-        best = search(problem, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+        best = search(problem, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell, path=path)
     else:
-        wish, best = fewest(wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+        wish, best = fewest(
+            wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell, path=path
+        )
         problem = problem_of(wish)
     system, layout = best_system(problem)
     rows = judged(problem, unseen(wish), unseen(wish, 1) if wish.spread else None, best.layout, layout)

@@ -41,11 +41,13 @@ DRAWS = 40
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best layout so far: its loss in weighted requests, and how many islands were simulated until then."""
+    """The best layout so far: its loss in weighted requests, and how many islands were simulated until then. ``stopped``: by
+    the user, before its time."""
 
     layout: Layout
     loss: float
     runs: int
+    stopped: bool = False
 
 
 def layout_of(problem: Problem, placement: Placement) -> Layout:
