@@ -20,7 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -214,8 +214,8 @@ def table(situations: Sequence[Situation], out: Path) -> Iterator[str]:
         limits = f"TTFT {situation['ttft_s']} s" + (f", TPOT {situation['tpot_s']} s" if "tpot_s" in situation else "")
         where = f"{len(situation['models'])} models, {situation['gpus']} {situation.get('gpu', 'h100-sxm')}"
         yield (
-            f"| {situation['name']} ({where}) | {found['rate_per_s']:.1f} | {limits} | {plan:.1f} ± {found['plan_half_width']:.1f} "
-            f"| {found['chosen']} {seen:.1f} | {found['hindsight']} {hindsight:.1f} | {found['bound']:.1f} "
+            f"| {situation['name']} ({where}) | {found['rate_per_s']:.1f} | {limits} "
+            f"| {plan:.1f} ± {found['plan_half_width']:.1f} | {found['chosen']} {seen:.1f} | {found['hindsight']} {hindsight:.1f} | {found['bound']:.1f} "
             f"| {ours:.1f} ± {found['balanced_half_width']:.1f} | {'–' if share is None else f'{100 * share:.0f} %'} |"
         )
     yield ""
@@ -234,14 +234,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="situations side by side")
     parser.add_argument("--table", action="store_true", help="run nothing")
     arguments = parser.parse_args()
-    situations = yaml.safe_load(SITUATIONS.read_text(encoding="utf-8"))["situations"]
-    wanted = [each for each in situations if arguments.only is None or each["name"] in arguments.only]
+    situations = {each["name"]: each for each in yaml.safe_load(SITUATIONS.read_text(encoding="utf-8"))["situations"]}
+    wanted = [situations[name] for name in arguments.only or situations]
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.table:
         one = partial(run, data=arguments.data, out=arguments.out, evaluations=arguments.evaluations)
         with ProcessPoolExecutor(arguments.jobs) as pool:
-            for line in pool.map(one, wanted):
-                print(line, flush=True)
+            for done in as_completed([pool.submit(one, each) for each in wanted]):
+                print(done.result(), flush=True)
     print("\n".join(table(wanted, arguments.out)))
 
 
