@@ -213,11 +213,18 @@ def table(situations: Sequence[Situation], out: Path) -> Iterator[str]:
         count += 1
         limits = f"TTFT {situation['ttft_s']} s" + (f", TPOT {situation['tpot_s']} s" if "tpot_s" in situation else "")
         where = f"{len(situation['models'])} models, {situation['gpus']} {situation.get('gpu', 'h100-sxm')}"
-        yield (
-            f"| {situation['name']} ({where}) | {found['rate_per_s']:.1f} | {limits} "
-            f"| {plan:.1f} ± {found['plan_half_width']:.1f} | {found['chosen']} {seen:.1f} | {found['hindsight']} {hindsight:.1f} | {found['bound']:.1f} "
-            f"| {ours:.1f} ± {found['balanced_half_width']:.1f} | {'–' if share is None else f'{100 * share:.0f} %'} |"
+        cells = (
+            f"{situation['name']} ({where})",
+            f"{found['rate_per_s']:.1f}",
+            limits,
+            f"{plan:.1f} ± {found['plan_half_width']:.1f}",
+            f"{found['chosen']} {seen:.1f}",
+            f"{found['hindsight']} {hindsight:.1f}",
+            f"{found['bound']:.1f}",
+            f"{ours:.1f} ± {found['balanced_half_width']:.1f}",
+            "–" if share is None else f"{100 * share:.0f} %",
         )
+        yield f"| {' | '.join(cells)} |"
     yield ""
     yield f"Plans not worse than the chosen system: {never_worse} of {count}; `balanced`: {as_good} of {count}."
     for name, spares in (("plans", by_plan), ("`balanced`", by_balanced)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -48,6 +49,13 @@ EvaluationsOption = Annotated[
 ]
 
 
+class Survive(StrEnum):
+    """What may be lost."""
+
+    gpu = "gpu"
+    node = "node"
+
+
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
     app.command(
@@ -78,6 +86,9 @@ def plan(
         list[str] | None, typer.Option(metavar="A=0,1", help="GPUs that a model may stand on; may be repeated.")
     ] = None,
     most_per_gpu: Annotated[int | None, typer.Option(min=1, help="Engines on a GPU, at most.")] = None,
+    survive: Annotated[
+        Survive | None, typer.Option(help="Every model outlives the loss of any one GPU, or node.", show_default=False)
+    ] = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -113,7 +124,7 @@ def plan(
             load=load,
             spread=spread,
             requests=requests,
-            rules=_rules(apart, pin, most_per_gpu, [text.partition("=")[0] for text in models], gpus),
+            rules=_rules(apart, pin, most_per_gpu, survive, [text.partition("=")[0] for text in models], gpus),
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
@@ -141,7 +152,12 @@ def plan(
 
 
 def _rules(
-    apart: Sequence[str] | None, pin: Sequence[str] | None, most_per_gpu: int | None, models: Sequence[str], gpus: int
+    apart: Sequence[str] | None,
+    pin: Sequence[str] | None,
+    most_per_gpu: int | None,
+    survive: Survive | None,
+    models: Sequence[str],
+    gpus: int,
 ) -> Rules:
     """Raises ValueError for a model or a GPU that is not there."""
     from fineserve_sim.planning.problem import Rules
@@ -158,7 +174,10 @@ def _rules(
         if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
             raise ValueError(f"--pin {text}: expected a model and GPUs from 0 to {gpus - 1}, as in {models[0]}=0,1")
         pinned[name] = frozenset(map(int, numbers))
-    return Rules(frozenset(pairs), pinned, most_per_gpu)
+    survives: Literal["gpu", "node"] | None = None
+    if survive is not None:
+        survives = "gpu" if survive is Survive.gpu else "node"
+    return Rules(frozenset(pairs), pinned, most_per_gpu, survives)
 
 
 def _tell(told: Told) -> None:

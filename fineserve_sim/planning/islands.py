@@ -255,14 +255,13 @@ class Simulated:
             self.known |= losses_of
 
     def loss(self, layout: Layout) -> float:
-        """What a layout costs: late requests, and all requests of models without a GPU. Infinite where it does not fit."""
+        """What a layout costs: late requests, and what is unserved. Infinite where it does not fit."""
         places = places_of(layout)
         self.ensure({place.island: math.inf for place in places})
         found = [self.known[place.island] for place in places]
         if not all(each.fits for each in found):
             return math.inf
-        homeless = sum(lost for lost, home in zip(self.problem.lost, layout, strict=True) if not home.groups)
-        return homeless + sum(each.sum for each in found)
+        return sum(self.problem.unserved(layout)) + sum(each.sum for each in found)
 
     def by_gpu(self, layout: Layout) -> Mapping[int, float]:
         """What the island of each GPU costs; GPUs without engines cost nothing."""
@@ -270,7 +269,7 @@ class Simulated:
 
     def by_model(self, layout: Layout) -> Sequence[float]:
         """What each model costs."""
-        total = [0.0 if home.groups else lost for lost, home in zip(self.problem.lost, layout, strict=True)]
+        total = self.problem.unserved(layout)
         for place in places_of(layout):
             for member, loss in zip(place.island, self.of(place.island).by_member, strict=True):
                 total[member.model] += loss

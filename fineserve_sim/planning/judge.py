@@ -14,8 +14,8 @@ import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.experiment.results.stats import BATCHES, Estimate, over_runs
-from fineserve_sim.planning.islands import Bools, on_time
-from fineserve_sim.planning.problem import Layout, Limits, Part, Problem
+from fineserve_sim.planning.islands import Bools, Simulated, on_time
+from fineserve_sim.planning.problem import Home, Layout, Limits, Part, Problem, residents
 
 SLOWER = 1.1
 """How many times longer steps take than the model says."""
@@ -48,7 +48,20 @@ def judged(problem: Problem, rest: Trace, anew: Trace | None, plan: Layout, best
         kept = [on_time(changed, 0, layout) for layout in (plan, best_system)]
         one, other = (float(np.mean(each)) for each in kept)
         found.append(Judged(situation, one, other, difference(*kept).half_width))
+    if problem.rules.survives == "gpu":
+        kept = [after_a_loss(on(problem, rest), layout) for layout in (plan, best_system)]
+        one, other = (float(np.mean(each)) for each in kept)
+        found.append(Judged("a GPU is lost", one, other, difference(*kept).half_width))
     return found
+
+
+def after_a_loss(problem: Problem, layout: Layout) -> Bools:
+    """Which requests are on time without the GPU whose loss costs most. Other instances of its models take its requests."""
+    simulated, lost = Simulated(problem), {}
+    for gpu in sorted(residents(layout)):
+        left = tuple(Home(home.option, tuple(group for group in home.groups if gpu not in group)) for home in layout)
+        lost[left] = simulated.loss(left)
+    return on_time(problem, 0, max(lost, key=lost.__getitem__))
 
 
 def difference(one: Bools, other: Bools) -> Estimate:

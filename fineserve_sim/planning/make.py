@@ -374,6 +374,11 @@ def found(
             wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell, path=path
         )
         problem = problem_of(wish)
+    if exposed := [problem.models[model].id for model in problem.exposed(best.layout)]:
+        raise ValueError(
+            f"no plan survives the loss of a {problem.rules.survives}, as far as was searched: "
+            f"one takes all of {', '.join(exposed)}"
+        )
     system, layout = best_system(problem)
     rows = judged(problem, unseen(wish), unseen(wish, 1) if wish.spread else None, best.layout, layout)
     return Found(wish, best, 1 - best.loss / problem.worth, system, tuple(rows))

@@ -135,8 +135,8 @@ class Search:
             changed = {place.island for place in places_of(found)}
             spared = (
                 sum(simulated.of(island).sum for island in now - changed)
-                + self._homeless(layout)
-                - self._homeless(found)
+                + self._unserved(layout)
+                - self._unserved(found)
             )
             fresh = {island: spared for island in changed - now if not simulated.is_known(island, spared)}
             if len(wanted) + len(fresh) <= 2 * WINDOW:
@@ -146,8 +146,8 @@ class Search:
         able = [each for each in window if all(simulated.known[place.island].whole for place in places_of(each))]
         return min([layout, *able], key=self._cost)
 
-    def _homeless(self, layout: Layout) -> float:
-        return sum(lost for lost, home in zip(self._problem.lost, layout, strict=True) if not home.groups)
+    def _unserved(self, layout: Layout) -> float:
+        return sum(self._problem.unserved(layout))
 
     def _kicked(self, layout: Layout) -> Layout:
         """Some moves at once; the layout itself if they do not fit."""

@@ -109,6 +109,27 @@ def test_rules_hold_at_every_plan(problem: Problem) -> None:
     assert small <= {1}
 
 
+def test_each_model_outlives_the_loss_of_a_gpu(wish: Wish) -> None:
+    problem = problem_of(replace(wish, rules=Rules(survives="gpu")))
+    layout = search(problem, evaluations=60).layout
+    assert problem.exposed(layout) == []
+    for gpu in range(wish.gpus):
+        assert all(any(gpu not in group for group in home.groups) for home in layout)
+    alone = Home(0, ((0,),))
+    assert problem.exposed((alone, Home(0, ((0,), (1,))), Home(0, ()))) == [0]
+    assert problem.unserved((alone, alone, Home(0, ()))) == [*problem.lost]
+
+
+def test_losses_that_nothing_survives_are_told_before_the_search(wish: Wish) -> None:
+    with pytest.raises(ValueError, match="no plan: 2 GPUs are one node, whose loss nothing survives"):
+        problem_of(replace(wish, rules=Rules(survives="node")))
+    with pytest.raises(
+        ValueError, match=r"no plan: two engines of each model, .*, take \d+ GiB beside KV, 1 GPUs have"
+    ):
+        large = ModelWish("large", "qwen3-32b", (("W16A16", 1),))
+        problem_of(replace(wish, models=(large,), gpus=1, rules=Rules(survives="gpu")))
+
+
 def test_impossible_wishes_say_what_is_missing(wish: Wish) -> None:
     with pytest.raises(ValueError, match="3 engines do not stand on 2 GPUs with at most 1 on each; 3 GPUs would do"):
         problem_of(replace(wish, rules=Rules(most_per_gpu=1)))
