@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fineserve_sim.cli.compare import GpuOption, GpusOption, TraceArgument
+from fineserve_sim.cli.compare import GpusOption, TraceArgument
 from fineserve_sim.cli.console import (
     ExecutorOption,
     JobsOption,
@@ -21,6 +21,7 @@ from fineserve_sim.cli.console import (
     print_json,
 )
 from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
+from fineserve_sim.cli.size import GpuTypesOption, PricesOption, prices_of
 
 if TYPE_CHECKING:
     from fineserve_sim.planning.make import Found, Told
@@ -72,7 +73,8 @@ def plan(
     models: ModelsOption,
     gpus: GpusOption,
     ttft_slo: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
-    gpu: GpuOption = "h100-sxm",
+    gpu: GpuTypesOption = None,
+    price: PricesOption = None,
     tpot_slo: TpotOption = None,
     e2e_slo: E2eOption = None,
     rate_scale: Annotated[float, typer.Option(min=1e-6, help="Replay this many times as fast.")] = 1.0,
@@ -112,12 +114,14 @@ def plan(
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.planning import make
 
+        types = gpu or ["h100-sxm"]
+        prices = _prices(types, prices_of(price or []), target)
         wish = make.Wish(
             trace=trace,
             models=tuple(map(make.model_wish, models)),
             gpus=gpus,
             ttft_slo_s=ttft_slo,
-            gpu=gpu,
+            gpu=types[0],
             tpot_slo_s=tpot_slo,
             e2e_slo_s=e2e_slo,
             rate_scale=rate_scale,
@@ -139,6 +143,7 @@ def plan(
                 seed=seed,
                 tell=_tell,
                 path=folder / SEARCHED,
+                prices=prices,
             )
         folder.mkdir(parents=True, exist_ok=True)
         if found.best.stopped:
@@ -148,7 +153,7 @@ def plan(
         if as_json:
             print_json(_json(found, path))
         else:
-            _print(found, path)
+            _print(found, path, prices.get(found.wish.gpu))
 
 
 def _rules(
@@ -180,6 +185,23 @@ def _rules(
     return Rules(frozenset(pairs), pinned, most_per_gpu, survives)
 
 
+def _prices(types: Sequence[str], given: Mapping[str, float], target: float | None) -> dict[str, float]:
+    """Dollars an hour by type of GPU. Raises ValueError for several types without a target, or one of them without a price."""
+    from fineserve_sim import catalog
+
+    if len(types) > 1 and target is None:
+        raise ValueError(
+            "--gpu: of several types of GPU the cheapest is chosen, which needs --target, the share to keep"
+        )
+    listed = catalog.list_prices().usd_per_gpu_hour
+    known = {gpu: usd for gpu in types if (usd := given.get(gpu, given.get("", listed.get(gpu)))) is not None}
+    if len(types) > 1 and (unknown := [gpu for gpu in types if gpu not in known]):
+        raise ValueError(
+            f"--gpu {unknown[0]}: the catalog has no price of it; give one, as in --price {unknown[0]}=2.5"
+        )
+    return known
+
+
 def _tell(told: Told) -> None:
     typer.echo(
         f"  {told.elapsed_s:5.0f} s, {told.best.runs} simulated: {100 * told.share:.2f} % on time; "
@@ -191,6 +213,7 @@ def _tell(told: Told) -> None:
 def _json(found: Found, path: Path) -> dict[str, Any]:
     return {
         "plan": str(path),
+        "gpu": found.wish.gpu,
         "gpus": found.wish.gpus,
         "models": {
             each.id: {
@@ -209,7 +232,7 @@ def _json(found: Found, path: Path) -> dict[str, Any]:
     }
 
 
-def _print(found: Found, path: Path) -> None:
+def _print(found: Found, path: Path, usd_per_gpu_hour: float | None) -> None:
     from rich.table import Table
 
     from fineserve_sim.planning.judge import warnings
@@ -233,4 +256,5 @@ def _print(found: Found, path: Path) -> None:
     for each, home in found.homes:
         if not home.groups:
             typer.echo(f"{each.id} has no GPU: none has room left")
-    typer.echo(f"Plan in {path}: fineserve-sim run {path}")
+    usd = "" if usd_per_gpu_hour is None else f", {usd_per_gpu_hour * found.wish.gpus:,.2f} dollars an hour"
+    typer.echo(f"{found.wish.gpus} {found.wish.gpu}{usd}. Plan in {path}: fineserve-sim run {path}")

@@ -154,7 +154,11 @@ def size(
         from fineserve_sim.experiment.sizing.probe import Prober
         from fineserve_sim.experiment.sizing.variants import size_all, variants
 
-        axis, wanted, tried = axis_of(over), goals(targets), variants(gpus or [], degrees or [], _prices(prices or []))
+        axis, wanted, tried = (
+            axis_of(over),
+            goals(targets),
+            variants(gpus or [], degrees or [], prices_of(prices or [])),
+        )
         if _file(source) is None:
             _check_trace(targets, limits, quick=quick)
         path, overrides, place, most = _asked(source, folder, load, limits, systems, seeds, at or (), most_gpus)
@@ -330,7 +334,7 @@ def _overrides(limits: _Limits, systems: Sequence[str] | None, seeds: int | None
     return [*pairs, *([("seeds", str(seeds))] if seeds else [])]
 
 
-def _prices(texts: Sequence[str]) -> dict[str, float]:
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
     """``2.5`` or ``h100-sxm=2.5``, by GPU. Raises ValueError for anything else."""
     found: dict[str, float] = {}
     for text in texts:

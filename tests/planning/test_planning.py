@@ -17,7 +17,7 @@ from fineserve_sim.cluster import Fate, simulate
 from fineserve_sim.experiment import load_experiment
 from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.planning.islands import Simulated, losses, places_of
-from fineserve_sim.planning.make import ModelWish, Wish, fewest, plan_document, problem_of, search
+from fineserve_sim.planning.make import ModelWish, Wish, cheapest, fewest, plan_document, problem_of, search
 from fineserve_sim.planning.problem import Home, Layout, Problem, Rules
 from fineserve_sim.planning.reach import out_of_reach
 from fineserve_sim.systems.spec import PinnedPlacementSpec
@@ -128,6 +128,36 @@ def test_losses_that_nothing_survives_are_told_before_the_search(wish: Wish) -> 
     ):
         large = ModelWish("large", "qwen3-32b", (("W16A16", 1),))
         problem_of(replace(wish, models=(large,), gpus=1, rules=Rules(survives="gpu")))
+
+
+def test_the_cheapest_type_of_gpu_is_found(wish: Wish) -> None:
+    """Whichever the prices, no other type keeps the target for less."""
+    small = replace(wish, models=MODELS[1:], gpus=3, ttft_slo_s=2.0)
+    counts = {gpu: fewest(replace(small, gpu=gpu), 0.9, evaluations=20)[0].gpus for gpu in ("h100-sxm", "l40s")}
+    for prices in ({"h100-sxm": 3.0, "l40s": 1.0}, {"l40s": 9.0, "h100-sxm": 3.0}):
+        asked, best = cheapest(small, prices, 0.9, evaluations=40)
+        assert prices[asked.gpu] * asked.gpus == min(prices[gpu] * counts[gpu] for gpu in prices)
+        assert best.loss <= 0.1 * problem_of(asked).worth
+    with pytest.raises(ValueError, match=r"h100-sxm: .*; l40s: "):
+        cheapest(replace(small, ttft_slo_s=0.02, gpus=1), {"h100-sxm": 3.0, "l40s": 1.0}, 0.99, evaluations=4)
+
+
+def test_several_types_of_gpu_need_a_target_and_prices(wish: Wish) -> None:
+    asked = [
+        "--model",
+        "large=qwen2.5-14b",
+        "--gpus",
+        "1",
+        "--ttft-slo",
+        "1",
+        "--spread",
+        "--gpu",
+        "h100-sxm",
+        "--gpu",
+        "a10",
+    ]
+    ran = CliRunner().invoke(app, ["plan", str(wish.trace), *asked])
+    assert "--gpu: of several types of GPU the cheapest is chosen, which needs --target" in str(ran.exception)
 
 
 def test_impossible_wishes_say_what_is_missing(wish: Wish) -> None:
