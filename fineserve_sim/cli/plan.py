@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from fineserve_sim.cli.catalog import complete_gpu
 from fineserve_sim.cli.compare import GpusOption, TraceArgument
 from fineserve_sim.cli.console import (
     ExecutorOption,
@@ -21,7 +22,7 @@ from fineserve_sim.cli.console import (
     print_json,
 )
 from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
-from fineserve_sim.cli.size import GpuTypesOption, PricesOption, prices_of
+from fineserve_sim.cli.size import PricesOption, prices_of
 
 if TYPE_CHECKING:
     from fineserve_sim.planning.make import Found, Told
@@ -34,6 +35,15 @@ ModelsOption = Annotated[
         "-m",
         metavar="NAME=MODEL:PRECISIONS:DEGREES",
         help="A model and the ways in which it may run, the best first, as in chat=llama-3.1-8b:fp8|awq:1|2; repeat for each.",
+    ),
+]
+TypesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        help="GPU of the catalog, h100-sxm if none is given; of several the cheapest is taken.",
+        show_default=False,
+        autocompletion=complete_gpu,
     ),
 ]
 SecondsOption = Annotated[
@@ -73,7 +83,7 @@ def plan(
     models: ModelsOption,
     gpus: GpusOption,
     ttft_slo: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
-    gpu: GpuTypesOption = None,
+    gpu: TypesOption = None,
     price: PricesOption = None,
     tpot_slo: TpotOption = None,
     e2e_slo: E2eOption = None,

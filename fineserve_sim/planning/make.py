@@ -156,7 +156,7 @@ def _best(wish: Wish, searched: Callable[[Problem], Best]) -> Best | None:
 
 def best_system(problem: Problem) -> tuple[str, Layout]:
     """The system whose placement is best on the requests of the search, and that placement."""
-    by_system, simulated = starts(problem), Simulated(problem)
+    by_system, simulated = dict(starts(problem)), Simulated(problem)
     name = min((name for name in by_system if name in SYSTEMS), key=lambda name: simulated.loss(by_system[name]))
     return name, by_system[name]
 

@@ -8,7 +8,7 @@ papers, all of them on the same GPUs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
 from fineserve_sim.planning.problem import Layout, Limits, Option, Part, Problem, Rules, impossible
-from fineserve_sim.planning.search import Best, Search, layout_of, packed
+from fineserve_sim.planning.search import Best, Search, layout_of
 from fineserve_sim.planning.store import Store
 from fineserve_sim.policy.interfaces import ModelDemand
 from fineserve_sim.systems import load_systems
@@ -153,16 +153,14 @@ def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
         raise ValueError(f"--model {id}: {problem}") from None
 
 
-def starts(problem: Problem) -> dict[str, Layout]:
-    """Where systems of the papers place the models, by system; one that cannot is left out."""
-    found = {}
+def starts(problem: Problem) -> Iterator[tuple[str, Layout]]:
+    """Where systems place the models, by system, worked out one after the other; one that cannot is left out."""
     models = tuple(problem.served(model, option) for model, option in enumerate(problem.first))
     for name in STARTS:
         with suppress(ScenarioError):
             asked = replace(problem.scenario, models=models, system=load_systems()[name])
             placement, _ = place(asked, demands_of(asked))
-            found[name] = layout_of(problem, placement)
-    return found
+            yield name, layout_of(problem, placement)
 
 
 def most_on_time(problem: Problem) -> int:
@@ -210,11 +208,10 @@ def search(
     began_s = time.monotonic()
     simulated = Simulated(problem, executor, Store(path, problem) if path else None)
     own = Search(problem, simulated, seed)
-    own.begin([*starts(problem).values(), packed(problem, simulated)])
     bound = most_on_time(problem) / len(problem.parts[0].trace)
     shown: Best | None = None
     try:
-        for best in own.improve():
+        for best in own.improve(layout for _, layout in starts(problem)):
             elapsed_s = time.monotonic() - began_s
             if best is not shown:
                 tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
@@ -223,7 +220,10 @@ def search(
             if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
                 break
     except KeyboardInterrupt:
+        if own.best is None:
+            raise
         return replace(own.best, stopped=True)
+    assert own.best is not None
     return own.best
 
 
