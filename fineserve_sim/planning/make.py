@@ -1,7 +1,7 @@
 """From a wish to its answer: the best plan on all GPUs, or the cheapest that keeps a target, judged by unseen requests.
 
-More GPUs are never worse than fewer (a plan may leave some empty), so the fewest are found by bisection. Of several types of
-GPU, each is searched with so many GPUs at most as cost less than the best answer until then.
+More GPUs are never worse than fewer (a plan may leave some empty), so the fewest are found by bisection. Where several types
+of GPU are given, each is searched with so many GPUs at most as cost less than the best answer until then.
 """
 
 from __future__ import annotations
