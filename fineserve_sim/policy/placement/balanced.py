@@ -18,7 +18,7 @@ from math import inf
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
 from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.placement import placed_on, tp_groups
-from fineserve_sim.policy.placement.queueing import Load, late_per_s, load_of
+from fineserve_sim.policy.placement.queueing import BURSTS, Load, late_per_s, load_of
 
 Group = tuple[int, ...]
 Change = Mapping[str, tuple[Group, ...]]
@@ -51,12 +51,15 @@ def _packed(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> dict[str,
     """Models by falling degree and engine bytes, each on the first GPUs with room."""
     ledger = MemoryLedger.of(gpus)
     groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
+    least_bytes = {tp: min(model.engine_bytes for model in models if model.tp == tp) for tp in groups}
     found = {}
     for model in sorted(models, key=lambda model: (-model.tp, -model.engine_bytes, model.id)):
         group = next((each for each in groups[model.tp] if ledger.has_room(each, model.engine_bytes)), None)
         if group is not None:
             ledger.claim(model.id, group, model.engine_bytes)
             found[model.id] = group
+            if not ledger.has_room(group, least_bytes[model.tp]):
+                groups[model.tp].remove(group)
     return found
 
 
@@ -74,7 +77,7 @@ class Homes:
         self._group_of = {
             tp: {gpu: group for group in tp_groups(gpus, tp) for gpu in group} for tp in {model.tp for model in models}
         }
-        self._loads: dict[tuple[str, int], Load] = {}
+        self._loads: dict[tuple[str, int], list[Load]] = {}
         self._late: dict[int, float] = {}
 
     def open(self, gpu: GpuSlot) -> None:
@@ -93,14 +96,16 @@ class Homes:
                 return
             self._apply(best)
 
-    def _load(self, id: str, engines: int) -> Load:
+    def _load(self, id: str, engines: int) -> list[Load]:
+        """In each of the ``BURSTS``."""
         if (id, engines) not in self._loads:
-            self._loads[id, engines] = load_of(self._models[id], engines)
+            self._loads[id, engines] = [load_of(self._models[id], engines, burst) for burst, _ in BURSTS]
         return self._loads[id, engines]
 
     def _predicted(self, gpu: int, here: Sequence[str], change: Change) -> float:
         loads = [self._load(id, len(change[id] if id in change else self.groups[id])) for id in here]
-        return late_per_s(loads, self._memory_bytes[gpu]) if loads else 0.0
+        in_bursts = zip(BURSTS, zip(*loads, strict=True), strict=True) if loads else ()
+        return sum([part * late_per_s(each, self._memory_bytes[gpu]) for (_, part), each in in_bursts])
 
     def _touched(self, change: Change) -> set[int]:
         """GPUs whose engines or their loads change."""
