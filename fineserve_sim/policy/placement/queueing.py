@@ -26,8 +26,8 @@ from typing import NamedTuple
 from fineserve_sim.policy.interfaces import ModelDemand
 
 BURSTS = ((0.7, 2 / 3), (3.0, 1 / 6))
-"""Rates change: how many times the mean they are, and how often. Nodes of Gauss and Hermite for a log-normal rate whose
-coefficient of variation is 1, as that of Azure's code trace by the minute; the lowest, at which few are late, is left out."""
+"""Rates change: how many times the mean they are, and how often. They are nodes of Gauss and Hermite for a log-normal rate with
+a coefficient of variation of 1, that of Azure's code trace by the minute. The lowest is left out: few are late there."""
 
 
 class Load(NamedTuple):
