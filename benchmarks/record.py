@@ -145,8 +145,9 @@ class Progress:
 
 
 class Digest:
-    """A hash of what became of every request. Rows are hashed one by one and summed, so that the order in which they are told
-    does not count: it depends on when the cluster is looked at."""
+    """A hash of what became of every request, its moments in whole microseconds: their last bits depend on the vector
+    instructions with which numpy reads latency tables. Rows are hashed one by one and summed, so that the order in which they
+    are told does not count: it depends on when the cluster is looked at."""
 
     COLUMNS = ("request", "first_token_s", "finish_s", "fate", "preemptions", "engine")
 
@@ -157,8 +158,9 @@ class Digest:
         rows = np.zeros(len(came.ended.request), dtype=np.uint64)
         for name in self.COLUMNS:
             column = getattr(came.ended, name)
-            kind = np.float64 if column.dtype.kind == "f" else np.int64
-            rows = _mixed(rows ^ column.astype(kind).view(np.uint64))
+            if column.dtype.kind == "f":
+                column = np.rint(1e6 * np.nan_to_num(column, nan=-1.0))
+            rows = _mixed(rows ^ column.astype(np.int64).view(np.uint64))
         self._sum = (self._sum + int(rows.sum(dtype=np.uint64))) % 2**64
 
     def text(self) -> str:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -21,7 +21,6 @@ import pandas as pd
 
 from fineserve_sim.experiment import (
     ConfigError,
-    Experiment,
     experiment_for_trace,
     experiment_from,
     load_experiment,
@@ -34,15 +33,25 @@ from fineserve_sim.experiment.run.executors import executor_of
 from fineserve_sim.experiment.run.files import gone_if_unused
 from fineserve_sim.experiment.run.runner import OnProgress
 from fineserve_sim.experiment.show import frames
+from fineserve_sim.experiment.show.answer import answer_of
+from fineserve_sim.experiment.sizing import axis_of
+from fineserve_sim.experiment.sizing import goals as goals_of
+from fineserve_sim.experiment.sizing.around import search_around
+from fineserve_sim.experiment.sizing.parting import parted
+from fineserve_sim.experiment.sizing.probe import Prober
+from fineserve_sim.experiment.sizing.question import Asked, Limits, Load, check_trace, file_of, shares_of, slo_scale_of
+from fineserve_sim.experiment.sizing.variants import variants
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from fineserve_sim.experiment.sizing import Answer
 
-Found = TypeVar("Found", "Result", "Sizing")
+Value = TypeVar("Value", str, int)
 Source = str | Path | Mapping[str, Any]
 """An experiment: the path of its YAML file, or what that file would hold."""
+Targets = Mapping[str, float]
+"""Shares by moment, of ``ttft``, ``tpot``, ``e2e`` or ``all``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +67,11 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """summary.json."""
         return read_summary(self.folder)
+
+    @property
+    def answer(self) -> str:
+        """What to take and why, in the words of the screen; empty where there was nothing to choose."""
+        return "\n".join(answer_of(self.summary))
 
     @cached_property
     def cells(self) -> pd.DataFrame:
@@ -112,11 +126,14 @@ class Result:
 @dataclass(frozen=True, eq=False)
 class Sizing:
     """What a search found. ``table``: a row a system with its ``answer`` (NaN: nowhere in reach, and ``why`` says the reason),
-    what it attains there and its GPU hours a million tokens. ``probes``: a row a value that was tried."""
+    what it attains there and its GPU hours a million tokens. ``probes``: a row a value that was tried. ``answer``: in words, as
+    on the screen. ``result``: of the cluster to take, or else the closest; None where none could be built."""
 
     over: str
     table: pd.DataFrame
     probes: pd.DataFrame
+    answer: str
+    result: Result | None
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
@@ -126,11 +143,13 @@ class Sizing:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a search found. ``experiment``: the plan as ``run`` and ``size`` take it. ``judged``: shares of the requests on time
-    in situations that the search never saw, beside those of ``best_system``, the best of the papers' systems."""
+    in situations that the search never saw, beside those of ``best_system``, the best of the papers' systems. ``answer``: in
+    words."""
 
     experiment: dict[str, Any]
     judged: pd.DataFrame
     best_system: str
+    answer: str
 
 
 def run(
@@ -143,21 +162,28 @@ def run(
     overrides: Mapping[str, Any] | None = None,
     quick: bool = False,
     decisions: bool = False,
+    targets: Targets | None = None,
+    price: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> Result:
-    """Run an experiment. ``overrides`` are dotted keys with their values, as ``--set`` takes them.
+    """Run an experiment. ``overrides`` are dotted keys with their values, as ``--set`` takes them. ``targets`` are those of the
+    answer, such as ``{"all": 0.99}``; ``price``: dollars a GPU-hour.
 
     ``jobs`` processes (one a core if not given) give the same results as one; a script that asks for several needs
     ``if __name__ == "__main__":``. ``executor``: where they run, as ``--executor`` takes it (``local``, ``ray`` or
     ``ray:HOST:PORT``). Raises ConfigError for a mistake in the experiment, ScenarioError for one that cannot run.
     """
-    pairs = [(key, json.dumps(value)) for key, value in (overrides or {}).items()]
+    pairs = _pairs(overrides) + ([] if price is None else [("cluster.usd_per_gpu_hour", str(price))])
     _check_source(experiment)
     if isinstance(experiment, Mapping):
         loaded = experiment_from(experiment, overrides=pairs, quick=quick, seeds=seeds)
     else:
         loaded = load_experiment(Path(experiment), pairs, quick, seeds)
-    return _result(loaded, out, jobs, executor, decisions, on_progress)
+    slo = loaded.setup.slo
+    wanted = shares_of(_goals(targets), slo.tpot_s or slo.tpot, slo.e2e_s)
+    with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
+        run_loaded(loaded, folder, executor=where, decisions=decisions, on_progress=on_progress, targets=wanted)
+    return _keeping(read(folder), folder, out)
 
 
 def compare(
@@ -165,13 +191,21 @@ def compare(
     systems: Sequence[str],
     models: Sequence[str | Mapping[str, Any]],
     *,
-    gpus: int = 1,
     gpu: str = "h100-sxm",
+    gpus: int = 1,
+    sharing: str | Mapping[str, str] | None = None,
     ttft_slo_s: float | None = None,
-    slo_scale: float = 20.0,
-    rate_scale: float = 1.0,
+    tpot_slo_s: float | None = None,
+    e2e_slo_s: float | None = None,
+    slo_scale: float | None = None,
+    rate_scale: float | None = None,
     requests: int | None = None,
     spread: bool = False,
+    targets: Targets | None = None,
+    price: float | None = None,
+    seeds: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    search: bool = True,
     anchors: bool = True,
     out: str | Path | None = None,
     jobs: int | None = None,
@@ -179,34 +213,65 @@ def compare(
     decisions: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Result:
-    """Compare systems on a trace file. A model is ``NAME=MODEL:PRECISION:TP``, as on the command line, or an entry of an
-    experiment's ``models``; ``spread`` deals the requests out evenly to them. Raises ConfigError, ScenarioError."""
+    """Compare systems on a trace file, at the rate where they part if no ``rate_scale`` is given.
+
+    A model is ``NAME=MODEL:PRECISION:TP``, as on the command line, or an entry of an experiment's ``models``; ``spread`` deals
+    the requests out evenly to them. ``targets``: such as ``{"all": 0.99}``. With ``search`` the answer says where it breaks and
+    how many GPUs it needs. Raises ConfigError, ScenarioError."""
     for name, given in (("systems", systems), ("models", models)):
         if isinstance(given, str) or not given:
             raise ValueError(f"{name}: must be a list of at least one, not {given!r}")
-    loaded = experiment_for_trace(
+    experiment_at = partial(
+        experiment_for_trace,
         Path(trace),
         systems,
         model_entries(models, spread=spread),
         gpu=gpu,
         count=gpus,
+        sharing=sharing,
         ttft_slo_s=ttft_slo_s,
-        slo_scale=slo_scale,
-        rate_scale=rate_scale,
+        tpot_slo_s=tpot_slo_s,
+        e2e_slo_s=e2e_slo_s,
+        slo_scale=slo_scale_of(slo_scale, ttft_slo_s),
         requests=requests,
+        usd_per_gpu_hour=price,
+        seeds=1 if seeds is None else seeds,
+        overrides=_pairs(overrides),
         anchors=anchors,
     )
-    return _result(loaded, out, jobs, executor, decisions, on_progress)
+    loaded = experiment_at(rate_scale=1.0 if rate_scale is None else rate_scale)
+    wanted = shares_of(_goals(targets), tpot_slo_s, e2e_slo_s)
+    with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
+        if rate_scale is None:
+            loaded = parted(lambda rate: experiment_at(rate_scale=rate), folder, where, wanted, on_progress)
+        run_loaded(loaded, folder, executor=where, decisions=decisions, on_progress=on_progress, targets=wanted)
+        if search:
+            search_around(folder, executor=where, on_progress=on_progress)
+    return _keeping(read(folder), folder, out)
 
 
 def size(
-    experiment: Source,
-    targets: Mapping[Literal["ttft", "tpot"], float],
+    source: Source,
+    targets: Targets,
     over: Literal["gpus", "rate", "slo_scale"] = "gpus",
     *,
     at: Mapping[str, Any] | None = None,
+    gpu: str | Sequence[str] | None = None,
+    mix: bool = False,
+    tp: int | Sequence[int] | None = None,
     most_gpus: int | None = None,
     precision: float = 0.05,
+    price: float | Mapping[str, float] | None = None,
+    ttft_slo_s: float | None = None,
+    tpot_slo_s: float | None = None,
+    e2e_slo_s: float | None = None,
+    slo_scale: float | None = None,
+    models: Sequence[str | Mapping[str, Any]] | None = None,
+    systems: Sequence[str] | None = None,
+    rate_scale: float | None = None,
+    requests: int | None = None,
+    spread: bool = False,
+    seeds: int | None = None,
     quick: bool = False,
     out: str | Path | None = None,
     jobs: int | None = None,
@@ -214,27 +279,40 @@ def size(
     on_progress: OnProgress | None = None,
 ) -> Sizing:
     """The fewest GPUs, the highest rate or the tightest SLO at which each system meets the ``targets``, such as
-    ``{"ttft": 0.99}``. ``at`` fixes other axes. Raises ConfigError, SizingError."""
-    from fineserve_sim.experiment.sizing import axis_of, goal
-    from fineserve_sim.experiment.sizing import size as search
-    from fineserve_sim.experiment.sizing.probe import Prober
+    ``{"ttft": 0.99}``. ``source``: a trace with its ``models``, an experiment or a results folder. ``at`` fixes other axes;
+    several types of ``gpu`` and degrees ``tp`` are all tried, each at its ``price``, with ``mix`` two types together as well.
+    Raises ConfigError, SizingError."""
+    from fineserve_sim.experiment.sizing.found import search
+    from fineserve_sim.experiment.sizing.mixes import kinds_of
 
-    _check_source(experiment)
+    _check_source(source)
     if not targets:
         raise ValueError('targets: give at least one, such as {"ttft": 0.99}')
-    goals = [goal(f"{metric}:{share}") for metric, share in targets.items()]
+    axis, goals = axis_of(over), goals_of(_goals(targets) or [])
+    prices = dict(price) if isinstance(price, Mapping) else {} if price is None else {"": price}
+    tried = variants(_several(gpu), _several(tp), prices)
+    mixed = kinds_of(_several(gpu), prices, axis) if mix else []
+    limits, load = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale), Load(models, requests, spread, rate_scale)
+    if not isinstance(source, Mapping) and file_of(Path(source)) is None:
+        check_trace(_goals(targets), limits, quick=quick)
     with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
-        path = _written(experiment, folder) if isinstance(experiment, Mapping) else Path(experiment)
-        prober = Prober(path, folder, goals, at=at, quick=quick, executor=where, on_progress=on_progress)
-        found = list(search(prober, axis_of(over), most_gpus=most_gpus, precision=precision))
-    sizing = Sizing(over, pd.DataFrame([_best(answer) for answer in found]), _probes(found))
-    return _keeping(sizing, folder, out)
+        path = _written(source, folder) if isinstance(source, Mapping) else Path(source)
+        asked = Asked(limits, load, systems, seeds, at, most_gpus).of(path, folder, axis)
+        prober = Prober(asked.path, folder, goals, asked.overrides, asked.place, quick, None, where, on_progress)
+        found = search(prober, tried, axis, folder, mixed=mixed, most_gpus=asked.most_gpus, precision=precision)
+    told = "\n".join([*([asked.said] if asked.said else []), found.headline, *found.reasons])
+    table = pd.DataFrame([_best(answer) for answer in found.answers])
+    result = _keeping(Result(folder), folder, out) if found.summary is not None else None
+    if result is None and out is None:
+        rmtree(folder, ignore_errors=True)
+    return Sizing(over, table, _probes(found.answers), told, result)
 
 
 def plan(
     trace: str | Path,
-    models: Sequence[str],
+    models: Sequence[str] | None = None,
     *,
+    like: str | Path | None = None,
     gpus: int,
     ttft_slo_s: float,
     gpu: str = "h100-sxm",
@@ -244,39 +322,53 @@ def plan(
     load: float = 1.0,
     requests: int | None = None,
     spread: bool = False,
+    apart: Sequence[Sequence[str]] | None = None,
+    pin: Mapping[str, Sequence[int]] | None = None,
+    most_per_gpu: int | None = None,
     target: float | None = None,
-    evaluations: int | None = None,
     seconds: float | None = None,
+    evaluations: int | None = None,
     seed: int = 0,
+    out: str | Path | None = None,
     jobs: int | None = None,
     executor: str = "local",
 ) -> Plan:
     """The best plan that a search finds for a trace file on these GPUs; with a ``target``, on the fewest of them that keep it.
 
-    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line. A search takes ``evaluations`` or ``seconds``, 60
-    seconds if neither is given. Raises ConfigError, and ValueError where no plan is possible.
+    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models, GPU and engines are those of the file
+    ``like``. ``apart``: pairs of models that share no GPU; ``pin``:
+    GPUs by model. A search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for
+    ``plan.yaml``. Raises ConfigError, and ValueError where no plan is possible.
     """
-    from fineserve_sim.planning import make
+    from fineserve_sim.planning import like as planning_like
+    from fineserve_sim.planning import make, words
 
+    wanted, taken = planning_like.wanted(models, None if like is None else Path(like))
     wish = make.Wish(
         trace=Path(trace),
-        models=tuple(map(make.model_wish, models)),
+        models=wanted,
         gpus=gpus,
         ttft_slo_s=ttft_slo_s,
-        gpu=gpu,
+        gpu=taken.gpu if taken else gpu,
         tpot_slo_s=tpot_slo_s,
         e2e_slo_s=e2e_slo_s,
         rate_scale=rate_scale,
         load=load,
         requests=requests,
         spread=spread,
+        rules=make.rules_of(apart or (), pin or {}, most_per_gpu, [each.id for each in wanted], gpus),
+        kept=taken.kept if taken else {},
     )
     if evaluations is None and seconds is None:
         seconds = make.SECONDS
     with executor_of(executor, jobs) as where:
         found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed)
     table = pd.DataFrame([asdict(each) for each in found.judged])
-    return Plan(make.plan_document(found.wish, found.best.layout), table, found.best_system)
+    document = make.plan_document(found.wish, found.best.layout)
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "plan.yaml").write_text(to_yaml(document), encoding="utf-8")
+    return Plan(document, table, found.best_system, words.answer(found))
 
 
 def read(folder: str | Path) -> Result:
@@ -286,17 +378,21 @@ def read(folder: str | Path) -> Result:
     return result
 
 
-def _result(
-    experiment: Experiment,
-    out: str | Path | None,
-    jobs: int | None,
-    executor: str,
-    decisions: bool,
-    on_progress: OnProgress | None,
-) -> Result:
-    with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
-        run_loaded(experiment, folder, executor=where, decisions=decisions, on_progress=on_progress)
-    return _keeping(read(folder), folder, out)
+def _pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Dotted keys with their values as YAML."""
+    return [(key, json.dumps(value)) for key, value in (overrides or {}).items()]
+
+
+def _goals(targets: Targets | None) -> list[str] | None:
+    """Targets as the command line has them: ``["ttft:0.99"]``."""
+    return [f"{moment}:{share}" for moment, share in targets.items()] if isinstance(targets, Mapping) else targets
+
+
+def _several(given: Value | Sequence[Value] | None) -> list[Value]:
+    """One or several of them as a list."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, str | int) else list(given)
 
 
 def _check_source(experiment: object) -> None:
@@ -323,7 +419,7 @@ def _folder(out: str | Path | None, jobs: int | None) -> Iterator[Path]:
         raise
 
 
-def _keeping(found: Found, folder: Path, out: str | Path | None) -> Found:
+def _keeping(found: Result, folder: Path, out: str | Path | None) -> Result:
     """What was found; a temporary folder goes with it."""
     if out is None:
         finalize(found, rmtree, folder, ignore_errors=True)

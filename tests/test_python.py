@@ -3,6 +3,7 @@ spawned."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -14,6 +15,11 @@ import pytest
 
 import fineserve_sim as fs
 from fineserve_sim import api
+from fineserve_sim.cli.app import app
+from fineserve_sim.cli.compare import compare as cli_compare
+from fineserve_sim.cli.plan import plan as cli_plan
+from fineserve_sim.cli.run import run as cli_run
+from fineserve_sim.cli.size import size as cli_size
 from fineserve_sim.experiment import ConfigError
 from fineserve_sim.experiment.run.local import LocalProcesses
 
@@ -226,6 +232,68 @@ def test_processes_start_from_standard_input_and_from_a_spawned_one(tmp_path: Pa
         stdin = source if from_stdin else subprocess.DEVNULL
         done = subprocess.run(command, stdin=stdin, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['fineserve', 'static*']\n"), done.stderr
+
+
+COMMANDS = {"run": cli_run, "compare": cli_compare, "size": cli_size, "plan": cli_plan}
+OF_COMMANDS = {"as_json", "file", "exact_steps", "trace_out", "cell", "metrics"}
+"""Options that say how a command prints, what else it writes, and which of a file's cells; ``file`` is ``experiment`` here."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_functions_take_the_options_of_the_commands_with_their_defaults(name: str) -> None:
+    command, function = (inspect.signature(each).parameters for each in (COMMANDS[name], getattr(fs, name)))
+    options = {key: option.default for key, option in command.items() if key not in OF_COMMANDS}
+    given = {key: option.default for key, option in function.items() if key not in ("experiment", "on_progress")}
+    assert given == options
+
+
+def test_answers_are_those_of_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One comparison and one search from a trace, by function and by command."""
+    trace, models = tmp_path / "trace.csv", ["A=llama-3.1-8b:fp8", "B=llama-3.1-8b"]
+    rows = [f"{0.25 * number},{'AB'[number % 2]},512,16" for number in range(40)]
+    trace.write_text("arrival_s,model,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    limits = {"ttft_slo_s": 0.5, "tpot_slo_s": 0.05, "price": 2.0, "jobs": 1}
+    compared = fs.compare(trace, ["static*"], models, **limits, targets={"all": 0.9}, rate_scale=1, anchors=False)
+    assert compared.answer.startswith(
+        "Take Static* on 1 h100-sxm, which keeps 90 % of the requests within their limits: "
+    )
+    assert "$2.00 an hour" in compared.answer and "holds up to rate scale" in compared.answer
+    found = fs.size(trace, {"all": 0.9}, models=models, systems=["static*"], **limits, most_gpus=2, gpu=["h100-sxm"])
+    assert found.answer.startswith("The cheapest that keeps 90 %") and found.result is not None
+    options = [
+        "--ttft-slo",
+        "0.5",
+        "--tpot-slo",
+        "0.05",
+        "--price",
+        "2",
+        "--target",
+        "all:0.9",
+        "-s",
+        "static*",
+        "-j",
+        "1",
+    ]
+    for command, more, told in (
+        ("compare", ["--rate-scale", "1", "--no-anchors"], compared.answer),
+        ("size", ["--most-gpus", "2", "--gpu", "h100-sxm"], f"{found.answer}\n{found.result.answer}"),
+    ):
+        named = [word for model in models for word in ("--model", model)]
+        words = [command, str(trace), *named, *options, *more, "--out", str(tmp_path / command)]
+        app(words, standalone_mode=False)
+        out = capsys.readouterr().out
+        assert told.splitlines() and all(line in out for line in told.splitlines())
+
+
+def test_one_comparison_of_several_seeds_with_a_value_replaced(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,model,prompt_tokens,output_tokens\n0,x,100,5\n1,x,100,5\n2,x,100,5\n", encoding="utf-8")
+    models, how = ["llama-3.1-8b:fp8", "llama-3.1-8b:awq"], {"ttft_slo_s": 1, "rate_scale": 1, "jobs": 1}
+    found = fs.compare(
+        trace, ["static*"], models, spread=True, seeds=2, overrides={"engine.token_budget": 512}, search=False, **how
+    )
+    assert set(found.cells["seeds"]) == {2}
+    assert "token_budget: 512" in (found.folder / "resolved.yaml").read_text(encoding="utf-8")
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -19,6 +19,7 @@ from fineserve_sim.cli.program import run
 
 if TYPE_CHECKING:
     from fineserve_calibrate.fit.report import Report
+    from fineserve_sim.latency.tables import TableSet
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -92,14 +93,21 @@ def import_aiconfigurator(
     backend: BackendOption = "vllm",
     int4: Int4Option = None,
     full: Annotated[Path | None, typer.Option(help="Folder for the full tables (Parquet).")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="The layers that not every model has (experts, latent attention).")
+    ] = False,
 ) -> None:
     """The measured kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0)."""
     from fineserve_calibrate.compaction import compact
     from fineserve_calibrate.importers.aiconfigurator import imported
     from fineserve_calibrate.tables import write_table
     from fineserve_sim.catalog import gpu
-    from fineserve_sim.latency.tables import save
 
+    if layers:
+        from fineserve_calibrate.importers.layers import import_layers
+
+        _write_tables(out, import_layers(wheel, system, backend))
+        return
     tables = imported(wheel, system, backend, int4)
     compacted = compact(tables, gpu(SYSTEMS[system]))
     if full is not None:
@@ -107,6 +115,12 @@ def import_aiconfigurator(
         for table in tables:
             suffix = "_int4_wo" if set(table.columns["dtype"]) == {"int4_wo"} else ""
             write_table(table, full / f"{table.operator}{suffix}.parquet")
+    _write_tables(out, compacted)
+
+
+def _write_tables(out: Path, compacted: TableSet) -> None:
+    from fineserve_sim.latency.tables import save
+
     save(out, compacted)
     for name, text in compacted.fingerprint.items():
         console().print(f"{name}: {text}", soft_wrap=True)

@@ -55,7 +55,8 @@ def validate(
         typer.Option("--set", metavar="FILE", help="Validate this file instead, of a known column layout; may repeat."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="DIR", help="Folder with the measured sets, in it or in e2e/.")
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Folder with measured sets, in it or in e2e/; our own come, too."),
     ] = None,
     latency: Annotated[Latency, typer.Option("--latency", help="The step model.")] = Latency.TABLES,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the figures here.")] = None,
@@ -68,6 +69,7 @@ def validate(
     from fineserve_evidence.validate.errors import draw_sets, error_rows, tell
     from fineserve_evidence.validate.layouts import read_set
     from fineserve_evidence.validate.predict import predict_set
+    from fineserve_evidence.validate.shares import draw_shares
 
     make_step = step_factory(latency)
     sets = [read_set(path, make_step) for path in _files(set_files, data)]
@@ -79,13 +81,13 @@ def validate(
         tell(sets, predictions, make_step if with_sensitivity else None)
     if out is not None:
         by_set = {measured.name: found for measured, found in zip(sets, predictions, strict=True)}
-        for path in draw_sets(by_set, out):
+        for path in (*draw_sets(by_set, out), *draw_shares(by_set, out)):
             typer.echo(f"wrote {path}", err=True)
 
 
 def _files(set_files: Sequence[Path] | None, data: Path | None) -> list[Path]:
     """The files to read. Raises LayoutError naming what is missing."""
-    from fineserve_evidence.validate.layouts import KNOWN_FILES, LayoutError
+    from fineserve_evidence.validate.layouts import KNOWN_FILES, OWN_FILES, LayoutError
 
     if set_files:
         missing = [path for path in set_files if not path.is_file()]
@@ -98,7 +100,7 @@ def _files(set_files: Sequence[Path] | None, data: Path | None) -> list[Path]:
     found = [folder / name for name in KNOWN_FILES if (folder / name).is_file()]
     if not found:
         raise LayoutError(f"--data {data}: none of the measured sets is there; expected {', '.join(KNOWN_FILES)}")
-    return found
+    return [*found, *OWN_FILES]
 
 
 STYLES = {"holds": "green", "fails": "red", "open": "yellow"}

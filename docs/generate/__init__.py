@@ -38,6 +38,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "errors-own-tables": errors.own_tables,
     "contention": contention.contention,
     "fig10-caption": contention.caption,
+    "shares": errors.shares,
     "sharing": errors.sharing,
     "sharing-summary": errors.sharing_summary,
 }

@@ -25,12 +25,14 @@ ENGINE_REASONS = {
         "CUDA graphs and no other host time; our figures set the generation that a paper names or must have had: "
         "`vllm-v1-eager` (FineServe), `sglang-0.5` (Prism), `vllm-v1` (KunServe), `vllm-0.5` (vTensor)"
     ),
+    "batching": "vLLM's, which all engines of our figures have; `sglang` is for Prism's, which ran on SGLang",
     "contention": "cheaper, and [the same result](../fidelity.md#contention)",
     "latency": "measured tables where they ship for the GPU (h100-sxm), rooflines elsewhere",
     "step_times": (
         "steps of real engines that `fineserve-calibrate` measured, for engines of one GPU "
         "([probes](../probes.md#an-engines-steps-as-a-step-model))"
     ),
+    "step_time_factor": "as predicted; `--margin` sets it",
 }
 
 

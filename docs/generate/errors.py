@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import nan
@@ -24,6 +25,7 @@ SET_COLUMNS = (
 )  # fmt: skip
 OWN_COLUMNS = ("set", "engine", "model", "TP", "rows", "TPOT own", "TPOT scaled", "TTFT own", "TTFT scaled")
 CAP_COLUMNS = ("model", "TP", "phase", "", "rows", "median", "p90", "bias")
+SHARE_COLUMNS = ("label", "requests", "measured", "scaled", "own")
 PAIR_COLUMNS = ("source", "GPU", "mode", "engines", "workload", "beside", "metric", "error %", "fitted")
 
 
@@ -35,9 +37,19 @@ class Group(NamedTuple):
     limits: tuple[float | None, float | None, float | None] = (None, None, None)
 
 
+EXPERTS = re.compile(r"gpt-oss|MiniMax|A22B|Kimi|DeepSeek|Qwen3.5|scout|Mixtral", re.IGNORECASE)
+
+
+def experts(row: ErrorRow, name: str, backend: str = "vllm") -> bool:
+    """Whether the row is of this mixture of experts under this engine."""
+    return row.backend == backend and name in row.model
+
+
 AUTHORS, VLLM, TRTLLM, STATIC = (0.08, 0.13, None), (0.08, 0.15, None), (0.08, 0.20, None), (0.12, 0.12, None)
 H200, SGLANG = (0.07, 0.18, None), (0.08, 0.10, None)
-GROUPS = (
+MIXTURE = (0.12, 0.25, None)
+LARGE_MIXTURE = (0.15, 0.30, None)
+DENSE_GROUPS = (
     Group("8B in FP16, FP8 and AWQ, each share of the SMs: H100, vLLM 0.9.1",
           lambda row: row.set.startswith("fineserve_authors_h100_8b, ") and row.precision != "W4A8KV4", AUTHORS),
     Group("the same in QoQ, all SMs: OmniServe", lambda row: row.precision == "W4A8KV4", AUTHORS),
@@ -65,10 +77,29 @@ GROUPS = (
           lambda row: row.set.endswith("below saturation"), (0.20, 0.40, None)),
     Group("three 8B on one A100, above saturation (kvcached's benchmark)",
           lambda row: row.set.endswith("above saturation"), (0.25, None, 0.15)),
+    Group("a 4B alone, and two of them on one A100-40GB (NVIDIA)",
+          lambda row: row.set.startswith("nvidia_many_models"), (0.20, 0.40, 0.15)),
     Group("static batches of a 7B: A100, H100, H800, vLLM 0.5.1 (Aegaeon)",
           lambda row: row.set.startswith("aegaeon"), STATIC),
     Group("OPT-13B: A100, vLLM of 2023 (DistServe)", lambda row: row.set.startswith("distserve")),
 )  # fmt: skip
+EXPERT_GROUPS = (
+    Group("gpt-oss-120b at TP 1, 2, 4, 8: H100 and H200, vLLM", lambda row: experts(row, "gpt-oss"), MIXTURE),
+    Group("MiniMax-M2.5 at TP 4, 8: H100 and H200, vLLM", lambda row: experts(row, "MiniMax"), MIXTURE),
+    Group("Qwen3-235B-A22B at TP 2, 4: H200, vLLM", lambda row: experts(row, "A22B"), LARGE_MIXTURE),
+    Group("Kimi-K2.5 at TP 8: H200, vLLM", lambda row: experts(row, "Kimi"), LARGE_MIXTURE),
+    Group("Llama 4 Scout at TP 4: H100, vLLM (LMBench)", lambda row: experts(row, "scout")),
+    Group("mixtures of experts, SGLang", lambda row: row.backend == "sglang"),
+    Group("mixtures of experts, TensorRT-LLM", lambda row: row.backend == "trtllm"),
+)
+
+
+def _among(group: Group, mixture: bool) -> Group:
+    """The group among mixtures of experts, or among dense models."""
+    return group._replace(holds=lambda row: bool(EXPERTS.search(row.model)) == mixture and group.holds(row))
+
+
+GROUPS = tuple(_among(group, False) for group in DENSE_GROUPS) + tuple(_among(group, True) for group in EXPERT_GROUPS)
 
 
 def rows() -> list[ErrorRow]:
@@ -178,6 +209,21 @@ def sharing_summary() -> str:
                   if row["mode"].startswith(modes) and row["error %"] != "-" and not row["fitted"]]  # fmt: skip
         found.append((f"{name}, pairs and more", len(errors), f"{median(errors):.0f}", f"{max(errors):.0f}"))
     return table(("sharing", "rows", "median error %", "largest"), found)
+
+
+def shares() -> str:
+    """The share of a GPU that two models keep, in % of one model's output with as many requests: a row a number of requests."""
+    budget = ", budget 2048"
+    kept: dict[str, dict[str, tuple[str, ...]]] = {}
+    for row in read("shares.csv"):
+        if row["label"].endswith(budget):
+            numbers = (f"{100 * float(row[name]):.0f}" for name in SHARE_COLUMNS[2:])
+            kept.setdefault(row["requests"], {})[row["label"].removesuffix(budget)] = (*numbers,)
+    modes = list(dict.fromkeys(mode for found in kept.values() for mode in found))
+    headers = ["requests on the GPU"]
+    headers += [f"{mode}: {what}" for mode in modes for what in ("measured", "predicted", "by A100 tables")]
+    cells = ((requests, *(number for mode in modes for number in found[mode])) for requests, found in kept.items())
+    return table(headers, cells, right=headers)
 
 
 def read(name: str) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from docs.generate.markdown import table
 from fineserve_sim import catalog
-from fineserve_sim.catalog import GpuSpec, Quantity
+from fineserve_sim.catalog import GpuSpec, ModelSpec, Quantity
 from fineserve_sim.latency.tables import DEVICES
 
 NUMBERS = ("memory GiB", "BF16 TFLOP/s", "FP8 TFLOP/s", "bandwidth TB/s", "$ an hour")
@@ -41,14 +41,27 @@ def models() -> str:
         (
             f"`{model.name}`",
             f"{catalog.parameters(model) / 1e9:.2f} B",
+            f"{catalog.active_parameters(model) / 1e9:.2f} B" if model.experts else "all",
             model.layers,
             f"{catalog.kv_token_bytes(model, half, 1) / 1024:g}",
+            _attention(model),
+            f"`{model.checkpoint}`",
             f"{model.max_context_tokens:,}",
         )
         for model in catalog.models().values()
     ]
-    numbers = ("parameters", "layers", "KV KiB a token, 16 bit", "longest context")
-    return table(("model", *numbers), rows, right=numbers)
+    numbers = ("parameters", "active", "layers", "KV KiB a token, 16 bit")
+    more = ("attention", "published in", "longest context")
+    return table(("model", *numbers, *more), rows, right=(*numbers, more[-1]))
+
+
+def _attention(model: ModelSpec) -> str:
+    """The kinds of attention of its layers, where they are not all full."""
+    if model.latent:
+        return "latent, sparse" if model.latent.index_tokens else "latent"
+    if model.window:
+        return f"{model.window.layers} layers see {model.window.tokens:,} tokens"
+    return f"{model.linear.layers} layers linear" if model.linear else "full"
 
 
 def precisions() -> str:

@@ -13,11 +13,12 @@ from fineserve_evidence.commands import Latency, step_factory
 from fineserve_evidence.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_errors, read_authors_caps, read_caps
 from fineserve_evidence.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
 from fineserve_evidence.validate.errors import error_rows
-from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
+from fineserve_evidence.validate.layouts import KNOWN_FILES, OWN_FILES, read_set
 from fineserve_evidence.validate.predict import StepFactory, predict_set
+from fineserve_evidence.validate.shares import shares
 
 from docs.generate import contention
-from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS
+from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS, SHARE_COLUMNS
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.tables import shipped
 
@@ -29,11 +30,12 @@ OWN_STEP = step_factory(Latency.TABLES)
 
 def measure(folder: Path) -> Iterator[Path]:
     """Predict all sets below ``folder`` and write the errors; the files written."""
-    sets = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()]
+    sets = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()] + [*OWN_FILES]
     scaled = [row for path in sets for row in errors_of(path)]
     yield write("errors.csv", COLUMNS, scaled)
     own = [row for path in sets for row in errors_of(path, OWN_STEP)]
     yield write("own_errors.csv", COLUMNS, [row for row, other in zip(own, scaled, strict=True) if row != other])
+    yield write("shares.csv", SHARE_COLUMNS, shares_of())
     yield write("caps.csv", list(CapErrors._fields), caps_of(folder))
     yield write("pairs.csv", PAIR_COLUMNS, pairs_of(folder))
 
@@ -42,6 +44,18 @@ def errors_of(path: Path, make_step: StepFactory = MAKE_STEP) -> list[dict[str, 
     """The errors of one measured set, as ``errors.csv`` has them."""
     found = error_rows(predict_set(read_set(path, make_step), make_step))
     return [{name: rounded(value) for name, value in row.as_dict().items()} for row in found]
+
+
+def shares_of() -> list[dict[str, object]]:
+    """The share of a GPU that NVIDIA's two models keep, as ``shares.csv`` has it: measured, and predicted by the H100's tables,
+    scaled, and by the GPU's own."""
+    columns = [
+        list(shares(predict_set(read_set(path, step), step))) for step in (MAKE_STEP, OWN_STEP) for path in OWN_FILES
+    ]
+    return [
+        dict(zip(SHARE_COLUMNS, (*scaled[:2], *map(rounded, (*scaled[2:], own.predicted))), strict=True))
+        for scaled, own in zip(*columns, strict=True)
+    ]
 
 
 def caps_of(folder: Path) -> list[dict[str, object]]:

@@ -1,21 +1,25 @@
 """Bytes that a model occupies on each GPU of its TP group (systems.md 1.1).
 
-Linear layers and the vocabulary are split over the group; norms are replicated. KV heads are split, and replicated once
-there are fewer of them than GPUs. Embeddings, lm_head, norms and biases keep 16 bits in every precision.
+Linear layers and the vocabulary are split over the group; norms and routers are replicated. KV heads are split, and
+replicated once there are fewer of them than GPUs. Experts are split or spread (``architecture``). Embeddings, lm_head, norms
+and biases keep 16 bits in every precision.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from fineserve_sim.catalog.architecture import LinearAttention, ModelSpec, attention_layers, mlp_layers
 from fineserve_sim.catalog.load import CatalogError
-from fineserve_sim.catalog.specs import ModelSpec, PrecisionSpec
+from fineserve_sim.catalog.specs import PrecisionSpec
 
 BYTES_16BIT = 2
 SORTED_LOGIT_BYTES = 2 + 4 + 4 + 8 + 4 + 4 + 1 + 4 + 4
 """Bytes a logit at the peak of vLLM's top-k/top-p sampling: 16-bit and fp32 logits, sorted values and their int64 indices,
 softmax, cumulative sum, mask, logits scattered back and final probabilities. Counted, not fitted."""
+EXPERT_CHUNK = 32768
+"""Tokens whose experts vLLM computes at a time (``VLLM_FUSED_MOE_CHUNK_SIZE``)."""
 CAPTURES, LARGEST_CAPTURE, CAPTURE_BYTES = 67, 512, 8 * 2**20
 """Batch sizes of which vLLM captures a CUDA graph, the largest, and the bytes of one beside the pool (assumed)."""
 
@@ -26,15 +30,57 @@ class Linear(NamedTuple):
     inputs: int
     outputs: int
 
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs
+
+
+class Product(NamedTuple):
+    """A matrix product that ``layers`` layers have; ``plain``: in 16 bits in every precision."""
+
+    shape: Linear
+    layers: int
+    plain: bool = False
+
+
+class ExpertWork(NamedTuple):
+    """The experts of ``layers`` layers as one GPU of the group holds them: ``local`` of ``experts``, ``width`` wide each."""
+
+    layers: int
+    experts: int
+    active: int
+    hidden: int
+    width: int
+    matrices: int
+    spread: int
+    split: int
+
+    @property
+    def local(self) -> int:
+        return self.experts // self.spread
+
+    @property
+    def weights(self) -> int:
+        """Weights of one expert here."""
+        return self.matrices * self.hidden * self.width
+
 
 def check_tp(model: ModelSpec, tp: int) -> None:
-    """Raise CatalogError unless ``tp`` GPUs can share the model's heads and MLP evenly."""
+    """Raise CatalogError unless ``tp`` GPUs can share the model's heads, MLP and experts evenly."""
     heads_split = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
-    if tp < 1 or model.q_heads % tp or model.intermediate_size % tp or not heads_split:
+    widths = [mlp.width for mlp in mlp_layers(model)]
+    if tp < 1 or model.q_heads % tp or any(width % tp for width in widths) or not heads_split:
         raise CatalogError(
             f"model {model.name} cannot run at TP {tp}: {model.q_heads} query heads, {model.kv_heads} KV heads and "
-            f"MLP width {model.intermediate_size} must split evenly"
+            f"MLP width {' and '.join(str(width) for width in widths if width)} must split evenly"
         )
+    experts, linear = model.experts, model.linear
+    if experts and (experts.width if experts.spread == "split" else experts.count) % tp:
+        what = f"experts {experts.width} wide" if experts.spread == "split" else f"{experts.count} whole experts"
+        raise CatalogError(f"model {model.name} cannot run at TP {tp}: {what} must split evenly")
+    if linear and (linear.key_heads % tp or linear.value_heads % tp):
+        heads = f"{linear.key_heads} key heads and {linear.value_heads} value heads of linear attention"
+        raise CatalogError(f"model {model.name} cannot run at TP {tp}: {heads} must split evenly")
 
 
 def kv_heads_per_gpu(model: ModelSpec, tp: int) -> int:
@@ -42,46 +88,144 @@ def kv_heads_per_gpu(model: ModelSpec, tp: int) -> int:
     return max(1, model.kv_heads // tp)
 
 
-def linears(model: ModelSpec, tp: int) -> dict[str, Linear]:
-    """The matrix products of one layer as one GPU of the group computes them, in the order they run."""
+def products(model: ModelSpec, tp: int) -> dict[str, Product]:
+    """The matrix products of the model's layers, apart from experts, as one GPU of the group computes them."""
     check_tp(model, tp)
+    found: dict[str, Product] = {}
+    for attention in attention_layers(model):
+        shapes = {"grouped": _grouped, "latent": _latent, "linear": _linear}[attention.kind](model, tp)
+        for name, shape in shapes.items():
+            found[name] = Product(shape, attention.layers + (found[name].layers if name in found else 0))
+    for mlp in mlp_layers(model):
+        beside = "shared_" if mlp.experts else ""
+        if mlp.experts:
+            found["router"] = Product(Linear(model.hidden_size, mlp.experts.count), mlp.layers, plain=True)
+        if mlp.width:
+            width = mlp.width // tp
+            gate_up = Linear(model.hidden_size, width * (2 if model.gated_mlp else 1))
+            found[f"{beside}gate_up"] = Product(gate_up, mlp.layers)
+            found[f"{beside}down"] = Product(Linear(width, model.hidden_size), mlp.layers)
+    return found
+
+
+def _grouped(model: ModelSpec, tp: int) -> dict[str, Linear]:
     q_width = model.q_heads // tp * model.head_dim
     kv_width = kv_heads_per_gpu(model, tp) * model.head_dim
-    mlp_width = model.intermediate_size // tp
+    queries = q_width * (2 if model.output_gate else 1)
+    return {"qkv": Linear(model.hidden_size, queries + 2 * kv_width), "o": Linear(q_width, model.hidden_size)}
+
+
+def _latent(model: ModelSpec, tp: int) -> dict[str, Linear]:
+    """Compressions are on every GPU, heads are split. ``kv_b`` unfolds K and V; decodes fold it into queries and outputs."""
+    latent, heads = model.latent, model.q_heads // tp
+    assert latent is not None
+    head_width, kept = model.head_dim + latent.rope_dim, latent.kv_rank + latent.rope_dim
+    shapes = {
+        "qkv_a": Linear(model.hidden_size, latent.q_rank + kept),
+        "q_b": Linear(latent.q_rank or model.hidden_size, heads * head_width),
+        "kv_b": Linear(latent.kv_rank, heads * (model.head_dim + latent.value_dim)),
+        "o": Linear(heads * latent.value_dim, model.hidden_size),
+    }
+    if latent.index_tokens:
+        shapes["index_q"] = Linear(latent.q_rank, latent.index_heads * latent.index_dim)
+        shapes["index_k"] = Linear(model.hidden_size, latent.index_dim + latent.index_heads)
+    return shapes
+
+
+def _linear(model: ModelSpec, tp: int) -> dict[str, Linear]:
+    linear = model.linear
+    assert linear is not None
+    keys, values = linear.key_heads * linear.key_dim // tp, linear.value_heads * linear.value_dim // tp
     return {
-        "qkv": Linear(model.hidden_size, q_width + 2 * kv_width),
-        "o": Linear(q_width, model.hidden_size),
-        "gate_up": Linear(model.hidden_size, mlp_width * (2 if model.gated_mlp else 1)),
-        "down": Linear(mlp_width, model.hidden_size),
+        "linear_in": Linear(model.hidden_size, 2 * keys + 2 * values),
+        "linear_gates": Linear(model.hidden_size, 2 * linear.value_heads // tp),
+        "linear_out": Linear(values, model.hidden_size),
     }
 
 
-def _layer_weights(model: ModelSpec, tp: int) -> int:
-    return sum(linear.inputs * linear.outputs for linear in linears(model, tp).values())
+def linears(model: ModelSpec, tp: int) -> dict[str, Linear]:
+    """The shapes of ``products``, in the order they run."""
+    return {name: product.shape for name, product in products(model, tp).items()}
 
 
-def _layer_extras(model: ModelSpec, tp: int) -> int:
-    """Norm and bias parameters of one layer."""
-    shapes = linears(model, tp)
-    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
-    if model.bias == "qkv":
-        return norms + shapes["qkv"].outputs
+def expert_work(model: ModelSpec, tp: int) -> ExpertWork | None:
+    """The experts on one GPU of the group; None for a dense model."""
+    experts = model.experts
+    if experts is None:
+        return None
+    spread, split = (1, tp) if experts.spread == "split" else (tp, 1)
+    layers = model.layers - experts.dense_layers
+    matrices = 3 if model.gated_mlp else 2
+    shape = (experts.count, experts.active, model.hidden_size, experts.width // split)
+    return ExpertWork(layers, *shape, matrices, spread, split)
+
+
+def with_experts(model: ModelSpec, spread: Literal["split", "whole"]) -> ModelSpec:
+    """The model with its experts each split over a TP group, or spread whole. Raises CatalogError for a dense model."""
+    if model.experts is None:
+        raise CatalogError(f"model {model.name} has no experts to spread")
+    return model.model_copy(update={"experts": model.experts.model_copy(update={"spread": spread})})
+
+
+def _expert_weights(model: ModelSpec, tp: int) -> int:
+    work = expert_work(model, tp)
+    return work.layers * work.local * work.weights if work else 0
+
+
+def _extras(model: ModelSpec, tp: int) -> int:
+    """Norm and bias parameters, sinks, convolutions and decays, over all layers."""
+    shapes = products(model, tp)
+    normed = (model.q_heads + model.kv_heads) // tp if model.norm_across_heads else 2
+    norms = model.norms * model.hidden_size + (normed * model.head_dim if model.qk_norm else 0)
     if model.bias == "all":
-        return 2 * norms + sum(linear.outputs for linear in shapes.values())
-    return norms
+        return model.layers * 2 * norms + sum(one.layers * one.shape.outputs for one in shapes.values())
+    biased = {"none": (), "qkv": ("qkv",), "attention": ("qkv", "o")}[model.bias]
+    total = model.layers * norms + sum(shapes[name].layers * shapes[name].shape.outputs for name in biased)
+    if model.sinks:
+        total += model.layers * model.q_heads // tp
+    if model.latent:
+        total += model.layers * (model.latent.q_rank + model.latent.kv_rank)
+    if model.linear:
+        total += model.linear.layers * (
+            model.linear.conv * _convolved(model.linear, tp) + 2 * model.linear.value_heads // tp
+        )
+    work = expert_work(model, tp)
+    if work and model.experts and model.experts.biases:
+        wide = (work.matrices - 1) * work.width + work.hidden
+        total += work.layers * (work.local * wide + work.experts)
+    return total
+
+
+def _convolved(linear: LinearAttention, tp: int) -> int:
+    """Channels of the convolution before linear attention."""
+    return (2 * linear.key_heads * linear.key_dim + linear.value_heads * linear.value_dim) // tp
 
 
 def _outer_parameters(model: ModelSpec, tp: int) -> int:
-    """Parameters outside the layers: embeddings, lm_head, positions, final norm."""
+    """Parameters outside the layers: embeddings, lm_head, positions, final norm, and those that no text passes through."""
     tables = 1 if model.tied_embeddings else 2
     final_norm = model.hidden_size * (2 if model.bias == "all" else 1)
     vocabulary = tables * math.ceil(model.vocab_size / tp) * model.hidden_size
-    return vocabulary + model.learned_positions * model.hidden_size + final_norm
+    positions = model.learned_positions * model.hidden_size
+    return vocabulary + positions + final_norm + math.ceil(model.other_parameters / tp)
+
+
+def _product_weights(model: ModelSpec, tp: int, plain: bool) -> int:
+    found = products(model, tp).values()
+    return sum(product.layers * product.shape.weights for product in found if product.plain == plain)
 
 
 def parameters(model: ModelSpec) -> int:
     """Number of parameters of the whole model."""
-    return model.layers * (_layer_weights(model, 1) + _layer_extras(model, 1)) + _outer_parameters(model, 1)
+    matrices = sum(_product_weights(model, 1, plain) for plain in (False, True)) + _expert_weights(model, 1)
+    return matrices + _extras(model, 1) + _outer_parameters(model, 1)
+
+
+def active_parameters(model: ModelSpec) -> int:
+    """Number of parameters that a token passes through: of its experts, the active ones alone."""
+    work = expert_work(model, 1)
+    idle = work.layers * (work.experts - work.active) * work.weights if work else 0
+    return parameters(model) - idle
 
 
 def weight_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
@@ -89,16 +233,54 @@ def weight_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
 
     Raises CatalogError when the model does not split over ``tp`` GPUs.
     """
-    quantised = model.layers * _layer_weights(model, tp) * precision.effective_weight_bits / 8
-    plain = (model.layers * _layer_extras(model, tp) + _outer_parameters(model, tp)) * BYTES_16BIT
-    return math.ceil(quantised) + plain
+    linear, plain = (_product_weights(model, tp, plain) for plain in (False, True))
+    narrow, wide = (linear, 0) if precision.scope == "linears" else (0, linear)
+    quantised = (narrow + _expert_weights(model, tp)) * precision.effective_weight_bits / 8
+    return math.ceil(quantised) + (wide + plain + _extras(model, tp) + _outer_parameters(model, tp)) * BYTES_16BIT
+
+
+def kv_layer_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int, kind: str = "grouped") -> int:
+    """KV bytes of one token in one layer of this kind of attention on each GPU, quantisation parameters included.
+
+    Latent attention keeps its vector on every GPU, and beside it the index's key, 8-bit with a 4-byte scale.
+    """
+    if kind == "linear":
+        return 0
+    if model.latent:
+        latent = model.latent
+        index = latent.index_dim + 4 if latent.index_tokens else 0
+        return (latent.kv_rank + latent.rope_dim) * precision.kv_bits // 8 + precision.kv_quant_bytes + index
+    return kv_heads_per_gpu(model, tp) * 2 * (model.head_dim * precision.kv_bits // 8 + precision.kv_quant_bytes)
 
 
 def kv_token_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
-    """KV bytes of one token over all layers on each GPU, quantisation parameters included."""
+    """KV bytes that a token adds over all layers on each GPU, as long as no window is full."""
     check_tp(model, tp)
-    head_bytes = 2 * (model.head_dim * precision.kv_bits // 8 + precision.kv_quant_bytes)
-    return model.layers * kv_heads_per_gpu(model, tp) * head_bytes
+    kinds = attention_layers(model)
+    return sum(kind.layers * kv_layer_bytes(model, precision, tp, kind.kind) for kind in kinds)
+
+
+def state_bytes(model: ModelSpec, tp: int) -> int:
+    """Bytes of a sequence's state of linear attention over all layers on each GPU; inputs of the convolution in 16 bits."""
+    linear = model.linear
+    if linear is None:
+        return 0
+    state = linear.value_heads // tp * linear.key_dim * linear.value_dim * linear.state_bytes
+    return linear.layers * (state + (linear.conv - 1) * _convolved(linear, tp) * BYTES_16BIT)
+
+
+def kv_sequence_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int, tokens: int) -> int:
+    """Bytes that a sequence of ``tokens`` tokens keeps on each GPU: KV, behind a window no more than that, and state."""
+    total = state_bytes(model, tp)
+    for kind in attention_layers(model):
+        kept = tokens if kind.window is None or model.latent else min(tokens, kind.window)
+        total += kind.layers * kept * kv_layer_bytes(model, precision, tp, kind.kind)
+    return total
+
+
+def grows_evenly(model: ModelSpec) -> bool:
+    """Whether a sequence's KV is in proportion to its tokens: no windows, no state."""
+    return model.window is None and model.linear is None
 
 
 def graph_bytes(model: ModelSpec, tp: int) -> int:
@@ -110,11 +292,24 @@ def graph_bytes(model: ModelSpec, tp: int) -> int:
 
 def _layer_peak_bytes(model: ModelSpec, tp: int, tokens: int) -> int:
     """Inside a layer residual and hidden states live together with the widest product's output and what is computed from it,
-    all in 16 bits."""
+    all in 16 bits. Experts keep both for each of a token's experts, and their outputs, for chunks of tokens."""
     shapes = linears(model, tp)
-    mlp = shapes["gate_up"].outputs + shapes["down"].inputs
-    attention = shapes["qkv"].outputs + shapes["o"].inputs
-    return tokens * (2 * model.hidden_size + max(mlp, attention)) * BYTES_16BIT
+    widths = [
+        shapes[wide].outputs + shapes[narrow].inputs
+        for wide, narrow in (
+            ("gate_up", "down"),
+            ("shared_gate_up", "shared_down"),
+            ("qkv", "o"),
+            ("q_b", "o"),
+            ("linear_in", "linear_out"),
+        )
+        if wide in shapes
+    ]
+    each = max(widths) * tokens
+    if work := expert_work(model, tp):
+        slots = min(tokens, EXPERT_CHUNK) * work.active
+        each = max(each, slots * (work.matrices * work.width + work.hidden))
+    return (tokens * 2 * model.hidden_size + each) * BYTES_16BIT
 
 
 def activation_bytes(model: ModelSpec, tp: int, tokens: int, sampled: int, logit_bytes: int | None = None) -> int:

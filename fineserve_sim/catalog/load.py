@@ -9,6 +9,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from fineserve_sim.catalog.architecture import ModelSpec
 from fineserve_sim.catalog.specs import (
     AttentionVariant,
     Deployment,
@@ -17,7 +18,6 @@ from fineserve_sim.catalog.specs import (
     KernelRates,
     ListPrices,
     MigGpu,
-    ModelSpec,
     PrecisionSpec,
     Spec,
 )
@@ -128,6 +128,15 @@ def precision(name: str) -> PrecisionSpec:
     if name.lower() not in spellings:
         raise _unknown("precision", name, [s for spec in precisions().values() for s in (spec.name, *spec.aliases)])
     return spellings[name.lower()]
+
+
+PUBLISHED = "checkpoint"
+"""A name for the precision in which a model is published."""
+
+
+def precision_of(name: str, spec: ModelSpec) -> PrecisionSpec:
+    """The precision with this name, or that of the model's checkpoint. Raises CatalogError as ``precision`` does."""
+    return precision(spec.checkpoint if name == PUBLISHED else name)
 
 
 def deployment(name: str) -> Deployment:

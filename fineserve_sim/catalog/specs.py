@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TensorCore = Literal["bf16", "fp8", "int8"]
+TensorCore = Literal["bf16", "fp8", "int8", "fp4"]
 Kind = Literal["measured", "fitted", "roofline", "assumed"]
 
 
@@ -31,6 +31,7 @@ class Quantity(Spec):
 class GpuSpec(Spec):
     """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink).
 
+    ``mma_part``: of the BF16 peak that the instructions of earlier generations reach (mma.sync), on which Marlin is built.
     ``whole``: the GPU type of which it is a slice by MIG. ``tables_from``: the GPU type whose measured tables are scaled to it.
     """
 
@@ -40,6 +41,8 @@ class GpuSpec(Spec):
     bf16_flops_per_s: float = Field(gt=0)
     fp8_flops_per_s: float | None = None
     int8_flops_per_s: float | None = None
+    fp4_flops_per_s: float | None = None
+    mma_part: float = Field(default=1.0, gt=0, le=1)
     nvlink_bytes_per_s: float = Field(default=0.0, ge=0)
     pcie_bytes_per_s: float = Field(gt=0)
     efficiency: Literal["measured", "roofline-scaled"]
@@ -59,8 +62,7 @@ class GpuSpec(Spec):
 
     def peak_flops_per_s(self, core: TensorCore) -> float:
         """Dense peak of one tensor-core type. Raises ValueError when the GPU has none."""
-        peaks = {"bf16": self.bf16_flops_per_s, "fp8": self.fp8_flops_per_s, "int8": self.int8_flops_per_s}
-        peak = peaks[core]
+        peak: float | None = getattr(self, f"{core}_flops_per_s")
         if peak is None:
             raise ValueError(
                 f"GPU {self.name} has no {core} tensor cores; choose a precision that computes in another type"
@@ -86,6 +88,10 @@ class MigProfile(Spec):
     most: int = Field(ge=1)
 
 
+_MEMORY_NAMES = 0.1
+"""How far the memory in the name of a MIG profile may be from what it has: a 1g.10gb of an A100 has 9.6 GiB."""
+
+
 class MigGpu(Spec):
     """A GPU that MIG divides."""
 
@@ -94,36 +100,30 @@ class MigGpu(Spec):
     profiles: dict[str, MigProfile]
     source: str
 
+    def named(self, profile: str) -> str:
+        """The profile of this name, with or without its memory: ``3g`` or NVIDIA's ``3g.40gb``. Raises ValueError naming the
+        profiles that there are."""
+        slices, _, memory = profile.partition(".")
+        if profile in self.profiles:
+            return profile
+        for name, part in self.profiles.items():
+            gib = part.memory_mib / 1024
+            alike = name.removesuffix("+") == slices and memory.removesuffix("gb").isdecimal()
+            if alike and abs(int(memory.removesuffix("gb")) / gib - 1) < _MEMORY_NAMES:
+                return name
+        raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
+
     def fractions(self, profile: str) -> tuple[float, float]:
         """The parts of the GPU's SMs and of its memory bandwidth. Raises ValueError naming the profiles that there are."""
-        if profile not in self.profiles:
-            raise ValueError(f"{self.name} has no MIG profile {profile}; known: {', '.join(self.profiles)}")
-        part = self.profiles[profile]
+        part = self.profiles[self.named(profile)]
         return part.sms / self.sms, part.memory_slices / 8
 
 
-class ModelSpec(Spec):
-    """Geometry of a dense decoder-only transformer."""
-
-    name: str
-    layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    q_heads: int = Field(gt=0)
-    kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-    max_context_tokens: int = Field(gt=0)
-    tied_embeddings: bool = False
-    gated_mlp: bool = True
-    bias: Literal["none", "qkv", "all"] = "none"
-    qk_norm: bool = False
-    learned_positions: int = Field(default=0, ge=0)
-    source: str
-
-
 class PrecisionSpec(Spec):
-    """How weights, activations and KV cache are stored, and on which tensor cores the linear layers run."""
+    """How weights, activations and KV cache are stored, and on which tensor cores the linear layers run.
+
+    ``scope``: all linear layers of the blocks, or experts alone; others keep 16 bits.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -135,11 +135,13 @@ class PrecisionSpec(Spec):
     kv_bits: int = Field(gt=0)
     kv_quant_bytes: int = Field(default=0, ge=0)
     tensor_core: TensorCore
+    scope: Literal["linears", "experts"] = "linears"
     source: str
 
     def on(self, gpu: GpuSpec) -> PrecisionSpec:
-        """As this GPU computes it: without FP8 tensor cores, 8-bit weights are products in 16 bits (weight-only)."""
-        if self.tensor_core != "fp8" or gpu.fp8_flops_per_s is not None:
+        """As this GPU computes it: without FP8 or FP4 tensor cores, such weights are products in 16 bits (weight-only)."""
+        peaks = {"fp8": gpu.fp8_flops_per_s, "fp4": gpu.fp4_flops_per_s}
+        if self.tensor_core not in peaks or peaks[self.tensor_core] is not None:
             return self
         return self.model_copy(update={"activation_bits": 16, "tensor_core": "bf16"})
 
@@ -174,6 +176,7 @@ class Deployment(Spec):
     * ``group``: what a TP group adds; None: nothing is known to.
     * ``fused_quantisation_s``: what a matrix product with 8-bit activations takes less than measured, where the engine
       quantises inside the kernel before it.
+    * ``aligned_expert_rows``: rows to which the engine pads each 8-bit expert's share of a batch; None: it does not.
     * ``logit_bytes``: bytes of a logit when the sampler peaks; None: as vLLM's, which sorts.
     """
 
@@ -185,6 +188,7 @@ class Deployment(Spec):
     floor_layers: int = Field(default=32, gt=0)
     group: GroupCosts | None = None
     fused_quantisation_s: Quantity | None = None
+    aligned_expert_rows: int | None = Field(default=None, gt=0)
 
     @property
     def replays_graphs(self) -> bool:
@@ -254,11 +258,12 @@ class ElementwiseKernels(Spec):
 
 
 class KernelRates(Spec):
-    """Rates that kernels reach on the reference GPU; ``gemm`` by precision, ``kv_bytes_per_s`` by bits of a KV
-    element, ``all_reduce`` by GPUs of the TP group (bus bandwidth)."""
+    """Rates that kernels reach on the reference GPU; ``gemm`` and ``experts`` by precision, ``kv_bytes_per_s`` by bits of a
+    KV element, ``all_reduce`` by GPUs of the TP group (bus bandwidth)."""
 
     reference_gpu: str
     gemm: dict[str, GemmKernel]
+    experts: dict[str, GemmKernel]
     attention: AttentionKernel
     kv_bytes_per_s: dict[int, Quantity]
     elementwise: ElementwiseKernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fineserve_sim import __version__
 from fineserve_sim.build import build
-from fineserve_sim.cli import catalog, compare, explain, plan, report, reproduce, results, run, size, traces
+from fineserve_sim.cli import catalog, compare, deploy, explain, plan, report, reproduce, results, run, size, traces
 from fineserve_sim.cli.program import program
 
 app = program(
@@ -23,6 +23,7 @@ for register in (
     reproduce.register,
     size.register,
     plan.register,
+    deploy.register,
     catalog.register,
 ):
     register(app)

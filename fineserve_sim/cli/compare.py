@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,14 @@ from fineserve_sim.cli.limits import (
     E2eOption,
     PriceOption,
     RequestsOption,
+    SeedsOption,
+    SetOption,
     SloScaleOption,
     SpreadOption,
     TargetsOption,
     TpotOption,
     TtftOption,
-    shares_of,
-    slo_scale_of,
+    key_and_value,
     tell_probe,
 )
 from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results, simulate_into
@@ -41,9 +42,6 @@ from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
     from fineserve_sim.experiment.run.executor import Executor
-
-PARTED, MOST_RATE_SCALE = 0.05, 64.0
-"""Systems part where the best and the worst are so far apart, or none is so close to all; the fastest replay that is tried."""
 
 TraceArgument = Annotated[Path, path_argument("TRACE", "Trace file, plain or gzip.")]
 SystemsOption = Annotated[
@@ -104,15 +102,17 @@ def compare(
     gpu: GpuOption = "h100-sxm",
     gpus: GpusOption = 1,
     sharing: SharingOption = None,
-    ttft_slo: TtftOption = None,
-    tpot_slo: TpotOption = None,
-    e2e_slo: E2eOption = None,
+    ttft_slo_s: TtftOption = None,
+    tpot_slo_s: TpotOption = None,
+    e2e_slo_s: E2eOption = None,
     slo_scale: SloScaleOption = None,
     rate_scale: RateScaleOption = None,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
     targets: TargetsOption = None,
     price: PriceOption = None,
+    seeds: SeedsOption = None,
+    overrides: SetOption = None,
     search: SearchOption = True,
     anchors: AnchorsOption = True,
     out: OutOption = None,
@@ -128,21 +128,29 @@ def compare(
     """
     with interruptible():
         from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.experiment.sizing.parting import hopeless, parted
+        from fineserve_sim.experiment.sizing.question import shares_of, slo_scale_of
 
-        told: dict[str, Any] = {"ttft_slo_s": ttft_slo, "tpot_slo_s": tpot_slo, "e2e_slo_s": e2e_slo}
-        told |= {"slo_scale": slo_scale_of(slo_scale, ttft_slo), "requests": requests, "anchors": anchors}
+        told: dict[str, Any] = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s, "e2e_slo_s": e2e_slo_s}
+        told |= {"slo_scale": slo_scale_of(slo_scale, ttft_slo_s), "requests": requests, "anchors": anchors}
         told |= {"gpu": gpu, "count": gpus, "sharing": _sharing(sharing), "usd_per_gpu_hour": price}
+        told |= {"seeds": seeds or 1, "overrides": list(map(key_and_value, overrides or ()))}
         experiment_at = partial(_experiment, trace, systems, models, spread, told)
-        first = experiment_at(1.0 if rate_scale is None else rate_scale)
-        folder, wanted = out or Path("results") / f"compare-{first.name}", shares_of(targets, tpot_slo, e2e_slo)
+        experiment = experiment_at(1.0 if rate_scale is None else rate_scale)
+        wanted = shares_of(targets, tpot_slo_s, e2e_slo_s)
+        folder = out or Path("results") / f"compare-{experiment.name}"
         with executor_of(executor, jobs) as where, unused_folder_goes(folder):
-            hopeless = _hopeless(first, wanted)
-            if rate_scale is None and not hopeless:
-                first = _parting(experiment_at, first, folder, where, wanted)
-            page = not (search and hopeless)  # which is soon made with what the search finds
-            simulate_into(folder, first, where, Simulation(wanted, decisions, page=page))
+            if rate_scale is None:
+                with progress_bar() as advance:
+                    experiment = parted(experiment_at, folder, where, wanted, advance, _say)
+            page = not (search and hopeless(experiment, wanted))  # which is soon made with what the search finds
+            simulate_into(folder, experiment, where, Simulation(wanted, decisions, page=page))
             summary = _summary(folder, where, search)
         print_results(folder, summary, as_json)
+
+
+def _say(line: str) -> None:
+    console(stderr=True).print(line)
 
 
 def _experiment(
@@ -194,41 +202,3 @@ def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
             names = ", ".join(name if name == name.strip() else repr(name) for name in missing)
             raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
         raise
-
-
-def _parting(
-    experiment_at: Callable[[float], Experiment],
-    first: Experiment,
-    out: Path,
-    executor: Executor,
-    targets: Mapping[str, float],
-) -> Experiment:
-    """The experiment at the rate at which the systems part, in doublings of the trace's own; the first where they never do."""
-    from fineserve_sim.experiment import run_loaded
-    from fineserve_sim.experiment.results.answer import spread_of
-    from fineserve_sim.experiment.results.summary import read_summary
-
-    experiment, rate_scale = first, 1.0
-    while rate_scale <= MOST_RATE_SCALE:
-        with progress_bar() as advance:
-            run_loaded(experiment, out, executor=executor, on_progress=advance, targets=targets)
-        least, most = spread_of(read_summary(out))
-        if most - least >= PARTED or most < 1 - PARTED:
-            return experiment
-        console(stderr=True).print(
-            f"At rate scale {rate_scale:g} the systems keep {100 * least:.1f} to {100 * most:.1f} % within limits; faster."
-        )
-        rate_scale *= 2
-        experiment = experiment_at(rate_scale)
-    console(stderr=True).print(f"They part at no rate scale up to {MOST_RATE_SCALE:g}: what follows is at 1.")
-    return first
-
-
-def _hopeless(experiment: Experiment, targets: Mapping[str, float]) -> bool:
-    """Whether no system that can be run reaches the targets, even with each model alone on idle GPUs: at no rate, then."""
-    from fineserve_sim.experiment.sizing.feasibility import feasibility
-    from fineserve_sim.experiment.sizing.search import runnable
-
-    systems = runnable(experiment)
-    bounds = [feasibility(experiment, point, targets) for point in experiment.points if point.system in systems]
-    return all(bound is not None and bound.hopeless for bound in bounds)

@@ -115,7 +115,7 @@ def escaped(text: str) -> str:
     return escape(text)
 
 
-LOOKS_S, LINE_S = 1.0, 60.0
+LOOKS_S, LINE_S = 1.0, 20.0
 """Where there is no terminal: seconds that do not count for the pace, and between two lines that say how far a run is."""
 
 
@@ -170,8 +170,8 @@ class _Lines:
 
 
 def told_of(done: float, total: int) -> str:
-    """``3 of 20``, or ``3.4 of 20`` with those under way."""
-    return f"{done:.{0 if done == int(done) else 2 if total < 10 else 1}f} of {total}"
+    """``3 of 20``: those that are done, without the part of those under way."""
+    return f"{int(done)} of {total}"
 
 
 def span(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,9 +10,6 @@ from fineserve_sim.cli.console import escaped
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment.sizing.probe import Attained
-
-SLO_SCALE = 20.0
-"""The scale of derived limits where none is given."""
 
 _POSITIVE = 1e-6
 
@@ -42,7 +38,7 @@ TargetsOption = Annotated[
     typer.Option(
         "--target",
         metavar="MOMENT:SHARE",
-        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; may be repeated. If not given, all:0.95.",
+        help="ttft:0.99, tpot:0.99, e2e:0.9 or all:0.95, with commas; each:all:0.95 of each model. If not given, all:0.95.",
         show_default=False,
     ),
 ]
@@ -51,28 +47,21 @@ PriceOption = Annotated[
     typer.Option(min=_POSITIVE, help="Dollars a GPU-hour; the catalog's list price if not given.", show_default=False),
 ]
 
+SeedsOption = Annotated[int | None, typer.Option(min=1, help="Seeds a cell.", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Replace a value of the experiment; may be repeated.", show_default=False
+    ),
+]
 
-def slo_scale_of(slo_scale: float | None, ttft_slo_s: float | None) -> float:
-    """The SLO scale of derived limits. Raises ValueError where a TTFT limit in seconds leaves nothing to scale."""
-    if slo_scale is not None and ttft_slo_s is not None:
-        raise ValueError("--slo-scale with --ttft-slo: a limit in seconds is not scaled; give one of them")
-    return SLO_SCALE if slo_scale is None else slo_scale
 
-
-def shares_of(targets: Sequence[str] | None, tpot: object, e2e: object) -> Mapping[str, float]:
-    """Targets by metric. Raises ValueError for a target without a limit."""
-    from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS
-    from fineserve_sim.experiment.sizing.probe import goals
-
-    if not targets:
-        return DEFAULT_TARGETS
-    found = {goal.metric: goal.share for goal in goals(targets)}
-    for moment, limit in (("tpot", tpot), ("e2e", e2e)):
-        if f"{moment}_attainment" in found and limit is None:
-            raise ValueError(
-                f"--target {moment}: there is no such limit; give one, as --{moment}-slo or slo.{moment}_s"
-            )
-    return found
+def key_and_value(text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` of ``--set``. Raises ValueError for another text."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
+    return key, value
 
 
 def tell_probe(asked: str, found: Attained) -> None:
@@ -80,8 +69,8 @@ def tell_probe(asked: str, found: Attained) -> None:
     if found.problem:
         typer.echo(f"  {asked}: {escaped(found.problem)}", err=True)
         return
-    shares = ", ".join(
-        f"{metric.removesuffix('_attainment')} {100 * share:.1f} %" for metric, share in found.shares.items()
-    )
+    from fineserve_sim.experiment.sizing.probe import told_moment
+
+    shares = ", ".join(f"{told_moment(metric)} {100 * share:.1f} %" for metric, share in found.shares.items())
     seeds = f", after {found.seeds} seed{'s' * (found.seeds > 1)}" if found.early else ""
     typer.echo(f"  {asked}: {shares}, {'holds' if found.holds else 'does not hold'}{seeds}", err=True)

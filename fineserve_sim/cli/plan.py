@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from fineserve_sim.cli.console import (
     console,
     examples,
     interruptible,
+    named_path,
     print_json,
 )
 from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
@@ -26,10 +27,9 @@ from fineserve_sim.cli.size import PricesOption, prices_of
 
 if TYPE_CHECKING:
     from fineserve_sim.planning.make import Found, Told
-    from fineserve_sim.planning.problem import Rules
 
 ModelsOption = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--model",
         "-m",
@@ -44,6 +44,16 @@ TypesOption = Annotated[
         help="GPU of the catalog, h100-sxm if none is given; of several the cheapest is taken.",
         show_default=False,
         autocompletion=complete_gpu,
+    ),
+]
+LikeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--like",
+        parser=named_path,
+        metavar="FILE",
+        help="Instead of --model: the models of this experiment as they are, with its GPU, engines and section runtime.",
+        show_default=False,
     ),
 ]
 SecondsOption = Annotated[
@@ -80,13 +90,14 @@ def register(app: typer.Typer) -> None:
 def plan(
     trace: TraceArgument,
     *,
-    models: ModelsOption,
+    models: ModelsOption = None,
+    like: LikeOption = None,
     gpus: GpusOption,
-    ttft_slo: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
+    ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
     gpu: TypesOption = None,
     price: PricesOption = None,
-    tpot_slo: TpotOption = None,
-    e2e_slo: E2eOption = None,
+    tpot_slo_s: TpotOption = None,
+    e2e_slo_s: E2eOption = None,
     rate_scale: Annotated[float, typer.Option(min=1e-6, help="Replay this many times as fast.")] = 1.0,
     load: Annotated[float, typer.Option(min=1e-6, help="Head room: plan for this many times the load.")] = 1.0,
     requests: RequestsOption = None,
@@ -122,23 +133,33 @@ def plan(
     with interruptible():
         from fineserve_sim.experiment.file.document import to_yaml
         from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.planning import like as planning_like
         from fineserve_sim.planning import make
 
         types = gpu or ["h100-sxm"]
         prices = _prices(types, prices_of(price or []), target)
+        wanted, taken = planning_like.wanted(models, like)
         wish = make.Wish(
             trace=trace,
-            models=tuple(map(make.model_wish, models)),
+            models=wanted,
             gpus=gpus,
-            ttft_slo_s=ttft_slo,
-            gpu=types[0],
-            tpot_slo_s=tpot_slo,
-            e2e_slo_s=e2e_slo,
+            ttft_slo_s=ttft_slo_s,
+            gpu=taken.gpu if taken else types[0],
+            tpot_slo_s=tpot_slo_s,
+            e2e_slo_s=e2e_slo_s,
             rate_scale=rate_scale,
             load=load,
             spread=spread,
             requests=requests,
-            rules=_rules(apart, pin, most_per_gpu, survive, [text.partition("=")[0] for text in models], gpus),
+            rules=make.rules_of(
+                [text.split(",") for text in apart or ()],
+                _pinned(pin),
+                most_per_gpu,
+                [each.id for each in wanted],
+                gpus,
+                None if survive is None else survive.value,
+            ),
+            kept=taken.kept if taken else {},
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
@@ -163,36 +184,7 @@ def plan(
         if as_json:
             print_json(_json(found, path))
         else:
-            _print(found, path, prices.get(found.wish.gpu))
-
-
-def _rules(
-    apart: Sequence[str] | None,
-    pin: Sequence[str] | None,
-    most_per_gpu: int | None,
-    survive: Survive | None,
-    models: Sequence[str],
-    gpus: int,
-) -> Rules:
-    """Raises ValueError for a model or a GPU that is not there."""
-    from fineserve_sim.planning.problem import Rules
-
-    pairs, pinned = [], {}
-    for text in apart or ():
-        names = text.split(",")
-        if len(set(names)) != 2 or not set(names) <= set(models):
-            raise ValueError(f"--apart {text}: expected two of the models, as in {models[0]},{models[-1]}")
-        pairs.append(frozenset(names))
-    for text in pin or ():
-        name, _, given = text.partition("=")
-        numbers = given.split(",")
-        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
-            raise ValueError(f"--pin {text}: expected a model and GPUs from 0 to {gpus - 1}, as in {models[0]}=0,1")
-        pinned[name] = frozenset(map(int, numbers))
-    survives: Literal["gpu", "node"] | None = None
-    if survive is not None:
-        survives = "gpu" if survive is Survive.gpu else "node"
-    return Rules(frozenset(pairs), pinned, most_per_gpu, survives)
+            _print(found, path, prices.get(str(found.wish.gpu)))
 
 
 def _prices(types: Sequence[str], given: Mapping[str, float], target: float | None) -> dict[str, float]:
@@ -210,6 +202,12 @@ def _prices(types: Sequence[str], given: Mapping[str, float], target: float | No
             f"--gpu {unknown[0]}: the catalog has no price of it; give one, as in --price {unknown[0]}=2.5"
         )
     return known
+
+
+def _pinned(texts: Sequence[str] | None) -> dict[str, list[str]]:
+    """GPUs by model, of ``A=0,1``."""
+    parts = [text.partition("=") for text in texts or ()]
+    return {name: numbers.split(",") for name, _, numbers in parts}
 
 
 def _tell(told: Told) -> None:

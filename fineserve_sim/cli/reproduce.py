@@ -10,10 +10,12 @@ import typer
 from fineserve_sim.cli.console import (
     ExecutorOption,
     JobsOption,
+    JsonOption,
     OutOption,
     console,
     examples,
     interruptible,
+    print_json,
     progress_bar,
 )
 
@@ -23,9 +25,6 @@ ClaimsOption = Annotated[
     typer.Option("--claims", metavar="ID", help="Only these, with commas; may be repeated.", show_default=False),
 ]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Use the short version of every experiment.")]
-JsonFileOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON.", show_default=False)
-]
 MarkdownOption = Annotated[
     Path | None,
     typer.Option("--markdown", metavar="FILE", help="Put the ledger into a Markdown file.", show_default=False),
@@ -42,7 +41,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "fineserve-sim reproduce --quick",
-            "fineserve-sim reproduce --paper KunServe --json ledger.json",
+            "fineserve-sim reproduce --paper KunServe --json > ledger.json",
             "fineserve-sim reproduce --claims FS-10c,FS-10d",
         )
     )(reproduce)
@@ -55,11 +54,11 @@ def reproduce(
     quick: QuickOption = False,
     jobs: JobsOption = None,
     executor: ExecutorOption = "local",
-    json_file: JsonFileOption = None,
     markdown: MarkdownOption = None,
     claims_file: ClaimsFileOption = None,
     experiments: ExperimentsOption = Path("experiments"),
     out: OutOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Run what the papers' claims need and give each a verdict.
 
@@ -70,25 +69,24 @@ def reproduce(
     with interruptible():
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
-        from fineserve_sim.experiment.reproduce.text import as_json, check_markdown, ledger, write_markdown
+        from fineserve_sim.experiment.reproduce.text import as_json as data_of
+        from fineserve_sim.experiment.reproduce.text import check_markdown, ledger, write_markdown
         from fineserve_sim.experiment.run.executors import executor_of
-        from fineserve_sim.experiment.run.files import check_writable, write_json
 
         ids = " ".join(claims or ()).replace(",", " ").split()
         if claims and not ids:
             raise ValueError("--claims: names no claim; leave the option out for all of them")
         wanted = chosen(read_ledger(claims_file) if claims_file else targets(), paper, ids)
-        if json_file:
-            check_writable(json_file, "--json")
         if markdown:
             check_markdown(markdown)
         folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
         loaded = load_all(experiments, quick)
         with executor_of(executor, jobs) as where, progress_bar() as advance:
             rows = decide(wanted, loaded, folder, executor=where, on_progress=advance)
-        console().print(ledger(rows))
-        if json_file:
-            write_json(json_file, as_json(rows))
+        if as_json:
+            print_json(data_of(rows))
+        else:
+            console().print(ledger(rows))
         if markdown:
             write_markdown(rows, markdown)
         failed = dict.fromkeys(row.reason for row in rows if row.failed)

@@ -19,22 +19,13 @@ from fineserve_sim.cli.console import (
     named_path,
     path_argument,
 )
-from fineserve_sim.cli.limits import PriceOption, TargetsOption, shares_of
+from fineserve_sim.cli.limits import PriceOption, SeedsOption, SetOption, TargetsOption, key_and_value
 from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results, simulate_into
 
 if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
 
 FileArgument = Annotated[Path, path_argument("FILE", "Experiment in YAML.")]
-SeedsOption = Annotated[
-    int | None, typer.Option(min=1, help="Seeds a cell, instead of the file's.", show_default=False)
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Replace a value of the file; may be repeated.", show_default=False
-    ),
-]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Use the file's short version.")]
 ExactStepsOption = Annotated[
     bool, typer.Option("--exact-steps", help="One event an engine iteration: the same results, slower.")
@@ -106,8 +97,9 @@ def run(
         from fineserve_sim.experiment import load_experiment
         from fineserve_sim.experiment.results.summary import read_summary
         from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.experiment.sizing.question import shares_of
 
-        pairs = [_key_and_value(text) for text in overrides or ()]
+        pairs = [key_and_value(text) for text in overrides or ()]
         pairs += [] if price is None else [("cluster.usd_per_gpu_hour", str(price))]
         experiment = load_experiment(file, pairs, quick, seeds)
         at = dict(axis_and_value(text, "--cell") for text in cell or ())
@@ -158,10 +150,3 @@ def _write_traces(folder: Path, systems: Sequence[str], at: Mapping[str, str], t
 
     if trace_out:
         write_trace((stored_run(folder, system, at=at) for system in systems), trace_out)
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
-    return key, value

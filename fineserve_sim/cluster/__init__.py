@@ -2,6 +2,7 @@
 
 from fineserve_sim.cluster.scenario import (
     Cause,
+    Clients,
     EngineSettings,
     Fate,
     Fault,
@@ -20,6 +21,7 @@ from fineserve_sim.cluster.simulation import simulate, simulate_step_by_step, si
 
 __all__ = [
     "Cause",
+    "Clients",
     "EngineSettings",
     "Fate",
     "Fault",

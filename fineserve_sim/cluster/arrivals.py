@@ -1,9 +1,14 @@
-"""Where a run's requests come from: from chunk to chunk, and within it a slice of rows at a time as Python's numbers."""
+"""Where a run's requests come from: a trace, or clients that wait for their answers.
+
+A trace is read from chunk to chunk, and within it a slice of rows at a time as Python's numbers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from heapq import heappop, heappush
 from itertools import count, repeat
 
 import numpy as np
@@ -11,7 +16,7 @@ from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.cluster.engine.sequence import Prefix
-from fineserve_sim.cluster.scenario import Ended, EndedRequests
+from fineserve_sim.cluster.scenario import Clients, Ended, EndedRequests
 from fineserve_sim.policy.interfaces import Request
 
 ROWS = 8192
@@ -56,6 +61,56 @@ def _prefixes(chunk: Trace, rows: slice) -> Iterable[Prefix | None]:
     if ids is None or id_tokens is None or covered is None:
         return repeat(None)
     return map(Prefix, ids[rows], repeat(id_tokens), covered[rows].tolist())
+
+
+class ClosedLoops:
+    """The requests of ``clients``, numbered as they are sent. All clients send their first request at 0; the first one of each
+    model comes before the second one of any. A client without a next row of its model stops. ``next_s`` as in ``Arrivals``."""
+
+    def __init__(self, trace: Trace, clients: Clients, *, caches: bool = False) -> None:
+        self._trace = replace(trace, arrival_s=np.zeros(len(trace)))
+        self._clients, self._caches = clients, caches
+        self._left = [iter(np.flatnonzero(trace.model == model).tolist()) for model in range(len(trace.models))]
+        self._due: list[tuple[float, int, int, int]] = []  # when, in which turn, the model, the row
+        self._turns = count()
+        self._rows: list[int] = []
+        self._sent_s: list[float] = []
+        for number in range(max(clients.of)):
+            for model, clients_of in enumerate(clients.of):
+                if number < clients_of:
+                    self._send_at(0.0, model)
+
+    def _send_at(self, time_s: float, model: int) -> None:
+        row = next(self._left[model], None)
+        if row is not None:
+            heappush(self._due, (time_s, next(self._turns), model, row))
+
+    @property
+    def all_sent(self) -> bool:
+        return len(self._rows) >= self._clients.requests
+
+    @property
+    def next_s(self) -> float:
+        return math.inf if self.all_sent or not self._due else self._due[0][0]
+
+    def take(self) -> tuple[Request, int, Prefix | None]:
+        """As ``Arrivals.take``."""
+        now, _, model, row = heappop(self._due)
+        number, trace = len(self._rows), self._trace
+        self._rows.append(row)
+        self._sent_s.append(now)
+        prefix = next(iter(_prefixes(trace, slice(row, row + 1)))) if self._caches else None
+        prompt, output = int(trace.prompt_tokens[row]), int(trace.output_tokens[row])
+        return Request(number, trace.models[model], now, prompt), output, prefix
+
+    def answered(self, number: int, now: float) -> None:
+        """The request with this number has ended: its client goes on."""
+        model = int(self._trace.model[self._rows[number]])
+        self._send_at(now + self._clients.think_s[model], model)
+
+    def sent(self) -> Trace:
+        """All requests that were sent, in the order of their arrivals."""
+        return replace(self._trace.take(np.array(self._rows)), arrival_s=np.array(self._sent_s))
 
 
 class Joined:

@@ -9,6 +9,7 @@ other models on the GPUs, loading, and which of a model's engines a request goes
   take. So each prompt token takes at least rho = min over c <= budget of base(c) / c, however it is batched. A request of p
   tokens is on time only if p rho seconds of its model's engines lie between its arrival and its deadline.
 * k engines do no more than one machine that is k times as fast; ``most_on_time`` then finds the largest set that it ends.
+  Engines on several kinds of GPU add up their rates.
 * The prompt of one request takes ceil(p / budget) steps at least, and p rho seconds, on however many engines.
 
 Those put aside are dropped at their arrival. True output lengths enter here and nowhere else: the others go on decoding as if
@@ -28,11 +29,12 @@ later request arrives too late to start so much sooner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
 from fineserve_sim.cluster.compose.place import place
@@ -57,13 +59,21 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
     assert isinstance(system.scheduler, ClairvoyantSpec)
     if system.residency is not None or caches_prefixes(system.memory):
         raise ScenarioError(f"system {system.name}: clairvoyant takes no residency and no prefix cache; leave them out")
+    if scenario.clients is not None:
+        raise ScenarioError(
+            f"system {system.name}: clairvoyant needs to know all arrivals; clients send by the answers"
+        )
     placement, _ = place(scenario, demands_of(scenario))
-    placed = Counter(instance.model for instance in placement.instances)
+    spec_of = {gpu.id: gpu.spec for gpu in scenario.gpus}
+    placed = Counter((instance.model, spec_of[instance.gpus[0]]) for instance in placement.instances)
+    there = Counter(spec_of.values())
     arrival_s = scenario.whole_trace.arrival_s
     whole = WholeTrace(len(arrival_s))
     for served in scenario.models:
-        everywhere = len(scenario.gpus) // served.tp if system.scheduler.engines == "everywhere" else 0
-        _serve(scenario, served, max(placed[served.id], everywhere), whole)
+        engines = {spec: placed[served.id, spec] for spec in there}
+        if system.scheduler.engines == "everywhere":
+            engines = {spec: max(engines[spec], count // served.tp) for spec, count in there.items()}
+        _serve(scenario, served, engines, whole)
     return RunResult(
         **whole.columns,
         placement=placement,
@@ -76,14 +86,21 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
     )
 
 
-def _serve(scenario: Scenario, served: ServedModel, engines: int, whole: WholeTrace) -> None:
-    """What becomes of the requests of one model; those on time decode as long as their true lengths take."""
+def _serve(scenario: Scenario, served: ServedModel, engines_on: Mapping[GpuSpec, int], whole: WholeTrace) -> None:
+    """What becomes of the requests of one model; those on time decode as long as their true lengths take. Engines on several
+    kinds of GPU count as so many of the fastest kind as prefill as much together."""
     trace, budget, longest = scenario.whole_trace, scenario.engine.token_budget, served.model.max_context_tokens
-    step = step_model(served, scenario.gpus[0].spec, scenario.engine, legacy_kernel(scenario.system.memory))
+    kernel = legacy_kernel(scenario.system.memory)
+    used = [spec for spec, count in engines_on.items() if count] or [*engines_on][:1]
+    steps = {spec: step_model(served, spec, scenario.engine, kernel) for spec in used}
+    token_s = {spec: least_token_s(step, budget) for spec, step in steps.items()}
+    fastest = min(used, key=lambda spec: token_s[spec])
+    step, engines = steps[fastest], sum(engines_on[spec] * (token_s[fastest] / token_s[spec]) for spec in used)
+    step_s = min(least_step_s(step) for step in steps.values())
     requests = np.flatnonzero(np.array([model == served.id for model in trace.models])[trace.model])
     prompt_tokens, arrival_s = trace.prompt_tokens[requests], trace.arrival_s[requests]
-    prefill_s = prompt_tokens * least_token_s(step, budget)
-    latency_s = np.maximum(prefill_s, np.ceil(prompt_tokens / budget) * least_step_s(step))
+    prefill_s = prompt_tokens * token_s[fastest]
+    latency_s = np.maximum(prefill_s, np.ceil(prompt_tokens / budget) * step_s)
     fits = (prompt_tokens < longest) & (engines > 0)
     able = fits & (latency_s <= served.ttft_slo_s)
     whole.fate[requests] = np.where(fits, Fate.DROPPED, Fate.REJECTED)

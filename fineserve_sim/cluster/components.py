@@ -145,6 +145,12 @@ def why_whole(scenario: Scenario) -> str | None:
         return "its memory changes with time, after the last request of a GPU too"
     if not isinstance(scenario.trace, Trace):
         return "its requests stream in, and each component would have to read them all"
+    if scenario.clients is not None:
+        return "its clients send when they are answered, wherever that is"
+    return _why_one_piece(scenario)
+
+
+def _why_one_piece(scenario: Scenario) -> str | None:
     if scenario.log is not None:
         return "its decision log is one, in the order of events"
     return "its faults are for other systems" if scenario.faults else None
@@ -208,7 +214,7 @@ def _component(
     model_of = {id: instance.model for id, instance in instances.items()}
     nowhere = replace(scenario.models[0], id="#")
     own_instances = [
-        replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, len(gpus)))
+        replace(instance, model=id, footprint_bytes=charged_bytes(instance, demands, scenario.gpus))
         for id, instance in instances.items()
     ]
     own = [gpus[id] for id in sorted({gpu for instance in instances.values() for gpu in instance.gpus})]

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
-from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
-from fineserve_sim.cluster.engine.loop import NEVER, Engine
+from fineserve_sim.cluster.engine.loop import NEVER, Engine, EngineHost
 from fineserve_sim.cluster.engine.sequence import Decodes, Lane, Prefix, SequenceState, Waiting
 from fineserve_sim.cluster.loads import LoadWatch
 from fineserve_sim.cluster.log import DecisionLog, Log
@@ -29,7 +28,8 @@ from fineserve_sim.policy.events import EngineStepped, Event, Loads, RequestArri
 from fineserve_sim.policy.interfaces import EngineState, Request
 from fineserve_sim.policy.memory.preemption import arrival_order
 
-ARRIVAL, TIMER = order_of(Kind.ARRIVAL, 0), order_of(Kind.TIMER, 0)
+ARRIVAL: Final = order_of(Kind.ARRIVAL, 0)
+TIMER: Final = order_of(Kind.TIMER, 0)
 """The orders of events that belong to no engine."""
 
 Action = Callable[[Any, float], None]
@@ -58,14 +58,10 @@ class Fleet:
     def check(self) -> None: ...
 
 
-class Cluster:
+class Cluster(EngineHost):
     """Connects engines, memory domains, contention and the controller. Without ``merging`` every iteration is planned by
     itself and the schedulers are asked at each of them. ``context_tokens`` by model. With ``check`` every memory is checked at
-    every step. A fleet that tells engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
-
-    links: Links
-    stopped: Callable[[Engine, float], None]
-    leaves: Callable[[Engine, Lane, SequenceState, float], None]
+    every step."""
 
     def __init__(
         self,
@@ -184,7 +180,7 @@ class Cluster:
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
         """It lost its KV; at ``now``, unless its engine is lost with it. Its scheduler sees another state of the engine: those
         of the scope may get another answer at their next boundary."""
-        self.outcomes.preemptions[sequence.index] += 1
+        self.outcomes.preempted(sequence.index)
         if self.log is not None and now is not None:
             self.log.preempted(engine, sequence.index, now)
         scope = self._scope_of[engine.index]
@@ -368,8 +364,11 @@ class Cluster:
 
     def _dispatch(self, command: Dispatch, now: float) -> None:
         engine = self.engines[command.engine]
-        _, sequence = self._waited(command.request_id)
+        waiting = self._waiting.pop(command.request_id, None)
+        sequence = self._returned.pop(command.request_id)[1] if waiting is None else waiting.sequence()
         if sequence.target_tokens >= engine.max_tokens:  # its GPUs got others while the request waited
+            if waiting is not None:
+                self.outcomes.arrive(command.request_id, waiting.engine)
             self.returned(engine, [sequence], now, Left.RESIZED)
             return
         self.outcomes.enter(command.request_id, engine.index, now, sequence.generated_tokens)
@@ -383,17 +382,14 @@ class Cluster:
             engine.executor.replan(now)
 
     def _refuse(self, command: Drop | Reject, now: float) -> None:
-        model, sequence = self._waited(command.request_id)
+        waiting = self._waiting.pop(command.request_id, None)
+        if waiting is None:
+            model, sequence = self._returned.pop(command.request_id)
+        else:
+            model, sequence = waiting.request.model, waiting.sequence()
+            self.outcomes.arrive(command.request_id, waiting.engine)
         if isinstance(command, Drop):
             self.outcomes.end(command.request_id, now, Fate.DROPPED, Cause.DEADLINE)
             return
         cause = Cause.PLACEMENT if command.unplaced else self._bounds(model, sequence.target_tokens)
         self.outcomes.end(command.request_id, now, Fate.REJECTED, cause)
-
-    def _waited(self, index: int) -> tuple[str, SequenceState]:
-        """A request waits no longer: its model, and what it is in an engine."""
-        waiting = self._waiting.pop(index, None)
-        if waiting is None:
-            return self._returned.pop(index)
-        self.outcomes.arrive(index, waiting.engine)
-        return waiting.request.model, waiting.sequence()

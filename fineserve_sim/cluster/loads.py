@@ -34,9 +34,12 @@ class LoadWatch:
 
     def changed(self, host: EngineHost, now: float) -> dict[int, EngineLoad]:
         """By engine, what is new, up to the event under way."""
-        due, watched_s, engines, until = self._due, self._watched_s, host.engines, (now, host.order)
-        while due and due[0] < until:
-            at_s, _, index = heappop(due)
+        due, watched_s, engines = self._due, self._watched_s, host.engines
+        while due:
+            at_s, order, index = due[0]
+            if at_s > now or (at_s == now and order >= host.order):
+                break
+            heappop(due)
             if watched_s.get(index) == at_s:
                 del watched_s[index]
                 if engine := engines.get(index):

@@ -48,7 +48,7 @@ class DecisionLog:
             seconds=now - since_s,
             iterations=iterations,
             slowdown=engine.slowdown,
-            decodes=lane.decodes.size,
+            decodes=lane.decodes.size if lane.decoding else 0,
             prefill_tokens=sum(size for _, _, size in lane.chunks),
         )
 

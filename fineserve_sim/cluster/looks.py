@@ -54,11 +54,12 @@ class GpuUses:
         self._instances = placement.instances
         self._looks = looks
         self.looks = 0
+        self.until_s = looks.until_s
         self.sums: dict[int, GpuUse] = {}
 
     def sample(self, now: float) -> None:
         """Look at every engine, unless it is too late to. They must be settled up to this moment."""
-        if now > self._looks.until_s:
+        if now > self.until_s:
             return
         self.looks += 1
         seen: dict[int, GpuUse] = {}

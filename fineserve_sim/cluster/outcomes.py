@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
 from fineserve_sim.cluster.scenario import Cause, Ended, Fate, Left, Visits
 
-NEVER = float("nan")
-BATCH = 8192
+NEVER: Final = float("nan")
+BATCH: Final = 8192
 """Ended requests that are handed on together."""
 _ENDED = (np.int64, np.float64, np.float64, np.int8, np.int64, np.int32, np.int8, np.int64, np.float64, np.int64)
 """Of the columns of ``Ended``, and of when the last visit began and the tokens before it."""
@@ -21,6 +20,18 @@ _LEFT = (np.int64, np.int32, np.float64, np.float64, np.int64, np.int8)
 
 _LAST_LEFT = np.full(len(Fate), Left.OPEN, dtype=np.int8)
 _LAST_LEFT[[Fate.FINISHED, Fate.CUT]] = Left.FINISHED, Left.CUT
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request under way: its last engine (-1: none), since when it is there (NaN: it is there no more, or not yet), and its
+    tokens before."""
+
+    engine: int
+    since_s: float = NEVER
+    before: int = 0
+    first_token_s: float = NEVER
+    preemptions: int = 0
 
 
 class Outcomes:
@@ -34,35 +45,40 @@ class Outcomes:
     _sink: Callable[[Ended], None]
 
     def __init__(self) -> None:
+        self._hears: Callable[[int, float], None] | None = None
         self.open = 0
         self.last_end_s = 0.0
-        self.first_token_s: dict[int, float] = {}
-        self.preemptions: defaultdict[int, int] = defaultdict(int)
         self.stages: dict[int, tuple[int, ...]] = {}
-        # By request: its last engine (-1: none), since when (NaN: it is there no more, or not yet), and its tokens before.
-        self._at: dict[int, tuple[int, float, int]] = {}
+        self._under_way: dict[int, _Open] = {}
         self._left: list[tuple[int, int, float, float, int, int]] = []
         self._ended: list[tuple[int, float, float, int, int, int, int, int, float, int]] = []
 
-    def begin(self, requests: int, sink: Callable[[Ended], None]) -> None:
-        """So many will come; what becomes of them goes to ``sink``."""
+    def begin(
+        self, requests: int, sink: Callable[[Ended], None], hears: Callable[[int, float], None] | None = None
+    ) -> None:
+        """So many will come; what becomes of them goes to ``sink``. ``hears`` of each end at once, its request and time."""
         self.open = requests
-        self._sink = sink
+        self._sink, self._hears = sink, hears
 
     def arrive(self, index: int, engine: int = -1) -> None:
-        """A request is under way; it waited for this engine, if for any."""
-        self._at[index] = engine, NEVER, 0
+        """A request is under way without an engine; it waited for this one, if for any."""
+        self._under_way[index] = _Open(engine)
 
     def enter(self, index: int, engine: int, now: float, generated_tokens: int) -> None:
-        """A visit begins; the request has so many tokens."""
-        self._at[index] = engine, now, generated_tokens
+        """A visit begins, the first one where the request comes just now; it has so many tokens."""
+        request = self._under_way.get(index)
+        if request is None:
+            self._under_way[index] = _Open(engine, now, generated_tokens)
+        else:
+            request.engine, request.since_s, request.before = engine, now, generated_tokens
 
     def leave(self, index: int, now: float, generated_tokens: int, left: Left) -> None:
         """A visit ends, if the request is at an engine, and the request goes on."""
-        engine, since_s, before = self._at[index]
-        if since_s >= 0.0:
-            self._left.append((index, engine, since_s, now, generated_tokens - before, int(left)))
-            self._at[index] = engine, NEVER, generated_tokens
+        request = self._under_way[index]
+        if request.since_s >= 0.0:
+            tokens = generated_tokens - request.before
+            self._left.append((index, request.engine, request.since_s, now, tokens, int(left)))
+            request.since_s, request.before = NEVER, generated_tokens
 
     def move(self, index: int, engine: int, now: float, generated_tokens: int, left: Left) -> None:
         """A request goes on at this engine."""
@@ -71,27 +87,35 @@ class Outcomes:
 
     def first_token(self, index: int, now: float) -> None:
         """Only the first time counts: a recomputed prefill yields a later token."""
-        if index not in self.first_token_s:
-            self.first_token_s[index] = now
+        request = self._under_way[index]
+        if not request.first_token_s >= 0.0:
+            request.first_token_s = now
+
+    def preempted(self, index: int) -> None:
+        """It lost its KV, once more."""
+        self._under_way[index].preemptions += 1
 
     def end(self, index: int, now: float, fate: Fate, cause: Cause = Cause.NONE, *, generated_tokens: int = 0) -> None:
         """``generated_tokens``: of a request that finished or was cut."""
-        at = self._at.pop(index, None)
-        if at is None:
+        request = self._under_way.pop(index, None)
+        if request is None:
             raise AssertionError(f"request {index} is not there, or ends twice: {fate.name}")
-        engine, since_s, before = at
-        first_s, preemptions = self.first_token_s.pop(index, NEVER), self.preemptions.pop(index, 0)
         finish_s = now if generated_tokens else NEVER
+        first_s, preemptions, engine = request.first_token_s, request.preemptions, request.engine
+        since_s, before = request.since_s, request.before
         row = index, first_s, finish_s, int(fate), preemptions, engine, int(cause), generated_tokens, since_s, before
         self._ended.append(row)
         self.last_end_s = max(self.last_end_s, now)
         self.open -= 1
         if len(self._ended) >= BATCH:
             self._hand_on()
+        if self._hears is not None:
+            self._hears(index, now)
 
     def close(self, end_s: float) -> None:
         """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
-        for index in sorted(self._at):
+        self._hears = None
+        for index in sorted(self._under_way):
             self.end(index, end_s, Fate.UNFINISHED)
         self._hand_on()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 from fineserve_traces import totals
 
-from fineserve_sim.cluster.arrivals import Arrivals, Joined
+from fineserve_sim.cluster.arrivals import Arrivals, ClosedLoops, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.compose.memory import caches_prefixes
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
@@ -26,6 +28,10 @@ FAULT = order_of(Kind.TIMER, 1 << 19)
 MOST_SAMPLES = 100_000
 """A run that would have more samples, after 28 hours at one a second, has them further apart. So a gap of a year between two
 requests costs no more than a day."""
+
+YOUNG_OBJECTS = 50_000
+"""New objects, less those that went, between two searches for cycles. The usual 700 cost a run up to a twentieth of its
+time."""
 
 TOLD_S = 1.0
 """Progress is told no more often, in seconds of the clock on the wall."""
@@ -43,6 +49,17 @@ class Parts:
     placement: Placement
     serving: int = 0
     counters: Callable[[float], Mapping[str, float]] = field(default=lambda last_arrival_s: {})
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Python looks for cycles among objects whenever it has 700 more. A run has many small objects, and hardly a cycle."""
+    usual = gc.get_threshold()
+    gc.set_threshold(max(usual[0], YOUNG_OBJECTS) if usual[0] else 0, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 class WholeTrace:
@@ -83,9 +100,18 @@ class Run:
         self._plan_faults()
         found = totals(scenario.trace)
         self._looks = looks or looks_at(found, scenario.trace.models)
-        self._number = int(found.requests.sum())
-        self._arrivals = Arrivals(joined or scenario.trace, caches=caches_prefixes(scenario.system.memory))
-        self._horizon_s = self._looks.until_s + scenario.drain_s
+        caches = caches_prefixes(scenario.system.memory)
+        self._closed: ClosedLoops | None = None
+        self._arrivals: Arrivals | ClosedLoops
+        if scenario.clients is None:
+            self._number = int(found.requests.sum())
+            self._arrivals = Arrivals(joined or scenario.trace, caches=caches)
+        else:
+            self._number = scenario.clients.requests
+            self._arrivals = self._closed = ClosedLoops(scenario.whole_trace, scenario.clients, caches=caches)
+        self._expected_s = math.inf
+        self._until_s = self._looks.until_s
+        self._horizon_s = self._until_s + scenario.drain_s
         self._events = 0
         self._samples = 0
         self._sample_s = max(scenario.sample_s, self._looks.until_s / MOST_SAMPLES)
@@ -94,7 +120,8 @@ class Run:
         self.step_times = StepTimes(tuple if in_groups else parts.cluster.engines.values)
         self.gpu_uses = GpuUses(parts.cluster, parts.placement, self._looks)
         self._whole = WholeTrace(0 if joined else self._number)
-        parts.cluster.outcomes.begin(self._number, joined or self._whole)
+        hears = None if self._closed is None else self._on_answer
+        parts.cluster.outcomes.begin(self._number, joined or self._whole, hears)
 
     def _plan_faults(self) -> None:
         """What faults take is lost, and comes back."""
@@ -108,6 +135,10 @@ class Run:
                 cluster.at(fault.time_s + fault.repair_s, order, partial(cluster.fleet.repair, fault.number))
 
     def to_the_end(self) -> None:
+        with _rare_collections():
+            self._pass_events()
+
+    def _pass_events(self) -> None:
         began_s = time.process_time()
         clock, outcomes = self.parts.cluster.clock, self.parts.cluster.outcomes
         self._expect()
@@ -122,16 +153,29 @@ class Run:
         self._loop_cpu_s = time.process_time() - began_s
 
     def _expect(self) -> None:
-        """The next arrival is set."""
-        if self._arrivals.next_s < math.inf:
-            self.parts.cluster.clock.at(self._arrivals.next_s, ARRIVAL, self._on_arrival)
+        """The next arrival is set, unless an earlier one is."""
+        if self._arrivals.next_s < self._expected_s:
+            self._expected_s = self._arrivals.next_s
+            self.parts.cluster.clock.at(self._expected_s, ARRIVAL, self._on_arrival)
 
     def _on_arrival(self, now: float) -> None:
-        """All requests of this very moment come in."""
+        """All requests of this very moment come in; a moment for which an earlier one was set meanwhile has none."""
+        if now != self._expected_s:
+            return
         arrivals, cluster = self._arrivals, self.parts.cluster
         while arrivals.next_s == now:
             request, output, prefix = arrivals.take()
             cluster.arrive(request, output, now, prefix)
+        self._expected_s = math.inf
+        self._expect()
+        if self._closed is not None:
+            self._until_s, self._horizon_s = now, now + self._scenario.drain_s
+            self.gpu_uses.until_s = now if self._closed.all_sent else math.inf
+
+    def _on_answer(self, request: int, now: float) -> None:
+        """A client has its answer: when it sends its next request is known."""
+        assert self._closed is not None
+        self._closed.answered(request, now)
         self._expect()
 
     def _on_sample(self, now: float) -> None:
@@ -149,9 +193,13 @@ class Run:
             tell(self._number - outcomes.open, self._number)
 
     def result(self) -> RunResult:
-        parts = self.parts
+        parts, columns = self.parts, self._whole.columns
+        sent = None if self._closed is None else self._closed.sent()
+        if sent is not None:  # of those that no client came to send, nothing is told
+            columns |= {name: columns[name][: len(sent)] for name in OUTCOMES}
         return RunResult(
-            **self._whole.columns,
+            **columns,
+            sent=sent,
             placement=parts.placement,
             kv_capacity_bytes=parts.kv_capacity_bytes,
             timeline=parts.sampler.rows.timeline(),
@@ -161,6 +209,6 @@ class Run:
             loop_cpu_s=self._loop_cpu_s,
             step_times=self.step_times.shares(),
             step_samples=len(self.step_times.notes) + self.step_times.weighed,
-            counters=parts.counters(self._looks.until_s),
+            counters=parts.counters(self._until_s),
             gpu_use=fractions(self.gpu_uses.sums, self.gpu_uses.looks),
         )

@@ -79,6 +79,7 @@ class EngineSettings:
 
     ``latency``: step times by the measured tables that ship for the GPU (rooflines where none do), or by rooflines alone.
     ``step_times``: by steps of real engines instead, host time included, where GPU and ``deployment`` are out of the picture.
+    ``step_time_factor``: every step takes so many times as long as predicted; a margin, or the error of the prediction.
     """
 
     token_budget: int = 2048
@@ -87,9 +88,11 @@ class EngineSettings:
     memory_utilization: float = 0.9
     context_bytes: int = 512 * 2**20
     deployment: str = "vllm-cudagraph"
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: MeasuredSteps | None = None
+    step_time_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,16 @@ def wrong_fault(faults: Sequence[Fault], system: SystemSpec, instances: int, gpu
 
 
 @dataclass(frozen=True, slots=True)
+class Clients:
+    """Closed loops: ``of[i]`` clients of model i of the trace, each with one request at a time. A client sends its next request
+    ``think_s[i]`` after the last one has ended, until ``requests`` were sent in all."""
+
+    of: tuple[int, ...]
+    think_s: tuple[float, ...]
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """One run.
 
@@ -131,7 +144,8 @@ class Scenario:
     sample in each ``sample_s`` (0: none). ``exact_steps`` plans each engine iteration by itself and merges no equal ones: same
     results, slower. ``check`` verifies the KV memory of every GPU at every step. ``log`` receives each event and command as a
     JSON-able dict. ``tell`` hears now and then how many requests have ended, of how many. The run may go on for ``drain_s``
-    after the last arrival. ``faults`` are for the systems that ``wrong_fault`` accepts.
+    after the last arrival. ``faults`` are for the systems that ``wrong_fault`` accepts. Where ``clients`` send the requests, a
+    model's rows of the trace, which is whole, are what its clients send in turn; their times mean nothing.
     """
 
     system: SystemSpec
@@ -146,6 +160,7 @@ class Scenario:
     check: bool = False
     log: Callable[[dict[str, object]], None] | None = None
     tell: Callable[[int, int], None] | None = None
+    clients: Clients | None = None
 
     @property
     def whole_trace(self) -> Trace:
@@ -350,7 +365,8 @@ class RunResult:
     time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
     ``counters`` are what a driver counts besides, by name (``samples.py``). ``gpu_use`` is how busy each GPU was, and what
     kept requests waiting there, until the last arrival; empty without samples.
-    ``loop_cpu_s`` is not deterministic and never enters result files.
+    ``loop_cpu_s`` is not deterministic and never enters result files. ``sent``: the requests, in the order of their arrivals,
+    where clients sent them; else it is the trace of the scenario.
     """
 
     first_token_s: Floats
@@ -372,3 +388,4 @@ class RunResult:
     counters: Mapping[str, float] = field(default_factory=dict)
     gpu_use: tuple[GpuUse, ...] = ()
     visits: Visits = field(default_factory=partial(Visits.joined, ()))
+    sent: Trace | None = None

@@ -216,9 +216,14 @@ class MeasuredStepModel(StepModel):
         nothing = Quantity(value=0.0, kind="measured", source="inside the measured steps")
         self.model, self.precision, self.tp, self.gpu = model, precision, 1, gpu
         self.deployment = Deployment(name="measured steps", overhead_s=nothing)
-        self.fit, self.share = fit, share
+        self.fit, self.share, self.factor = fit, share, 1.0
         operators = MeasuredOperators(fit, source)
         self._price_by(operators, operators.attention)
+
+    def slow_down(self, factor: float) -> None:
+        """As for ``StepModel``; a turn of another engine costs as much more."""
+        super().slow_down(factor)
+        self.factor *= factor
 
     def demand(
         self,
@@ -234,7 +239,7 @@ class MeasuredStepModel(StepModel):
         if step_s is None:
             chunks = (prefill_tokens, prefill_pairs, prefill_context)
             step_s = self.step_s(decodes, decode_context, *chunks, sampled)
-        turn_s = self.fit.turn.added_s(decode_context, sampled)
+        turn_s = self.factor * self.fit.turn.added_s(decode_context, sampled)
         return Demand(self.share, self.share, self.share, step_s=step_s, turn_s=turn_s)
 
 

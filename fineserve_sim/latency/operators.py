@@ -15,22 +15,33 @@ from typing import Protocol
 import numpy as np
 
 from fineserve_sim.catalog import (
+    ExpertWork,
     GemmKernel,
     GpuSpec,
     Linear,
     ModelSpec,
     PrecisionSpec,
     StreamKernel,
+    attention_layers,
+    expert_work,
     kv_heads_per_gpu,
-    kv_token_bytes,
-    linears,
+    kv_layer_bytes,
+    mlp_layers,
+    products,
+    state_bytes,
 )
+from fineserve_sim.catalog.architecture import AttentionLayers
+from fineserve_sim.latency import experts
 from fineserve_sim.latency.attention import Attention, RooflineAttention
 from fineserve_sim.latency.cost import Cost, Floats, rate_code
+from fineserve_sim.latency.layered_attention import Behind, PerSequence, Summed, Windowed
 from fineserve_sim.latency.rates import Provenance, Rates
+from fineserve_sim.latency.tables import PiecewiseLinear
 
 BYTES_16BIT = 2
 BITS_8 = 8
+NORM_REDUCE_BYTES = 2 * 4
+"""Of a token's norms across heads: a 32-bit sum of squares of Q and of K."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The matrix products of a layer, as ``linears`` names them."""
 
@@ -100,6 +111,34 @@ class FusedQuantisation:
 
 
 @dataclass(frozen=True)
+class AlignedExperts:
+    """Operators of an engine that pads the rows of every 8-bit expert; else as ``plain``."""
+
+    plain: OperatorCosts
+    work: ExpertWork
+    kernel: GemmKernel
+    rows_each: int
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """As ``plain``, experts with padded rows."""
+        cost = experts.aligned(self.work, self.kernel, self.rows_each, tokens).times(self.work.layers)
+        return self.plain.by_tokens(tokens) | {"experts": cost}
+
+    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
+        """As ``plain``."""
+        return self.plain.by_sampled(rows)
+
+    @property
+    def attention(self) -> Attention:
+        """As ``plain``."""
+        return self.plain.attention
+
+    def provenance(self) -> list[Provenance]:
+        """As ``plain``."""
+        return self.plain.provenance()
+
+
+@dataclass(frozen=True)
 class Operators:
     """The operators of one GPU of an engine's TP group, by roofline."""
 
@@ -112,13 +151,17 @@ class Operators:
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
         """Costs over all layers of what every batch token passes through; attention is not among them."""
         model, layers = self.model, self.model.layers
-        costs = {name: cost.times(layers) for name, cost in self._linears(tokens).items()}
-        costs |= {name: cost.times(layers) for name, cost in self._elementwise(tokens).items()}
-        costs["norm"] = _stream(self.rates.norm, 2 * model.hidden_size, tokens).times(2 * layers + 1)
+        costs = self._linears(tokens)
+        costs |= self._elementwise(tokens)
+        costs["norm"] = _stream(self.rates.norm, 2 * model.hidden_size, tokens).times(model.norms * layers + 1)
         costs["embedding"] = _stream(self.rates.embedding, 2 * model.hidden_size, tokens)
         if self.rates.all_reduce is not None:
-            costs["all_reduce"] = self._all_reduce(self.rates.all_reduce, tokens).times(2 * layers)
-        return costs
+            hidden_bytes = model.hidden_size * BYTES_16BIT
+            costs["all_reduce"] = self._all_reduce(self.rates.all_reduce, tokens, hidden_bytes).times(2 * layers)
+            if model.norm_across_heads:
+                norms = self._all_reduce(self.rates.all_reduce, tokens, NORM_REDUCE_BYTES)
+                costs["norm_reduce"] = norms.times(layers)
+        return costs | self._experts(tokens)
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:
         """Cost of the 16-bit lm_head over the rows that produce a token."""
@@ -127,44 +170,112 @@ class Operators:
 
     @cached_property
     def attention(self) -> Attention:
-        """Attention of a batch."""
-        return RooflineAttention(*self._attention_work)
+        """Attention of a batch: the sum over the model's kinds."""
+        kinds = [self._attention_of(kind) for kind in attention_layers(self.model)]
+        return kinds[0] if len(kinds) == 1 else Summed(tuple(kinds))
+
+    def _attention_of(self, kind: AttentionLayers) -> Attention:
+        if kind.kind == "linear":
+            return self._linear(kind.layers)
+        if kind.kind == "latent":
+            return self._latent(kind)
+        full = self._grouped(kind.layers)
+        return full if kind.window is None else Windowed(full, kind.window)
+
+    def _grouped(self, layers: int) -> Attention:
+        """Attention of so many layers with full attention."""
+        return RooflineAttention(*self._attention_work(layers))
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these costs, with its source."""
         return list(self.rates.provenance())
 
-    @property
-    def _attention_work(self) -> tuple[GemmKernel, int, int, int]:
+    def _attention_work(self, layers: int) -> tuple[GemmKernel, int, int, int]:
         """Kernel, layers, FLOPs of a query-key pair (4 a head dimension), KV bytes of a token."""
         model = self.model
-        pair_flops = model.layers * 4 * (model.q_heads // self.tp) * model.head_dim
-        return self.rates.attention, model.layers, pair_flops, kv_token_bytes(model, self.precision, self.tp)
+        pair_flops = layers * 4 * (model.q_heads // self.tp) * model.head_dim
+        return self.rates.attention, layers, pair_flops, layers * kv_layer_bytes(model, self.precision, self.tp)
+
+    def _latent(self, kind: AttentionLayers) -> Attention:
+        """Compressed K and V. Decodes score against and sum the compressed vector; prompts unfold it, that of a prefix as well.
+
+        With an index, decodes and prompts see the tokens that it chooses, all of them compressed; the index sees every token.
+        """
+        latent, heads, layers = self.model.latent, self.model.q_heads // self.tp, kind.layers
+        assert latent is not None
+        kept = latent.kv_rank + latent.rope_dim
+        folded, unfold = 2 * heads * (kept + latent.kv_rank), 2 * latent.kv_rank
+        token_bytes = layers * kept * self.precision.kv_bits // 8
+        plain = 2 * heads * (self.model.head_dim + latent.rope_dim + latent.value_dim)
+        unfold *= heads * (self.model.head_dim + latent.value_dim)
+        kernel = self.rates.attention
+        if kind.window is None:
+            whole = (kernel, layers, layers * plain, token_bytes)
+            return self._compressed(whole, self._flops_s(layers * folded), self._flops_s(layers * unfold))
+        chosen = RooflineAttention(kernel, layers, layers * folded, token_bytes)
+        index_flops = layers * 2 * latent.index_heads * latent.index_dim
+        index = RooflineAttention(kernel, layers, index_flops, layers * (latent.index_dim + 4))
+        return Summed((Windowed(Behind(chosen, self._flops_s(layers * folded), 0.0), kind.window), index))
+
+    def _compressed(self, work: tuple[GemmKernel, int, int, int], folded_s: float, unfold_s: float) -> Attention:
+        return Behind(RooflineAttention(*work), folded_s, unfold_s)
+
+    def _flops_s(self, flops: int) -> float:
+        return flops / self.rates.attention.flops_per_s.value
+
+    def _linear(self, layers: int) -> Attention:
+        """A decode reads and writes its state. A prompt's chunks of 64 tokens do so, too, beside products of the chunk."""
+        linear = self.model.linear
+        assert linear is not None
+        kernel, heads = self.rates.attention, linear.value_heads // self.tp
+        moved_s = 2 * state_bytes(self.model, self.tp) / kernel.bytes_per_s.value
+        chunk_flops = 2 * heads * (3 * linear.key_dim * linear.value_dim + 64 * (2 * linear.key_dim + linear.value_dim))
+        floor_s = 2 * kernel.launch_s.value * layers
+        decodes = PiecewiseLinear([0.0], [floor_s], moved_s)
+        prompts = PiecewiseLinear([0.0], [moved_s], self._flops_s(layers * chunk_flops))
+        return PerSequence(decodes, prompts, floor_s, rate_code(kernel.bytes_per_s))
 
     def _linears(self, tokens: Floats) -> dict[str, Cost]:
-        bits = self.precision.effective_weight_bits, self.precision.activation_bits
-        shapes = linears(self.model, self.tp)
-        return {name: _gemm(self.rates.gemm, shape, tokens, *bits) for name, shape in shapes.items()}
-
-    def _elementwise(self, tokens: Floats) -> dict[str, Cost]:
-        """The small kernels of one layer, besides its two norms."""
-        model, rates = self.model, self.rates
-        heads = model.q_heads // self.tp + kv_heads_per_gpu(model, self.tp)
-        mlp_elements = (3 if model.gated_mlp else 2) * model.intermediate_size // self.tp
-        costs = {
-            "residual_add": _stream(rates.residual_add, 2 * 3 * model.hidden_size, tokens),
-            "activation": _stream(rates.activation, mlp_elements, tokens),
-        }
-        if not model.learned_positions:
-            costs["rope"] = _stream(rates.rope, 2 * heads * model.head_dim, tokens)
-        if model.qk_norm:
-            both = _stream(rates.norm, 2 * heads * model.head_dim, tokens)
-            costs["qk_norm"] = both._replace(seconds=both.seconds + rates.norm.launch_s.value)
+        """The matrix products over all layers; those that keep 16 bits at the rates of ``lm_head``."""
+        quantised = self.precision.effective_weight_bits, self.precision.activation_bits
+        costs = {}
+        for name, one in products(self.model, self.tp).items():
+            plain = one.plain or self.precision.scope == "experts"
+            kernel, bits = (self.rates.lm_head, (16, 16)) if plain else (self.rates.gemm, quantised)
+            costs[name] = _gemm(kernel, one.shape, tokens, *bits).times(one.layers)
         return costs
 
-    def _all_reduce(self, kernel: StreamKernel, tokens: Floats) -> Cost:
-        """One ring all-reduce of the hidden states: the link is busy, compute units and memory count as idle."""
-        message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
+    def _experts(self, tokens: Floats) -> dict[str, Cost]:
+        """The experts of all layers, where there are any."""
+        work, kernel = expert_work(self.model, self.tp), self.rates.experts
+        if work is None or kernel is None:
+            return {}
+        return {
+            "experts": experts.roofline(work, kernel, self.precision.effective_weight_bits, tokens).times(work.layers)
+        }
+
+    def _elementwise(self, tokens: Floats) -> dict[str, Cost]:
+        """The small kernels of all layers, besides norms. Experts have their own activation."""
+        model, rates, layers = self.model, self.rates, self.model.layers
+        heads = model.q_heads // self.tp + kv_heads_per_gpu(model, self.tp)
+        costs = {"residual_add": _stream(rates.residual_add, 2 * 3 * model.hidden_size, tokens).times(layers)}
+        for mlp in mlp_layers(model):
+            if mlp.width:
+                elements = (3 if model.gated_mlp else 2) * mlp.width // self.tp
+                name = "shared_activation" if mlp.experts else "activation"
+                costs[name] = _stream(rates.activation, elements, tokens).times(mlp.layers)
+        attending = sum(kind.layers for kind in attention_layers(model) if kind.kind != "linear")
+        if not model.learned_positions:
+            turned = model.latent.rope_dim if model.latent else model.head_dim
+            costs["rope"] = _stream(rates.rope, 2 * heads * turned, tokens).times(attending)
+        if model.qk_norm:
+            both = _stream(rates.norm, 2 * heads * model.head_dim, tokens)
+            costs["qk_norm"] = both._replace(seconds=both.seconds + rates.norm.launch_s.value).times(attending)
+        return costs
+
+    def _all_reduce(self, kernel: StreamKernel, tokens: Floats, token_bytes: int) -> Cost:
+        """One ring all-reduce of so much a token: the link is busy, compute units and memory count as idle."""
+        message_bytes = tokens * token_bytes
         link_s = message_bytes * (2 * (self.tp - 1) / self.tp) / kernel.bytes_per_s.value
         idle = np.zeros_like(tokens)
         source = np.full(tokens.shape, rate_code(kernel.bytes_per_s))

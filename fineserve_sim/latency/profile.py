@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from fineserve_sim.catalog import activation_bytes, kv_token_bytes
+from fineserve_sim.catalog import activation_bytes, kv_sequence_bytes
 from fineserve_sim.latency.step import StepModel
 from fineserve_sim.policy.interfaces import OperatingPoint
 
@@ -66,7 +66,7 @@ def _point(step: StepModel, batch: int, prompt: int, output: int, budget: int) -
         throughput_per_s=batch / stay_s,
         ttft_s=batch_prefill_s(step, batch, prompt, budget),
         activation_bytes=activation_bytes(step.model, step.tp, budget, batch, step.deployment.logit_bytes),
-        kv_bytes=batch * mean_context * kv_token_bytes(step.model, step.precision, step.tp),
+        kv_bytes=batch * kv_sequence_bytes(step.model, step.precision, step.tp, mean_context),
     )
 
 

@@ -37,7 +37,8 @@ class Provenance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The kernels of an engine on its GPU. ``attention.bytes_per_s`` reads the KV cache; TP 1 has no ``all_reduce``."""
+    """The kernels of an engine on its GPU. ``attention.bytes_per_s`` reads the KV cache; TP 1 has no ``all_reduce``, a dense
+    model no ``experts``."""
 
     gemm: GemmKernel
     lm_head: GemmKernel
@@ -48,6 +49,7 @@ class Rates:
     activation: StreamKernel
     embedding: StreamKernel
     all_reduce: StreamKernel | None
+    experts: GemmKernel | None = None
 
     def provenance(self) -> Iterator[Provenance]:
         """Every quantity of every kernel."""
@@ -109,8 +111,17 @@ def _weight_only(kernel: GemmKernel) -> GemmKernel:
     return GemmKernel(**rates)
 
 
-def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
-    """Kernel rates of ``gpu_spec`` for one precision and TP degree.
+def _expert_peaks(
+    precision: PrecisionSpec, peaks: tuple[float, float], gpu_spec: GpuSpec, reference: GpuSpec
+) -> tuple[float, float]:
+    """The peaks of the experts' kernel on both GPUs: Marlin's, for 4-bit weights in 16-bit products, are those of mma.sync."""
+    if (precision.weight_bits, precision.activation_bits) != (4, 16) or precision.name.endswith("Triton"):
+        return peaks
+    return gpu_spec.mma_part * peaks[0], reference.mma_part * peaks[1]
+
+
+def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool = False) -> Rates:
+    """Kernel rates of ``gpu_spec`` for one precision and TP degree, of a model with ``experts`` or without.
 
     Raises ValueError when the GPU lacks the precision's tensor cores, or the precision or TP degree has no rate.
     """
@@ -119,12 +130,17 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
         raise ValueError(f"precision {precision.name} has no kernel rates; known: {', '.join(table.gemm)}")
     if tp != 1 and tp not in table.all_reduce:
         raise ValueError(f"TP {tp} has no all-reduce rate; known: 1, {', '.join(map(str, table.all_reduce))}")
+    if experts and precision.name not in table.experts:
+        raise ValueError(f"precision {precision.name} has no rates of experts; known: {', '.join(table.experts)}")
     reference = gpu(table.reference_gpu)
     target = _Target(gpu_spec, reference)
     core = precision.tensor_core
+    peaks = gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s("fp8" if core == "fp4" else core)
     product = table.gemm[precision.name]
     if precision.weight_bits == 8 and core == "bf16":
         product = _weight_only(table.gemm["W16A16"])
+    elif precision.weight_bits == 4 and core == "bf16" and precision.scope == "linears":
+        product = table.gemm["W4A16"]
     bf16 = (gpu_spec.bf16_flops_per_s, reference.bf16_flops_per_s)
     attention = GemmKernel(
         launch_s=table.attention.launch_s,
@@ -133,7 +149,7 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
     )
     small = table.elementwise
     return Rates(
-        gemm=target.gemm(product, gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s(core)),
+        gemm=target.gemm(product, *peaks),
         lm_head=target.gemm(table.gemm["W16A16"], *bf16),
         attention=target.gemm(attention, *bf16),
         norm=target.stream(small.norm),
@@ -142,4 +158,7 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int) -> Rates:
         activation=target.stream(small.activation),
         embedding=target.stream(small.embedding),
         all_reduce=target.stream(table.all_reduce[tp], link=True) if tp > 1 else None,
+        experts=target.gemm(table.experts[precision.name], *_expert_peaks(precision, peaks, gpu_spec, reference))
+        if experts
+        else None,
     )

@@ -17,23 +17,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSpec, PrecisionSpec, expert_work
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.cost import Cost, Floats
+from fineserve_sim.latency.experts import LEAST_ALIGNED_OUTPUTS
 from fineserve_sim.latency.legacy import LegacyAttention
-from fineserve_sim.latency.operators import BITS_8, FusedQuantisation, OperatorCosts, Operators
+from fineserve_sim.latency.operators import BITS_8, AlignedExperts, FusedQuantisation, OperatorCosts, Operators
 from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.sharing import Demand
+from fineserve_sim.latency.slower import Slowed, SlowedAttention
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 from fineserve_sim.policy.interfaces import prompt_pairs
 
-INITIAL_ENTRIES = 512
-SCALAR_STEPS = 64  # below, a loop is faster than numpy's fixed cost
+INITIAL_ENTRIES: Final = 512
+SCALAR_STEPS: Final = 64  # below, a loop is faster than numpy's fixed cost
 
 
 class _Counts:
@@ -99,11 +102,15 @@ class StepModel:
     ) -> None:
         precision = precision.on(gpu)
         self.model, self.precision, self.tp, self.gpu, self.deployment = model, precision, tp, gpu, deployment
-        engine = (model, precision, tp, gpu, resolve(gpu, precision, tp))
+        rates = resolve(gpu, precision, tp, model.experts is not None)
+        engine = (model, precision, tp, gpu, rates)
         operators: OperatorCosts = Operators(*engine) if tables is None else TableOperators(*engine, tables)
         fused = deployment.fused_quantisation_s
         if fused and precision.activation_bits == BITS_8:
             operators = FusedQuantisation(operators, fused.value, model.layers)
+        work, rows_each = expert_work(model, tp), deployment.aligned_expert_rows
+        if work and rows_each and precision.activation_bits == BITS_8 and 2 * work.width > LEAST_ALIGNED_OUTPUTS:
+            operators = AlignedExperts(operators, work, rates.gemm, rows_each)
         plain = operators.attention
         self._price_by(operators, LegacyAttention(plain, kernel, model.q_heads / model.kv_heads) if kernel else plain)
 
@@ -120,6 +127,12 @@ class StepModel:
         self.floor_s = floor.value if floor else 0.0
         self.overhead_s, self.prompt_s = host.overhead(self.tp), host.prompt(self.tp)
         self.sequence_s = host.sequence_s.value if host.sequence_s else 0.0
+
+    def slow_down(self, factor: float) -> None:
+        """Make every step ``factor`` times as long, the host's time included; before the first step is asked for."""
+        self._price_by(Slowed(self.operators, factor), SlowedAttention(self.attention, factor))
+        self.floor_s, self.sequence_s = factor * self.floor_s, factor * self.sequence_s
+        self.overhead_s, self.prompt_s = factor * self.overhead_s, factor * self.prompt_s
 
     def _reserve(self, tokens: int, sampled: int) -> None:
         if tokens >= len(self._tokens_s):
@@ -279,12 +292,14 @@ class StepModel:
             return math.inf
         pairs = prompt_pairs(tokens) if pairs is None else pairs
         full, last = (tokens - 1) // chunk, (tokens - 1) % chunk + 1
+        last_s = self._chunk_s(last, decoding, pairs * last // tokens)
+        return last_s + full * self._chunk_s(chunk, decoding, pairs * chunk // tokens) if full else last_s
 
-        def chunk_s(size: int) -> float:
-            behind = max(0, pairs * size // tokens - prompt_pairs(size))
-            return self.step_s(decoding, 0, size, prompt_pairs(size) + behind, behind // size, decoding + 1)
-
-        return chunk_s(last) + full * chunk_s(chunk) if full else chunk_s(last)
+    def _chunk_s(self, tokens: int, decoding: int, pairs: int) -> float:
+        """A step with a chunk of one prompt, which has so many query-key pairs, or more where it is longer than they say."""
+        alone = prompt_pairs(tokens)
+        behind = pairs - alone if pairs > alone else 0
+        return self.step_s(decoding, 0, tokens, alone + behind, behind // tokens, decoding + 1)
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these step times, with its source."""

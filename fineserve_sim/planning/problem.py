@@ -203,6 +203,8 @@ class Problem:
 def impossible(problem: Problem) -> str | None:
     """Why no layout can give every model a GPU, in one line; None where nothing simple forbids it."""
     slots = slots_of(problem.scenario)
+    if len({slot.kind for slot in slots}) > 1:
+        return "a plan is searched on GPUs of one kind; these are of several"
     least = [min(demands, key=lambda demand: demand.tp * demand.engine_bytes) for demands in problem.demands]
     for served, demands in zip(problem.models, problem.demands, strict=True):
         if not any(demand.engine_bytes <= slots[0].memory_bytes for demand in demands):
@@ -212,13 +214,8 @@ def impossible(problem: Problem) -> str | None:
     takes, has = sum(each.tp * each.engine_bytes for each in least), sum(slot.memory_bytes for slot in slots)
     if takes > has:
         return f"the models take {takes / 2**30:.0f} GiB beside KV, {len(slots)} GPUs have {has / 2**30:.0f} GiB usable"
-    if problem.rules.survives and 2 * takes > has:
-        return (
-            f"two engines of each model, to survive the loss of a {problem.rules.survives}, take {2 * takes / 2**30:.0f} GiB "
-            f"beside KV, {len(slots)} GPUs have {has / 2**30:.0f} GiB usable"
-        )
-    if problem.rules.survives == "node" and len({gpu.node for gpu in problem.gpus}) < 2:
-        return f"{len(slots)} GPUs are one node, whose loss nothing survives"
+    if why := _cannot_survive(problem, takes, has):
+        return why
     engines = sum(min(demand.tp for demand in demands) for demands in problem.demands)
     most = problem.rules.most_per_gpu
     if most is not None and engines > most * len(slots):
@@ -226,6 +223,19 @@ def impossible(problem: Problem) -> str | None:
         return (
             f"{engines} engines do not stand on {len(slots)} GPUs with at most {most} on each; {needed} GPUs would do"
         )
+    return None
+
+
+def _cannot_survive(problem: Problem, takes: float, has: float) -> str | None:
+    """Why no layout survives the loss of a GPU or a node, where an engine of each model takes so many bytes."""
+    gpus, what = problem.gpus, problem.rules.survives
+    if what and 2 * takes > has:
+        return (
+            f"two engines of each model, to survive the loss of a {what}, take {2 * takes / 2**30:.0f} GiB beside KV, "
+            f"{len(gpus)} GPUs have {has / 2**30:.0f} GiB usable"
+        )
+    if what == "node" and len({gpu.node for gpu in gpus}) < 2:
+        return f"{len(gpus)} GPUs are one node, whose loss nothing survives"
     return None
 
 

@@ -7,12 +7,13 @@ papers, all of them on the same GPUs.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from fineserve_traces import Trace
@@ -53,10 +54,11 @@ STARTS = ("balanced", *SYSTEMS)
 
 @dataclass(frozen=True, slots=True)
 class ModelWish:
-    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees."""
+    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees. ``model``: as in a
+    file, a name of the catalog or a mapping with its config.json."""
 
     id: str
-    model: str
+    model: str | Mapping[str, Any]
     options: tuple[tuple[str, int], ...]
 
 
@@ -72,15 +74,40 @@ def model_wish(text: str) -> ModelWish:
     return ModelWish(name if sign else model, model, options)
 
 
+def rules_of(
+    apart: Iterable[Sequence[str]],
+    pin: Mapping[str, Sequence[str | int]],
+    most_per_gpu: int | None,
+    models: Sequence[str],
+    gpus: int,
+    survives: Literal["gpu", "node"] | None = None,
+) -> Rules:
+    """Pairs of models that share no GPU, the GPUs that a model may stand on, engines on a GPU at most. Raises ValueError for a
+    model or a GPU that is not there."""
+    pairs, pinned = [], {}
+    for names in apart:
+        if len(names) != 2 or len(set(names)) != 2 or not set(names) <= set(models):
+            raise ValueError(f"--apart {','.join(names)}: expected two of the models, as in {models[0]},{models[-1]}")
+        pairs.append(frozenset(names))
+    for name, given in pin.items():
+        numbers = list(map(str, given))
+        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
+            told = f"--pin {name}={','.join(numbers)}: expected a model and GPUs from 0 to {gpus - 1}"
+            raise ValueError(f"{told}, as in {models[0]}=0,1")
+        pinned[name] = frozenset(map(int, numbers))
+    return Rules(frozenset(pairs), pinned, most_per_gpu, survives)
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace."""
+    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``kept``: keys of a file
+    that the plan has, too (``folder``, ``engine``, ``runtime``)."""
 
     trace: Path
     models: tuple[ModelWish, ...]
     gpus: int
     ttft_slo_s: float
-    gpu: str = "h100-sxm"
+    gpu: str | Mapping[str, Any] = "h100-sxm"
     tpot_slo_s: float | None = None
     e2e_slo_s: float | None = None
     rate_scale: float = 1.0
@@ -88,6 +115,7 @@ class Wish:
     spread: bool = False
     requests: int | None = None
     rules: Rules = field(default_factory=Rules)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def experiment(self, systems: Sequence[Any], **changed: Any) -> Experiment:
         """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
@@ -107,6 +135,7 @@ class Wish:
             e2e_slo_s=self.e2e_slo_s,
             rate_scale=self.rate_scale * self.load,
             requests=self.requests,
+            overrides=[(key, json.dumps(value)) for key, value in self.kept.items() if key != "runtime"],
             **changed,
         )
 
@@ -148,7 +177,7 @@ def _as_seen(served: ServedModel, trace: Trace) -> ServedModel:
 def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
     try:
         catalog.check_tp(model, tp)
-        return Option(catalog.precision(precision), tp)
+        return Option(catalog.precision_of(precision, model), tp)
     except ValueError as problem:
         raise ValueError(f"--model {id}: {problem}") from None
 
@@ -252,7 +281,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         ],
         "seeds": 1,
         "sweeps": [{"name": "run", "at": {"rate_scale": wish.rate_scale}, "systems": ["plan"]}],
-    }
+    } | dict(wish.kept)
 
 
 def unseen(wish: Wish, seed: int = 0) -> Trace:

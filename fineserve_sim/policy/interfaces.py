@@ -6,7 +6,7 @@ Units: seconds are floats, tokens and bytes are ints; names carry the unit last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeGuard
 
 
@@ -207,6 +207,13 @@ class OperatingPoint(NamedTuple):
     kv_bytes: int
 
 
+class KindFacts(NamedTuple):
+    """What was measured of a model on one kind of GPU. ``mme_tokens_per_byte`` None: left open."""
+
+    profile: tuple[OperatingPoint, ...]
+    mme_tokens_per_byte: float | None
+
+
 class Busy(NamedTuple):
     """The parts of the time alone in which compute units and memory bandwidth are busy, in [0, 1]."""
 
@@ -222,6 +229,8 @@ ALWAYS = Busy(1.0, 1.0)
 class ModelDemand:
     """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
 
+    * ``by_kind``: the facts on each kind of GPU (``GpuSlot.kind``), where there are several. Those of kind 0 stand in
+      ``profile`` and ``mme_tokens_per_byte`` as well.
     * ``slo_s``: the TTFT SLO; ``tpot_slo_s``: the SLO of the time per token, if any.
     * ``tokens_per_request``: the expected prompt and output together.
     * ``weight_bytes``: weights and context; ``activation_bytes``: the peak of a full step.
@@ -239,6 +248,7 @@ class ModelDemand:
     tokens_per_request: float = 0.0
     tpot_slo_s: float | None = None
     activation_bytes: int = 0
+    by_kind: tuple[KindFacts, ...] = ()
     decode_tokens: float = 0.0
     prefill: Busy = ALWAYS
     decode: Busy = ALWAYS
@@ -248,14 +258,28 @@ class ModelDemand:
         """All that an engine takes beside KV."""
         return self.weight_bytes + self.activation_bytes
 
+    @property
+    def most_per_s(self) -> float:
+        """The most requests per second of its profile; 0 without one."""
+        return max((point.throughput_per_s for point in self.profile), default=0.0)
+
+    def on(self, kind: int) -> ModelDemand:
+        """The model as it is on GPUs of this kind."""
+        return replace(self, **self.by_kind[kind]._asdict(), by_kind=()) if self.by_kind else self
+
 
 @dataclass(frozen=True, slots=True)
 class GpuSlot:
-    """One GPU as placement sees it: ``memory_bytes`` is the usable budget for weights, activations and KV."""
+    """One GPU as placement sees it: ``memory_bytes`` is the usable budget for weights, activations and KV.
+
+    GPUs of one ``node`` may form TP groups; they are all of one ``kind``. What a model does on GPUs of a kind, its demand tells
+    (``ModelDemand.on``).
+    """
 
     id: int
     node: int
     memory_bytes: int
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

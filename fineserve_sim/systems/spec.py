@@ -146,10 +146,11 @@ class RoundRobinDispatchSpec(Spec):
 
 
 class LeastLoadedDispatchSpec(Spec):
-    """Each new request goes to the group with the smallest KV demand relative to its capacity."""
+    """Each new request goes to the group with the smallest KV demand relative to its capacity, or ``per: instance``."""
 
     policy: Literal["least_loaded"] = "least_loaded"
     queued: Literal["all", "head"] = "all"
+    per: Literal["capacity", "instance"] = "capacity"
 
 
 class LeastQueuedDispatchSpec(Spec):
@@ -294,6 +295,7 @@ class QlmResidencySpec(Spec):
     policy: Literal["qlm"] = "qlm"
     swap_s: Annotated[float, Field(ge=0)] = 30.0
     running: Literal["finish", "requeue"] = "finish"
+    service: Literal["closes", "goes_on"] = "closes"
     tick_s: Annotated[float, Field(gt=0)] = 1.0
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from fineserve_runtime.engines.api import EngineConfig
-from fineserve_runtime.engines.model_files import kv_geometry
+from fineserve_runtime.engines.model_files import kv_geometry, read_config
 from fineserve_runtime.formats import check_format, longest_context, parser_names
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.step_times import read_table
@@ -33,6 +33,7 @@ from fineserve_sim.experiment.file.messages import as_config_error
 from fineserve_sim.experiment.file.plan import Experiment, build
 from fineserve_sim.experiment.file.schema import Strict
 from fineserve_sim.experiment.file.values import Count, Positive
+from fineserve_sim.systems.spec import SystemSpec
 
 _CPU_BLOCK_TOKENS = 32
 
@@ -157,14 +158,14 @@ def load_file(
         document.set(key, parse_value(text, place), place)
     for key, value, place in changes:
         document.set(key, value, place)
-    folder = path.resolve().parent
     if "runtime" not in document.data:
         raise document.error(
             ("runtime",), "missing; fineserve-run needs to know where the models are (docs/runtime.md)"
         )
     section = _section(document)
     plain = Document({key: value for key, value in document.data.items() if key != "runtime"}, document.places)
-    file = RuntimeFile(document, section, build(plain, path.stem, folder), folder)
+    experiment = build(plain, path.stem, path.resolve().parent)
+    file = RuntimeFile(document, section, experiment, experiment.setup.folder)
     _check(file, serving)
     return file
 
@@ -209,18 +210,38 @@ def _ranks_problem(section: RuntimeSection, name: str, tp: int | Literal["auto"]
         return "auto is for the simulator; say on how many devices the model is served"
     if tp % stages:
         return f"{tp} devices do not divide into the {stages} stages of runtime.models.{name}"
-    if tp == 1:
+    return _on_devices_problem(section, name, tp, stages, found)
+
+
+def _on_devices_problem(
+    section: RuntimeSection, name: str, devices: int, stages: int, found: dict[str, Any]
+) -> str | None:
+    """What is wrong with an engine of the model over so many devices."""
+    if devices == 1:
         return None
     if section.backend == "cuda" or section.cluster is not None or section.mode == "in_process":
         return (
             "a model on several devices is served by backend cpu, mode processes, without a cluster (docs/runtime.md)"
         )
-    engine = EngineConfig(name, Path(), gpus=tuple(range(tp)), stages=stages)
+    engine = EngineConfig(name, Path(), gpus=tuple(range(devices)), stages=stages)
     try:
         kv_geometry(found, engine)
     except ValueError as problem:
         return str(problem)
     return None
+
+
+def _pipelines_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
+    """What is wrong with a system that makes pipelines of instances."""
+    if system.execution is None:
+        return None
+    if system.execution.microbatches != "token_count":
+        return f"microbatches {system.execution.microbatches} are simulated only; take token_count"
+    (model,), section = file.experiment.setup.models, file.section
+    if model.entry.tp != 1 or section.models[model.id].stages != 1:
+        return "its pipelines are made of instances on one device each (tp: 1, stages: 1)"
+    found = read_config(file.folder / section.models[model.id].path)
+    return _on_devices_problem(section, model.id, system.execution.stages, system.execution.stages, found)
 
 
 def _check_access(file: RuntimeFile) -> None:
@@ -309,15 +330,15 @@ def _check_system(file: RuntimeFile, name: str) -> None:
         return
     system = file.experiment.setup.systems[name]
     place = ("systems", own.index(name))
-    for axis in ("dispatch", "execution", "drop", "migration", "scaling"):
-        if getattr(system, axis, None) is not None:
+    for axis in ("drop", "migration", "scaling"):
+        if getattr(system, axis) is not None:
             raise file.document.error(place, f"{name}: real engines have no {axis} axis yet (docs/runtime.md)")
+    if (said := _pipelines_problem(file, system)) is not None:
+        raise file.document.error(place, f"{name}: {said}")
     if system.memory.policy not in ("kv_slab", "private"):
         raise file.document.error(
             place, f"{name}: memory {system.memory.policy} is simulated only; take kv_slab or private"
         )
-    if system.memory.policy == "private" and system.memory.split == "demand":
-        raise file.document.error(place, f"{name}: split demand is simulated only; take footprint or equal")
     if system.scheduler.policy == "clairvoyant":
         raise file.document.error(place, f"{name}: a bound, not a scheduler; real engines do not know what comes")
     if system.residency is not None and any(model.entry.tp != 1 for model in file.experiment.setup.models):

@@ -16,11 +16,14 @@ from fineserve_runtime.step_times import MeasuredStep, StepTimes
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_residency, build_schedulers
 from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Command
+from fineserve_sim.policy.controller import Controller
 from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
-from fineserve_sim.policy.fleet.views import FleetView, ResidencyPolicy, Start
+from fineserve_sim.policy.fleet.views import FleetView, ResidencyPolicy, Start, Status
+from fineserve_sim.policy.groups.controller import GroupController, GroupModel
+from fineserve_sim.policy.groups.dispatch import Phase, dispatcher
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
-from fineserve_sim.systems.spec import PlacementSpec, ResidencySpec, SchedulerSpec
+from fineserve_sim.systems.spec import DispatchSpec, PlacementSpec, ResidencySpec, SchedulerSpec
 
 
 class StepMeasured(NamedTuple):
@@ -87,11 +90,13 @@ class Stay(_Facts):
 
 class CoreSpec(_Facts):
     """All that determines a core, as JSON-able data. Engines are 0, 1, ... in the order of ``stays``. Without ``residency``
-    they stay, and one that dies is started again; how soon is the driver's business."""
+    they stay, and one that dies is started again; how soon is the driver's business. With ``dispatch`` they are instances of
+    the one model, whose requests wait in the engines' own queues."""
 
     placement: PlacementSpec
     scheduler: SchedulerSpec
     residency: ResidencySpec | None = None
+    dispatch: DispatchSpec | None = None
     token_budget: int
     shares_memory: bool
     gpus: tuple[GpuFacts, ...]
@@ -109,14 +114,8 @@ class Core:
         instances = [Instance(stay.model, 0, stay.gpus, self._models[stay.model].rate_per_s, 0) for stay in spec.stays]
         self._seats = [(instance.model, instance.gpus) for instance in instances]
         self._slots = [GpuSlot(gpu.id, 0, gpu.memory_bytes) for gpu in spec.gpus]
-        self.controller = FleetController(
-            {model.id: _fleet_model(model) for model in spec.models},
-            self._slots,
-            instances,
-            self._residency(),
-            self._schedulers,
-            tick_s=spec.residency.tick_s if spec.residency else 1.0,
-        )
+        self._fleet = None if spec.dispatch else self._fleet_controller(instances)
+        self.controller: Controller = self._fleet or _group_controller(spec)
 
     def handle(self, now: float, event: RuntimeEvent) -> list[Command]:
         if isinstance(event, StepMeasured):
@@ -131,18 +130,48 @@ class Core:
             return []
         return self.controller.handle(now, event)
 
+    def _fleet_controller(self, instances: Sequence[Instance]) -> FleetController:
+        spec = self._spec
+        return FleetController(
+            {model.id: _fleet_model(model) for model in spec.models},
+            self._slots,
+            instances,
+            self._residency(),
+            self._schedulers,
+            tick_s=spec.residency.tick_s if spec.residency else 1.0,
+        )
+
+    def scope_of(self, engine: int) -> tuple[int, ...]:
+        """The engines that share the scheduler of this one; empty where requests wait in the engine itself."""
+        return self._fleet.scope_of(engine) if self._fleet else ()
+
+    def status(self, engine: int) -> Status | None:
+        """The state of an engine; None for one that is gone or never was."""
+        if self._fleet:
+            return self._fleet.status(engine)
+        assert isinstance(self.controller, GroupController)
+        return _STATUS.get(self.controller.phase(engine))
+
     def _add(self, facts: ModelFacts, gpu: int | None) -> None:
+        fleet = self._known_fleet()
         self._models[facts.id] = facts
         self._step_times[facts.id] = StepTimes(self._spec.token_budget, facts.measured)
         if gpu is not None:
             self._seats.append((facts.id, (gpu,)))
-        self.controller.add_model(facts.id, _fleet_model(facts), self._residency())
+        fleet.add_model(facts.id, _fleet_model(facts), self._residency())
 
     def _remove(self, model: str) -> None:
+        fleet = self._known_fleet()
         del self._models[model]
         self._seats = [seat for seat in self._seats if seat[0] != model]
-        self.controller.remove_model(model, self._residency())
+        fleet.remove_model(model, self._residency())
         del self._step_times[model]
+
+    def _known_fleet(self) -> FleetController:
+        """Raises ValueError where engines are instances of one model."""
+        if self._fleet is None:
+            raise ValueError("a system with dispatch serves one model: none can come or go")
+        return self._fleet
 
     def _residency(self) -> ResidencyPolicy:
         """A policy that knows the models of now. When models come or go it begins anew: since when they are where they are, it
@@ -183,6 +212,30 @@ class KeepResident:
     def suggest(self, now: float, view: FleetView) -> list[Start]:
         present = {(engine.model, engine.gpus) for engine in view.engines}
         return [Start(model, gpus) for model, gpus in self._seats if (model, gpus) not in present]
+
+
+_STATUS: Mapping[Phase | None, Status] = {
+    Phase.LOADING: Status.LOADING,
+    Phase.SERVING: Status.RESIDENT,
+    Phase.DRAINING: Status.DRAINING,
+}
+
+
+def _group_controller(spec: CoreSpec) -> GroupController:
+    """Each stay is an instance that serves alone. Raises ValueError for more than one model."""
+    if len(spec.models) != 1 or spec.dispatch is None:
+        raise ValueError(f"a system with dispatch serves one model; here are {len(spec.models)}")
+    (model,) = spec.models
+    return GroupController(
+        GroupModel(model.id, 1, model.max_tokens, model.block_tokens, lambda instances: model.max_tokens),
+        [stay.gpus for stay in spec.stays],
+        dispatcher(**spec.dispatch.model_dump()),
+        drop=None,
+        migration=None,
+        scale_out=None,
+        stages=1,
+        spares=0,
+    )
 
 
 def _fleet_model(model: ModelFacts) -> FleetModel:

@@ -91,6 +91,10 @@ class Desk:
     def on(self, engine: int) -> list[Job]:
         return [self._jobs[id] for id in sorted(self._on_engine.get(engine, ()))]
 
+    def prompts_on(self, engine: int) -> list[int]:
+        """The prompt tokens of the engine's requests that have no token yet, the oldest first."""
+        return [len(job.prompt) + len(job.generated) for job in self.on(engine) if job.first_token_s is None]
+
     def attach(self, job: Job, engine: int, now: float) -> None:
         job.engine = job.served_by = engine
         job.unproven = True

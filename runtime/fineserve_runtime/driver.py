@@ -28,7 +28,7 @@ from fineserve_runtime.listener import HostListener
 from fineserve_runtime.lives import EngineLives, Health, model_down
 from fineserve_runtime.places import Place, Places
 from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evict, Reject, Survey
-from fineserve_sim.policy.events import EngineStepped, RequestAborted, RequestArrived, RequestReturned, Tick
+from fineserve_sim.policy.events import EngineStepped, Loads, RequestAborted, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.views import Status
 from fineserve_sim.policy.interfaces import Request
 
@@ -173,7 +173,7 @@ class Driver:
             return len(self._desk.of(model))
 
     def status(self, engine: int) -> Status | None:
-        return self._controller.status(engine)
+        return self._core.status(engine)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -235,6 +235,8 @@ class Driver:
         if self._desk.get(job.id) is None:
             return
         request = Request(job.id, job.model, self._deadlines.core_arrival_s(job), len(job.prompt) + len(job.generated))
+        if self._controller.needs_loads and (loads := self._places.changed_loads(self._desk.prompts_on)):
+            self.tell(Loads(loads))
         self.tell(RequestReturned(request) if again else RequestArrived(request))
         if (engine := self._controller.engine_of(job.id)) is not None and self._places.is_idle(engine):
             self.consult(engine)
@@ -303,7 +305,7 @@ class Driver:
         """The engine stands between two iterations: let its scheduler start requests."""
         if not self._controller.waiting(engine):
             return
-        states = self._places.states(self._controller.scope_of(engine))
+        states = self._places.states(self._core.scope_of(engine))
         if engine not in states:
             return
         self.tell(EngineStepped(engine, states))
@@ -311,7 +313,7 @@ class Driver:
 
     def _ask_again(self, engine: int) -> None:
         """Busy engines ask at every step. Where all are idle and somebody still waits, the clock has to."""
-        states = self._places.states(self._controller.scope_of(engine))
+        states = self._places.states(self._core.scope_of(engine))
         if engine in states and self._controller.waiting(engine) and not any(s.running for s in states.values()):
             at_s = self._controller.unchanged_until(self.now(), engine, states)
             self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
@@ -346,7 +348,7 @@ class Driver:
         self._alarm.set(time.monotonic() + 1.0)
 
     def _tick(self) -> Tick:
-        ready = [e for e in self._places.engines() if self._controller.status(e) in (Status.RESIDENT, Status.DRAINING)]
+        ready = [e for e in self._places.engines() if self._core.status(e) in (Status.RESIDENT, Status.DRAINING)]
         free = {gpu: self._places.free_bytes(gpu, self._memory[gpu], self._weights) for gpu in self._memory}
         states = self._places.states(ready)
         return Tick({engine: state.running for engine, state in states.items() if state.running}, free)
@@ -393,7 +395,7 @@ class Driver:
         job = self._job(command)
         self._desk.attach(job, command.engine, self.now())
         try:
-            self._places.handle(command.engine).submit(job.submission())
+            self._places.submit(command.engine, job.submission())
         except EngineDied:
             return  # its death is reported to all of its requests together
         except (ValueError, RuntimeError) as problem:

@@ -19,9 +19,11 @@ from fineserve_runtime.jobs import Observer
 from fineserve_runtime.step_times import MeasuredStep, read_table
 from fineserve_runtime.warmup import Relay, measure
 from fineserve_sim.cluster.compose.facts import demands_of
+from fineserve_sim.cluster.compose.groups import check_groups
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
+from fineserve_sim.policy.memory.paged import Share, split_bytes
 from fineserve_sim.policy.placement.fineserve import base_footprint
 from fineserve_sim.systems.spec import KvSlabSpec, PrivatePoolsSpec
 
@@ -98,6 +100,8 @@ def launch(
 ) -> Iterator[Running]:
     """The scenario's system on real engines, until the block ends. ``start`` replaces how the file says that hosts start.
     Raises ValueError for what cannot run."""
+    if scenario.system.dispatch is not None:
+        check_groups(scenario)
     placement, demands = place(scenario, demands_of(scenario))
     if placement.unplaced:
         raise ScenarioError(f"system {scenario.system.name}: no room for {', '.join(placement.unplaced)}")
@@ -144,7 +148,7 @@ def host_configs(
     """One host a GPU that has engines, or for all GPUs that engines with ranks tie together; by the first of them. Where models
     come and go, every GPU has an engine of each. Raises ScenarioError for devices that one machine cannot have side by side."""
     section = file.section
-    seats = dict.fromkeys((instance.model, instance.gpus) for instance in placement.instances)
+    seats = dict.fromkeys(resident(scenario, placement))
     if scenario.system.residency is not None:
         seats = dict.fromkeys((model.id, (gpu.id,)) for gpu in scenario.gpus for model in scenario.models)
     gpus = sorted({gpu for _, group in seats for gpu in group})
@@ -171,6 +175,22 @@ def host_configs(
             silent_s=section.silent_s,
         )
     return configs
+
+
+def resident(scenario: Scenario, placement: Placement) -> list[tuple[str, tuple[int, ...]]]:
+    """The model and the devices of each engine that serves from the start: an instance, or a pipeline of several. Raises
+    ScenarioError for instances that do not make pipelines."""
+    stages, instances = _stages(scenario), placement.instances
+    if len(instances) % stages:
+        name = scenario.system.name
+        raise ScenarioError(f"system {name}: {len(instances)} instances do not make pipelines of {stages} stages")
+    groups = [instances[first : first + stages] for first in range(0, len(instances), stages)]
+    return [(group[0].model, tuple(gpu for instance in group for gpu in instance.gpus)) for group in groups]
+
+
+def _stages(scenario: Scenario) -> int:
+    """Instances of an engine."""
+    return 1 if scenario.system.execution is None else scenario.system.execution.stages
 
 
 def tied_devices(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -215,7 +235,7 @@ def engine_config(
         prefix_caching=files.prefix_caching,
         kv_limit_bytes=limit_bytes,
         gpus=gpus,
-        stages=files.stages,
+        stages=files.stages * _stages(scenario),
         embeds=files.embeds,
     )
 
@@ -224,15 +244,21 @@ def _limits(
     scenario: Scenario, region_bytes: int, names: Sequence[str], demands: Mapping[str, ModelDemand]
 ) -> dict[str, int | None]:
     """How much of the region each engine may lease: all of a slab memory; its share where pools are private, as the
-    simulator divides them: memory in proportion to footprints, less what the engine takes beside KV."""
+    simulator divides them: KV equally or by demand, or memory in proportion to footprints, less what the engine takes beside
+    KV."""
     memory = scenario.system.memory
     if isinstance(memory, KvSlabSpec):
         return dict.fromkeys(names)
     assert isinstance(memory, PrivatePoolsSpec)
     if memory.split == "equal":
         return {name: region_bytes // len(names) for name in names}
-    if memory.split != "footprint":
-        raise ScenarioError(f"system {scenario.system.name}: split {memory.split} is simulated only")
+    if memory.split == "demand":
+        asked = {number: demands[name] for number, name in enumerate(names)}
+        shares = {
+            number: Share(demand.rate_per_s * demand.token_bytes, memory.least_tokens * demand.token_bytes)
+            for number, demand in asked.items()
+        }
+        return {names[number]: part for number, part in split_bytes(region_bytes, shares).items()}
     footprints = {name: base_footprint(demands[name], len(scenario.gpus)).footprint_bytes for name in names}
     usable = region_bytes + sum(demands[name].weight_bytes for name in names)
     return {
@@ -269,6 +295,7 @@ def _core_spec(
         placement=scenario.system.placement,
         scheduler=scenario.system.scheduler,
         residency=scenario.system.residency,
+        dispatch=scenario.system.dispatch,
         token_budget=scenario.engine.token_budget,
         shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
         gpus=tuple(
@@ -277,7 +304,7 @@ def _core_spec(
             for gpu in host.config.gpus
         ),
         models=tuple(models),
-        stays=tuple(Stay(model=instance.model, gpus=instance.gpus) for instance in placement.instances),
+        stays=tuple(Stay(model=model, gpus=gpus) for model, gpus in resident(scenario, placement)),
     )
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
-from fineserve_runtime.engines.api import EngineDied, EngineHandle, EngineHost
-from fineserve_sim.policy.interfaces import EngineState
+from fineserve_runtime.engines.api import EngineDied, EngineHandle, EngineHost, Submission
+from fineserve_sim.policy.interfaces import EngineLoad, EngineState
 
 _WAKE_S = 10.0
 """A core that sees enough free memory may be a moment ahead, or the memory in pieces: so long an engine waits for it."""
@@ -40,6 +40,7 @@ class Places:
         self._host_of = {gpu: first for first, host in hosts.items() for gpu in host.config.gpus}
         self._place: dict[int, Place] = {}
         self._engine: dict[Place, int] = {}
+        self._loads: dict[int, EngineLoad] = {}  # as the core knows them; it counts what it gives an engine itself
         self._closed = False
         self._workers = {gpu: ThreadPoolExecutor(1, thread_name_prefix=f"device-{gpu}") for gpu in hosts}
 
@@ -76,6 +77,24 @@ class Places:
         """The states of these engines, as far as they can be given work."""
         handles = {engine: self.handle(engine) for engine in engines}
         return {engine: handle.state() for engine, handle in handles.items() if handle.alive and not handle.asleep}
+
+    def submit(self, engine: int, submission: Submission) -> None:
+        """Raises what ``EngineHandle.submit`` does."""
+        self._loads.pop(engine, None)
+        self.handle(engine).submit(submission)
+
+    def changed_loads(self, prompts_on: Callable[[int], Sequence[int]]) -> dict[int, EngineLoad]:
+        """The loads of the engines whose load is news to the core. ``prompts_on``: the prompt tokens of an engine's requests
+        that have no token yet, the oldest first.
+
+        An engine tells tokens and not its queue. So the blocks of prompts that it has not computed count as queued, and
+        requests past their prefill as running."""
+        loads = {
+            engine: _load(self.handle(engine), state, prompts_on(engine))
+            for engine, state in self.states(self.engines()).items()
+        }
+        told, self._loads = self._loads, loads
+        return {engine: load for engine, load in loads.items() if told.get(engine) != load}
 
     def kv_tokens(self) -> dict[int, int]:
         """What the memory of each engine that is awake holds while no other engine holds KV."""
@@ -166,6 +185,20 @@ class Places:
 
         with suppress(RuntimeError):  # closed
             self._workers[gpu].submit(run)
+
+
+def _load(handle: EngineHandle, state: EngineState, prompts: Sequence[int]) -> EngineLoad:
+    block_tokens = handle.config.block_tokens
+    capacity_blocks = handle.kv_capacity_tokens // block_tokens
+    blocks = [-(-tokens // block_tokens) for tokens in prompts]
+    computed_tokens = sum(prompts) - state.prefill_tokens
+    return EngineLoad(
+        used_blocks=max(0, capacity_blocks - state.free_kv_tokens // block_tokens),
+        capacity_blocks=capacity_blocks,
+        queued_blocks=max(0, sum(blocks) - computed_tokens // block_tokens),
+        head_blocks=blocks[0] if blocks else 0,
+        running=state.decoding,
+    )
 
 
 def _wake(handle: EngineHandle) -> None:

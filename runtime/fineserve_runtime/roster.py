@@ -91,6 +91,8 @@ class Roster:
     def _check_system(self) -> None:
         if not self._file.section.weights_in_region:
             raise ValueError("models come and go only where runtime.weights_in_region is true")
+        if self._scenario.system.dispatch is not None:
+            raise ValueError(f"system {self._scenario.system.name} serves one model: none can come or go")
         if not isinstance(self._scenario.system.memory, KvSlabSpec):
             name = self._scenario.system.name
             raise ValueError(f"system {name} splits its memory between the models of the start: none can come or go")

@@ -18,7 +18,7 @@ from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredS
 from fineserve_evidence.validate.errors import relative
 from fineserve_evidence.validate.layouts import read_set
 from fineserve_evidence.validate.predict import Predicted, campaign, predict_set
-from fineserve_evidence.validate.silicon import FIVE, GENERATOR, READINGS, reading_of
+from fineserve_evidence.validate.silicon import GENERATOR, READINGS, USUAL, reading_of
 
 from fineserve_sim.catalog import Deployment, Quantity, deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel
@@ -80,7 +80,7 @@ def test_whole_prompts_are_prefilled_in_groups_before_any_decode() -> None:
 
 def test_a_reading_belongs_to_an_engine_and_version() -> None:
     assert reading_of("vllm", "0.12.0", "qwen3-32b") is reading_of("vllm", "0.12.0", "llama-3.1-70b") is GENERATOR
-    assert reading_of("sglang", "0.5.6.post2", "llama-3.1-8b") is FIVE
+    assert reading_of("sglang", "0.5.6.post2", "llama-3.1-8b") is USUAL
     assert reading_of("vllm", "0.99", "qwen3-32b").token_budget == 8192
     assert len({reading.name for reading in READINGS}) == len(READINGS)
 

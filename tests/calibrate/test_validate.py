@@ -49,7 +49,7 @@ SILICON = (
     "silicon_tpot_ms,concurrency,source_kind\n"
     "vllm,meta-llama/Llama-3.1-70B,h100_sxm,fp8,agg,1024,64,fp8,4.0,1.0,1.0,81,12,4,inferencemax_daily_csv\n"
     "trtllm,meta-llama/Llama-3.1-8B-Instruct,h100_sxm,,agg,256,32,,1.0,1.0,,100,8,8,aic_auto_gap_run\n"
-    "vllm,openai/gpt-oss-120b,h100_sxm,fp4,agg,1024,64,nvfp4,2.0,1.0,1.0,81,12,,inferencemax_daily_csv\n"
+    "vllm,nobody/grok-9-moe,h100_sxm,fp4,agg,1024,64,nvfp4,2.0,1.0,1.0,81,12,,inferencemax_daily_csv\n"
     "vllm,meta-llama/Llama-3.1-70B,h100_sxm,fp8,disagg,1024,64,fp8,,,,81,12,,inferencemax_daily_csv\n"
 )
 BLIS = (
@@ -61,7 +61,7 @@ LMBENCH = (
     "exp3-vllm-70b-2replicas,H100,short_input,2.0,0.5,75,5,0.04,0.06\n"
     "exp3-vllm-70b-2replicas,H100,short_input,2.0,0.0,75,1,0.04,0.0\n"
     "exp3-vllm-70b-2replicas,H100,short_input,1.0,0.0,75,1,0.04,0.0\n"
-    "exp4-vllm-llama4-scout-tp4,H100,short_input,1.0,0.0,75,5,0.04,0.06\n"
+    "exp5-vllm-llama4-maverick-tp8,H100,short_input,1.0,0.0,75,5,0.04,0.06\n"
 )
 DISTSERVE = (
     "system,rate,run_requests,issue_s,prompt_len,output_len,ttft_ms,tpot_ms\n"
@@ -131,10 +131,13 @@ def test_silicon(tmp_path: Path) -> None:
     assert trt.load == ClosedLoop(8, 80, 256, 32, 1.0, 8)  # no version: as its engine is usually read
     assert (trt.serving.precision.name, trt.serving.token_budget) == ("W16A16", 8 + 256 + 1500)
     assert dict(found.unsupported) == {
-        ("vllm", "openai/gpt-oss-120b", "mixture of experts"): 1,
+        ("vllm", "nobody/grok-9-moe", "model not in the catalog"): 1,
         ("vllm", "meta-llama/Llama-3.1-70B", "prefill and decode on different engines"): 1,
     }
     assert len(predict_set(found, StepModel)) == 2
+
+
+NEITHER = "not plain vLLM replicas of Llama-3.1 8B or 70B, or Llama 4 Scout"
 
 
 def test_blis(tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_lmbench(tmp_path: Path) -> None:
     bare = predict(replace(one, serving=replace(one.serving, front_end_s=0.0)))
     assert predict(one).ttft_s == pytest.approx(bare.ttft_s + one.serving.front_end_s)
     assert predict(one).tpot_s[1:] == pytest.approx(bare.tpot_s[1:])
-    assert found.unsupported["vllm", "exp4-vllm-llama4-scout-tp4", "mixture of experts"] == 1
+    assert found.unsupported["vllm", "exp5-vllm-llama4-maverick-tp8", NEITHER] == 1
 
 
 @pytest.mark.parametrize(
@@ -301,6 +304,12 @@ def test_authors_rows_of_other_models_are_predictions_or_counted(tmp_path: Path)
         ("codellama/CodeLlama-34b-Instruct-hf", "codellama-34b"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
         ("facebook/opt-13b", "opt-13b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1"),
+        ("MiniMaxAI/MiniMax-M2.5", "minimax-m2.5"),
+        ("zai-org/GLM-4.5-Air-FP8", "glm-4.5-air"),
     ],
 )
 def test_names_that_benchmarks_print(printed: str, catalogued: str) -> None:
@@ -310,9 +319,6 @@ def test_names_that_benchmarks_print(printed: str, catalogued: str) -> None:
 @pytest.mark.parametrize(
     ("printed", "reason"),
     [
-        ("mistralai/Mixtral-8x7B-v0.1", "mixture of experts"),
-        ("Qwen/Qwen3-30B-A3B", "mixture of experts"),
-        ("meta-llama/Llama-4-Scout-17B-16E", "mixture of experts"),
         ("nobody/knows-7b", "model not in the catalog"),
     ],
 )
@@ -379,11 +385,12 @@ def test_silicon_rows_of_other_models_and_engines(tmp_path: Path) -> None:
         f"dynamo,Qwen/Qwen3-32B,h100_sxm,bf16,agg,256,32,bfloat16,2.0,{rest}"
     )
     found = read(tmp_path, header + rows)
-    assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8", "W8A8"]
+    assert [one.serving.precision.name for one in found.cases] == ["W8A8", "W16A16", "W8A8KV8", "W8A8", "W4A4-NVFP4"]
     assert [one.serving.deployment.name for one in found.cases] == [
         "vllm-cudagraph",
         "sglang-0.5",
         "trtllm-1.0",
+        "vllm-cudagraph",
         "vllm-cudagraph",
     ]
     assert all(np.isfinite(predicted.tpot_s).all() for predicted in predict_set(found, StepModel))
@@ -393,7 +400,6 @@ def test_silicon_rows_of_other_models_and_engines(tmp_path: Path) -> None:
         "TP degree or number of clients not recorded",
         "backend dynamo",
         "model qwen3-32b cannot run at TP 3",
-        "precision nvfp4",
     ]
 
 
@@ -546,7 +552,7 @@ def test_command(tmp_path: Path) -> None:
     assert [(row["backend"], row["tp"], row["n"]) for row in rows] == [("vllm", 4, 1), ("trtllm", 1, 1)]
     shown = CliRunner().invoke(app(), ["--set", str(path), "--out", str(tmp_path / "figures")])
     assert shown.exit_code == 0
-    for words in ("assumed: ", "sensitivity, ", "unsupported: 1 rows", "mixture of experts"):
+    for words in ("assumed: ", "sensitivity, ", "unsupported: 1 rows", "model not in the catalog"):
         assert words in shown.stdout
     assert sorted(file.name for file in (tmp_path / "figures").iterdir()) == ["validate.png", "validate.svg"]
 
@@ -603,7 +609,7 @@ def every(_: Case) -> bool:
 
 
 def on_h100(one: Case) -> bool:
-    return one.serving.gpu.name == "h100-sxm"
+    return one.serving.gpu.name == "h100-sxm" and one.serving.model.experts is None
 
 
 @pytest.mark.slow
@@ -689,3 +695,44 @@ def test_closed_loops_on_h100() -> None:
     for key, (ttft, tpot) in bounds.items():
         assert (rows[key].ttft_median_abs or 1) < ttft, key
         assert (rows[key].tpot_median_abs or 1) < tpot, key
+
+
+MIXTURES = {
+    # the limits of the project; MiniMax's TTFT is beyond its limit of 25 % (docs/fidelity.md)
+    "openai/gpt-oss-120b": (0.12, 0.25),
+    "MiniMaxAI/MiniMax-M2.5": (0.12, 0.40),
+    "Qwen/Qwen3-235B-A22B-FP8": (0.15, 0.30),
+    "moonshotai/Kimi-K2.5": (0.15, 0.30),
+}
+
+
+@pytest.mark.slow
+@needs_sets
+def test_mixtures_of_experts_under_vllm() -> None:
+    found = read_set(E2E / KNOWN_FILES[1], by_tables)
+    mine = [one for one in found.cases if one.label.backend == "vllm" and one.label.model in MIXTURES]
+    errors: dict[str, list[tuple[float, float]]] = {name: [] for name in MIXTURES}
+    for one in predict_set(replace(found, cases=tuple(mine)), by_tables):
+        case = one.case
+        errors[case.label.model].append(
+            (abs(one.tpot_s[0] / case.tpot_s[0] - 1), abs(one.ttft_s[0] / case.ttft_s[0] - 1))
+        )
+    for name, (tpot, ttft) in MIXTURES.items():
+        medians = np.median(np.array(errors[name]), axis=0)
+        assert medians[0] < tpot and medians[1] < ttft, (name, medians)
+
+
+SWEEP = (
+    "label\tcompleted\tmean_tpot_ms\tmean_ttft_ms\titer_tokens_avg\tspec_accept_rate\n"
+    "sweep_c4\t40\t7\t400\t34\t\nspec_c4\t40\t5\t400\t34\t0.3\ngt_c4\t40\t7\t350\t35\t\n"
+)
+
+
+def test_a_sweep_with_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.tsv"
+    path.write_text(SWEEP, encoding="utf-8")
+    found = read_set(path, StepModel)
+    (one,) = found.cases
+    assert one.load == ClosedLoop(4, 40, 8000, 1000, 0.8)
+    assert (one.serving.precision.name, one.serving.gpu.name) == ("W4A16-MXFP4", "h200-sxm")
+    assert found.unsupported["vllm", "openai/gpt-oss-120b", "a repetition or a trace of one concurrency"] == 2

@@ -42,6 +42,25 @@ def test_one_request_has_no_rate_no_interval_and_no_cost_by_request(call: Any, t
     assert "Load: rate scale 1; " in done.out
 
 
+def test_a_prompt_longer_than_the_context_is_told_with_the_context(call: Any, tmp_path: Path) -> None:
+    rows = "0,A,100,5\n1,A,9000,5\n2,A,100,5\n"
+    (tmp_path / "long.csv").write_text(f"arrival_s,model,prompt_tokens,output_tokens\n{rows}", encoding="utf-8")
+    alone = ("-s", "fineserve", "--model", "A=yi-34b:fp8", "--no-anchors", "--no-search", "--rate-scale", "1")
+    done = call("compare", "long.csv", *alone, "--ttft-slo", "5", "-j", "1")
+    assert "33.3 % rejected (no engine can hold the prompt; the context of A is 4,096 tokens)." in done.out, done.err
+
+
+def test_prompts_from_which_no_limit_follows_are_told_and_leave_nothing(call: Any, tmp_path: Path) -> None:
+    rows = "0,A,900000,5\n1,A,900000,5\n"
+    (tmp_path / "long.csv").write_text(f"arrival_s,model,prompt_tokens,output_tokens\n{rows}", encoding="utf-8")
+    done = call("compare", "long.csv", "-s", "fineserve", "--model", "A=llama-3.1-8b", "--rate-scale", "1", "-j", "1")
+    assert (done.code, done.out) == (2, "")
+    lost = "100 % of its requests are not served (prompts of up to 900,000 tokens; its context is 131,072)"
+    limit = "give a limit in seconds, slo.ttft_s or --ttft-slo"
+    assert f"none follows for model A: {lost} under dedicated, isolated load; {limit}" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["long.csv"]
+
+
 @pytest.mark.slow
 def test_dedicated_gpus_beside_a_model_of_open_degree_are_as_many_as_its_weights_need(call: Any, trace: Path) -> None:
     models = ("--model", "A=llama-3.1-70b:fp16:auto", "--model", "B=llama-3.1-8b:fp8:auto")

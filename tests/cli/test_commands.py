@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -151,3 +152,15 @@ def test_into_a_pipe_no_row_is_broken_whatever_the_environment_says_of_a_termina
     monkeypatch.setenv("FORCE_COLOR", "1")
     print_rows(("what", "why"), [("long", "word " * 200)])
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_json_means_the_same_everywhere() -> None:
+    """A flag that prints JSON to stdout, whatever the command."""
+    group: Any = typer.main.get_command(app)
+    found = {
+        option.help for name in group.commands for option in group.commands[name].params if "--json" in option.opts
+    }
+    flags = [
+        option.is_flag for name in group.commands for option in group.commands[name].params if "--json" in option.opts
+    ]
+    assert found == {"Print JSON to stdout, and nothing else there."} and all(flags) and len(flags) >= 8

@@ -100,7 +100,8 @@ def static(random: Random) -> Scenario:
     rows = _rows(random, (15, 40), 0.4, [1, 15, 16, 17, 40, 90, 150], [1, 2, 16, 30, 61, 120], len(models))
     trace = _with_prefixes(trace_of(rows, [m.id for m in models]))
     spec = _spec(placement=pinned(groups), scheduler=scheduler, memory=memory, sharing=_sharing(random, models))
-    return Scenario(spec, tuple(models), _gpus(number), trace, settings, sample_s=0.05)
+    gpus = _gpus(number) if random.random() < 0.7 else _mixed(random, _gpus(number))
+    return Scenario(spec, tuple(models), gpus, trace, settings, sample_s=0.05)
 
 
 def _with_prefixes(trace: Trace) -> Trace:
@@ -175,7 +176,8 @@ def still(random: Random) -> Scenario:
     sharing = _sharing(random, here)
     spec = _spec(placement={"policy": "kvpr"}, memory=_paged(random), residency=residency, sharing=sharing)
     trace = trace_of(rows, [m.id for m in here])
-    return Scenario(spec, tuple(here), _gpus(cards), trace, settings, sample_s=0.5, drain_s=60.0)
+    gpus = _gpus(cards) if random.random() < 0.7 else _mixed(random, _gpus(cards), node_gpus=1, smaller=True)
+    return Scenario(spec, tuple(here), gpus, trace, settings, sample_s=0.5, drain_s=60.0)
 
 
 def _qlm(random: Random, running: str) -> Options:
@@ -203,7 +205,7 @@ def _fleet(random: Random, residency: Options, placement: Options, memory: Optio
     sharing = _sharing(random, models)
     spec = _spec(placement=placement, scheduler=scheduler, memory=memory, residency=residency, sharing=sharing)
     trace = trace_of(rows, [m.id for m in models])
-    gpus = _gpus(cards) if random.random() < 0.7 else _mixed(random, cards)
+    gpus = _gpus(cards) if random.random() < 0.7 else _mixed(random, _gpus(cards), smaller=True)
     if memory == PRIVATE and random.random() < 0.3:
         spec = spec.model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)})
         trace = _with_prefixes(trace)
@@ -223,7 +225,7 @@ DISPATCH: Sequence[Options] = [
 
 def replicas(random: Random) -> Scenario:
     """Instances alone, in turns, without faults: the static cluster of as many replicas."""
-    return replace(_groups(random, "vllm-dp", {"dispatch": {"policy": "round_robin"}}), faults=())
+    return replace(_groups(random, "vllm-dp", {"dispatch": {"policy": "round_robin"}}, alike=True), faults=())
 
 
 def instances(random: Random) -> Scenario:
@@ -276,8 +278,9 @@ def _execution(random: Random, stages: Sequence[int]) -> Options:
     }
 
 
-def _groups(random: Random, base: str, axes: Mapping[str, Any]) -> Scenario:
-    """Four instances of one model with memory for some requests each; each may fail, and comes back."""
+def _groups(random: Random, base: str, axes: Mapping[str, Any], *, alike: bool = False) -> Scenario:
+    """Four instances of one model with memory for some requests each, ``alike`` or on GPUs of several kinds; each may fail, and
+    comes back."""
     spec = SystemSpec.model_validate(load_systems()[base].model_dump() | axes)
     count, tp = 4, random.choice([1, 1, 1, 2])
     model = served(fmt=random.choice(["fp16", "fp8"]), tp=tp)
@@ -291,6 +294,8 @@ def _groups(random: Random, base: str, axes: Mapping[str, Any]) -> Scenario:
     trace = trace_of(rows)
     if spec.memory.policy == "private" and spec.migration is None and random.random() < 0.3:
         spec, trace = spec.model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)}), _with_prefixes(trace)
+    if not alike and random.random() < 0.4:
+        gpus = _mixed(random, gpus, node_gpus=nodes)
     return Scenario(spec, (model,), gpus, trace, settings, sample_s=0.05, faults=faults)
 
 
@@ -307,6 +312,9 @@ def _faults(
         faults.append(fault)
     return tuple(faults)
 
+
+SLOW = catalog.gpu("a100-80gb").model_copy(update={"memory_gib": H100.memory_gib})
+"""A slower GPU with the memory of an H100."""
 
 # --- parts -------------------------------------------------------------------------------------------------------------
 
@@ -346,11 +354,15 @@ def _gpus(number: int) -> tuple[Gpu, ...]:
     return tuple(Gpu(gpu, 0, H100) for gpu in range(number))
 
 
-def _mixed(random: Random, number: int) -> tuple[Gpu, ...]:
-    """GPUs on two nodes, one of which hosts whatever an H100 does; those of the other may have less memory."""
-    small, large = (H100.model_copy(update={"memory_gib": H100.memory_gib * factor}) for factor in (0.7, 1.5))
-    kinds = [H100, large, catalog.gpu("h200-sxm"), small]
-    return tuple(Gpu(id, id % 2, random.choice(kinds[: 3 + id % 2])) for id in range(number))
+def _mixed(random: Random, gpus: Sequence[Gpu], *, node_gpus: int = 2, smaller: bool = False) -> tuple[Gpu, ...]:
+    """The GPUs in nodes of ``node_gpus``, each of one kind. They host whatever an H100 does, but those of node 1 if it may be
+    ``smaller``."""
+    small, large, larger = (
+        H100.model_copy(update={"memory_gib": H100.memory_gib * more}) for more in (0.7, 1.005, 1.5)
+    )
+    kinds = [H100, large, larger, catalog.gpu("h200-sxm"), SLOW]
+    nodes = [random.choice([*kinds, small] if smaller and node == 1 else kinds) for node in range(len(gpus))]
+    return tuple(replace(gpu, node=gpu.id // node_gpus, spec=nodes[gpu.id // node_gpus]) for gpu in gpus)
 
 
 def _spec(**axes: Any) -> SystemSpec:

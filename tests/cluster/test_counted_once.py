@@ -41,7 +41,7 @@ def test_a_request_that_lost_its_engine_is_no_new_demand() -> None:
 def views(demand_blocks: int) -> list[GroupEngine]:
     """A pipeline of two, whose layers were dropped, with so much KV in use."""
     load = EngineLoad(used_blocks=demand_blocks, capacity_blocks=100, running=1)
-    return [GroupEngine(0, (0, 1), Phase.SERVING, load)]
+    return [GroupEngine(0, (0, 1), Phase.SERVING, load, 0)]
 
 
 def asks(samples: int, demands: list[int]) -> list[int]:

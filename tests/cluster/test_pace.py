@@ -1,4 +1,4 @@
-"""GPUs of two types in one group: ranks wait for the slowest of them, stages of a pipeline run at their own pace."""
+"""GPUs of two kinds: a TP group has one kind, instances and stages of a pipeline run at the pace of their own GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupkit import cluster
 from simkit import H100, served
 
 from fineserve_sim.catalog import GpuSpec, gpu
-from fineserve_sim.cluster import Gpu, simulate
+from fineserve_sim.cluster import Gpu, ScenarioError, simulate
 
 FAST, SLOW = H100, gpu("a100-80gb")
 Types = tuple[GpuSpec, ...]
@@ -20,13 +20,19 @@ ORDERS = [(FAST, SLOW), (SLOW, FAST)]
 
 @pytest.mark.parametrize("residency", [None, STAYS], ids=["static", "fleet"])
 @pytest.mark.parametrize("mixed", ORDERS, ids=["fast first", "slow first"])
-def test_a_tp_group_runs_at_the_pace_of_its_slowest_gpu(mixed: Types, residency: dict[str, Any] | None) -> None:
-    def finish_s(types: Types) -> float:
-        base = fleet([(0.0, 640, 50)], residency, placement={"policy": "pinned", "groups": {"m0": [[0, 1]]}})
+def test_a_tp_group_has_gpus_of_one_kind(mixed: Types, residency: dict[str, Any] | None) -> None:
+    """Two of each kind in one node: groups form within a kind, and run at its pace; a pin across kinds is refused."""
+
+    def finish_s(types: Types, group: list[int]) -> float:
+        base = fleet([(0.0, 640, 50)], residency, placement={"policy": "pinned", "groups": {"m0": [group]}})
         cards = tuple(Gpu(number, 0, spec) for number, spec in enumerate(types))
         return float(simulate(replace(base, models=(served("m0", tp=2),), gpus=cards)).finish_s[0])
 
-    assert finish_s((FAST, FAST)) < finish_s(mixed) == finish_s((SLOW, SLOW))
+    four = (mixed[0], mixed[1], mixed[0], mixed[1])
+    assert finish_s(four, [0, 2]) == finish_s((mixed[0], mixed[0]), [0, 1])
+    assert finish_s(four, [1, 3]) == finish_s((mixed[1], mixed[1]), [0, 1]) != finish_s(four, [0, 2])
+    with pytest.raises(ScenarioError, match=r"m0 is placed on GPUs \[0, 1\], which are of several kinds"):
+        finish_s(four, [0, 1])
 
 
 def finish_s(system: str, types: Types, at_s: tuple[float, ...]) -> list[float]:

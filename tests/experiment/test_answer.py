@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fineserve_sim as fs
 from fineserve_sim import catalog
-from fineserve_sim.experiment import load_experiment, run_experiment
+from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.results.answer import answer_of
 from fineserve_sim.experiment.results.binding import binds
 from fineserve_sim.experiment.results.cost import costs, price_of
@@ -80,6 +81,29 @@ def test_the_answer_is_where_systems_part_and_the_cheapest_that_holds() -> None:
     assert answer["breaks"] == {"a": {"holds_to": 2, "fails_at": None}, "b": {"holds_to": 1, "fails_at": 2}}
 
 
+def test_the_answer_is_where_the_file_asks_for_it() -> None:
+    cells = [cell("a", 2, 1, 0.99), cell("b", 2, 1, 0.98), cell("a", 2, 2, 0.97), cell("b", 2, 2, 0.60)]
+    answer = answer_of(cells, 2, at={"rate_scale": 1})
+    assert answer is not None
+    assert (answer["axes"], answer["at"], answer["choice"]["system"]) == ({"rate_scale": 1}, {"rate_scale": 1}, "a")
+    assert "at" not in (answer_of(cells, 2) or {})
+
+
+def test_the_screen_names_the_place_of_the_answer_and_size_asks_there(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "two.yaml").read_text(encoding="utf-8")
+    sweep = "sweeps: [{name: rate, axes: {rate_scale: [0.5, 1]}}]\n"
+    (tmp_path / "two.yaml").write_text(f"{text}{sweep}answer: {{at: {{rate_scale: 0.5}}}}\n", encoding="utf-8")
+    found = fs.run(tmp_path / "two.yaml", tmp_path / "out", jobs=1, overrides={"workload.requests": 20}, seeds=1)
+    assert found.answer.startswith("At rate scale 0.5, as the file asks: ")
+    sized = fs.size(tmp_path / "out", {"ttft": 0.5}, jobs=1, most_gpus=1)
+    assert sized.answer.startswith(
+        f"At rate scale 0.5, where the run in {tmp_path / 'out'} answered; --at names another"
+    )
+    assert sized.result is not None and sized.result.summary["cells"][0]["axes"]["rate_scale"] == 0.5
+    with pytest.raises(ConfigError, match=r"answer\.at: no cell is there; give values of axes that a sweep has"):
+        fs.run(tmp_path / "two.yaml", overrides={"answer.at": {"rate_scale": 3}})
+
+
 def test_dollars_are_never_compared_with_gpus() -> None:
     """Three GPUs without a price are no cheaper than two at $6.98 an hour: the numbers of GPUs decide."""
     cells = [cell("unpriced", 3, 1, 0.99), cell("priced", 2, 1, 0.99, 6.98), cell("bad", 2, 1, 0.1)]
@@ -138,7 +162,8 @@ def test_prices_are_the_files_or_dated_defaults(folder: Path) -> None:
     unknown = load_experiment(folder / "two.yaml", [("cluster.gpu", "h800")]).setup
     assert price_of(unknown).usd_per_gpu_hour is None
     metrics = {"gpu_hours_per_mtoken": {"mean": 2.0}, "gpu_hours_per_1000_within": {"mean": None}}
-    found = costs(replace(given, bought=8), metrics)
+    eight = load_experiment(folder / "two.yaml", [("cluster.usd_per_gpu_hour", "2.5"), ("cluster.count", "8")]).setup
+    found = costs(eight, metrics)
     assert found == {"usd_per_hour": 20.0, "usd_per_mtoken": 5.0, "usd_per_1000_within": None}
     assert set(costs(unknown, metrics).values()) == {None}
 

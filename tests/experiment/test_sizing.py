@@ -120,6 +120,41 @@ def test_targets_that_are_none(text: str) -> None:
         goal(text)
 
 
+@given(
+    st.lists(st.lists(st.lists(st.booleans(), max_size=6), min_size=2, max_size=2), min_size=1, max_size=4),
+    st.sampled_from([0.5, 0.9, 1.0]),
+)
+def test_a_target_of_each_model_holds_where_each_of_them_keeps_it(runs: list[list[list[bool]]], share: float) -> None:
+    """Against counting; a model without a request misses nothing."""
+    measured = [measures(models) for models in runs]
+    pooled = [[hit for models in runs for hit in models[model]] for model in (0, 1)]
+    expected = all(sum(hits) >= share * len(hits) for hits in pooled)
+    sure = _sure_of(measured, len(runs), Goal("each_slo_attainment", share), alike=True)
+    assert sure is expected
+    assert _sure_of(measured, len(runs) + 1, Goal("each_slo_attainment", share), alike=True) is None
+
+
+def measures(models: list[list[bool]]) -> Measures:
+    hits = {str(at): Hits.among(np.array(own, dtype=np.bool_)) for at, own in enumerate(models)}
+    hits[""] = Hits.among(np.array([hit for own in models for hit in own], dtype=np.bool_))
+    return Measures({"arrived": sum(map(len, models))}, {"slo_attainment": hits}, {}, ("0", "1"))
+
+
+def test_a_target_of_each_model_is_that_of_the_worst(file: Path, tmp_path: Path) -> None:
+    """One model of two has few requests and a limit that it misses: 90 % of all are kept where 90 % of each are not."""
+    text = ONE.replace("rate_per_s: 30}", "rate_per_s: 4}", 1).replace("{id: A,", "{id: A, ttft_slo_s: 0.032,")
+    file.write_text(text, encoding="utf-8")
+    of_all, of_each = (
+        next(iter(size(Prober(file, tmp_path / name, [goal(text)]), axis_of("gpus"), most_gpus=2)))
+        for name, text in (("all", "all:0.9"), ("each", "each:all:0.9"))
+    )
+    assert of_all.best is not None and of_all.best.worst is not None
+    name, share = of_all.best.worst
+    assert (name, share < 0.9) == ("A", True)
+    assert of_each.best is None or of_each.best.shares["each_slo_attainment"] >= 0.9
+    assert of_each.best is None or of_each.best.value > of_all.best.value
+
+
 def test_axes_and_targets() -> None:
     assert goal("tpot:0.95") == Goal("tpot_attainment", 0.95)
     with pytest.raises(SizingError, match="expected one of gpus, rate, slo_scale"):

@@ -25,26 +25,28 @@ def test_runs_weigh_as_much_as_their_samples() -> None:
     assert found["beyond_tables"] == pytest.approx({"lm_head": 0.15})
     assert pooled(RUNS[2:]) == {}
     assert sentence(found).endswith("70% measured, 5% fitted, 15% roofline, 10% assumed")
-    assert "70% measured on h200-sxm, 5% fitted" in sentence(found | {"tables_of": tables_of(H200, EngineSettings())})
+    assert "70% measured on h200-sxm, 5% fitted" in sentence(found | {"tables_of": tables_of([H200], EngineSettings())})
 
 
 def test_what_left_the_measured_range_is_warned_of_once_by_operator() -> None:
-    (line,) = warnings(pooled(RUNS), H100, EngineSettings())
+    (line,) = warnings(pooled(RUNS), [H100], EngineSettings())
     assert "lm_head 15.0%" in line and "qkv" not in line
-    assert list(warnings(pooled(RUNS[1:]), H100, EngineSettings())) == []
+    assert list(warnings(pooled(RUNS[1:]), [H100], EngineSettings())) == []
 
 
 def test_a_gpu_without_tables_is_warned_of_unless_rooflines_were_asked_for() -> None:
-    (line,) = warnings({}, H800, EngineSettings())
+    (line,) = warnings({}, [H800], EngineSettings())
     assert "no measured latency tables for GPU h800: step times are rooflines" in line
-    assert list(warnings({}, H800, EngineSettings(latency="roofline"))) == []
+    assert list(warnings({}, [H800], EngineSettings(latency="roofline"))) == []
 
 
 def test_tables_scaled_from_another_gpu_are_told() -> None:
-    (line,) = warnings({}, L4, EngineSettings())
+    (line,) = warnings({}, [L4], EngineSettings())
     assert "no measured latency tables for GPU l4: step times are those of l40s, scaled" in line
     assert (
-        list(warnings({}, L4, EngineSettings(latency="roofline"))) == list(warnings({}, H200, EngineSettings())) == []
+        list(warnings({}, [L4], EngineSettings(latency="roofline")))
+        == list(warnings({}, [H200], EngineSettings()))
+        == []
     )
 
 
@@ -61,4 +63,4 @@ def test_tables_scaled_from_another_gpu_are_told() -> None:
 def test_the_answer_names_the_gpu_whose_tables_it_rests_on(
     spec: GpuSpec, engine: EngineSettings, name: str | None
 ) -> None:
-    assert tables_of(spec, engine) == name
+    assert tables_of([spec], engine) == name

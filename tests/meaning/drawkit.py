@@ -140,8 +140,13 @@ def cluster(random: Random, name: str, *, differ: bool = False, **options: Any) 
     chosen = with_kv_tokens(together, tokens, chosen)
     span_s = random.choice([1.0, 15.0]) if name in FLEETS else random.choice([0.4, 2.0])
     trace = trace_of(crowd_rows(random, len(models), span_s, _prompts(tokens)), [one.id for one in models])
-    gpus = randomkit._gpus(cards)
+    gpus = kinds_of_gpus(random, randomkit._gpus(cards))
     return Scenario(spec, tuple(models), gpus, trace, chosen, **{"sample_s": 0, **options})
+
+
+def kinds_of_gpus(random: Random, gpus: tuple[Gpu, ...], node_gpus: int = 2) -> tuple[Gpu, ...]:
+    """These GPUs, in a third of the cases of several kinds, one a node."""
+    return randomkit._mixed(random, gpus, node_gpus=node_gpus) if random.random() < 0.3 else gpus
 
 
 def _prompts(kv_tokens: int) -> list[int]:
@@ -159,6 +164,7 @@ def _instances(random: Random, name: str, **options: Any) -> Scenario:
     per_node = one.tp * random.choice([1, 2, 4])
     gpus = tuple(Gpu(gpu, gpu // per_node, H100, random.choice([1e8, 25e9])) for gpu in range(count))
     trace = trace_of(crowd_rows(random, 1, random.choice([0.1, 1.0]), _prompts(tokens)))
+    gpus = kinds_of_gpus(random, gpus, per_node)
     return Scenario(system(name), (one,), gpus, trace, chosen, **{"sample_s": 0, **options})
 
 
@@ -230,4 +236,5 @@ def wide(random: Random, name: str) -> Scenario:
         for id in "abcd"[:number]
     ]
     trace = trace_of([(0.0, 16, 2)], [one.id for one in models])
-    return Scenario(SYSTEMS[name], tuple(models), randomkit._gpus(random.randint(1, 4)), trace, chosen)
+    gpus = kinds_of_gpus(random, randomkit._gpus(random.randint(1, 4)))
+    return Scenario(SYSTEMS[name], tuple(models), gpus, trace, chosen)

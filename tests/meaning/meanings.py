@@ -9,6 +9,7 @@ batches are formed (all come at once, first come first served). In other crowds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -40,6 +41,7 @@ from drawkit import (
 )
 from fineserve_traces import conversations
 from meaningkit import Meaning, differing, later, longer, lost
+from randomkit import SLOW
 from simkit import H100, fixed_bytes, trace_of, with_usable_bytes
 
 from fineserve_sim import catalog
@@ -100,6 +102,34 @@ def faster_gpu(random: Random, name: str) -> str | None:
     if kind == "spread":
         return lost(better, base) or longer(better, base, tolerance=0.02)
     return later(better, base)
+
+
+def faster_kind(random: Random, name: str) -> str | None:
+    """Two models, each with an engine of its own on one of two kinds of GPU, of which one becomes faster.
+
+    Calm: no request of the model there is later. The other kind is what it was, and so is all that becomes of its model.
+    """
+    chosen, tp = settings(random), random.randint(1, 2)
+    models = [model(random, id, tp) for id in "ab"]
+    groups = {"a": [range(tp)], "b": [range(tp, 2 * tp)]}
+    chosen = with_kv_tokens([max(models, key=lambda one: fixed_bytes([one], chosen))], random.choice(KV_TOKENS), chosen)
+    trace = trace_of(calm_rows(random, 2), ["a", "b"])
+    fast = faster(SLOW, random.choice([1.1, 1.5, 4.0]))
+    base, better = (
+        simulate(
+            Scenario(
+                on_gpus(_static(name), groups),
+                tuple(models),
+                tuple(Gpu(id, id // tp, H100 if id < tp else spec) for id in range(2 * tp)),
+                trace,
+                chosen,
+                sample_s=0,
+            )
+        )
+        for spec in (SLOW, fast)
+    )
+    rows = np.flatnonzero(trace.model == 0)
+    return differing(better, base, of_one=rows, of_other=rows) or later(better, base)
 
 
 def larger_cache(random: Random, name: str) -> str | None:
@@ -233,7 +263,8 @@ def _fleet_fits(scenario: Scenario) -> str | None:
             stays.append([line["model"], line["gpus"], line["now_s"], np.inf])
         elif line.get("event") == "EngineDrained" or (line.get("command") == "Evict" and not line["drain"]):
             stays[line["engine"]][3] = min(stays[line["engine"]][3], line["now_s"])
-    timeline, usable = result.timeline, usable_bytes(scenario.gpus[0], scenario.engine)
+    timeline = result.timeline
+    usable = {gpu.id: usable_bytes(gpu, scenario.engine) for gpu in scenario.gpus}
     for sample, now in enumerate(timeline.time_s.tolist()):
         taken = dict.fromkeys((gpu.id for gpu in scenario.gpus), 0)
         for model_id, gpus, came_s, left_s in stays:
@@ -241,11 +272,11 @@ def _fleet_fits(scenario: Scenario) -> str | None:
                 taken[gpu] += fixed_bytes([models[model_id]], scenario.engine)
         free = timeline.gpu_free_bytes[sample] + timeline.gpu_stranded_bytes[sample]
         for (gpu, engines), left in zip(taken.items(), free.tolist(), strict=True):
-            if engines + left > usable:
-                return f"at {now} s GPU {gpu} has engines of {engines} bytes and {left} free, of {usable}"
+            if engines + left > usable[gpu]:
+                return f"at {now} s GPU {gpu} has engines of {engines} bytes and {left} free, of {usable[gpu]}"
         everything = sum(taken.values()) + int(free.sum()) + int(timeline.kv_used_bytes[sample].sum())
-        if everything > usable * len(taken):
-            return f"at {now} s engines and KV take {everything} bytes of {usable * len(taken)}"
+        if everything > sum(usable.values()):
+            return f"at {now} s engines and KV take {everything} bytes of {sum(usable.values())}"
     return None
 
 
@@ -273,8 +304,9 @@ def names_and_order(random: Random, name: str) -> str | None:
 
 
 def halves(random: Random, name: str) -> str | None:
-    """Two clusters that share nothing, simulated as one: the same becomes of every request, for nothing that one half does
-    is seen in the other. The placement is given, and models stay where they are: else policies look at all GPUs."""
+    """Two clusters that share nothing, on GPUs of one kind or two, simulated as one: the same becomes of every request, for
+    nothing that one half does is seen in the other. The placement is given, and models stay where they are: else policies look
+    at all GPUs."""
     chosen, size, tp = settings(random), random.randint(1, 2), 1
     spec, parts, groups = _static(name), [], {}
     for number, ids in enumerate(("ab", "cd")):
@@ -284,25 +316,26 @@ def halves(random: Random, name: str) -> str | None:
         rows = crowd_rows(random, len(models), random.choice([0.4, 2.0]))
         parts.append((models, gpus, places, trace_of(rows, [one.id for one in models])))
         groups |= places
+    kinds = [H100] * size + [random.choice([H100, SLOW])] * size
     fullest = max((models for models, *_ in parts), key=lambda models: fixed_bytes(models, chosen))
     chosen = with_kv_tokens(fullest, random.choice(KV_TOKENS), chosen)
     alone = [
-        simulate(Scenario(on_gpus(spec, places), tuple(models), _gpus(gpus), trace, chosen, sample_s=0))
+        simulate(Scenario(on_gpus(spec, places), tuple(models), _gpus(gpus, kinds), trace, chosen, sample_s=0))
         for models, gpus, places, trace in parts
     ]
     (first, *_, one), (second, *_, other) = parts
     trace, *rows = merged(one, other)
     log = random.choice([None, [].append])  # with a log all engines are simulated together
     union = Scenario(
-        on_gpus(spec, groups), (*first, *second), _gpus(range(2 * size)), trace, chosen, sample_s=0, log=log
+        on_gpus(spec, groups), (*first, *second), _gpus(range(2 * size), kinds), trace, chosen, sample_s=0, log=log
     )
     whole = simulate(union)
     problems = [differing(whole, half, of_one=own) for half, own in zip(alone, rows, strict=True)]
     return next(filter(None, problems), None)
 
 
-def _gpus(ids: range) -> tuple[Gpu, ...]:
-    return tuple(Gpu(id, 0, H100) for id in ids)
+def _gpus(ids: range, kinds: Sequence[catalog.GpuSpec] = ()) -> tuple[Gpu, ...]:
+    return tuple(Gpu(id, 0, kinds[id] if kinds else H100) for id in ids)
 
 
 def _static(name: str) -> Any:
@@ -388,6 +421,7 @@ MEANINGS: dict[str, Meaning] = {
     for law, systems in (
         (more_memory, EVERY),
         (faster_gpu, EVERY),
+        (faster_kind, (*STATIC, "prism")),
         (larger_cache, tuple(name for name in CACHING if name != "vllm-v0.4.2")),
         (all_end, EVERY),
         (second_turn, CACHING),

@@ -38,7 +38,7 @@ def view(
 ) -> GroupEngine:
     defaults = {"capacity_blocks": 100, "head_blocks": min(queued, 5), "running": max(1, used // 10)}
     here = EngineLoad(used_blocks=used, queued_blocks=queued, **(defaults | load))
-    return GroupEngine(engine, instances or (engine,), phase, here)
+    return GroupEngine(engine, instances or (engine,), phase, here, 0)
 
 
 def chosen(policy: DispatchPolicy, views: Sequence[GroupEngine]) -> int | None:
@@ -66,6 +66,17 @@ def test_least_loaded_compares_demand_with_capacity() -> None:
     queues = [view(0, used=50, queued=20), view(1, used=60)]
     assert chosen(dispatcher("least_loaded", queued="all"), queues) == 1
     assert chosen(dispatcher("least_loaded", queued="head"), queues) == 0
+
+
+def test_by_instance_a_pair_that_has_just_dropped_draws_no_more_than_its_share() -> None:
+    """Two instances at 95 % of 100 blocks drop and have 266 together: 71 % of their memory, and 95 blocks each as before."""
+    pair = view(1, used=190, instances=(1, 2), capacity_blocks=266)
+    assert chosen(dispatcher("least_loaded", per="capacity"), [view(0, used=90), pair]) == 1
+    assert chosen(dispatcher("least_loaded", per="instance"), [view(0, used=90), pair]) == 0
+    assert chosen(dispatcher("least_loaded", per="instance"), [view(0, used=96), pair]) == 1
+    queued = view(1, used=170, queued=30, instances=(1, 2), capacity_blocks=266)
+    assert chosen(dispatcher("least_loaded", queued="all", per="instance"), [view(0, used=90), queued]) == 0
+    assert chosen(dispatcher("least_loaded", queued="head", per="instance"), [view(0, used=90), queued]) == 1
 
 
 def test_least_queued_looks_at_the_prefills_that_wait_if_there_is_room() -> None:
@@ -107,7 +118,7 @@ def test_a_choice_is_the_lowest_rank_of_all_that_was_told(
             policy.withdraw(engine)
             known.pop(engine, None)
         else:
-            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load)
+            known[engine] = GroupEngine(engine, (engine,), Phase.SERVING, load, 0)
             policy.offer(known[engine])
         assert policy.choose() == chosen(dispatcher(kind, queued=queued), list(known.values()))
 
@@ -134,7 +145,13 @@ def test_a_request_that_does_not_fit_stays() -> None:
 
 
 def drop(**options: Any) -> KunServeDrop:
-    return KunServeDrop(copy_bytes=50 * BLOCK, block_bytes=BLOCK, base_bytes=100 * BLOCK, node_of={}, **options)
+    return KunServeDrop(
+        copy_bytes=50 * BLOCK,
+        block_bytes=BLOCK,
+        base_bytes=dict.fromkeys(range(100), 100 * BLOCK),
+        node_of={},
+        **options,
+    )
 
 
 def merges(groups: Sequence[GroupEngine], **options: Any) -> tuple[tuple[tuple[int, ...], ...], int, bool]:

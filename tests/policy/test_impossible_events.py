@@ -61,7 +61,7 @@ def groups() -> GroupController:
         model,
         [(0,), (1,), (2,)],
         dispatcher("least_loaded"),
-        drop=KunServeDrop(copy_bytes=50, block_bytes=1, base_bytes=100, node_of={}),
+        drop=KunServeDrop(copy_bytes=50, block_bytes=1, base_bytes={0: 100, 1: 100, 2: 100, 3: 100}, node_of={}),
         migration=None,
         scale_out=None,
         stages=1,

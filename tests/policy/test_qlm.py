@@ -64,6 +64,20 @@ class TestDeadlines:
     def test_the_group_in_service_closes_when_another_will_be_late(self, now: float, closes: bool) -> None:
         assert qlm(slo_s=100.0).suggest(now, self.busy) == ([Stop(0, drain=True)] if closes else [])
 
+    def test_it_goes_on_where_groups_are_reordered_and_no_more(self) -> None:
+        assert qlm(slo_s=100.0, service="goes_on").suggest(59.1, self.busy) == []
+        with pytest.raises(ValueError, match="service is 'stops': use 'closes' or 'goes_on'"):
+            qlm(service="stops")
+
+    @pytest.mark.parametrize("service", ["closes", "goes_on"])
+    def test_groups_are_reordered_either_way(self, service: str) -> None:
+        """c entered first, b is older. At 180 s both will be late, and b goes first."""
+        policy = qlm(slo_s=200.0, service=service)
+        pending = (group("c", 1, 10.0), group("b", 1, 5.0))
+        policy.suggest(10.0, view(engine(0, "a", 0, requests=1), pending=pending[:1]))
+        policy.suggest(180.0, view(engine(0, "a", 0, requests=1), pending=pending))
+        assert policy.suggest(181.0, view(engine(0, "a", 0), pending=pending))[-1] == Start("b", (0,))
+
     def test_groups_go_by_deadline_once_one_will_be_late(self) -> None:
         """c and b entered in this order; b is older. Nobody is late at first, so c is the head of the queue."""
         policy = qlm(slo_s=200.0)

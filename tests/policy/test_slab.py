@@ -27,10 +27,10 @@ def slab_table(manager: KVSlabManager) -> list[tuple[int | None, int]]:
     """By slab id, its key (None while it is unformatted) and how many blocks of it are held."""
     table = [FREE] * manager.slab_count
     for key, pool in manager._pools.items():
-        for holder in manager._owners.values():
+        for owner, holder in manager._owners.items():
             if holder.pool is pool:
-                for slab, bits in holder.held.items():
-                    table[slab] = (key, table[slab][1] + bits.bit_count())
+                for slab, _ in (manager.locate(owner, block) for block in holder.held):
+                    table[slab] = (key, table[slab][1] + 1)
     return table
 
 

@@ -17,7 +17,7 @@ from fineserve_runtime.engines.api import EngineConfig, HostConfig, Logprobs, Sa
 from fineserve_runtime.jobs import End, Job, Observer
 from fineserve_runtime.step_times import MeasuredStep
 
-from fineserve_sim.systems.spec import AdaptiveSpec, DedicatedPlacementSpec, ResidencySpec, SchedulerSpec
+from fineserve_sim.systems.spec import AdaptiveSpec, DedicatedPlacementSpec, DispatchSpec, ResidencySpec, SchedulerSpec
 
 BLOCK_TOKENS = 16
 HANGS_S = 300.0
@@ -45,6 +45,7 @@ def core_spec(
     *,
     scheduler: SchedulerSpec | None = None,
     residency: ResidencySpec | None = None,
+    dispatch: DispatchSpec | None = None,
     slo_s: float = 10.0,
     blocks: int = 64,
     weight_bytes: int = 0,
@@ -70,6 +71,7 @@ def core_spec(
         scheduler=scheduler or AdaptiveSpec(),
         placement=DedicatedPlacementSpec(),
         residency=residency,
+        dispatch=dispatch,
         token_budget=64,
         shares_memory=True,
         gpus=tuple(GpuFacts(id=gpu, memory_bytes=blocks * BLOCK_BYTES) for gpu in range(gpus)),

@@ -13,6 +13,7 @@ from filekit import write_file
 from fineserve_runtime import config as runtime_config
 from fineserve_runtime.config import load_file
 from fineserve_runtime.formats import check_format, longest_context, parser_names
+from fineserve_runtime.launch import engine_config
 from fineserve_runtime.serve import served_scenario
 
 from fineserve_sim.experiment.file.errors import ConfigError
@@ -201,7 +202,6 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
         ("{base: fineserve, name: p, memory: {policy: kvcached}}", "memory kvcached is simulated only"),
         (prism, "evicts models: set it to true"),
         ("clairvoyant", "clairvoyant: a bound, not a scheduler"),
-        ("{base: fineserve, name: p, memory: {policy: private, split: demand}}", "split demand is simulated only"),
     ):
         with pytest.raises(ConfigError, match=problem):
             load_file(file, [("systems", f"[{item}]")])
@@ -266,3 +266,15 @@ def test_other_formats_are_refused_with_a_sentence(case: Any) -> None:
 def test_the_demos_second_file_loads(tmp_path: Path) -> None:
     file = load_file(write_file(tmp_path).with_name("on_off.yaml"))
     assert [point.system for point in file.experiment.points] == ["static", "dynamic"]
+
+
+def test_relative_paths_start_where_folder_says(tmp_path: Path) -> None:
+    """As those of the simulator: a plan lies elsewhere than the models."""
+    (tmp_path / "models").mkdir()
+    path = write_file(tmp_path / "models")
+    moved = tmp_path / "moved.yaml"
+    moved.write_text(path.read_text().replace("fineserve: 1\n", "fineserve: 1\nfolder: models\n"))
+    file = load_file(moved)
+    assert file.folder == tmp_path / "models"
+    config = engine_config("tiny-bf16", file.section.models["tiny-bf16"], file.folder, served_scenario(file, None))
+    assert config.model == tmp_path / "models" / "bf16"

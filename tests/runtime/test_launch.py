@@ -18,6 +18,7 @@ from runtimekit import Heard, eventually
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import ScenarioError
+from fineserve_sim.experiment.file.errors import ConfigError
 
 PINNED = "{base: fineserve, name: two, placement: {policy: pinned, groups: {tiny-bf16: [[0]], tiny-fp8: [[1]]}}}"
 TWO = [("cluster.count", "2"), ("systems", f"[{PINNED}]")]
@@ -126,3 +127,62 @@ def test_a_cluster_without_ray_is_one_sentence(tmp_path: Path, monkeypatch: pyte
     problem = pytest.raises(ValueError, match=r"^runtime.cluster: Ray cannot be imported \(.*; pip install")
     with problem, launch(file, served_scenario(file, None)):
         raise AssertionError("it started")
+
+
+def test_memory_split_by_demand_goes_with_rates_and_kv_of_a_token(tmp_path: Path) -> None:
+    """Three times the requests at the same KV of a token: three quarters of the region."""
+    changes = [("models.0.rate_per_s", "12"), ("systems", "[s-partition]")]
+    (host,) = hosts_of(load_file(write_file(tmp_path), changes))
+    limits = {engine.name: engine.kv_limit_bytes for engine in host.engines}
+    assert limits == {"tiny-bf16": 3 * 2**22, "tiny-fp8": 2**22}
+
+
+REPLICAS = [
+    ("cluster.count", "2"),
+    ("models", "[{id: m, model: {config: bf16/config.json}, precision: W16A16, rate_per_s: 4}]"),
+    ("runtime.models", "{m: {path: bf16, max_model_len: 1024}}"),
+    ("systems", "[vllm-dp]"),
+]
+
+
+def test_a_model_has_an_instance_on_each_device_under_a_system_with_dispatch(tmp_path: Path) -> None:
+    file = load_file(write_file(tmp_path), REPLICAS)
+    with launch(file, served_scenario(file, None), start=start_fake) as running:
+        assert [(stay.model, stay.gpus) for stay in running.spec.stays] == [("m", (0,)), ("m", (1,))]
+        asked = []
+        for _ in range(8):
+            asked.append(Heard())
+            sink, sampling = asked[-1], Sampling(max_tokens=5)
+            running.driver.submit(lambda id, s=sink, p=sampling: Job(id, "m", (5, 6, 7), p, s, 60.0))  # type: ignore[misc]
+        eventually(lambda: all(heard.end for heard in asked))
+        assert all(heard.tokens_ == continuation((5, 6, 7), 5) for heard in asked)
+        assert all(host.engines[0].submitted for host in running.hosts.values())  # type: ignore[attr-defined]
+
+
+def test_pairs_of_instances_are_pipelines_of_one_engine_each(tmp_path: Path) -> None:
+    changes = [*REPLICAS, ("cluster.count", "4"), ("systems", "[vllm-pp]")]
+    hosts = hosts_of(load_file(write_file(tmp_path), changes))
+    assert [host.gpus for host in hosts] == [(0, 1), (2, 3)]
+    assert [(engine.gpus, engine.stages) for host in hosts for engine in host.engines] == [((0, 1), 2), ((2, 3), 2)]
+    with pytest.raises(ScenarioError, match="3 instances do not make pipelines of 2 stages"):
+        hosts_of(load_file(tmp_path / "file.yaml", [*changes, ("cluster.count", "3")]))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            ("systems", "[{base: vllm-pp, name: p, execution: {microbatches: lookahead}}]"),
+            "lookahead are simulated only",
+        ),
+        (("runtime.models.m.stages", "2"), "do not divide into the 2 stages"),
+        (("runtime.mode", "in_process"), "is served by backend cpu, mode processes"),
+        (
+            ("systems", "[{base: vllm-pp, name: p, execution: {stages: 3}}]"),
+            "2 layers do not divide into 3 equal parts",
+        ),
+    ],
+)
+def test_pipelines_that_engines_cannot_be_are_refused(change: tuple[str, str], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_file(write_file(tmp_path), [*REPLICAS, ("cluster.count", "6"), ("systems", "[vllm-pp]"), change])

@@ -118,7 +118,7 @@ def _version_key(version: str) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Importer:
+class Importer:
     source: Source
     system: str
     backend: str
@@ -237,7 +237,7 @@ def import_tables(source: Source, system: str, backend: str, int4_csv: Path | No
     """
     if system not in SYSTEMS:
         raise TableError(f"unknown system {system!r}; known: {', '.join(SYSTEMS)}")
-    importer = _Importer(source, system, backend)
+    importer = Importer(source, system, backend)
     spec, device = gpu(SYSTEMS[system]), DEVICES[SYSTEMS[system]]
     tables = [
         importer.gemm(),

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fineserve_evidence.validate.front_end import FrontEnd
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 
 Floats = NDArray[np.float64]
@@ -36,8 +37,9 @@ class Serving:
     """One engine setting.
 
     ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``front_end_s`` is the time a request
-    spends before the engine sees it. ``steps_ahead`` counts the steps that are scheduled already when a request comes; the
-    request waits for them beside the running one.
+    spends before the engine sees it; in a closed loop it also queues at the ``front_end``. ``steps_ahead`` counts the steps
+    that are scheduled already when a request comes. The request waits for them beside the running one. ``mean_tokens`` is the
+    length of a sequence midway through its output, which counts where KV grows unevenly; 0: not known.
     """
 
     model: ModelSpec
@@ -49,7 +51,10 @@ class Serving:
     max_sequences: int
     memory_utilization: float = 0.9
     front_end_s: float = 0.0
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
+    front_end: FrontEnd | None = None
     steps_ahead: int = 0
+    mean_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,25 @@ class ClosedLoop:
     start_gap_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedLoop:
+    """``clients`` users of each of ``models`` engines of one GPU, which take turns as in ``ClosedLoop``.
+
+    They send ``requests`` to each engine, of which the first ``warmup`` are not measured. A row has medians over the measured
+    requests of all engines, and their requests a second. ``sharing``: the law by which the engines slow each other
+    (``fineserve_sim.latency.sharing``). ``sm_share``: the part of the SMs that each may take.
+    """
+
+    clients: int
+    requests: int
+    warmup: int
+    prompt_tokens: int
+    output_tokens: int
+    models: int
+    sharing: str
+    sm_share: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLoop:
     """Recorded or stated arrivals, shape (n,), at ``models`` engines of one GPU, or at ``replicas`` on GPUs of their own.
@@ -113,7 +137,7 @@ class OpenLoop:
     starts_s: tuple[float, ...] = ()
 
 
-Load = StaticBatch | ClosedLoop | OpenLoop
+Load = StaticBatch | ClosedLoop | SharedLoop | OpenLoop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

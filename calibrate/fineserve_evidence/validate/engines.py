@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fineserve_evidence.validate.cases import Floats, Ints
+from fineserve_evidence.validate.front_end import Desk, FrontEnd
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
-from fineserve_sim.cluster.engine.batching import seated
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
@@ -79,8 +80,9 @@ class Times:
 class EngineRun:
     """One run over ``instances``.
 
-    With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace. With
-    ``prefixes``, one a request, engines have pools of their own that cache them.
+    With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace, and
+    ``sm_share`` the part of the SMs that each may take. With ``prefixes``, one a request, engines have pools of their own that
+    cache them. A ``front_end`` stands before one engine in a closed loop; times are then those of the clients.
     """
 
     def __init__(
@@ -91,20 +93,26 @@ class EngineRun:
         *,
         shared_kv: bool = False,
         sharing: str = "fluid",
+        sm_share: float = 1.0,
         prefixes: Sequence[Prefix] = (),
+        front_end: FrontEnd | None = None,
     ) -> None:
         n = len(requests.prompt_tokens)
         self._requests = requests
         self._arrival_s = np.full(n, np.nan)
+        self._front_end = front_end
         self._clock, self._ended = Clock(), WholeTrace(n)
         memory, law, caches = _shared if shared_kv else _private, LAWS[sharing], bool(prefixes)
-        self._cluster = _connect(instances, settings, self._clock, memory, law, caches=caches)
+        merging = front_end is None  # which must see the tokens of each step
+        self._cluster = _connect(
+            instances, settings, self._clock, memory, law, sm_share, caches=caches, merging=merging
+        )
         self._outcomes = self._cluster.outcomes
-        self._outcomes.begin(n, self._ended)
         self._prefixes = prefixes
 
     def open_loop(self, arrival_s: Floats) -> Times:
         """Run with request i arriving at ``arrival_s[i]``, non-decreasing."""
+        self._outcomes.begin(len(arrival_s), self._ended)
         for index, at_s in enumerate(arrival_s.tolist()):
             self._clock.at(at_s, ARRIVAL, self._arrival(index))
         while self._outcomes.open:
@@ -112,19 +120,56 @@ class EngineRun:
         return self._times()
 
     def closed_loop(self, clients: int, start_gap_s: float = 0.0) -> Times:
-        """Run with the first ``clients`` requests ``start_gap_s`` one after another. Each later one comes when one ends."""
-        total = len(self._arrival_s)
-        sent = min(clients, total)
-        for index in range(sent):
-            self._clock.at(index * start_gap_s, ARRIVAL, self._arrival(index))
-        open_requests = total
+        """Run with the first ``clients`` requests of each model ``start_gap_s`` one after another. Each later one comes when
+        one of its model ends."""
+        if self._front_end is not None:
+            return self._through(Desk(self._front_end), clients, start_gap_s)
+        model, left = self._requests.model, {}
+        for each in np.unique(model).tolist():
+            rows = np.flatnonzero(model == each).tolist()
+            left[each] = iter(rows[clients:])
+            for number, index in enumerate(rows[:clients]):
+                self._clock.at(number * start_gap_s, ARRIVAL, self._arrival(index))
+
+        def answered(request: int, now: float) -> None:
+            index = next(left[int(model[request])], None)
+            if index is not None:
+                self._clock.at(now, ARRIVAL, self._arrival(index))
+
+        self._outcomes.begin(len(model), self._ended, answered)
         while self._outcomes.open:
             self._clock.step()
-            ended, open_requests = open_requests - self._outcomes.open, self._outcomes.open
-            for index in range(sent, min(sent + ended, total)):
-                self._clock.at(self._clock.now, ARRIVAL, self._arrival(index))
-                sent += 1
         return self._times()
+
+    def _through(self, desk: Desk, clients: int, start_gap_s: float) -> Times:
+        """As ``closed_loop``, with requests and tokens that pass the front end."""
+        total, prompts = len(self._arrival_s), self._requests.prompt_tokens.tolist()
+        sent_s = np.full(total, np.nan)
+        (engine,) = self._cluster.engines.values()
+        (lane,) = engine.lanes
+        sent = 0
+
+        def send(requests: int, now: float) -> None:
+            nonlocal sent
+            for index in range(sent, min(sent + requests, total)):
+                sent_s[index] = now
+                self._clock.at(max(desk.take(now, prompts[index]), self._clock.now), ARRIVAL, self._arrival(index))
+                sent += 1
+
+        for client in range(min(clients, total)):
+            send(1, client * start_gap_s)
+        self._outcomes.begin(total, self._ended)
+        open_requests = total
+        while self._outcomes.open:
+            tokens = engine.batch_of(lane)[-1] if lane.launched else 0
+            iterations = engine.iterations
+            self._clock.step()
+            if engine.iterations > iterations:
+                seen_s = desk.hand_out(self._clock.now, tokens)
+                send(open_requests - self._outcomes.open, seen_s)
+                open_requests = self._outcomes.open
+        times = self._times()
+        return Times(sent_s, desk.seen(times.first_token_s), desk.seen(times.finish_s))
 
     def _arrival(self, index: int) -> Callable[[float], None]:
         def arrive(now: float) -> None:
@@ -147,12 +192,14 @@ def _connect(
     clock: Clock,
     memory: MakeMemory,
     law: SharingLaw,
+    sm_share: float,
     *,
     caches: bool,
+    merging: bool,
 ) -> Cluster:
     contention = Contention({instance.gpu: law for instance in instances})
     for index, instance in enumerate(instances):
-        contention.join(index, (instance.gpu,))
+        contention.join(index, (instance.gpu,), sm_share)
     managers = {
         gpu: memory({index: i for index, i in enumerate(instances) if i.gpu == gpu})
         for gpu in sorted({instance.gpu for instance in instances})
@@ -166,7 +213,7 @@ def _connect(
         routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
     scopes = [Scope((index,)) for index in range(len(instances))]
     contexts = {str(instance.model): instance.step.model.max_context_tokens for instance in instances}
-    cluster = Cluster(clock, Controller(routes), contention, contexts)
+    cluster = Cluster(clock, Controller(routes), contention, contexts, merging=merging)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
     seats = [
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)

@@ -8,12 +8,21 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from fineserve_evidence.validate import aegaeon, authors, kvcached, lmbench, open_loops, silicon
+from fineserve_evidence.validate import (
+    aegaeon,
+    authors,
+    inferencex,
+    kvcached,
+    lmbench,
+    many_models,
+    open_loops,
+    silicon,
+)
 from fineserve_evidence.validate.cases import MeasuredSet
 from fineserve_evidence.validate.predict import StepFactory
 from fineserve_evidence.validate.rows import LayoutError, read_columns
 
-__all__ = ["KNOWN_FILES", "LAYOUTS", "Layout", "LayoutError", "read_set"]
+__all__ = ["KNOWN_FILES", "LAYOUTS", "OWN_FILES", "Layout", "LayoutError", "read_set"]
 
 KNOWN_FILES = (
     "fineserve_authors_h100_8b.csv",
@@ -27,6 +36,9 @@ KNOWN_FILES = (
     "aegaeon_static_qwen2.5_7b.csv",
 )
 """The measured sets, by name in their folder."""
+
+OWN_FILES = (many_models.FILE,)
+"""The measured sets that are part of this package."""
 
 
 class Layout(NamedTuple):
@@ -44,12 +56,14 @@ LAYOUTS = (
     Layout("llm-d LMBench", lmbench.COLUMNS, lambda frame, path, _: lmbench.read_lmbench(frame, path)),
     Layout("kvcached", kvcached.COLUMNS, lambda frame, path, _: kvcached.read_kvcached(frame, path)),
     Layout("Aegaeon", aegaeon.COLUMNS, lambda frame, path, _: aegaeon.read_aegaeon(frame, path)),
+    Layout("NVIDIA many models", many_models.COLUMNS, lambda frame, path, _: many_models.read_many_models(frame, path)),
+    Layout("InferenceX sweep", inferencex.COLUMNS, lambda frame, path, _: inferencex.read_inferencex(frame, path)),
     Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
 )
 
 
 def read_set(path: Path, make_step: StepFactory) -> MeasuredSet:
-    """Read the measured set in ``path``, a CSV (gzip'd or plain) of one of the known layouts.
+    """Read the measured set in ``path``, a CSV (gzip'd or plain; ``.tsv``: with tabs) of one of the known layouts.
 
     Raises LayoutError for an unknown layout or an unreadable value.
     """

@@ -91,18 +91,26 @@ def read_lmbench(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     )
 
 
+SCOUT = "exp4-vllm-llama4-scout-tp4"
+
+
 def _one_full_replica(case: Case) -> Case:
     return with_serving(memory_utilization=0.95)(with_load(OpenLoop, replicas=1)(case))
 
 
-def _case(rows: pd.DataFrame, path: Path) -> Case:
-    config, scenario, qps = (rows[name].iloc[0] for name in ("config", "scenario", "qps"))
-    if "scout" in config:
-        raise UnsupportedRow("mixture of experts")
+def _engines(config: str) -> tuple[str, int, int]:
+    """Model, TP degree and replicas of a configuration. Raises UnsupportedRow."""
+    if config == SCOUT:
+        return "llama-4-scout", 4, 1
     found = CONFIGURATION.fullmatch(config)
     if found is None:
-        raise UnsupportedRow("not plain vLLM replicas of Llama-3.1 8B or 70B")
-    name, tp = MODELS[found["size"]]
+        raise UnsupportedRow("not plain vLLM replicas of Llama-3.1 8B or 70B, or Llama 4 Scout")
+    return *MODELS[found["size"]], int(found["replicas"] or 1)
+
+
+def _case(rows: pd.DataFrame, path: Path) -> Case:
+    config, scenario, qps = (rows[name].iloc[0] for name in ("config", "scenario", "qps"))
+    name, tp, replicas = _engines(config)
     rows = rows.sort_values("launch_s", kind="stable")
     check_positive(rows, ("prompt_tokens", "generation_tokens", "ttft_s"), path)
     if (len(rows) - 1) < COMPLETE * qps * np.ptp(rows.launch_s.to_numpy(np.float64)):
@@ -113,7 +121,7 @@ def _case(rows: pd.DataFrame, path: Path) -> Case:
         model=np.zeros(n, dtype=np.int64),
         prompt_tokens=rows.prompt_tokens.to_numpy(np.int64),
         output_tokens=outputs,
-        replicas=int(found["replicas"] or 1),
+        replicas=replicas,
         conversation=_conversations(rows),
     )
     served = model_named(name)

@@ -17,10 +17,19 @@ from fineserve_evidence.validate.cases import (
     OpenLoop,
     Sensitivity,
     Serving,
+    SharedLoop,
     StaticBatch,
 )
 from fineserve_evidence.validate.engines import EngineRun, Instance, Requests
-from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, kv_token_bytes
+from fineserve_sim.catalog import (
+    Deployment,
+    GpuSpec,
+    ModelSpec,
+    PrecisionSpec,
+    grows_evenly,
+    kv_sequence_bytes,
+    kv_token_bytes,
+)
 from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, ServedModel
@@ -58,10 +67,10 @@ def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted
 
 def remembered(make_step: StepFactory) -> StepFactory:
     """Wrap ``make_step`` so that it builds a setting once. Deployments count as equal by name."""
-    built: dict[tuple[str, str, int, GpuSpec, str], StepModel] = {}
+    built: dict[tuple[ModelSpec, str, int, GpuSpec, str], StepModel] = {}
 
     def step(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment) -> StepModel:
-        key = (model.name, precision.name, tp, gpu, deployment.name)
+        key = (model, precision.name, tp, gpu, deployment.name)
         if key not in built:
             built[key] = make_step(model, precision, tp, gpu, deployment)
         return built[key]
@@ -90,6 +99,8 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
         ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
         ttft, tpot = _closed(step, load, serving)
+    elif isinstance(load, SharedLoop):
+        ttft, tpot, throughput = _shared(step, load, serving)
     elif load.each:
         ttft, tpot = _open(step, load, serving)
     else:
@@ -135,9 +146,24 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     ]
     requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
-    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, running))
+    engines = [_instance(0, 0, step, serving)]
+    run = EngineRun(engines, requests, _settings(serving, running), front_end=serving.front_end)
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _shared(step: StepModel, load: SharedLoop, serving: Serving) -> tuple[Floats, Floats, Floats]:
+    """Medians over the measured requests of all engines, and how many of them end a second."""
+    n = load.models * load.requests
+    model = np.arange(n) % load.models
+    requests = Requests(model, np.full(n, load.prompt_tokens), np.full(n, load.output_tokens))
+    instances = [_instance(each, 0, step, serving) for each in range(load.models)]
+    settings = _settings(serving, serving.max_sequences)
+    run = EngineRun(instances, requests, settings, sharing=load.sharing, sm_share=load.sm_share)
+    times, counts = run.closed_loop(load.clients), np.arange(n) // load.models >= load.warmup
+    lasted_s = float(times.finish_s[counts].max() - times.arrival_s[counts].min())
+    ttft, tpot = (np.median(values[counts]) for values in (times.ttft_s, times.tpot_s(requests.output_tokens)))
+    return np.array([ttft]), np.array([tpot]), np.array([counts.sum() / lasted_s])
 
 
 def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
@@ -209,7 +235,10 @@ def kv_bytes(serving: Serving) -> int:
 
 def block_bytes(serving: Serving) -> int:
     """Compute the bytes of one KV block on each GPU."""
-    return BLOCK_TOKENS * kv_token_bytes(serving.model, serving.precision, serving.tp)
+    engine, tokens = (serving.model, serving.precision, serving.tp), serving.mean_tokens
+    if tokens and not grows_evenly(serving.model):
+        return -(-BLOCK_TOKENS * kv_sequence_bytes(*engine, tokens) // tokens)
+    return BLOCK_TOKENS * kv_token_bytes(*engine)
 
 
 def _served(serving: Serving) -> ServedModel:
@@ -228,4 +257,5 @@ def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
         block_tokens=BLOCK_TOKENS,
         memory_utilization=serving.memory_utilization,
         deployment=serving.deployment.name,
+        batching=serving.batching,
     )

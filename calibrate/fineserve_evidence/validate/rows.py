@@ -28,7 +28,7 @@ class LayoutError(ValueError):
 def read_columns(path: Path) -> pd.DataFrame:
     """Read the file as a frame. Raises LayoutError when it is no readable CSV."""
     try:
-        return pd.read_csv(path)
+        return pd.read_csv(path, sep="\t" if path.suffix == ".tsv" else ",")
     except (OSError, ValueError, pd.errors.ParserError) as error:
         raise LayoutError(f"{path}: not a readable CSV file ({error})") from error
 
@@ -61,14 +61,14 @@ _GPUS = {
     **{"h100_pcie": "h100-pcie", "b200_sxm": "b200"},
 }
 _SUFFIXES = re.compile(
-    r"-(instruct|chat|it|base|hf|bf16|fp16|fp8|fp8_kv8|dynamic|block|awq|gptq|int4|w4a16|w8a8|quantized|v\d\.\d|\d{4})(?=[-.]|$)"
+    r"-(instruct|chat|it|base|hf|bf16|fp16|fp8|fp8_kv8|dynamic|block|awq|gptq|int4|w4a16|w8a8|quantized|17b-\d+e|v\d\.\d|\d{4})(?=[-.]|$)"
 )
 _FAMILY = re.compile(r"^(llama|qwen|yi|opt|mistral)-?(?=\d)")
 """``llama3.1-8b`` and ``qwen-2.5-14b`` as the catalog spells them: Llama, Yi, OPT and Mistral with a dash, Qwen without."""
-_EXPERTS = re.compile(r"mixtral|deepseek|gpt-oss|minimax|kimi|glm-|scout|maverick|dbrx|grok|-\d*a\d+b|\d+x\d+b")
 _PRECISIONS = {
     **dict.fromkeys(("", "org", "bf16", "fp16", "float16", "bfloat16"), "fp16"),
     **dict.fromkeys(("w8a8", "fp8", "fp8_block", "fp8_static", "fp8_dynamic", "fp8_ootb"), "fp8-kv16"),
+    **dict.fromkeys(("fp4", "nvfp4"), "nvfp4"),
     **dict.fromkeys(("awq", "int4_wo", "int4_awq", "w4a16", "w4a16_awq"), "awq"),
     **{"fp8_kv8": "fp8", "qoq": "qoq"},
 }
@@ -81,8 +81,6 @@ class UnsupportedRow(ValueError):
 def model_named(name: str) -> ModelSpec:
     """Find the model of a checkpoint name such as ``meta-llama/Llama-3.1-8B-Instruct``. Raises UnsupportedRow."""
     short = str(name).rsplit("/", 1)[-1].lower().replace("_", "-").removeprefix("meta-")
-    if _EXPERTS.search(short):
-        raise UnsupportedRow("mixture of experts")
     plain = _FAMILY.sub(lambda found: found[1] if found[1] == "qwen" else f"{found[1]}-", _SUFFIXES.sub("", short))
     try:
         return model(plain)
@@ -107,6 +105,12 @@ def precision_named(name: str) -> PrecisionSpec:
         raise UnsupportedRow(f"precision {name}") from None
 
 
+def stored(model: ModelSpec, format_: PrecisionSpec) -> PrecisionSpec:
+    """How the checkpoint of a model stores 4-bit weights, whatever a benchmark calls them; other precisions as they are."""
+    own = precision(model.checkpoint)
+    return own if own.weight_bits == format_.weight_bits == 4 else format_
+
+
 def supported(serving: Serving) -> Serving:
     """Return ``serving`` when the simulator can serve it.
 
@@ -115,7 +119,7 @@ def supported(serving: Serving) -> Serving:
     """
     try:
         check_tp(serving.model, serving.tp)
-        resolve(serving.gpu, serving.precision, serving.tp)
+        resolve(serving.gpu, serving.precision, serving.tp, serving.model.experts is not None)
         serving.deployment.floor(serving.precision.name)
     except (CatalogError, ValueError) as error:
         raise UnsupportedRow(str(error)) from None

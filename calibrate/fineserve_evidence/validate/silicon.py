@@ -3,11 +3,11 @@
 Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no prefix cache, ten requests a client, lengths
 uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients.
 
-A ``Reading`` says the rest of an engine and version, never of a row. The readings of vLLM 0.12.0, SGLang 0.5.1 and
-TensorRT-LLM 1.0.0rc3 were chosen on Qwen3-32B at TP 4 on H100 (``is_fitted``). The reading of SGLang 0.5.6 was chosen on its
-own rows at TP 4. They hold for every model, TP degree and GPU of the engine and version. One version has two campaigns:
-TensorRT-LLM's runs of Llama-3.1-8B leave one request waiting at any time (TTFT exceeds a prefill by a generation divided by
-the clients). Its runs of Qwen3-32B do not.
+A ``Reading`` says the rest of an engine and version, never of a row. The readings of vLLM 0.12.0 and TensorRT-LLM 1.0.0rc3
+were chosen on Qwen3-32B at TP 4 on H100 (``is_fitted``). They hold for every model, TP degree and GPU of the engine and
+version. SGLang has the usual one: its batching, its memory and the client's ten requests follow from sources
+(``SGLANG_BATCHING``). One version has two campaigns: TensorRT-LLM's runs of Llama-3.1-8B leave one request waiting at any time
+(TTFT exceeds a prefill by a generation divided by the clients). Its runs of Qwen3-32B do not.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from fineserve_evidence.validate.cases import (
     Case,
+    Change,
     ClosedLoop,
     Label,
     MeasuredSet,
@@ -30,6 +31,7 @@ from fineserve_evidence.validate.cases import (
     with_load,
     with_serving,
 )
+from fineserve_evidence.validate.front_end import SGLANG
 from fineserve_evidence.validate.rows import (
     FRONT_END_S,
     UnsupportedRow,
@@ -39,9 +41,11 @@ from fineserve_evidence.validate.rows import (
     model_named,
     precision_named,
     stem,
+    stored,
     supported,
 )
-from fineserve_sim.catalog import PrecisionSpec, deployment, precision
+from fineserve_sim.catalog import ModelSpec, PrecisionSpec, deployment, precision
+from fineserve_sim.cluster.compose.memory import static_fraction
 
 COLUMNS = (
     "backend", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode", "tp_size", "pp_size",
@@ -55,6 +59,10 @@ DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm-1.0", "sglang": "sgla
 """Host time by backend."""
 GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
 """Host time of versions that differ."""
+SGLANG_BATCHING: dict[str, Literal["sglang", "sglang_mixed"]] = {"0.5.6.post2": "sglang_mixed"}
+"""Versions whose runs mix decodes into batches of prompts. aiconfigurator's generator asks for it wherever one engine serves
+prefill and decode (sglang.rule). Its template for 0.5.1 has a flag that SGLang does not know, so that those runs do not mix.
+Its client sends ten requests a user after a warm-up (genai_perf_runner.py). Source: ai-dynamo/aiconfigurator."""
 
 
 def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
@@ -75,7 +83,10 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
             "gap runs: nominal lengths; the rest as their engine and version is read, below",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
+            "gpt-oss on Hopper: MXFP4 by Marlin (VLLM_MXFP4_USE_MARLIN=1), as InferenceMAX's recipe has it",
             f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
+            "SGLang: its own batching and static memory; one process before it takes "
+            f"{SGLANG.prompt_token_s * 1e6:g} us a prompt token and {SGLANG.token_s * 1e6:g} us a token out",
         ),
         sensitivities=(
             Sensitivity("5 requests a client", _five_rounds),
@@ -84,6 +95,9 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             Sensitivity("FP8 checkpoints with 8-bit KV", _with_8bit_kv),
             Sensitivity("half of each prompt found in a prefix cache", _half_cached),
             Sensitivity("steps are scheduled one ahead", with_serving(steps_ahead=1)),
+            Sensitivity("no queue before SGLang's engine", with_serving(front_end=None)),
+            Sensitivity("SGLang's decodes join its prompts", _batched("sglang_mixed")),
+            Sensitivity("SGLang's decodes wait for its prompts", _batched("sglang")),
         ),
         readings=of_campaigns(),
     )
@@ -91,6 +105,11 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
 
 def _five_rounds(case: Case) -> Case:
     return with_load(ClosedLoop, requests=5 * case.load.clients)(case) if isinstance(case.load, ClosedLoop) else case
+
+
+def _batched(batching: Literal["sglang", "sglang_mixed"]) -> Change:
+    """Mix decodes into SGLang's batches of prompts, or not; other engines stay as they are."""
+    return lambda case: case if case.serving.batching == "vllm" else with_serving(batching=batching)(case)
 
 
 def _half_cached(case: Case) -> Case:
@@ -118,15 +137,30 @@ def _precision(backend: str, quantised: str) -> PrecisionSpec:
     return precision_named("fp8_kv8" if backend == "trtllm" and quantised.startswith("fp8") else quantised)
 
 
+def _spread(served: ModelSpec, row: dict[Any, Any]) -> ModelSpec:
+    """The model with its experts split or spread as the row says. Raises UnsupportedRow for both, and for other groups."""
+    experts, tp, split, whole = served.experts, row["tp_size"], row.get("moe_tp_size"), row.get("moe_ep_size")
+    if experts is None or split is None or whole is None or not split > 0:
+        return served
+    if split * whole != tp:
+        raise UnsupportedRow("pipeline or attention data parallelism")
+    if split > 1 and whole > 1:
+        raise UnsupportedRow("experts both split and spread")
+    if whole == 1:
+        return served
+    return served.model_copy(update={"experts": experts.model_copy(update={"spread": "whole"})})
+
+
 def _case(row: dict[Any, Any], name: str) -> Case:
     if row["mode"] != "agg":
         raise UnsupportedRow("prefill and decode on different engines")
     served = model_named(row["model_path"])
     if row["pp_size"] > 1 or row["attention_dp_size"] > 1:  # empty where a run does not know them
         raise UnsupportedRow("pipeline or attention data parallelism")
+    served = _spread(served, row)
     if row["backend"] not in DEPLOYMENTS:
         raise UnsupportedRow(f"backend {row['backend']}")
-    precision = _precision(row["backend"], _quantised(row))
+    precision = stored(served, _precision(row["backend"], _quantised(row)))
     if not (row["tp_size"] > 0 and row["concurrency"] > 0):
         raise UnsupportedRow("TP degree or number of clients not recorded")
     tp, clients = int(row["tp_size"]), int(row["concurrency"])
@@ -137,12 +171,24 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
     label = Label(name, row["backend"], row["model_path"], precision.name, tp)
     host = deployment(GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
-    serving = supported(Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S))
+    bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S)
+    bare = _with_sglang(bare, version) if row["backend"] == "sglang" else bare
+    serving = supported(replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2)))
     shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
     load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, clients)
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
     case = Case(label, serving, load, ttft_s, tpot_s, campaign=" ".join((row["backend"], version, served.name)))
     return case if inferencemax else reading_of(*engine, served.name).of(case)
+
+
+def _with_sglang(serving: Serving, version: str) -> Serving:
+    """Batch, divide memory and hand out tokens as SGLang does by default."""
+    return replace(
+        serving,
+        batching=SGLANG_BATCHING.get(version, "sglang"),
+        memory_utilization=static_fraction(serving.gpu.memory_bytes, TOKEN_BUDGET, serving.tp),
+        front_end=SGLANG,
+    )
 
 
 GENERATOR_MARGIN = 1500
@@ -197,8 +243,6 @@ READINGS = (
 
 CHOSEN: dict[tuple[str, str], Reading] = {
     ("vllm", "0.12.0"): GENERATOR,
-    ("sglang", "0.5.1.post1"): BURST,
-    ("sglang", "0.5.6.post2"): FIVE,
     ("trtllm", "1.0.0rc3"): GENERATOR,
 }
 """Readings by engine and version. Other versions have ``USUAL``, TensorRT-LLM the generator's budget."""
@@ -213,10 +257,8 @@ def reading_of(backend: str, version: str, model: str) -> Reading:
 
 
 def is_fitted(backend: str, version: str, model: str, tp: int, gpu: str) -> bool:
-    """Say whether a row had a say in its reading."""
-    if (backend, version) == ("sglang", "0.5.6.post2"):
-        return tp == FITTED_ON[1]
-    return (backend, version) in CHOSEN and (model, tp, gpu) == FITTED_ON
+    """Say whether a row had a say in its reading, or in SGLang's host time."""
+    return (backend == "sglang" or (backend, version) in CHOSEN) and (model, tp, gpu) == FITTED_ON
 
 
 def of_campaigns() -> tuple[Sensitivity, ...]:

@@ -8,6 +8,7 @@ runs once a process for each model, GPU type and engine settings.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ from fineserve_sim.catalog import GpuSpec
 from fineserve_sim.cluster.compose.memory import (
     fixed_bytes,
     geometry,
+    kinds_of,
     peak_activation_bytes,
     resident_bytes,
     usable_bytes,
@@ -26,7 +28,7 @@ from fineserve_sim.cluster.compose.models import compose
 from fineserve_sim.cluster.compose.profiling import busy_parts, operating_points, typical
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ServedModel
-from fineserve_sim.policy.interfaces import Instance, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import Instance, KindFacts, ModelDemand, Placement
 from fineserve_sim.policy.placement.mme import mme_slope
 from fineserve_sim.systems import load_systems
 
@@ -41,9 +43,17 @@ SAMPLES_A_REQUEST = 8
 def demands_of(scenario: Scenario) -> dict[str, ModelDemand]:
     """The demand of each model by its id: all facts that a placement may ask for."""
     slope = getattr(scenario.system.placement, "mme", None) == "slope"
-    return {
-        model.id: demand_of(model, scenario.gpus[0].spec, scenario.engine, slope=slope) for model in scenario.models
-    }
+    kinds = [*kinds_of(scenario.gpus)]
+    return {model.id: demand_on(model, kinds, scenario.engine, slope=slope) for model in scenario.models}
+
+
+def demand_on(served: ServedModel, kinds: Sequence[GpuSpec], settings: EngineSettings, *, slope: bool) -> ModelDemand:
+    """The model as placement sees it in a cluster of these kinds of GPU, in the order of their numbers."""
+    each = [demand_of(served, gpu, settings, slope=slope) for gpu in kinds]
+    if len(each) == 1:
+        return each[0]
+    facts = tuple(KindFacts(demand.profile, demand.mme_tokens_per_byte) for demand in each)
+    return replace(each[0], by_kind=facts)
 
 
 def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, slope: bool) -> ModelDemand:

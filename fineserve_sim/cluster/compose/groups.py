@@ -13,11 +13,11 @@ from fineserve_sim.cluster.compose.models import cluster_of
 from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.pipeline import Pipeline
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.engine.swap import HostTier
@@ -48,8 +48,8 @@ def compose_groups(scenario: Scenario, placed: Placed) -> Parts:
         raise ScenarioError(
             f"system {system.name}: {serving} serving instances do not make pipelines of {stages} stages"
         )
-    build = _Builder(scenario, placement.instances[0].gpus[0])
-    instances = [build.instance(number, instance.gpus) for number, instance in enumerate(placement.instances)]
+    build = _Builder(scenario, [instance.gpus for instance in placement.instances])
+    instances = build.instances()
     controller = build.controller(instances, spares)
     cluster = cluster_of(scenario, build.clock, controller, Contention({}))
     drop, tokens = system.drop or specs.KunServeDropSpec(), scenario.engine.token_budget
@@ -65,11 +65,11 @@ def compose_groups(scenario: Scenario, placed: Placed) -> Parts:
     )
     fleet.begin(stages)
     sampler = InstanceSampler(build.served.id, instances, cluster)
-    base_bytes = max(0, build.sizes.base_kv_bytes) // build.served.tp
+    base_bytes = [max(0, each.sizes.base_kv_bytes) // build.served.tp for each in instances for _ in each.gpus]
     return Parts(
         cluster,
         sampler,
-        (base_bytes,) * sum(len(instance.gpus) for instance in instances),
+        tuple(base_bytes),
         placement,
         serving,
         partial(counters, fleet, sampler),
@@ -97,23 +97,26 @@ def check_groups(scenario: Scenario) -> None:
         problem = "migration moves no prefix cache; leave one of them out"
     elif pipelines and (swaps or system.migration is not None):
         problem = f"{'swap memory' if swaps else 'migration'} is for instances alone, not for pipelines"
+    elif scenario.engine.batching != "vllm" and (swaps or pipelines):
+        problem = "engine.batching sglang is for engines on one instance each, without swap memory"
     if problem:
         raise ScenarioError(f"system {system.name}: {problem}")
 
 
 class _Builder:
-    """What the instances of the one model and their engines are built from; their memory is as on the GPU ``like``. Raises
-    ScenarioError when it holds no KV block beside the model."""
+    """What the instances of the one model, on these ``groups`` of GPUs, and their engines are built from. Raises ScenarioError
+    when the memory of one holds no KV block beside the model."""
 
-    def __init__(self, scenario: Scenario, like: int) -> None:
+    def __init__(self, scenario: Scenario, groups: Sequence[tuple[int, ...]]) -> None:
         self._scenario, self._settings, self._memory = scenario, scenario.engine, scenario.system.memory
         self._execution = _execution(scenario)
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
         (self.served,) = scenario.models
         self.step = self._step(self._gpus)
-        self.sizes = self._sizes(self._gpus[like])
+        self._groups = groups
+        kinds = {gpu.spec: self._sizes(gpu) for gpu in (self._gpus[group[0]] for group in groups)}
+        self._sizes_of = [kinds[self._gpus[group[0]].spec] for group in groups]  # by instance
         self.clock = Clock()
-        self._max_tokens = min(self.served.model.max_context_tokens, self._holds_tokens(self._execution.stages))
         self._wakeups: dict[TpGroup, Wakeups] = defaultdict(lambda: Wakeups(self.clock))
 
     def _sizes(self, gpu: Gpu) -> ModelBytes:
@@ -137,18 +140,28 @@ class _Builder:
             )
         return sizes
 
-    def _holds_tokens(self, members: int) -> int:
-        """Tokens that an engine over so many instances holds from the start: its tightest stage bounds it."""
-        sizes = self.sizes
+    def _holds_tokens(self, members: tuple[int, ...]) -> int:
+        """Tokens that an engine over these instances, in the order of its stages, holds from the start: its tightest stage
+        bounds it."""
+        stages = [self._sizes_of[member] for member in members]
         blocks = min(
             (sizes.pool_bytes - sizes.rest_bytes - len(layers) * sizes.layer_bytes)
             // (len(layers) * sizes.block_layer_bytes)
-            for layers in even_split(sizes.layers, members)
+            for sizes, layers in zip(stages, even_split(stages[0].layers, len(stages)), strict=True)
         )
         return blocks * self._settings.block_tokens
 
-    def instance(self, number: int, gpus: tuple[int, ...]) -> TpGroup:
-        return TpGroup(number, self._gpus[gpus[0]].node, gpus, self.sizes, self.clock)
+    def _longest(self, serving: int) -> int:
+        """The longest sequence of any engine that serves from the start."""
+        stages = self._execution.stages
+        holds = {self._holds_tokens(tuple(range(at, at + stages))) for at in range(0, serving, stages)}
+        return min(self.served.model.max_context_tokens, max(holds))
+
+    def instances(self) -> list[TpGroup]:
+        return [
+            TpGroup(number, self._gpus[gpus[0]].node, gpus, sizes, self.clock)
+            for number, (gpus, sizes) in enumerate(zip(self._groups, self._sizes_of, strict=True))
+        ]
 
     def _step(self, gpus: Iterable[int]) -> StepModel:
         """Step times of these GPUs together."""
@@ -156,10 +169,12 @@ class _Builder:
         return step_model(self.served, gpu, self._settings)
 
     def controller(self, instances: Sequence[TpGroup], spares: int) -> GroupController:
-        system, sizes = self._scenario.system, self.sizes
+        system, sizes = self._scenario.system, self._sizes_of[0]
         drop, migration, scaling = system.drop, system.migration, system.scaling
         node_of = {instance.id: instance.node for instance in instances}
-        of_model = sizes.copy_bytes, sizes.block_bytes, sizes.base_kv_bytes
+        base_bytes = {instance.id: instance.sizes.base_kv_bytes for instance in instances}
+        of_model = sizes.copy_bytes, sizes.block_bytes, base_bytes
+        self._max_tokens = self._longest(len(instances) - spares)
         assert system.dispatch is not None
         return GroupController(
             GroupModel(
@@ -180,7 +195,7 @@ class _Builder:
         """See ``EngineMaker``."""
         settings, execution = self._settings, self._execution
         stages = zip(members, layout, strict=True)
-        pools = [PagedPool(len(layers) * self.sizes.block_layer_bytes, member.kv) for member, layers in stages]
+        pools = [PagedPool(len(layers) * member.sizes.block_layer_bytes, member.kv) for member, layers in stages]
         counted = CountedBlocks(pools, settings.block_tokens)
         kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches_prefixes(self._memory) else counted
         max_tokens = min(self._max_tokens, counted.capacity_tokens())
@@ -193,13 +208,13 @@ class _Builder:
             Spans(engine, self._wakeups[only], shares_gpu=False)
             if isinstance(self._memory, specs.SwapPoolsSpec):
                 links = cluster.links.of(only.gpus)
-                HostTier(engine, links.to_host, links.from_host, self.sizes.block_bytes)
+                HostTier(engine, links.to_host, links.from_host, only.sizes.block_bytes)
             return engine
         looks_ahead = execution.microbatches == "lookahead"
         shared_queue = looks_ahead or execution.queues == "shared"
         engine = seated(seat, cluster, lanes=len(members), shared_queue=shared_queue)
         if looks_ahead and len(members) > 1:
             least_tokens = execution.min_tokens or settings.token_budget
-            LookaheadBatching(engine, least_tokens, chunk_cost(self.step), execution.lookahead)
+            LookaheadBatching(engine, least_tokens, chunk_cost(step), execution.lookahead)
         Pipeline(engine, members, layout, tuple(self._step(member.gpus) for member in members))
         return engine

@@ -5,11 +5,15 @@
 A private pool's share is the GPU's usable memory times the engine's part of all footprints, less what the engine itself needs
 (systems.md 3). A footprint below what the engine takes counts as that, so that every share holds its engine. Other managers
 take all that is left, for all engines. What virtual memory costs comes from the catalog (``driver.yaml``).
+
+SGLang's engines have a static part of the GPU, for weights and KV memory alone (``mem_fraction_static``, here
+``memory_utilization``). All else lies outside of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fineserve_sim import catalog
@@ -41,14 +45,41 @@ def usable_bytes(gpu: Gpu, settings: EngineSettings) -> int:
     return int(gpu.spec.memory_bytes * settings.memory_utilization)
 
 
+def kinds_of(gpus: Iterable[Gpu]) -> dict[catalog.GpuSpec, int]:
+    """The kinds of GPU that there are, numbered as they appear: policies know them by their numbers."""
+    return {spec: number for number, spec in enumerate(dict.fromkeys(gpu.spec for gpu in gpus))}
+
+
 def slots_of(scenario: Scenario) -> list[GpuSlot]:
     """The GPUs as placement sees them."""
-    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, scenario.engine)) for gpu in scenario.gpus]
+    return slots_on(scenario.gpus, scenario.engine)
+
+
+def slots_on(gpus: Sequence[Gpu], settings: EngineSettings) -> list[GpuSlot]:
+    """The GPUs as placement sees them. Each kind in a node is a node to it, for TP groups have GPUs of one kind; so is each
+    slice by MIG, which forms no group."""
+    kinds, nodes = kinds_of(gpus), dict[tuple[int, int, int], int]()
+    of: dict[int, int] = {}
+    for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.id)):
+        together = gpu.node, kinds[gpu.spec], gpu.id if gpu.spec.whole else -1
+        of[gpu.id] = nodes.setdefault(together, len(nodes))
+    return [GpuSlot(gpu.id, of[gpu.id], usable_bytes(gpu, settings), kinds[gpu.spec]) for gpu in gpus]
 
 
 def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
-    """The KV cache of a model on each GPU of its TP group."""
+    """The KV cache of a model on each GPU of its TP group.
+
+    Windows and states make KV grow unevenly. Then a token takes its part of a sequence midway through its output, of the
+    lengths that the model is expected to serve.
+    """
+    model, mean_bytes = served.model, None
+    if model.latent is not None or not catalog.grows_evenly(model):
+        tokens = math.ceil(served.mean_prompt_tokens + served.mean_output_tokens / 2)
+        engine = model, served.precision, served.tp
+        whole = catalog.kv_sequence_bytes(*engine, tokens) if tokens else catalog.kv_token_bytes(*engine)
+        mean_bytes = -(-whole // (max(tokens, 1) * model.layers))
     return KVGeometry(
+        mean_token_layer_bytes=mean_bytes,
         layers=served.model.layers,
         kv_heads=served.model.kv_heads,
         head_dim=served.model.head_dim,
@@ -87,21 +118,66 @@ def caches_prefixes(memory: specs.MemorySpec) -> bool:
 
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Weights, context and, where its deployment replays them, CUDA graphs of one engine process, on each GPU."""
-    deployed = catalog.deployment(settings.deployment)
-    graphs = catalog.graph_bytes(served.model, served.tp) if deployed.replays_graphs else 0
-    return catalog.weight_bytes(served.model, served.precision, served.tp) + settings.context_bytes + graphs
+    return catalog.weight_bytes(served.model, served.precision, served.tp) + (
+        0 if _static_part(settings) else _process_bytes(served, settings)
+    )
 
 
 def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Activations of a full step: the token budget, and a row of logits for every sequence that fits into it, as in vLLM."""
+    return 0 if _static_part(settings) else _activation_bytes(served, settings)
+
+
+def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
+    """All that an engine needs before any KV, of the usable bytes of each of its GPUs."""
+    return resident_bytes(served, settings) + peak_activation_bytes(served, settings)
+
+
+def outside_bytes(served: ServedModel, settings: EngineSettings) -> int:
+    """What an engine needs of each of its GPUs outside of the usable bytes: nothing with vLLM, which counts all of it."""
+    return _process_bytes(served, settings) + _activation_bytes(served, settings) if _static_part(settings) else 0
+
+
+def _static_part(settings: EngineSettings) -> bool:
+    """The usable bytes are for weights and KV memory alone."""
+    return settings.batching != "vllm"
+
+
+def _process_bytes(served: ServedModel, settings: EngineSettings) -> int:
+    replays = catalog.deployment(settings.deployment).replays_graphs
+    return settings.context_bytes + (catalog.graph_bytes(served.model, served.tp) if replays else 0)
+
+
+def _activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     sampled = min(settings.max_sequences, settings.token_budget)
     logit_bytes = catalog.deployment(settings.deployment).logit_bytes
     return catalog.activation_bytes(served.model, served.tp, settings.token_budget, sampled, logit_bytes)
 
 
-def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
-    """All that an engine needs of each of its GPUs before any KV."""
-    return resident_bytes(served, settings) + peak_activation_bytes(served, settings)
+SGLANG_CHUNK_TOKENS = 8192
+"""SGLang's prefill chunk on GPUs of 60 to 160 GiB, unless told (pull request 10975)."""
+
+
+def static_fraction(memory_bytes: int, chunk_tokens: int, tp: int) -> float:
+    """The part of a GPU that SGLang 0.5 takes for weights and KV memory unless told: all but 512 MiB, 1.5 MiB a token of a
+    prefill chunk, 2 MiB for each sequence of the largest CUDA graph, and 128 MiB a GPU of the TP group. Source: SGLang's
+    rule for ``mem_fraction_static`` (pull request 10975), which cuts it to three digits."""
+    graph_sequences = 256 if tp < 4 else 512
+    reserved_mib = 512 + 1.5 * max(chunk_tokens, 2048) + 2 * graph_sequences + 128 * tp
+    return round(1 - max(reserved_mib, 10 * 1024) * 2**20 / memory_bytes, 3)
+
+
+def check_outside(scenario: Scenario, instances: Sequence[Instance]) -> None:
+    """Raises ScenarioError where engines need more of a GPU outside of the usable bytes than there is."""
+    served, settings = {model.id: model for model in scenario.models}, scenario.engine
+    for gpu in scenario.gpus if _static_part(settings) else ():
+        needed = sum(outside_bytes(served[one.model], settings) for one in instances if gpu.id in one.gpus)
+        left = gpu.spec.memory_bytes - usable_bytes(gpu, settings)
+        if needed > left:
+            raise ScenarioError(
+                f"engine.memory_utilization {settings.memory_utilization:g} leaves {left / 2**30:.1f} GiB of GPU {gpu.id} "
+                f"outside of weights and KV memory; its engines need {needed / 2**30:.1f} GiB: lower it"
+            )
 
 
 def tenants_on(
@@ -117,7 +193,7 @@ def tenants_on(
             engine=engine,
             fixed_bytes=fixed_bytes(model, settings),
             block=geometry(model, replace(settings, block_tokens=block_tokens)),
-            footprint_bytes=charged_bytes(instance, demands, len(scenario.gpus)),
+            footprint_bytes=charged_bytes(instance, demands, scenario.gpus),
             rate_per_s=instance.rate_per_s,
         )
         for gpu in instance.gpus:
@@ -138,9 +214,13 @@ def claimed(
     return ledger
 
 
-def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: int) -> int:
-    """The footprint F_M of an engine in a cluster of so many GPUs."""
-    return instance.footprint_bytes or base_footprint(demands[instance.model], gpus).footprint_bytes
+def charged_bytes(instance: Instance, demands: Mapping[str, ModelDemand], gpus: Sequence[Gpu]) -> int:
+    """The footprint F_M of an engine in a cluster of these GPUs."""
+    if instance.footprint_bytes:
+        return instance.footprint_bytes
+    kinds, first = kinds_of(gpus), instance.gpus[0]
+    kind = next((kinds[gpu.spec] for gpu in gpus if gpu.id == first), 0)
+    return base_footprint(demands[instance.model].on(kind), len(gpus)).footprint_bytes
 
 
 def build_manager(

@@ -11,6 +11,7 @@ from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import (
     build_manager,
     caches_prefixes,
+    check_outside,
     claimed,
     engine_block_tokens,
     engine_kv,
@@ -29,11 +30,11 @@ from fineserve_sim.cluster.compose.policies import (
     build_schedulers,
 )
 from fineserve_sim.cluster.compose.profiling import sharing_of, slowest, sm_share, step_model
-from fineserve_sim.cluster.engine.batching import seated
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
 from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
@@ -184,6 +185,7 @@ class Builder:
         self.contention = Contention({gpu: LAWS.get(mode, LAWS["time_slice"]) for gpu, mode in modes.items()})
         self._scenario = scenario
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
+        check_outside(scenario, self.placement.instances)
         self.tenants = tenants_on(scenario, self.placement.instances, demands)
         shared = {tenant.engine for members in self.tenants.values() if len(members) > 1 for tenant in members}
         loners = set(range(len(self.placement.instances))) - shared
@@ -217,11 +219,12 @@ class Builder:
 
     def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> Engine:
         """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
-        for it (``alone``)."""
+        for it (``alone``) and no client waits for the ends of its requests."""
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
         engine = seated(seat, cluster)
-        if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu:
+        waited_for = self._scenario.clients is not None
+        if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu and not waited_for:
             Lone(engine, wakeups)
         else:
             Spans(engine, wakeups, shares_gpu=shares_gpu)

@@ -27,6 +27,7 @@ def place(scenario: Scenario, demands: Mapping[str, ModelDemand]) -> Placed:
         placement = build_placement(scenario.system.placement).place(list(demands.values()), slots)
     except ValueError as error:
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
+    _check_groups(slots, placement.instances)
     _check_exclusive(scenario, placement.instances)
     return placement, demands
 
@@ -35,7 +36,9 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
     groups = tp_groups(slots, demand.tp)
     if not groups:
         raise ScenarioError(
-            f"model {demand.id} needs {demand.tp} GPUs of one node (tp); the cluster has {len(slots)} GPUs"
+            f"model {demand.id} needs {demand.tp} GPUs of one kind in one node (tp); the cluster has {len(slots)} GPUs"
+            if len({slot.kind for slot in slots}) > 1
+            else f"model {demand.id} needs {demand.tp} GPUs of one node (tp); the cluster has {len(slots)} GPUs"
         )
     empty = MemoryLedger.of(slots)
     if not any(empty.has_room(group, demand.engine_bytes) for group in groups):
@@ -44,6 +47,17 @@ def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None
             f"model {demand.id} fits on no GPU: its engine takes {demand.engine_bytes / 2**30:.1f} GiB beside KV at "
             f"tp={demand.tp}, a GPU has {largest:.1f} GiB usable; raise its tp or choose a smaller precision"
         )
+
+
+def _check_groups(slots: Sequence[GpuSlot], instances: Iterable[Instance]) -> None:
+    """Raises ScenarioError when an instance is on GPUs of several kinds."""
+    kind_of = {slot.id: slot.kind for slot in slots}
+    for instance in instances:
+        if len({kind_of[gpu] for gpu in instance.gpus}) > 1:
+            raise ScenarioError(
+                f"model {instance.model} is placed on GPUs {list(instance.gpus)}, which are of several kinds; a TP group "
+                "needs one"
+            )
 
 
 def _check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:

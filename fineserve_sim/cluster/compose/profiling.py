@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -34,12 +34,26 @@ def step_model(
 ) -> StepModel:
     """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. Raises
     ScenarioError for a table of measured steps without such an engine."""
-    alike = EngineSettings(deployment=settings.deployment, latency=settings.latency, step_times=settings.step_times)
+    alike = EngineSettings(
+        deployment=settings.deployment,
+        latency=settings.latency,
+        step_times=settings.step_times,
+        step_time_factor=settings.step_time_factor,
+    )
     return _step_model(served.model, served.precision, served.tp, gpu, alike, kernel and kernel.name)
 
 
 @lru_cache(maxsize=256)
 def _step_model(
+    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
+) -> StepModel:
+    step = _as_predicted(model, precision, tp, gpu, settings, kernel)
+    if settings.step_time_factor != 1.0:
+        step.slow_down(settings.step_time_factor)
+    return step
+
+
+def _as_predicted(
     model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
 ) -> StepModel:
     if settings.step_times is None:
@@ -61,13 +75,17 @@ def slowest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettin
     """The type among ``gpus`` on which an engine of the model, alone, serves the fewest requests per second. The other ranks of
     a TP group wait for it at every layer."""
     types = list(dict.fromkeys(gpus))
-    if len(types) == 1:
-        return types[0]
+    return types[0] if len(types) == 1 else min(types, key=partial(_most_per_s, served, settings))
 
-    def most_per_s(gpu: GpuSpec) -> float:
-        return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
 
-    return min(types, key=most_per_s)
+def fastest(served: ServedModel, gpus: Iterable[GpuSpec], settings: EngineSettings) -> GpuSpec:
+    """As ``slowest``, the type on which it serves the most."""
+    types = list(dict.fromkeys(gpus))
+    return types[0] if len(types) == 1 else max(types, key=partial(_most_per_s, served, settings))
+
+
+def _most_per_s(served: ServedModel, settings: EngineSettings, gpu: GpuSpec) -> float:
+    return max(point.throughput_per_s for point in operating_points(typical(served), gpu, settings))
 
 
 def mean_lengths(served: ServedModel) -> tuple[int, int]:

@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fineserve_sim.cluster.engine.loop import Batching, Engine, EngineHost
+from fineserve_sim.cluster.engine.loop import Batching, Engine
 from fineserve_sim.cluster.engine.sequence import Lane, PromptChunk, Queue, SequenceState
-from fineserve_sim.cluster.engine.state import Seat
 from fineserve_sim.policy.memory.preemption import preemption_victim
-
-
-def seated(seat: Seat, host: EngineHost, *, lanes: int = 1, shared_queue: bool = True) -> Engine:
-    """The engine of a seat with the batching policy of its deployment, which is vLLM's. It has no executor yet."""
-    engine = Engine(seat, host, lanes=lanes, shared_queue=shared_queue)
-    VllmBatching(engine)
-    return engine
 
 
 class VllmBatching(Batching):

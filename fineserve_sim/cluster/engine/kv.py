@@ -117,7 +117,7 @@ class EngineKV:
             ids = self._managers[0].alloc(self._owner, len(sequences))
             if ids is None:
                 return False
-            for sequence, block in zip(sequences, ids, strict=True):
+            for sequence, block in zip(sequences, ids):  # noqa: B905 - compiled, a loop without objects
                 sequence.blocks[0].append(block)
             return True
         named = self._name(len(sequences))

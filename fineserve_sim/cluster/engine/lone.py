@@ -33,8 +33,11 @@ class Lone(Spans):
 
     def catch_up(self, now: float, order: int) -> None:
         """Do everything that comes before (``now``, ``order``)."""
-        while self._inbox and self._inbox[0][:2] < (now, order):
-            arrival_s, arrival_order, sequence = self._inbox.popleft()
+        while self._inbox:
+            arrival_s, arrival_order, sequence = self._inbox[0]
+            if arrival_s > now or (arrival_s == now and arrival_order >= order):
+                break
+            self._inbox.popleft()
             self._run_until(arrival_s, arrival_order)
             self.engine.accept(sequence)
             if self._lane.launched:
@@ -47,21 +50,25 @@ class Lone(Spans):
         self._until_s = now
         lane = self._lane
         while True:
-            if lane.asked and (self._start_s, self.start_order) < (now, order):
+            if lane.asked:
+                if self._start_s > now or (self._start_s == now and self.start_order >= order):
+                    break
                 self.engine.turn(lane, self._start_s)
-            elif lane.launched and (self._ends[-1], self.order) < (now, order):
+            elif lane.launched:
                 end_s = self._ends[-1]
-                self._pass_boundaries(end_s, self.order)
+                if end_s > now or (end_s == now and self.order >= order):
+                    break
+                if self.next_boundary_s <= end_s:
+                    self._pass_boundaries(end_s, self.order)
                 self._end_span(end_s)
             else:
                 break
             self.events += 1
-        self._pass_boundaries(now, order)
+        if self.next_boundary_s <= now:
+            self._pass_boundaries(now, order)
 
     def _pass_boundaries(self, now: float, order: int) -> None:
         """Pass the boundaries inside the span that come before (``now``, ``order``), where sequences may end too."""
-        if self.next_boundary_s > now:
-            return
         decodes, passed = self._decodes, self._advance_to(now, order)
         done = 0
         while done < len(passed):
@@ -71,7 +78,8 @@ class Lone(Spans):
             finished = decodes.advance(boundaries)
             if not self._blocks.take(blocks + len(decodes.needing_block())):
                 raise AssertionError(f"engine {self.engine.index}: no memory inside a span")
-            self.engine.retire(finished, passed[done - 1])
+            if finished:
+                self.engine.retire(finished, passed[done - 1])
 
     def _span_ends(self, now: float) -> list[float]:
         """End times up to the moment that the host looks at, where memory is sure; else as in ``Spans``."""

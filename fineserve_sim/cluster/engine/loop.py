@@ -22,25 +22,27 @@ costs one call a batch more than a single class that does everything.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.links import Links
-from fineserve_sim.cluster.engine.sequence import Decodes, Lane, PromptChunk, SequenceState
+from fineserve_sim.cluster.engine.sequence import Decodes, Lane, PromptChunk, Queue, SequenceState
 from fineserve_sim.cluster.engine.state import Seat, State
 from fineserve_sim.cluster.outcomes import Outcomes
 from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.policy.memory.preemption import arrival_order, preemption_victim
 
-NEVER = float("inf")
+NEVER: Final = float("inf")
 
 
-class EngineHost(Protocol):
+class EngineHost(ABC):
     """The cluster around an engine: what an engine tells it, and what an engine asks. ``order`` is that of the event under
-    way. With ``logs`` the host writes down what is computed. With ``attentive`` it looks at each launch."""
+    way. With ``logs`` the host writes down what is computed. With ``attentive`` it looks at each launch. A fleet that tells
+    engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
 
+    # A base class and no protocol: compiled code calls the methods of a protocol by their names.
     engines: dict[int, Engine]
     links: Links
     order: int
@@ -48,25 +50,41 @@ class EngineHost(Protocol):
     logs: bool
     attentive: bool
     outcomes: Outcomes
+    stopped: Callable[[Engine, float], None]
+    leaves: Callable[[Engine, Lane, SequenceState, float], None]
 
+    @abstractmethod
     def consult(self, engine: Engine, now: float) -> None: ...
+    @abstractmethod
     def ask_again_s(self, engine: Engine) -> float: ...
+    @abstractmethod
     def settle(self, engine: Engine, now: float, order: int) -> None: ...
+    @abstractmethod
     def settle_now(self, engine: Engine, now: float) -> None: ...
+    @abstractmethod
     def set_demand(self, engine: Engine, now: float, need: Demand) -> None: ...
+    @abstractmethod
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int: ...
+    @abstractmethod
     def launched(self, engine: Engine, lane: Lane, now: float, *, sure: bool) -> None: ...
+    @abstractmethod
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, stage: int) -> None: ...
+    @abstractmethod
     def touch(self, engine: Engine) -> None: ...
+    @abstractmethod
     def progressed(self, engine: Engine) -> None: ...
+    @abstractmethod
     def finished(self, engine: Engine, sequence: SequenceState, now: float) -> None: ...
+    @abstractmethod
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None: ...
+    @abstractmethod
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float, left: Left) -> None: ...
+    @abstractmethod
     def memory_freed(self, engine: Engine, now: float) -> None: ...
+    @abstractmethod
     def stalled(self, engine: Engine, now: float) -> None: ...
+    @abstractmethod
     def rested(self, engine: Engine, now: float) -> None: ...
-    def stopped(self, engine: Engine, now: float) -> None: ...
-    def leaves(self, engine: Engine, lane: Lane, sequence: SequenceState, now: float) -> None: ...
 
 
 class Batching(ABC):
@@ -83,6 +101,10 @@ class Batching(ABC):
     @abstractmethod
     def prompt_chunks(self, lane: Lane) -> list[PromptChunk]:
         """The prompt parts for the lane's next batch, with their blocks taken."""
+
+    def put_back(self, sequence: SequenceState, queue: Queue) -> None:
+        """A sequence that gave way waits again: vLLM has it go first."""
+        queue.put_back(sequence)
 
     def forget(self) -> None:  # noqa: B027 - most policies plan one batch at a time
         """A sequence went away or came: plans over several batches are void."""
@@ -184,6 +206,7 @@ class Engine(State):
         self.gone = False
         self.composition_changed = False  # since the last launch
         self.preempted = False  # a sequence, since the batch began to be formed
+        self.one_step = False  # it must form a batch after the next iteration, whatever happens
 
     def turn(self, lane: Lane, now: float) -> None:
         """The lane stands between two batches: form the next one and launch it, or rest."""
@@ -206,7 +229,11 @@ class Engine(State):
     def complete(self, lane: Lane, now: float) -> bool:
         """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
-        finished = lane.decodes.advance()
+        if lane.decoding:
+            finished = lane.decodes.advance()
+        else:
+            finished = []
+            lane.prompt_batches += 1
         if lane.chunks:
             self.host.progressed(self)
             for sequence, done, size in lane.chunks:
@@ -216,7 +243,8 @@ class Engine(State):
         if finished:
             self.retire(finished, now)
             self.composition_changed = True
-        return bool(finished)
+            return True
+        return False
 
     def _let_move(self, lane: Lane, now: float) -> None:
         """Sequences join the decodes, and sequences that are to go elsewhere leave."""
@@ -276,8 +304,10 @@ class Engine(State):
     def _bound_output(self, sequence: SequenceState) -> None:
         """Here a sequence ends at ``max_tokens`` at the latest, as vLLM's requests do at max_model_len. It gets one token more
         at least. What another engine bound it to counts no more."""
-        most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
-        sequence.output_tokens = min(sequence.asked_tokens, most)
+        sequence.output_tokens = sequence.asked_tokens
+        if sequence.prompt_tokens + sequence.asked_tokens > self.max_tokens:
+            most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
+            sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
         """Recompute it later: free its blocks, put it to the front of the queue with its generated tokens as part of the
@@ -298,7 +328,7 @@ class Engine(State):
         elif self.closing:
             self.host.returned(self, [sequence], now, Left.REGROUPED)
         else:
-            lane.queue.put_back(sequence)
+            self.batching.put_back(sequence, lane.queue)
             self.backlog_tokens += sequence.target_tokens
 
     def preempt_latest_prefill(self, now: float) -> None:
@@ -368,7 +398,7 @@ class Engine(State):
         for lane in self.lanes:
             for sequence in list(lane.decodes):
                 lane.decodes.remove(sequence)
-                sequence.cached_tokens += lane.launched
+                sequence.cached_tokens += lane.under_way
                 started.append(sequence)
             started += lane.joining
             lane.joining.clear()

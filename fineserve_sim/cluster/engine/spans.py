@@ -18,19 +18,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Final
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.loop import NEVER, Engine, Executor
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
 from fineserve_sim.latency.sharing import IDLE
 
-MAX_SPAN = 4096
+MAX_SPAN: Final = 4096
 """Longest span in iterations: bounds the arrays of an engine whose neighbours never speak."""
 
-SHARED_SPAN = 32
+SHARED_SPAN: Final = 32
 """Longest span on a shared GPU after a neighbour changed the pace: it may soon do so again, and the end times must then be
 computed anew. Twice as long for each span that goes undisturbed, up to ``LONGEST_SHARED_SPAN``, whose times are kept."""
-LONGEST_SHARED_SPAN = 256
+LONGEST_SHARED_SPAN: Final = 256
 
 Growth = tuple[float, int, Collection[SequenceState]]
 """At this time, sequences of the engine with this id take a block each."""
@@ -159,13 +160,14 @@ class Spans(Executor):
         engine.composition_changed = False
         alone_s = 0.0
         if new_pace or lane.chunks:
-            batch = engine.batch_of(lane)
+            # Compiled, a call with *batch is slow.
+            decodes, context, tokens, pairs, behind, sampled = engine.batch_of(lane)
             if new_pace:
-                need = self._step.demand(*batch)
+                need = self._step.demand(decodes, context, tokens, pairs, behind, sampled)
                 alone_s = need.step_s
                 host.set_demand(engine, now, need)
             else:
-                alone_s = self._step.step_s(*batch)
+                alone_s = self._step.step_s(decodes, context, tokens, pairs, behind, sampled)
         self._settled = 0
         self.promised_blocks = 0
         if self.kv.timed:
@@ -181,7 +183,7 @@ class Spans(Executor):
         """End times of as many decode iterations as may go as one span."""
         engine, host, decodes = self.engine, self._host, self._decodes
         most, ask_again_s = 1, host.ask_again_s(engine)
-        if host.merging and ask_again_s > -NEVER and not (engine.preempted or engine.swapped):
+        if host.merging and ask_again_s > -NEVER and not (engine.preempted or engine.one_step or engine.swapped):
             most = min(decodes.steps_to_finish(), self._reach)
             if most > 1:
                 most = host.steps_that_fit(engine, decodes, most)

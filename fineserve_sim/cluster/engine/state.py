@@ -79,7 +79,7 @@ class State:
     @property
     def iterations(self) -> int:
         """Iterations done, up to the last settled boundary."""
-        return sum(lane.decodes.iteration for lane in self.lanes)
+        return sum(lane.decodes.iteration + lane.prompt_batches for lane in self.lanes)
 
     @property
     def waiting(self) -> int:
@@ -89,11 +89,12 @@ class State:
     @property
     def running(self) -> int:
         """Sequences with a slot: decoding, in prefill, swapped, or waiting for their KV."""
-        inside = len(self.stalled) + len(self.swapped)
-        for lane in self.lanes:
-            inside += lane.decodes.size + len(lane.joining)
-        for queue in self.queues:
-            inside += len(queue.prefilling)
+        lane = self.lanes[0]
+        inside = len(self.stalled) + len(self.swapped) + lane.decodes.size + len(lane.joining)
+        inside += len(lane.queue.prefilling)
+        if len(self.lanes) > 1:
+            inside += sum([other.size for other in self.lanes[1:]])
+            inside += sum([len(queue.prefilling) for queue in self.queues[1:]])
         return inside
 
     @property
@@ -138,15 +139,16 @@ class State:
         if len(self.queues) > 1:
             queued_blocks = sum([queue.queued_blocks for queue in self.queues])
             head_blocks = max([queue.head_blocks for queue in self.queues])
-        blocks = (used_blocks, used_blocks + self.kv.free_blocks(), queued_blocks, head_blocks)
-        load = EngineLoad(*blocks, self.running, len(self.stalled))
-        if self.stages:
-            load = load._replace(fullest_bytes=self._fullest_bytes(used_blocks))
-        if not shortest:
-            return load
-        held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.launched) for lane in self.lanes]
-        shortest_blocks, index = min(chain.from_iterable(held), default=(0, None))
-        return load._replace(shortest=index, shortest_blocks=shortest_blocks)
+        capacity_blocks, stalled = used_blocks + self.kv.free_blocks(), len(self.stalled)
+        fullest_bytes = self._fullest_bytes(used_blocks) if self.stages else 0
+        shortest_blocks, index = self._shortest() if shortest else (0, None)
+        blocks = used_blocks, capacity_blocks, queued_blocks, head_blocks
+        return EngineLoad(*blocks, self.running, stalled, fullest_bytes, index, shortest_blocks)
+
+    def _shortest(self) -> tuple[int, int | None]:
+        """The blocks of the running request that a migration would move, and its index."""
+        held = [lane.decodes.held_blocks(lane.leaving, ahead=lane.under_way) for lane in self.lanes]
+        return min(chain.from_iterable(held), default=(0, None))
 
     def _fullest_bytes(self, used_blocks: int) -> int:
         """The most KV bytes on one of the stages, less what is kept for sequences to come."""
@@ -155,18 +157,18 @@ class State:
 
     def blocks_of(self, lane: Lane, sequence: SequenceState) -> int:
         """Blocks of a sequence that decodes in ``lane``, with the one for the token under way."""
-        return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + lane.launched)
+        return self.kv.blocks_for(lane.decodes.cached_tokens_of(sequence) + lane.under_way)
 
     def batch_of(self, lane: Lane) -> BatchSums:
         """The running sums of the lane's batch."""
-        decodes = lane.decodes.size
+        decodes, decoded = (lane.decodes.size, lane.decodes.context_tokens) if lane.decoding else (0, 0)
         tokens = pairs = context = ending = 0
         for sequence, done, size in lane.chunks:
             tokens += size
             pairs += size * done + size * (size + 1) // 2
             context += done
             ending += done + size == sequence.target_tokens
-        return decodes, lane.decodes.context_tokens, tokens, pairs, context, decodes + ending
+        return decodes, decoded, tokens, pairs, context, decodes + ending
 
     def check(self) -> None:
         """Raise AssertionError unless the engine takes exactly the blocks that its sequences hold, and each has a slot."""

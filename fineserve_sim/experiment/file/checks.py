@@ -14,7 +14,10 @@ from fineserve_sim.experiment.file.hardware_checks import check_hardware, check_
 from fineserve_sim.experiment.file.output_checks import check_claim, check_figure
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.systems import Sharing, SystemSpec
-from fineserve_sim.systems.spec import FcfsSpec, KvprPlacementSpec
+from fineserve_sim.systems.spec import ClairvoyantSpec, FcfsSpec, KvprPlacementSpec
+
+LOADS = ("share", "rate_per_s", "phases", "clients")
+"""What may say how many requests a model gets."""
 
 
 def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
@@ -28,6 +31,7 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
     _unique(document, "figures", [figure.name for figure in file.figures])
     _check_workload(document, file)
     _check_loads(document, file)
+    _check_clients(document, file, setup)
     _check_lengths(document, file, setup)
     _check_slo(document, file, setup)
     _check_faults(document, file, setup)
@@ -113,14 +117,39 @@ def _check_phased(document: Document, file: schema.ExperimentFile) -> None:
         )
 
 
+def _check_clients(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """Where one model has clients, all have, and nothing else says when requests come."""
+    work, waiting = file.workload, [model.clients is not None for model in file.models]
+    for index, model in enumerate(file.models):
+        if model.think_s is not None and model.clients is None:
+            raise document.error(("models", index, "think_s"), "only with clients")
+    if not any(waiting):
+        return
+    if not all(waiting):
+        index = waiting.index(False)
+        raise document.error(
+            ("models", index), f"model {file.models[index].id} has no clients; all models have, or none"
+        )
+    for key in ("arrivals", "conversations"):
+        if getattr(work, key) is not None:
+            raise document.error(("workload", key), "not with clients, which send when they have their answers")
+    for index, item in enumerate(file.systems):
+        system = setup.systems[item if isinstance(item, str) else item.name]
+        if isinstance(system.scheduler, ClairvoyantSpec):
+            problem = f"{system.name} needs to know all arrivals, which clients make as they are answered"
+            raise document.error(("systems", index), problem)
+
+
 def _check_loads(document: Document, file: schema.ExperimentFile) -> None:
     """Every model has exactly one kind of load, and a load is given where models share one."""
     replayed = file.workload.trace is not None
     by_share = file.workload.assign == "share"
     many = isinstance(file.workload.arrivals, schema.ManyModels)
     for index, model in enumerate(file.models):
-        given = [key for key in ("share", "rate_per_s", "phases") if getattr(model, key) is not None]
-        allowed = (["share"] if by_share else []) if replayed or many else ["share", "rate_per_s", "phases"]
+        given = [key for key in LOADS if getattr(model, key) is not None]
+        allowed = (["share"] if by_share else []) if replayed or many else [*LOADS]
+        if replayed and not by_share and given == ["clients"]:
+            continue  # the requests of the trace, at the pace of their answers
         for key in given:
             if key not in allowed:
                 problem = (

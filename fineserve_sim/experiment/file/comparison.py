@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.file.degrees import least_degree
-from fineserve_sim.experiment.file.document import Document
+from fineserve_sim.experiment.file.document import Document, parse_value
 from fineserve_sim.experiment.file.plan import Experiment, build
 
 
@@ -17,7 +18,7 @@ def experiment_for_trace(
     systems: Sequence[str],
     models: Sequence[Mapping[str, Any]],
     *,
-    gpu: str = "h100-sxm",
+    gpu: str | Mapping[str, Any] = "h100-sxm",
     count: int = 1,
     ttft_slo_s: float | None = None,
     tpot_slo_s: float | None = None,
@@ -30,6 +31,7 @@ def experiment_for_trace(
     sharing: Any = None,
     seeds: int = 1,
     usd_per_gpu_hour: float | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
 ) -> Experiment:
     """The comparison of ``systems`` on the requests of a trace file, one seed: a recorded trace has no randomness (but a deal
     of its requests to the models has).
@@ -39,7 +41,7 @@ def experiment_for_trace(
     ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT. Limits of TPOT and from arrival to
     the last token are in seconds, and there where they are given. ``anchors``: beside the systems stand the clairvoyant bound,
     and dedicated GPUs, as many as the models need. ``sharing``: of every GPU, whatever the systems say, in the words of a
-    file. Raises ConfigError.
+    file. ``overrides``: dotted keys with YAML values, as of a file. Raises ConfigError.
     """
     by_share = any("share" in model for model in models)
     workload = {"trace": str(trace.resolve()), "requests": requests, "warmup_requests": warmup_requests}
@@ -54,18 +56,24 @@ def experiment_for_trace(
         "seeds": seeds,
     }
     sweep = {"name": "run", "at": {"rate_scale": rate_scale}, "systems": list(dict.fromkeys(systems))}
-    found = _built(trace, options, sweep)
+    found = _built(trace, options, overrides, sweep)
     if not anchors:
         return found
     needed = sum(least_degree(found.setup, model) for model in found.setup.models)
-    return _built(trace, options, *_with_anchors(sweep, count, needed))
+    return _built(trace, options, overrides, *_with_anchors(sweep, count, needed))
 
 
-def _built(trace: Path, options: Mapping[str, Any], *sweeps: Mapping[str, Any]) -> Experiment:
+def _built(
+    trace: Path, options: Mapping[str, Any], overrides: Sequence[tuple[str, str]], *sweeps: Mapping[str, Any]
+) -> Experiment:
     """The experiment of these sweeps, named after the trace."""
     named = list(dict.fromkeys(system for sweep in sweeps for system in sweep["systems"]))
-    data = {**options, "systems": named, "sweeps": [dict(sweep) for sweep in sweeps]}
-    return build(Document(data, {(): "options"}), trace.name.split(".")[0], Path.cwd())
+    data = copy.deepcopy({**options, "systems": named, "sweeps": [dict(sweep) for sweep in sweeps]})
+    document = Document(data, {(): "options"})
+    for key, text in overrides:
+        place = f"--set {key}={text}"
+        document.set(key, parse_value(text, place), place)
+    return build(document, trace.name.split(".")[0], Path.cwd())
 
 
 def model_entries(models: Sequence[str | Mapping[str, Any]], *, spread: bool) -> list[dict[str, Any]]:

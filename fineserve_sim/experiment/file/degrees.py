@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fineserve_sim.catalog import check_tp
 from fineserve_sim.cluster import ServedModel
-from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
+from fineserve_sim.cluster.compose.memory import fixed_bytes, slots_on
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.policy.interfaces import GpuSlot
 from fineserve_sim.policy.placement import tp_groups
@@ -19,7 +19,7 @@ DEGREES = (1, 2, 4, 8)
 
 def slots_of(setup: Setup) -> list[GpuSlot]:
     """The GPUs as placements see them."""
-    return [GpuSlot(gpu.id, gpu.node, usable_bytes(gpu, setup.engine)) for gpu in setup.gpus]
+    return slots_on(setup.gpus, setup.engine)
 
 
 def groups_by_degree(setup: Setup, model: ResolvedModel) -> dict[int, int]:

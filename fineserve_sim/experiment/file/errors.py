@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from fineserve_sim.cluster import ScenarioError
 
-__all__ = ["ConfigError", "Interrupted", "MachineError", "ScenarioError", "nearest"]
+__all__ = ["ConfigError", "Interrupted", "MachineError", "NoLimitError", "ScenarioError", "nearest"]
 
 
 class ConfigError(ValueError):
@@ -21,6 +21,10 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
         return type(self), (self.place, self.key, self.problem)
+
+
+class NoLimitError(ConfigError):
+    """So few requests of a reference were served that no limit follows. What was simulated serves nothing."""
 
 
 class MachineError(ConfigError):

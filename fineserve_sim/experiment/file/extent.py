@@ -69,6 +69,8 @@ def _opened(setup: Setup, load: str | None, rate_scale: float) -> Extent:
     if isinstance(work.arrivals, schema.ManyModels):
         rate_per_s = sum(process.rate_per_s for process in processes_of(setup)) * work.arrivals.scale * rate_scale
         return Extent(rate_per_s * work.arrivals.duration_s, work.arrivals.duration_s, ("workload", "arrivals"))
+    if entries[0].clients is not None:
+        return Extent(wanted, 0.0, ("workload", "requests"))  # how long, the answers say
     shared_per_s = setup.loads[load].rate_per_s if load is not None else 0.0
     steady_per_s = sum(entry.rate_per_s or 0.0 for entry in entries) + shared_per_s
     phased = [index for index, entry in enumerate(entries) if entry.phases]

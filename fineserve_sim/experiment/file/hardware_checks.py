@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from fineserve_sim import catalog
 from fineserve_sim.cluster import Gpu
+from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file import schema
-from fineserve_sim.experiment.file.degrees import least_degree, pinned_degree
+from fineserve_sim.experiment.file.degrees import AUTO, least_degree, pinned_degree, slots_of
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.gpus import look_up
@@ -17,19 +19,24 @@ from fineserve_sim.systems.spec import PinnedPlacementSpec
 
 def check_hardware(document: Document, setup: Setup) -> None:
     """A TP group lies inside one node; one GPU holds its share of the weights; the GPU computes in the precision."""
-    gpu = max((gpu.spec for gpu in setup.gpus), key=lambda spec: spec.memory_bytes)
+    kinds = kinds_of(setup.gpus)
+    gpu = max(kinds, key=lambda spec: spec.memory_bytes)
     usable_bytes = int(gpu.memory_bytes * setup.engine.memory_utilization) - setup.engine.context_bytes
-    node_gpus = sum(other.node == 0 for other in setup.gpus)
+    node_gpus = max(Counter(slot.node for slot in slots_of(setup)).values())
+    alike = "" if len(kinds) == 1 else " of one kind"
     deployment = look_up(document, ("engine", "deployment"), lambda: catalog.deployment(setup.engine.deployment))
     for index, model in enumerate(setup.models):
         path: KeyPath = ("models", index)
         tp, precision = least_degree(setup, model), model.precision
-        if tp > node_gpus:
-            raise document.error((*path, "tp"), f"must be at most the {node_gpus} GPUs of a node, not {tp}")
-        if tp > 1 and any(other.spec.whole for other in setup.gpus):
+        if model.entry.tp == AUTO and len(setup.kinds) > 1:
+            problem = "auto chooses one degree for all GPUs, but cluster.nodes has several kinds; give a number"
+            raise document.error((*path, "tp"), problem)
+        if tp > 1 and all(spec.whole for spec in kinds):
             raise document.error(
                 (*path, "tp"), f"must be 1 in a cluster with MIG, whose slices form no group; not {tp}"
             )
+        if tp > node_gpus:
+            raise document.error((*path, "tp"), f"must be at most the {node_gpus} GPUs{alike} of a node, not {tp}")
         weights = catalog.weight_bytes(model.spec, precision, tp)
         if weights >= usable_bytes:
             raise document.error(
@@ -37,8 +44,9 @@ def check_hardware(document: Document, setup: Setup) -> None:
                 f"model {model.id} fits on no GPU: {weights / 2**30:.1f} GiB of weights a GPU at tp {tp}, but "
                 f"{gpu.name} leaves {usable_bytes / 2**30:.1f} GiB; raise tp or take a precision with smaller weights",
             )
-        core = precision.on(gpu).tensor_core
-        look_up(document, (*path, "precision"), lambda core=core: gpu.peak_flops_per_s(core))  # type: ignore[misc]
+        for kind in kinds:
+            core = precision.on(kind).tensor_core
+            look_up(document, (*path, "precision"), lambda kind=kind, core=core: kind.peak_flops_per_s(core))  # type: ignore[misc]
         look_up(document, (*path, "precision"), lambda name=precision.name: deployment.floor(name))  # type: ignore[misc]
     _check_step_times(document, setup)
 
@@ -78,3 +86,5 @@ def _check_group(document: Document, path: KeyPath, group: tuple[int, ...], tp: 
         raise document.error(path, f"expected {tp} different GPUs of 0 to {len(gpus) - 1} a replica, not {list(group)}")
     if len({gpus[gpu].node for gpu in group}) > 1:
         raise document.error(path, f"the GPUs of one replica must be in one node, not {list(group)}")
+    if len({gpus[gpu].spec for gpu in group}) > 1:
+        raise document.error(path, f"the GPUs of one replica must be of one kind, not {list(group)}")

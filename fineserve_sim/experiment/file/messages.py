@@ -46,7 +46,8 @@ def as_config_error(document: Document, at: KeyPath, detail: ErrorDetails) -> Co
     context, given = detail.get("ctx", {}), detail["input"]
     match detail["type"]:
         case "unknown_key":
-            path, problem = (*path, context["key"]), f"unknown key; {context['hint']}"
+            hint = context["hint"]
+            path, problem = (*path, context["key"]), hint if hint.startswith("not ") else f"unknown key; {hint}"
         case "missing":
             problem = _MISSING
         case "model_type" | "model_attributes_type":

@@ -6,6 +6,9 @@ from fineserve_sim.cluster.scenario import COUNTERS
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 ATTAINMENTS = ("ttft_attainment", "tpot_attainment", "e2e_attainment", "slo_attainment")
+EACH = "each_"
+"""Before the name of an attainment: that of the model that attains least of its own requests."""
+
 PER_MODEL = (
     "goodput_per_s",
     "throughput_per_s",
@@ -20,3 +23,8 @@ PER_MODEL = (
 )
 CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken", "gpu_hours_per_1000_within", *COUNTERS)
 METRICS = (*ATTAINMENTS, *PER_MODEL, *CLUSTER_WIDE)
+
+
+def overall(metric: str) -> str:
+    """The attainment over all requests that an attainment of the worst model is made of; others as they are."""
+    return metric.removeprefix(EACH)

@@ -95,9 +95,17 @@ def build(document: Document, name: str, folder: Path) -> Experiment:
         for sweep, points in experiment.sweeps.items()
         for point in points
     ]
+    _check_answer(experiment)
     _check_shown_cells(experiment, cells)
     _check_claimed_cells(experiment, cells)
     return experiment
+
+
+def _check_answer(experiment: Experiment) -> None:
+    """The place of the answer is one of the sweeps' points."""
+    asked = experiment.file.answer
+    if asked is not None and not any(asked.at.items() <= point.axes.items() for point in experiment.points):
+        raise experiment.document.error(("answer", "at"), "no cell is there; give values of axes that a sweep has")
 
 
 def _check_shown_cells(experiment: Experiment, cells: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ Every failure names the line that asked for the thing.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +14,11 @@ from typing import Any, TypeVar
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec, PrecisionSpec
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu
+from fineserve_sim.cluster.compose.memory import SGLANG_CHUNK_TOKENS, static_fraction
 from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
-from fineserve_sim.experiment.file.gpus import gpus_of, look_up
+from fineserve_sim.experiment.file.gpus import Bought, bought, gpus_of, look_up
 from fineserve_sim.experiment.file.variants import systems_of
 from fineserve_sim.systems import SystemSpec
 
@@ -44,13 +46,14 @@ class ResolvedModel:
 class Setup:
     """What a file describes, without sweeps: the hardware, the models, the workload and every system by name.
 
-    ``gpus`` are what models are placed on: the GPUs of the file, which are ``bought``, or the slices of those that MIG divides.
+    ``gpus`` are what models are placed on: the GPUs of the file, or the slices of those that MIG divides. ``kinds``: what is
+    bought of each kind.
     ``systems`` has the file's systems first and then all built-in ones, which references may name.
     ``folder`` is where relative paths of the file start. ``trace_stamp``: of the trace file when this was read.
     """
 
     gpus: tuple[Gpu, ...]
-    bought: int
+    kinds: tuple[Bought, ...]
     engine: EngineSettings
     models: tuple[ResolvedModel, ...]
     systems: dict[str, SystemSpec]
@@ -59,14 +62,19 @@ class Setup:
     slo: schema.Slo
     faults: tuple[Fault, ...]
     folder: Path
-    usd_per_gpu_hour: float | None = None
     trace_stamp: Stamp = (0, 0)
 
     @property
+    def bought(self) -> int:
+        """GPUs of all kinds."""
+        return sum(kind.count for kind in self.kinds)
+
+    @property
     def gpu_name(self) -> str:
-        """What is bought, whole."""
-        spec = self.gpus[0].spec
-        return spec.whole or spec.name
+        """What is bought, whole: a catalog name, or ``GPUs (8 h100-sxm, 4 l40s)``."""
+        if len(self.kinds) == 1:
+            return self.kinds[0].gpu
+        return f"GPUs ({', '.join(f'{kind.count} {kind.gpu}' for kind in self.kinds)})"
 
     @property
     def names_files(self) -> bool:
@@ -79,10 +87,11 @@ class Setup:
 def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Setup:
     """Look everything up. ``folder``: that of the file. Raises ConfigError for a name that means nothing."""
     folder = folder / (file.folder or "")
+    gpus = gpus_of(document, file.cluster)
     return Setup(
-        gpus=gpus_of(document, file.cluster),
-        bought=file.cluster.count,
-        engine=EngineSettings(**dict(file.engine) | {"step_times": _step_times(document, file.engine, folder)}),
+        gpus=gpus,
+        kinds=bought(document, file.cluster),
+        engine=_engine(file, gpus, _step_times(document, file.engine, folder)),
         models=tuple(_model(document, index, entry, folder) for index, entry in enumerate(file.models)),
         systems=systems_of(document, file),
         workload=file.workload,
@@ -90,9 +99,23 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
         slo=file.slo,
         faults=tuple(map(_fault, file.faults)),
         folder=folder,
-        usd_per_gpu_hour=file.cluster.usd_per_gpu_hour,
         trace_stamp=(0, 0) if file.workload.trace is None else stamp_of(folder / file.workload.trace),
     )
+
+
+def _engine(file: schema.ExperimentFile, gpus: Sequence[Gpu], steps: MeasuredSteps | None) -> EngineSettings:
+    """The settings of the file. Where it leaves SGLang's chunks and static part open, they are SGLang's own, the part that of
+    the smallest GPU and the largest TP group."""
+    chosen = dict(file.engine) | {"step_times": steps}
+    if file.engine.batching != "vllm":
+        said = file.engine.model_fields_set
+        if "token_budget" not in said:
+            chosen["token_budget"] = SGLANG_CHUNK_TOKENS
+        if "memory_utilization" not in said:
+            largest = max((model.tp for model in file.models if isinstance(model.tp, int)), default=1)
+            least_bytes = min(gpu.spec.memory_bytes for gpu in gpus)
+            chosen["memory_utilization"] = static_fraction(least_bytes, chosen["token_budget"], largest)
+    return EngineSettings(**chosen)
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -130,8 +153,17 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
         return catalog.model_from_hf_config(folder / reference.config)
 
     spec = look_up(document, (*path, "model"), geometry)
-    precision = look_up(document, (*path, "precision"), lambda: catalog.precision(entry.precision))
-    if not isinstance(reference, str):
+    if entry.experts is not None:
+        spec = look_up(document, (*path, "experts"), lambda: catalog.with_experts(spec, entry.experts or "split"))
+    published = entry.precision == catalog.PUBLISHED
+
+    def format_() -> PrecisionSpec:
+        if published and not isinstance(reference, str):
+            return catalog.checkpoint_precision(folder / reference.config)
+        return catalog.precision_of(entry.precision, spec)
+
+    precision = look_up(document, (*path, "precision"), format_)
+    if not isinstance(reference, str) and not published:
         checkpoint = folder / reference.config
         look_up(document, (*path, "precision"), lambda: catalog.check_checkpoint_precision(checkpoint, precision))
     if isinstance(entry.tp, int):

@@ -113,6 +113,49 @@ class Cluster(Strict):
     usd_per_gpu_hour: Positive | None = None
 
 
+class Node(Strict):
+    """``count`` GPUs of one kind, in nodes of their own. ``mig``: the profiles of the slices into which each is divided.
+    ``sharing``: of each, whatever the systems say."""
+
+    gpu: str | dict[str, Any]
+    count: Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)] = 1
+    mig: Annotated[list[Name], Field(min_length=1)] | None = None
+    sharing: Sharing | None = None
+    usd_per_gpu_hour: Positive | None = None
+
+
+class MixedCluster(Strict):
+    """GPUs of several kinds. ``gpus_per_node``: the most in a node, which has one kind."""
+
+    nodes: Annotated[list[Node], Field(min_length=1)]
+    gpus_per_node: Count = 8
+    network_bytes_per_s: Positive = 25e9
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        for key in ("gpu", "count", "sharing", "usd_per_gpu_hour"):
+            if isinstance(value, dict) and value.get(key) is not None:
+                hint = f"not with nodes, each of which has its own: cluster.nodes.0.{key}"
+                raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": hint})
+        return value
+
+    @property
+    def count(self) -> int:
+        """GPUs of all kinds."""
+        return sum(node.count for node in self.nodes)
+
+
+ClusterItem = Annotated[
+    Annotated[Cluster, Tag("one kind")] | Annotated[MixedCluster, Tag("several kinds")],
+    Discriminator(lambda value: "several kinds" if _has_nodes(value) else "one kind"),
+]
+
+
+def _has_nodes(value: Any) -> bool:
+    return isinstance(value, MixedCluster) or (isinstance(value, dict) and "nodes" in value)
+
+
 class Engine(Strict):
     """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them. ``step_times``: the
     table of ``fineserve-calibrate`` or ``fineserve-run steps``, relative to the experiment file."""
@@ -123,9 +166,11 @@ class Engine(Strict):
     memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
     context_bytes: CountOrZero = 512 * 2**20
     deployment: str = "vllm-cudagraph"
+    batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     contention: Literal["composition", "step"] = "composition"
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
+    step_time_factor: Positive = 1.0
 
 
 class Phase(Strict):
@@ -142,8 +187,10 @@ Degree = Annotated[
 
 
 class Model(Strict):
-    """One served model and its load: a share of the load's total rate, a rate of its own, or phases. ``tp: auto``: the
-    degree that carries its rate within its TTFT limit, of those that hold it."""
+    """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
+    their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
+    TTFT limit, of those that hold it. ``precision: checkpoint``: that in which the model is published. ``experts``: each split
+    over the TP group, or whole ones spread over it."""
 
     id: ModelId
     model: Annotated[
@@ -152,9 +199,12 @@ class Model(Strict):
     ]
     precision: str
     tp: Degree = 1
+    experts: Literal["split", "whole"] | None = None
     share: Positive | None = None
     rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)
+    clients: Count | None = None
+    think_s: NonNegative | None = None
     ttft_slo_s: Positive | None = None
 
 
@@ -309,6 +359,12 @@ class Sweep(Strict):
     systems: list[str] | None = None
 
 
+class AnswerPlace(Strict):
+    """Where the answer is read: ``at`` values of axes. What they leave open is where the systems part."""
+
+    at: Annotated[dict[str, Scalar], Field(min_length=1)]
+
+
 class Assumption(Strict):
     """What the paper leaves open, the value taken, and why."""
 
@@ -375,7 +431,7 @@ class ExperimentFile(Strict):
     fineserve: Literal[1]
     title: Name
     folder: Name | None = None
-    cluster: Cluster
+    cluster: ClusterItem
     engine: Engine = Engine()
     models: Annotated[list[Model], Field(min_length=1)]
     workload: Workload
@@ -389,4 +445,5 @@ class ExperimentFile(Strict):
     assumptions: list[Assumption] = []
     figures: list[Figure] = []
     claims: list[Claim] = []
+    answer: AnswerPlace | None = None
     runtime: dict[str, Any] = {}

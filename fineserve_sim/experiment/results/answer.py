@@ -1,7 +1,8 @@
 """The answer: which system on how many GPUs keeps the targets, at what cost, with what margin, and at which load it breaks.
 
 Cells are compared at one place, their axes but those of the cluster, so that the number of GPUs is part of the answer. This
-place is the one at which the systems part: where the best and the worst are furthest from each other. There the cheapest
+place is the one that the file names, or else the one at which the systems part: where the best and the worst are furthest
+from each other. There the cheapest
 cell that keeps all targets is chosen; where none does, the one that comes closest on the GPUs of the file. A bound
 (clairvoyant) is no choice.
 """
@@ -23,12 +24,18 @@ DEFAULT_TARGETS: Targets = {"slo_attainment": 0.95}
 
 
 def answer_of(
-    cells: Sequence[Cell], gpus: int, bounds: Collection[str] = (), targets: Targets = DEFAULT_TARGETS
+    cells: Sequence[Cell],
+    gpus: int,
+    bounds: Collection[str] = (),
+    targets: Targets = DEFAULT_TARGETS,
+    at: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """The answer of cells as summary.json lists them, or None where there is nothing to choose. ``gpus``: those of the file;
-    ``bounds``: systems that nobody can run."""
+    ``bounds``: systems that nobody can run; ``at``: values of axes where the answer is read."""
     targets = {metric: share for metric, share in targets.items() if any(metric in cell["metrics"] for cell in cells)}
-    places = _places([cell for cell in cells if cell["system"] not in bounds])
+    at = at or {}
+    runnable = [cell for cell in cells if cell["system"] not in bounds]
+    places = _places([cell for cell in runnable if at.items() <= cell["axes"].items()])
     if not places or not targets:
         return None
     candidates = max(places.values(), key=lambda there: _parted(there, targets))
@@ -38,6 +45,7 @@ def answer_of(
         "targets": dict(targets),
         "sweep": chosen["sweep"],
         "axes": chosen["axes"],
+        **({"at": dict(at)} if at else {}),
         "requests_per_s": chosen["metrics"]["arrival_rate_per_s"]["mean"],
         "systems": len({cell["system"] for cell in candidates}),
         "most_gpus": max(len_gpus(cell) for cell in candidates),

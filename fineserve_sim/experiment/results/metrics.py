@@ -29,7 +29,7 @@ import numpy as np
 
 from fineserve_sim.cluster import Fate
 from fineserve_sim.cluster.scenario import COUNTERS
-from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, METRICS, PER_MODEL, PERCENTILES
+from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, EACH, METRICS, PER_MODEL, PERCENTILES, overall
 from fineserve_sim.experiment.results import misses
 from fineserve_sim.experiment.results.hits import Hits
 from fineserve_sim.experiment.results.stats import Sample, of_share, over_runs
@@ -215,7 +215,12 @@ def cluster_values(
 
 
 def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Sample:
-    """A metric over the runs of one cell, of one model or (``""``) all: the right interval for its kind."""
+    """A metric over the runs of one cell, of one model or (``""``) all: the right interval for its kind. An attainment of each
+    model is that of the model that attains least."""
+    if metric.startswith(EACH):
+        own = overall(metric)
+        asked = [name for name in runs[0].models if any(len(run.hits[own][name]) for run in runs)]
+        return min((estimate(runs, own, name) for name in asked), key=lambda found: found.mean)
     if metric in ATTAINMENTS:
         return of_share([run.hits[metric][model] for run in runs])
     return over_runs([run.values[metric][model] for run in runs])

@@ -17,7 +17,7 @@ import numpy as np
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster import GpuUse, ServedModel
-from fineserve_sim.cluster.compose.memory import fixed_bytes, usable_bytes
+from fineserve_sim.cluster.compose.memory import fixed_bytes, kinds_of, usable_bytes
 from fineserve_sim.experiment.file.degrees import AUTO, least_degree
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.run.run_data import RunData
@@ -144,9 +144,11 @@ class Places:
         uses = {use.gpu: use for use in gpu_use}
         known = zip(self._kv_gpus(len(kv_left)), kv_left, strict=False)
         left = {gpu: {"kv_left_bytes": mean, "kv_least_bytes": least} for gpu, (mean, least) in known}
+        several = len(kinds_of(self._setup.gpus)) > 1
         return [
             {
                 "gpu": gpu.id,
+                **({"kind": gpu.spec.name} if several else {}),
                 "node": gpu.node,
                 "models": [instance["model"] for instance in self.on(gpu.id)],
                 "weights_bytes": sum(self._bytes_of(each)[0] for each in self.on(gpu.id)),
@@ -180,7 +182,7 @@ def mean_over_seeds(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[st
     merged = []
     for entries in zip(*runs, strict=True):
         first = dict(entries[0])
-        for name in first.keys() - {"gpu", "node", "models"}:
+        for name in first.keys() - {"gpu", "kind", "node", "models"}:
             known = [entry[name] for entry in entries if entry[name] is not None]
             if known:
                 mean = sum(known) / len(known)

@@ -34,21 +34,26 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"samples": samples, "shares": shares, "beyond_tables": dict(beyond)}
 
 
-def tables_of(gpu: GpuSpec, engine: EngineSettings) -> str | None:
-    """The GPU type whose tables make the step times of ``engine`` on ``gpu``; None for rooflines and measured steps."""
-    tables = measured_on(gpu) if engine.latency == "tables" and engine.step_times is None else None
-    return tables.fingerprint["gpu"] if tables else None
+def tables_of(gpus: Sequence[GpuSpec], engine: EngineSettings) -> str | None:
+    """The GPU types whose tables make the step times of ``engine`` on GPUs of these kinds; None for rooflines and measured
+    steps."""
+    if engine.latency != "tables" or engine.step_times is not None:
+        return None
+    found = [tables.fingerprint["gpu"] for gpu in gpus if (tables := measured_on(gpu))]
+    return " and ".join(dict.fromkeys(found)) or None
 
 
-def warnings(found: Mapping[str, Any], gpu: GpuSpec, engine: EngineSettings) -> Iterator[str]:
-    """One line for what leaves the measured range, one for a GPU without own tables. ``found``: as ``pooled`` gives it."""
-    if engine.latency == "tables" and measured_on(gpu) is None:
-        yield f"no measured latency tables for GPU {gpu.name}: step times are rooflines scaled by its data sheet"
-    elif gpu.tables_from is not None and tables_of(gpu, engine):
-        yield (
-            f"no measured latency tables for GPU {gpu.name}: step times are those of {gpu.tables_from}, scaled by the data "
-            "sheets of both"
-        )
+def warnings(found: Mapping[str, Any], gpus: Sequence[GpuSpec], engine: EngineSettings) -> Iterator[str]:
+    """One line for what leaves the measured range, one for each kind of GPU without own tables. ``found``: as ``pooled`` gives
+    it."""
+    for gpu in gpus:
+        if engine.latency == "tables" and measured_on(gpu) is None:
+            yield f"no measured latency tables for GPU {gpu.name}: step times are rooflines scaled by its data sheet"
+        elif gpu.tables_from is not None and tables_of([gpu], engine):
+            yield (
+                f"no measured latency tables for GPU {gpu.name}: step times are those of {gpu.tables_from}, scaled by the data "
+                "sheets of both"
+            )
     beyond = found.get("beyond_tables", {})
     if beyond:
         shown = sorted((item for item in beyond.items() if item[1] >= _LEAST_SHARE), key=lambda item: -item[1])

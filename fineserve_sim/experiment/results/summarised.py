@@ -28,12 +28,17 @@ NOTE = "metrics alone were kept: percentiles come from histograms and are right 
 
 def summarised(scenario: Scenario, warmup: int, limits: Limits) -> tuple[RunResult, Document]:
     """Simulate ``scenario`` and judge it by ``limits``; the first ``warmup`` requests do not count."""
-    names = tuple(limits.ttft_s or {})
+    names, whole = tuple(limits.ttft_s or {}), None
+    if isinstance(scenario.system.scheduler, ClairvoyantSpec) or scenario.clients is not None:
+        whole = simulate(scenario)
+        scenario = replace(scenario, trace=whole.sent or scenario.trace)
     batches = Batches(scenario.trace, warmup, names)
     tally, seen = Tally(batches, limits), Seen(batches.window_s)
-    if isinstance(scenario.system.scheduler, ClairvoyantSpec):
-        result = simulate(scenario)
+    if whole is not None:
+        result = whole
         tally.add(_all_of(scenario, result))
+        if len(result.timeline.time_s):
+            seen.add(result.timeline)
     else:
         result = simulate_streamed(scenario, tally.add, seen.add)
     return result, _document(scenario, result, batches, tally, seen, names)

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fineserve_sim import __version__
-from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE
+from fineserve_sim.cluster.compose.memory import kinds_of
+from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE, EACH, overall
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import describe
-from fineserve_sim.experiment.results.answer import Targets, answer_of
+from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets, answer_of
 from fineserve_sim.experiment.results.binding import binds
 from fineserve_sim.experiment.results.claims import evaluate_claims
-from fineserve_sim.experiment.results.cost import costs, price_of
+from fineserve_sim.experiment.results.cost import by_kind, costs, price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
+from fineserve_sim.experiment.results.simplified import simplified
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, tables_of, warnings
 from fineserve_sim.experiment.results.summarised import NOTE
@@ -44,12 +46,16 @@ class Judged(NamedTuple):
     gpus: list[dict[str, Any]]
 
 
-def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged]) -> dict[str, Any]:
-    """One entry of summary.json's cells, without its sweep."""
+def cell_entry(
+    experiment: Experiment, outcome: Outcome, judged: Sequence[Judged], targets: Targets = DEFAULT_TARGETS
+) -> dict[str, Any]:
+    """One entry of summary.json's cells, without its sweep. It has the attainment of the worst model where ``targets`` ask for
+    each model."""
     runs = [each.measures for each in judged]
     measured = sum(run.counts["arrived"] for run in runs)
     totals = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
-    metrics = {metric: _metric(runs, metric) for metric in present(runs)}
+    of_each = [metric for metric in targets if metric.startswith(EACH) and overall(metric) in runs[0].hits]
+    metrics = {metric: _metric(runs, metric) for metric in (*present(runs), *of_each)}
     models = {name: _model(name, judged) for name in runs[0].models}
     gpus = mean_over_seeds([each.gpus for each in judged])
     setup = experiment.setup_of(outcome.point)
@@ -64,6 +70,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         **totals,
         "misses": _summed(run.misses[""] for run in runs),
         "ttft_slo_s": outcome.limits_s,
+        **({"context_tokens": contexts} if (contexts := _contexts(setup, models)) else {}),
         **({"reach_tokens": dict(outcome.reach_tokens)} if outcome.reach_tokens else {}),
         **({"tpot_slo_s": outcome.tpot_limits_s} if outcome.tpot_slos else {}),
         **({"e2e_slo_s": dict(outcome.e2e_limits_s)} if outcome.e2e_limits_s else {}),
@@ -71,6 +78,7 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
         "runs": list(outcome.keys),
         "metrics": metrics,
         "cost": costs(setup, metrics),
+        **({"cost_by_kind": by_kind(setup)} if len(setup.kinds) > 1 else {}),
         "models": models,
         "gpus": gpus,
         "models_move": setup.systems[outcome.point.system].residency is not None,
@@ -84,8 +92,8 @@ def cell_entry(experiment: Experiment, outcome: Outcome, judged: Sequence[Judged
 
 def cluster_of(setup: Setup) -> dict[str, Any]:
     """What is bought, and where MIG divides it, into how many slices of which profiles."""
-    slices = Counter(gpu.spec.name.removeprefix(f"{setup.gpu_name} ") for gpu in setup.gpus if gpu.spec.whole)
-    told = ", ".join(f"{count} of {profile}" for profile, count in slices.items())
+    slices = Counter(gpu.spec.name for gpu in setup.gpus if gpu.spec.whole)
+    told = ", ".join(f"{count} of {name.removeprefix(f'{setup.gpu_name} ')}" for name, count in slices.items())
     return {"gpu": setup.gpu_name, "count": setup.bought, **({"slices": told} if told else {})}
 
 
@@ -102,6 +110,12 @@ def _model(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
+def _contexts(setup: Setup, models: Mapping[str, Any]) -> dict[str, int]:
+    """The context of each model that had to turn requests away."""
+    specs = {model.id: model.spec for model in setup.models}
+    return {name: specs[name].max_context_tokens for name, model in models.items() if model["misses"]["rejected"]}
+
+
 def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for each in counts:
@@ -112,7 +126,7 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _metric(runs: Sequence[Measures], metric: str) -> dict[str, Any]:
     overall = estimate(runs, metric)
     found = _jsonable(overall) | {"observations": [_number(value) for value in overall.observations]}
-    if metric in CLUSTER_WIDE:
+    if metric in CLUSTER_WIDE or metric.startswith(EACH):
         return found
     return found | {"by_model": {name: _jsonable(estimate(runs, metric, name)) for name in runs[0].models}}
 
@@ -161,6 +175,7 @@ def summary_of(
     placements = [_placement(outcome, store) for outcome in outcomes]
     step_times = pooled([store.meta(key) for outcome in outcomes for key in outcome.keys])
     setup = experiment.setup
+    kinds = [*kinds_of(setup.gpus)]
     return {
         "schema": SCHEMA,
         "fineserve": __version__,
@@ -170,12 +185,20 @@ def summary_of(
         "slo": _slo(outcomes),
         "price": price_of(setup)._asdict(),
         "answer": answer_of(
-            listed, setup.bought, [name for name, system in setup.systems.items() if is_bound(system)], targets
+            listed,
+            setup.bought,
+            [name for name, system in setup.systems.items() if is_bound(system)],
+            targets,
+            experiment.file.answer.at if experiment.file.answer else {},
         ),
         "assumptions": [assumption.model_dump(mode="json") for assumption in experiment.file.assumptions],
         "placements": placements,
-        "step_times": step_times | ({"tables_of": tables_of(setup.gpus[0].spec, setup.engine)} if step_times else {}),
-        "warnings": [*warnings(step_times, setup.gpus[0].spec, setup.engine), *_kept(outcomes, store)],
+        "step_times": step_times | ({"tables_of": tables_of(kinds, setup.engine)} if step_times else {}),
+        "warnings": [
+            *warnings(step_times, kinds, setup.engine),
+            *simplified((model.id, model.spec) for model in setup.models),
+            *_kept(outcomes, store),
+        ],
         "cells": listed,
         "claims": evaluate_claims(experiment.file.claims, listed, placements),
     }

@@ -56,7 +56,7 @@ def write_results(
             for seed in range(len(outcome.keys)):
                 runs.append(_judged(experiment, outcome, seed, store, requests))
                 _add_rows(rows, experiment, outcome, seed, runs[-1])
-            cells[outcome.point] = cell_entry(experiment, outcome, runs)
+            cells[outcome.point] = cell_entry(experiment, outcome, runs, targets)
     for name, table in rows.items():
         _write_table(out / f"{name}.parquet", table)
     write_json(out / "summary.json", summary_of(experiment, outcomes, cells, store, targets))

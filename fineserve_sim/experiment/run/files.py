@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fineserve_sim.experiment.file.errors import MachineError
+from fineserve_sim.experiment.file.errors import MachineError, NoLimitError
 
 _STALE_S = 86_400.0
 
@@ -112,14 +112,14 @@ def _is_at(path: Path, file: int) -> bool:
 
 @contextmanager
 def gone_if_unused(out: Path) -> Iterator[None]:
-    """Be alone in a results folder. One that is new goes with an error that comes before any simulation has finished; so do
-    the folders that were made to hold it, unless something else is there."""
+    """Be alone in a results folder. One that is new goes with an error that comes before any simulation has finished; so do the
+    folders that were made to hold it, unless something else is there. It goes, too, where what was simulated gave no limit."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     with alone_in(out):
         try:
             yield
-        except ValueError:
-            if made and not any((out / "cells").glob("*.json")):
+        except ValueError as problem:
+            if made and (isinstance(problem, NoLimitError) or not any((out / "cells").glob("*.json"))):
                 rmtree(out, ignore_errors=True)
                 with suppress(OSError):
                     for folder in made[1:]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 
 import numpy as np
 from fineserve_traces import LengthPairs
 
+from fineserve_sim.cluster import ServedModel
+from fineserve_sim.cluster.compose.profiling import operating_points, typical
 from fineserve_sim.experiment.file import schema
-from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.degrees import least_degree
+from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.experiment.file.sources import lengths_key, model_rows, processes_of, recorded, source_named
+from fineserve_sim.experiment.run.kinds import own_gpus
 from fineserve_sim.experiment.run.streams import stream
 
 _MEAN_SAMPLE = 200_000
@@ -19,6 +24,8 @@ _MEAN_SAMPLE = 200_000
 
 def base_rates(setup: Setup, load: str | None) -> dict[str, float]:
     """Expected requests per second of each model at rate scale 1."""
+    if has_clients(setup):
+        return _closed_rates(setup, 1.0)
     if setup.workload.trace is not None:
         return _recorded_rates(setup, load)
     if isinstance(setup.workload.arrivals, schema.ManyModels):
@@ -36,6 +43,32 @@ def base_rates(setup: Setup, load: str | None) -> dict[str, float]:
         else:
             rates[model.id] = entry.rate_per_s or 0.0
     return rates
+
+
+def has_clients(setup: Setup) -> bool:
+    """Whether requests are sent by clients that wait for their answers; then all models have some."""
+    return setup.models[0].entry.clients is not None
+
+
+def clients_at(model: ResolvedModel, rate_scale: float) -> int:
+    """So many times as many clients as a model has in the file: whole ones, and at least one."""
+    return max(1, round(rate_scale * (model.entry.clients or 0)))
+
+
+def _closed_rates(setup: Setup, rate_scale: float) -> dict[str, float]:
+    return {model.id: _closed_per_s(setup, model, clients_at(model, rate_scale)) for model in setup.models}
+
+
+def _closed_per_s(setup: Setup, model: ResolvedModel, clients: int) -> float:
+    """What the clients of a model would ask a second if it had its GPUs for itself: batches of so many mean requests, one after
+    the other, with the time to think between them."""
+    prompt, output = mean_lengths(setup, model.id)
+    served = ServedModel(model.id, model.spec, model.precision, least_degree(setup, model), 0.0, inf, prompt, output)
+    points = operating_points(typical(served), own_gpus(setup, served)[0].spec, setup.engine)
+    batches, lasts_s = [point.batch for point in points], [point.batch / point.throughput_per_s for point in points]
+    at_once = min(clients, batches[-1])
+    batch_s = float(np.interp(at_once, batches, lasts_s)) * clients / at_once
+    return clients / (batch_s + (model.entry.think_s or 0.0))
 
 
 def phased_s(setup: Setup) -> float:
@@ -88,4 +121,6 @@ def _source_means(lengths: str | schema.FixedLengths, data_dir: Path | None) -> 
 
 def expected_rates(setup: Setup, load: str | None, rate_scale: float) -> Mapping[str, float]:
     """Expected requests per second of each model in one run."""
+    if has_clients(setup):
+        return _closed_rates(setup, rate_scale)
     return {name: rate_per_s * rate_scale for name, rate_per_s in base_rates(setup, load).items()}

@@ -6,21 +6,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fineserve_traces import Requests
+from fineserve_traces import Requests, totals
 
-from fineserve_sim.cluster import Scenario, ServedModel
+from fineserve_sim.cluster import Clients, Gpu, Scenario, ServedModel
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.resolve import Overrides, Setup
 from fineserve_sim.experiment.run.degrees import at_degrees
-from fineserve_sim.experiment.run.rates import expected_rates, mean_lengths
+from fineserve_sim.experiment.run.kinds import own_gpus
+from fineserve_sim.experiment.run.rates import expected_rates, has_clients, mean_lengths
 from fineserve_sim.experiment.run.workload import (
     ISOLATED_GAP_S,
     alone_trace,
     build_requests,
     build_trace,
+    clients_of,
     isolated_trace,
 )
-from fineserve_sim.systems.spec import ClairvoyantSpec
+from fineserve_sim.systems.spec import ClairvoyantSpec, PinnedPlacementSpec
 
 SAMPLE_S = 1.0
 """There is a sample of a run's timeline in each so many seconds (``cluster/samples.py`` says where)."""
@@ -72,21 +74,38 @@ def scenario(run: Run, *, streams: bool = False) -> Scenario:
         trace = alone_trace(setup, run.alone, run.load, run.seed)
     else:
         rates = dict(expected_rates(setup, run.load, run.rate_scale))
-        at_once = not streams or isinstance(setup.systems[run.system].scheduler, ClairvoyantSpec)  # that looks at all
+        looks_at_all = isinstance(setup.systems[run.system].scheduler, ClairvoyantSpec)
+        at_once = not streams or looks_at_all or has_clients(setup)
         build = build_trace if at_once else build_requests
         trace = build(setup, run.load, run.rate_scale, run.seed)
-    gpus = setup.gpus
-    if run.alone:
-        gpus = gpus[: next(least_degree(setup, model) for model in setup.models if model.id == run.alone)]
+    models = _served(run, rates)
     return Scenario(
         system=setup.systems[run.system],
-        models=_served(run, rates),
-        gpus=gpus,
+        models=models,
+        gpus=_reference_gpus(run, models[0]) if run.isolated or run.alone else setup.gpus,
         trace=trace,
         engine=setup.engine,
         sample_s=0.0 if run.isolated else SAMPLE_S,
         faults=() if run.isolated or run.alone else setup.faults,
+        clients=_clients(run, trace),
     )
+
+
+def _clients(run: Run, trace: Requests) -> Clients | None:
+    """The clients that send the requests of a run, if any do."""
+    if run.isolated or not has_clients(run.setup):
+        return None
+    if not run.alone:
+        return clients_of(run.setup, run.rate_scale)
+    everybody, own = clients_of(run.setup, 1.0), [model.id for model in run.setup.models].index(run.alone)
+    return Clients((everybody.of[own],), (everybody.think_s[own],), int(totals(trace).requests.sum()))
+
+
+def _reference_gpus(run: Run, model: ServedModel) -> tuple[Gpu, ...]:
+    """What the one model of a reference run is on: where it is pinned the GPUs of the cluster, else those of its own kind."""
+    pinned = isinstance(run.setup.systems[run.system].placement, PinnedPlacementSpec)
+    gpus = run.setup.gpus if pinned else own_gpus(run.setup, model)
+    return gpus[: model.tp] if run.alone else gpus
 
 
 def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:

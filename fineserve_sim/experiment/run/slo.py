@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.errors import NoLimitError
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.resolve import ResolvedModel
 from fineserve_sim.experiment.file.schema import Reference, TpotReference
@@ -62,6 +63,7 @@ def _runs_of(
 ) -> list[Run]:
     """The reference runs of one system for one model at one point; no SLO is known to them yet."""
     setup = experiment.setup_of(point)
+    setup = replace(setup, engine=replace(setup.engine, step_time_factor=1.0))  # a margin moves no limit
     where = (setup, point.overrides, system)
     unlimited = (math.inf,) * len(setup.models)
     seeds = range(experiment.file.seeds)
@@ -75,7 +77,7 @@ def _runs_of(
 def base_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, BaseSlo]:
     """The base TTFT SLO of every model at one point. ``read`` gives a finished reference run.
 
-    Raises ConfigError when so few reference requests got a first token that the quantile does not exist.
+    Raises NoLimitError when so few reference requests got a first token that the quantile does not exist.
     """
     slo, found = experiment.setup_of(point).slo, {}
     for model in experiment.setup_of(point).models:
@@ -90,7 +92,7 @@ def base_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, Bas
 
 
 def tpot_slos(experiment: Experiment, point: Point, read: Read) -> dict[str, BaseSlo]:
-    """The base TPOT SLO of every model at one point, of none without a limit. ConfigError as in ``base_slos``."""
+    """The base TPOT SLO of every model at one point, of none without a limit. NoLimitError as in ``base_slos``."""
     slo, found = experiment.setup_of(point).slo, {}
     for model in experiment.setup_of(point).models:
         if slo.tpot_s is not None:
@@ -126,11 +128,29 @@ def _derived(
     }
     best = min(values, key=lambda system: values[system])
     if not np.isfinite(values[best]):
-        problem = f"under {best} at {point}, too few requests of model {model} got a first token"
-        raise ConfigError(experiment.document.place(("slo", part)), f"slo.{part}.reference", problem)
+        runs = _runs_of(experiment, point, reference, best, model)
+        problem = f"none follows for model {model}: {_lost(experiment, point, model, [read(run) for run in runs])}"
+        problem += f" under {best}, {reference.load} load; give a limit in seconds, slo.{part}_s or --{part}-slo"
+        raise NoLimitError(experiment.document.place(("slo", part)), f"slo.{part}.reference", problem)
     percent = f"P{100 * reference.quantile:g}"
     described = f"{percent} {part.upper()} of {best}, {reference.load} load"
     return BaseSlo(max(values[best], least_s), described if not least_s else f"{described}, at least {least_s:g} s")
+
+
+def _lost(experiment: Experiment, point: Point, model: str, runs: list[RunData]) -> str:
+    """Which part of a model's requests was not served, and whether its context is too short for their prompts."""
+    prompts: list[int] = []
+    requests = 0
+    for data in runs:
+        own = data.measured & (data.model == data.models.index(model) if model in data.models else False)
+        requests += int(own.sum())
+        prompts += data.prompt_tokens[own & np.isnan(data.finish_s)].tolist()
+    told = f"{100 * len(prompts) / max(1, requests):.3g} % of its requests are not served"
+    (spec,) = (each.spec for each in experiment.setup_of(point).models if each.id == model)
+    longest = max(prompts, default=0)
+    if longest < spec.max_context_tokens:
+        return told
+    return f"{told} (prompts of up to {longest:,} tokens; its context is {spec.max_context_tokens:,})"
 
 
 def _quantile(runs: list[Run], model: str, quantile: float, read: Read, moment: Callable[[RunData], Floats]) -> float:

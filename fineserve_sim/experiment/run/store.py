@@ -129,7 +129,7 @@ class Store:
 
     def write(self, key: str, scenario: Scenario, warmup: int, result: RunResult) -> None:
         """Store a finished run. Raises OSError when the disk refuses; then the run is not there."""
-        trace = scenario.whole_trace
+        trace = result.sent or scenario.whole_trace
         requests = {column: getattr(trace, column) for column in _TRACE_COLUMNS}
         requests |= {column: getattr(result, column) for column in OUTCOMES}
         self._write_table(self._cells / f"{key}.parquet", requests)

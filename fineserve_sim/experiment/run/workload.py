@@ -20,6 +20,7 @@ from fineserve_traces.schema import FloatArray, IntArray
 from fineserve_traces.servegen import Client
 from numpy.random import Generator
 
+from fineserve_sim.cluster import Clients
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.file.sources import (
@@ -31,7 +32,7 @@ from fineserve_sim.experiment.file.sources import (
     recorded,
 )
 from fineserve_sim.experiment.file.sources import held as held_trace
-from fineserve_sim.experiment.run.rates import base_rates, phased_s, stretch
+from fineserve_sim.experiment.run.rates import base_rates, clients_at, has_clients, phased_s, stretch
 from fineserve_sim.experiment.run.replay import Replay
 from fineserve_sim.experiment.run.streams import stream, stream_names
 
@@ -58,6 +59,8 @@ def _requests(setup: Setup, load: str | None, rate_scale: float, seed: int, *, h
     requests: Drawn | Replay | Trace
     if work.trace is not None:
         requests = _replayed(setup, load, rate_scale, seed, held=held)
+    elif has_clients(setup):
+        requests = _of_clients(setup, rate_scale, seed)
     elif isinstance(work.arrivals, schema.ManyModels):
         requests = _many_models(setup, work.arrivals.duration_s, work.arrivals.scale * rate_scale, seed)
     elif phased_s(setup):
@@ -73,6 +76,38 @@ def _requests(setup: Setup, load: str | None, rate_scale: float, seed: int, *, h
     if count <= work.warmup_requests:
         raise ValueError(f"{count} requests in all, {work.warmup_requests} of them warm-up: none is left to measure")
     return requests
+
+
+def _of_clients(setup: Setup, rate_scale: float, seed: int) -> Trace:
+    """What the clients of each model send in turn, in rows whose times mean nothing: as many rows a model as all clients send
+    together, since nobody knows which of them will be the faster ones."""
+    count, models = clients_of(setup, rate_scale).requests, len(setup.models)
+    columns = [
+        length_source(setup).in_turn(stream(seed, f"lengths/{name}"), count)(count)
+        for name in _stream_names(setup).values()
+    ]
+    prompts, outputs = (np.stack([column[part] for column in columns], axis=1).ravel() for part in (0, 1))
+    return Trace(
+        arrival_s=np.zeros(count * models),
+        model=np.tile(np.arange(models, dtype=np.int32), count),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        models=tuple(model.id for model in setup.models),
+        source=length_source(setup).source,
+    )
+
+
+def clients_of(setup: Setup, rate_scale: float) -> Clients:
+    """The clients of all models, so many times as many as the file has."""
+    work = setup.workload
+    count = (work.requests or 0) + work.warmup_requests
+    if work.trace is not None:
+        count = len(recorded(setup)) if work.requests is None else min(len(recorded(setup)), count)
+    return Clients(
+        of=tuple(clients_at(model, rate_scale) for model in setup.models),
+        think_s=tuple(model.entry.think_s or 0.0 for model in setup.models),
+        requests=count,
+    )
 
 
 def _stream_names(setup: Setup) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
 from fineserve_sim.experiment.show.labels import axis_text, number
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
@@ -41,15 +42,34 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
     if not answer or cell is None:
         return []
     lines = [
-        _choice(answer, cell),
+        f"{_where(answer, cell, summary['cells'])}{_choice(answer, cell)}",
         *_beyond(answer, cell),
         *_gpus(answer, cell),
         _cost(cell, summary["price"]),
         _misses(cell),
     ]
     lines += [" ".join(sentences)] if (sentences := list(_binding(cell))) else []
-    load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell))}"
+    load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell, summary['cells']))}"
     return [*lines, load]
+
+
+def _where(answer: Mapping[str, Any], cell: Cell, cells: Sequence[Cell]) -> str:
+    """The place of the answer, where there are others."""
+    axes = [axis for axis, _ in place_of(cell) if len({str(other["axes"].get(axis)) for other in cells}) > 1]
+    if not axes:
+        return ""
+    place = ", ".join(lowered(axis_text(axis, cell["axes"][axis])) for axis in axes)
+    why = ", as the file asks" if "at" in answer else ", where the systems differ most" * (answer["systems"] > 1)
+    return f"At {place}{why}: "
+
+
+def answer_of(summary: Mapping[str, Any]) -> list[str]:
+    """The answer block with the models that have no GPU; empty where there was nothing to choose."""
+    cell = chosen_cell(summary)
+    if cell is None:
+        return []
+    here = [each for each in summary["cells"] if place_of(each) == place_of(cell)]
+    return [*answer_lines(summary), *unplaced_lines(here)]
 
 
 def unplaced_lines(cells: Sequence[Cell]) -> Iterator[str]:
@@ -103,7 +123,7 @@ def lowered(text: str) -> str:
 
 
 def gpus_text(cell: Cell) -> str:
-    """``8 h100-sxm``, or ``1 h100-sxm in slices (3 of 2g)``."""
+    """``8 h100-sxm``, ``1 h100-sxm in slices (3 of 2g)`` or ``12 GPUs (8 h100-sxm, 4 l40s)``."""
     cluster = cell["cluster"]
     slices = f" in slices ({cluster['slices']})" if "slices" in cluster else ""
     return f"{cluster['count']} {cluster['gpu']}{slices}"
@@ -133,8 +153,14 @@ def targets_text(targets: Mapping[str, float]) -> str:
     """``95 % of the requests within their limits``."""
     if len(targets) == 1 and "slo_attainment" in targets:
         return f"{100 * targets['slo_attainment']:g} % of the requests within their limits"
-    moments = {_MOMENTS[metric.removesuffix("_attainment")]: share for metric, share in targets.items()}
-    return ", ".join(f"{100 * share:g} % within the limit of {moment}" for moment, share in moments.items())
+    return ", ".join(f"{100 * share:g} % {_whose(metric)}" for metric, share in targets.items())
+
+
+def _whose(metric: str) -> str:
+    """``within the limit of TTFT``, of all requests or of those of each model."""
+    moment = overall(metric).removesuffix("_attainment")
+    limit = "all limits" if moment == "slo" else f"the limit of {_MOMENTS[moment]}"
+    return f"of each model's requests within {limit}" if metric.startswith(EACH) else f"within {limit}"
 
 
 def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
@@ -147,7 +173,7 @@ def _choice(answer: Mapping[str, Any], cell: Cell) -> str:
     if choice["holds"]:
         homeless = () if cell["models_move"] else [entry["model"] for entry in cell["unplaced"]]
         return f"Take {own}, which keeps {targets}: {found}.{_left_out(homeless)}{as_good}"
-    if "search" in answer:
+    if "gpus" in answer.get("search", {}):
         return f"{_found(answer, cell, targets)} {_asked(answer, cell)}: {found}.{as_good}"
     systems, most = answer["systems"], answer["most_gpus"]
     up_to = f"up to {most}" if most > choice["gpus"] else str(choice["gpus"])
@@ -209,16 +235,15 @@ def _margin(metric: str, margin: Mapping[str, Any], targets: int) -> str:
     if margin["half_width"] is None:
         sure = ", of too few requests for an interval"
     side = f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}{sure}"
-    name = "" if targets == 1 else f"{_MOMENTS[metric.removesuffix('_attainment')]} "
+    moment = _MOMENTS[overall(metric).removesuffix("_attainment")]
+    name = f"worst model, {moment} " if metric.startswith(EACH) else "" if targets == 1 else f"{moment} "
     return f"{name}{percent(margin['mean'], margin['half_width'])}, {side}"
 
 
 def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
     cost = cell["cost"]
     if cost["usd_per_hour"] is None:
-        return (
-            f"Cost: no price is known for {cell['cluster']['gpu']}; give one with cluster.usd_per_gpu_hour or --price."
-        )
+        return f"Cost: no price is known for {_unpriced(cell)}; give one with cluster.usd_per_gpu_hour or --price."
     whose = "as given"
     if price["default"]:
         whose = f"by default, {price['source']} of {price['read_on']}; --price"
@@ -229,8 +254,16 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
     ):
         if cost[key] is not None:
             parts.append(f"${dollars(cost[key])} {text}")
-    each = cost["usd_per_hour"] / cell["cluster"]["count"]
-    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} (${each:,.2f} a GPU-hour {whose})."
+    each = f"${cost['usd_per_hour'] / cell['cluster']['count']:,.2f} a GPU-hour"
+    if "cost_by_kind" in cell:
+        each = ", ".join(f"{kind['gpu']} ${kind['usd_per_gpu_hour']:,.2f} a GPU-hour" for kind in cell["cost_by_kind"])
+    return f"Cost of {gpus_text(cell)}: {', '.join(parts)} ({each} {whose})."
+
+
+def _unpriced(cell: Cell) -> str:
+    """The kinds of GPU whose price nobody knows."""
+    kinds = cell.get("cost_by_kind", ())
+    return ", ".join(kind["gpu"] for kind in kinds if kind["usd_per_gpu_hour"] is None) or str(cell["cluster"]["gpu"])
 
 
 def _misses(cell: Cell) -> str:
@@ -238,13 +271,19 @@ def _misses(cell: Cell) -> str:
     if not total:
         return "Misses: none."
     parts = [
-        f"{percent(count / cell['requests'])} {MEANINGS[cause]}"
+        f"{percent(count / cell['requests'])} {_rejected(cell) if cause == 'rejected' else MEANINGS[cause]}"
         for cause, count in sorted(cell["misses"].items(), key=lambda item: -item[1])
         if count
     ]
     worst = worst_models(cell)
     models = f" Worst: {', '.join(worst)} within." if len(cell["models"]) > 1 and worst else ""
     return f"Misses: {', '.join(parts)}.{models}"
+
+
+def _rejected(cell: Cell) -> str:
+    """Why requests were turned away, with the contexts of their models, which may be too short for a prompt."""
+    told = [f"; the context of {name} is {tokens:,} tokens" for name, tokens in cell.get("context_tokens", {}).items()]
+    return f"{MEANINGS['rejected'].removesuffix(')')}{''.join(told[:3])})"
 
 
 def worst_models(cell: Cell, most: int = 2) -> list[str]:
@@ -280,7 +319,7 @@ def _bind(entry: Mapping[str, Any], total: int, cell: Cell) -> str:
     return f"{what}{where} ({100 * entry['misses'] / total:.0f} % of misses{who})"
 
 
-def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+def _load(answer: Mapping[str, Any], cell: Cell, cells: Sequence[Cell]) -> Iterator[str]:
     """Where it breaks: found by a search, or read off the rates of the sweep."""
     if "search" in answer:
         yield from _searched(answer, cell)
@@ -288,12 +327,27 @@ def _load(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     breaks = answer["breaks"][cell["system"]]
     base, holds = _base_per_s(answer, cell), f"{answer['choice']['title']} holds"
     held, failing = breaks["holds_to"], breaks["fails_at"]
-    if failing is not None and held is not None:
+    if len(_rates(cell, cells)) < 2:
+        yield "no other rate was run here."
+    elif failing is not None and held is not None:
         yield f"of the rates that were run, {holds} up to {_rate(held, base)}, no longer at {_rate(failing, base)}."
     elif held is not None:
         yield f"{holds} at every rate that was run, up to {_rate(held, base)}."
     else:
         yield f"{answer['choice']['title']} fails at {_rate(failing, base)}, the lowest rate here."
+
+
+def _rates(cell: Cell, cells: Sequence[Cell]) -> set[float]:
+    """The rate scales that there are of a cell's system at its other axes."""
+
+    def rest(of: Cell) -> dict[str, Any]:
+        return {axis: value for axis, value in of["axes"].items() if axis != "rate_scale"}
+
+    return {
+        other["axes"]["rate_scale"]
+        for other in cells
+        if other["system"] == cell["system"] and rest(other) == rest(cell)
+    }
 
 
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
@@ -312,7 +366,7 @@ def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
 
 def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """Fewer GPUs for a system that keeps the targets; where none does, ``_found`` has told already."""
-    if "search" not in answer or not answer["choice"]["holds"]:
+    if "gpus" not in answer.get("search", {}) or not answer["choice"]["holds"]:
         return
     found = answer["search"]["gpus"]
     if found["value"] == cell["cluster"]["count"]:

@@ -28,6 +28,10 @@ _KNOWN = {
     "tpot_attainment": Quantity("TPOT SLO attainment", "%", 100),
     "e2e_attainment": Quantity("End-to-end SLO attainment", "%", 100),
     "slo_attainment": Quantity("Within all limits", "%", 100),
+    "each_ttft_attainment": Quantity("Worst model: TTFT", "%", 100),
+    "each_tpot_attainment": Quantity("Worst model: TPOT", "%", 100),
+    "each_e2e_attainment": Quantity("Worst model: end to end", "%", 100),
+    "each_slo_attainment": Quantity("Worst model: all limits", "%", 100),
     "goodput_per_s": Quantity("Goodput", "requests/s"),
     "throughput_per_s": Quantity("Throughput", "requests/s"),
     "decode_throughput_tokens_per_s": Quantity("Decode throughput", "tokens/s"),
@@ -145,6 +149,11 @@ def distinct(values: Iterable[object]) -> list[object]:
     unique = list(dict.fromkeys(values))
     numeric = [value for value in unique if isinstance(value, int | float)]
     return [*sorted(numeric)] if len(numeric) == len(unique) else unique
+
+
+def gpu_text(gpu: Mapping[str, Any]) -> str:
+    """The number of a GPU as ``gpus`` of a cell have it, with its kind where there are several: ``3``, or ``3 l40s``."""
+    return f"{gpu['gpu']} {gpu['kind']}" if "kind" in gpu else str(gpu["gpu"])
 
 
 def varying_axes(cells: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fineserve_sim.experiment.show.answer import gpus_text, place_text, unplaced_lines
-from fineserve_sim.experiment.show.labels import number
+from fineserve_sim.experiment.show.labels import gpu_text, number
 from fineserve_sim.experiment.show.plot_style import COLOURS, Handle, set_heading
 from fineserve_sim.experiment.show.where import MEMORY_PARTS, TIME_PARTS, memory_gib, most_waiting
 
@@ -41,7 +41,7 @@ def placement_figure(cell: Mapping[str, Any], title: str) -> Figure:
 
 
 def _label(gpu: Mapping[str, Any]) -> str:
-    return f"GPU {gpu['gpu']}\n{fill(', '.join(gpu['models']) or 'no model', 34)}"
+    return f"GPU {gpu_text(gpu)}\n{fill(', '.join(gpu['models']) or 'no model', 34)}"
 
 
 def _draw_memory(axes: Axes, gpus: Sequence[Mapping[str, Any]]) -> dict[str, Handle]:

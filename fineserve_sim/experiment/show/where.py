@@ -13,7 +13,7 @@ from rich.text import Text
 from fineserve_sim.experiment.results.answer import name_of
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.show.answer import dollars, percent, worst_models
-from fineserve_sim.experiment.show.labels import number
+from fineserve_sim.experiment.show.labels import gpu_text, number
 
 Cell = Mapping[str, Any]
 
@@ -173,7 +173,7 @@ def gpus_table(cell: Cell, title: str) -> PlainTable:
     shown = most_waiting(cell["gpus"])
     for gpu in shown:
         table.add_row(
-            str(gpu["gpu"]),
+            gpu_text(gpu),
             ", ".join(gpu["models"]) or "none",
             *(_gib(gpu[key]) for key in ("weights_bytes", "kv_bytes", "kv_left_bytes", "kv_least_bytes")),
             *(f"{100 * gpu[key]:.0f}" for key in ("busy", "compute", "bandwidth", "waiting")),

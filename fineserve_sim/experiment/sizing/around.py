@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.schema import MixedCluster
 from fineserve_sim.experiment.results.answer import margin
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.executor import Executor
@@ -34,20 +35,21 @@ def search_around(
     on_progress: OnProgress | None = None,
     told: Told | None = None,
 ) -> dict[str, Any]:
-    """Search around the answer of a results folder, write what is found into its summary.json, and return that."""
+    """Search around the answer of a results folder, write what is found into its summary.json, and return that. Where GPUs are
+    of ``several`` kinds, the rate alone is searched."""
     summary = read_summary(folder)
     answer = summary["answer"]
     if answer is not None:
         goals = [Goal(metric, share) for metric, share in answer["targets"].items()]
         path = folder / "resolved.yaml"
         prober = Prober(path, folder, goals, jobs=jobs, executor=executor, on_progress=on_progress, told=told)
-        bounds = {} if answer["choice"]["holds"] else _bounds(prober, answer, _order(summary))
-        answer["search"] = {
-            "rate": _rate(prober, answer, bounds),
-            "gpus": _gpus(prober, answer, _order(summary), bounds),
-        }
-        if answer["search"]["gpus"]["value"] is None:
-            answer["search"]["changed"] = list(_changed(prober, answer, bounds))
+        several = isinstance(prober.file().file.cluster, MixedCluster)
+        bounds = {} if answer["choice"]["holds"] or several else _bounds(prober, answer, _order(summary))
+        answer["search"] = {"rate": _rate(prober, answer, bounds, several=several)}
+        if not several:
+            answer["search"]["gpus"] = _gpus(prober, answer, _order(summary), bounds)
+            if answer["search"]["gpus"]["value"] is None:
+                answer["search"]["changed"] = list(_changed(prober, answer, bounds))
         write_json(folder / "summary.json", summary)
     return summary
 
@@ -67,13 +69,16 @@ def _bounds(prober: Prober, answer: Mapping[str, Any], order: Sequence[tuple[str
     return {system: bound for system, bound in found.items() if bound is not None and bound.hopeless}
 
 
-def _rate(prober: Prober, answer: Mapping[str, Any], bounds: Mapping[str, Feasibility]) -> dict[str, Any]:
+def _rate(
+    prober: Prober, answer: Mapping[str, Any], bounds: Mapping[str, Feasibility], *, several: bool
+) -> dict[str, Any]:
     """The highest rate scale at which the targets are kept (None: none down to ``least``), and the next that was tried."""
     choice, place = answer["choice"], dict(answer["axes"])
     start = float(place.pop("rate_scale"))
     if choice["system"] in bounds:
         return {"value": None, "fails_at": start, "least": 0.0}
-    place["cluster.count"] = choice["gpus"]
+    if not several:
+        place["cluster.count"] = choice["gpus"]
     found = turning_point(replace(prober, at=place), choice["system"], choice["title"], RATE, start, PRECISION)
     value = found.best.value if found.best else None
     failing = [probe.value for probe in found.probes if not probe.holds and (value is None or probe.value > value)]

@@ -41,6 +41,29 @@ def first_integer(low: int, high: int, holds: Holds, alike: Alike = lambda some,
     return high
 
 
+def cheapest_pair(
+    costs: tuple[float, float], most: int, below: float, holds: Callable[[int, int], bool]
+) -> tuple[int, int] | None:
+    """The cheapest pair of numbers of two things, one of each and ``most`` together at least and at most, at which ``holds``
+    and that costs less than ``below``. None where there is none.
+
+    More of either is taken to help, so that the pairs that hold lie above a falling staircase. A walk along it meets the
+    cheapest: one fewer of the first where a pair holds, one more of the second where it does not. It asks fewer than twice
+    ``most`` times.
+    """
+    best, first, second = None, most - 1, 1
+    while first:
+        cost = first * costs[0] + second * costs[1]
+        if first + second > most or cost >= below:
+            first -= 1
+        elif holds(first, second):
+            best, below = (first, second), cost
+            first -= 1
+        else:
+            second += 1
+    return best
+
+
 def easiest_turn(start: float, easier: float, limit: float, precision: float, holds: Holds) -> float | None:
     """The hardest value at which ``holds``, to within a factor of 1 + ``precision``; None when none up to ``limit`` does.
 

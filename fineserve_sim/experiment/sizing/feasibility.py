@@ -20,6 +20,7 @@ from fineserve_sim.catalog import PrecisionSpec
 from fineserve_sim.cluster import EngineSettings, Gpu
 from fineserve_sim.cluster.compose.memory import fixed_bytes, geometry, usable_bytes
 from fineserve_sim.experiment.file.degrees import AUTO, splitting_degrees
+from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.experiment.run.alone import Engine, bounded, engines_of, latencies_s, reach_of, step_of
@@ -123,7 +124,11 @@ class Alone:
 
     def keeps(self, targets: Targets) -> bool:
         """Whether the model's own requests can keep the targets."""
-        return all((self.requests - self.missed[metric]) / self.requests >= share for metric, share in targets.items())
+        return all(self.within(metric) >= share for metric, share in targets.items())
+
+    def within(self, metric: str) -> float:
+        """The share of its requests that can be within the limit of a target."""
+        return (self.requests - self.missed[overall(metric)]) / self.requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +140,14 @@ class Feasibility:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The share of all requests that can be within the limit of each target at most."""
+        """The share of all requests, or of those of the worst model, that can be within the limit of each target at most."""
+        return {metric: self._bound(metric) for metric in self.targets}
+
+    def _bound(self, metric: str) -> float:
+        if metric.startswith(EACH):
+            return min(model.within(metric) for model in self.models)
         requests = sum(model.requests for model in self.models)
-        missed = {metric: sum(model.missed[metric] for model in self.models) for metric in self.targets}
-        return {metric: (requests - count) / requests for metric, count in missed.items()}
+        return (requests - sum(model.missed[metric] for model in self.models)) / requests
 
     @property
     def hopeless(self) -> bool:
@@ -149,7 +158,7 @@ class Feasibility:
     def worst(self) -> list[Alone]:
         """The models that cannot keep the targets themselves, the one with the most requests out of reach first."""
         found = [model for model in self.models if not model.keeps(self.targets)]
-        return sorted(found, key=lambda model: -max(model.missed[metric] for metric in self.targets))
+        return sorted(found, key=lambda model: -max(model.missed[overall(metric)] for metric in self.targets))
 
     @property
     def remedies(self) -> list[tuple[Change, ...]]:
@@ -229,7 +238,8 @@ def _limit(setup: Setup, model: ResolvedModel, point: Point, targets: Targets) -
     slo = setup.slo
     ttft_s = math.inf if slo.ttft_s is None else slo.ttft_s * point.slo_scale
     every = (model.entry.ttft_slo_s or ttft_s, slo.tpot_s or math.inf, slo.e2e_s or math.inf)
-    asked = ["slo_attainment" in targets or f"{moment}_attainment" in targets for moment in MOMENTS]
+    told = set(map(overall, targets))
+    asked = ["slo_attainment" in told or f"{moment}_attainment" in told for moment in MOMENTS]
     return Limit(*(limit_s if wanted else math.inf for limit_s, wanted in zip(every, asked, strict=True)))
 
 

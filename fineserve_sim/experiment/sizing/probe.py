@@ -19,6 +19,7 @@ from typing import Any
 from fineserve_sim.cluster import simulate
 from fineserve_sim.experiment.file.errors import ConfigError, MachineError, ScenarioError
 from fineserve_sim.experiment.file.load import load_experiment
+from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
@@ -42,7 +43,7 @@ class SizingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """At least ``share`` of all requests meet the limit of ``metric``."""
+    """At least ``share`` of all requests meet the limit of ``metric``, or of the requests of each model."""
 
     metric: str
     share: float
@@ -52,16 +53,21 @@ class Goal:
 
 
 def goal(text: str) -> Goal:
-    """``ttft:0.99``. Raises SizingError for anything else."""
-    name, _, share = text.partition(":")
+    """``ttft:0.99``, or ``each:ttft:0.99`` of each model. Raises SizingError for anything else."""
+    first, _, rest = text.partition(":")
+    each = first == "each" and ":" in rest
+    name, _, share = (rest if each else text).partition(":")
     try:
         value = float(share)
     except ValueError:
         value = 0.0
     if name not in METRICS or not 0 < value <= 1:
         known = ", ".join(f"{each}:SHARE" for each in METRICS)
-        raise SizingError(f"--target {text}: expected {known}, with a share above 0 and up to 1, such as ttft:0.99")
-    return Goal(METRICS[name], value)
+        raise SizingError(
+            f"--target {text}: expected {known}, with a share above 0 and up to 1, such as ttft:0.99, or each:ttft:0.99 "
+            "for each model"
+        )
+    return Goal(EACH * each + METRICS[name], value)
 
 
 def goals(texts: Sequence[str]) -> list[Goal]:
@@ -69,8 +75,13 @@ def goals(texts: Sequence[str]) -> list[Goal]:
     found = [goal(part.strip()) for text in texts for part in text.split(",")]
     for at, each in enumerate(found):
         if each.metric in (other.metric for other in found[:at]):
-            raise SizingError(f"--target: {each.metric.removesuffix('_attainment')} is given twice")
+            raise SizingError(f"--target: {told_moment(each.metric)} is given twice")
     return found
+
+
+def told_moment(metric: str) -> str:
+    """What a target is called in a command: ``ttft``, ``slo`` or ``each ttft``."""
+    return metric.removesuffix("_attainment").replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,8 @@ class Attained:
     GPU hours a million tokens, dollars an hour, and what its misses come from, too.
 
     ``early``: fewer than all seeds decided it. ``problem``: why it could not run (a model that fits on no GPU, say).
-    ``missed_by``: misses by model.
+    ``missed_by``: misses by model. ``worst``: the model with the least share within all limits, and that share; None of one
+    model.
     """
 
     value: float
@@ -95,6 +107,7 @@ class Attained:
     misses: Mapping[str, int] | None = None
     unplaced: tuple[str, ...] = ()
     missed_by: Mapping[str, int] | None = None
+    worst: tuple[str, float] | None = None
 
     def like(self, other: Attained) -> bool:
         """Whether both came to the very same, as clusters do of which one has more empty GPUs."""
@@ -126,7 +139,8 @@ def named(told: Told | None, name: str) -> Told | None:
 @dataclass(frozen=True, slots=True)
 class Prober:
     """Asks questions about the systems of one experiment file. ``at`` fixes other axes; simulations are kept in ``out``, and
-    run on ``executor``, or in ``jobs`` processes."""
+    run on ``executor``, or in ``jobs`` processes. ``given``: the cluster is, so that a number of GPUs says no more than what it
+    has."""
 
     path: Path
     out: Path
@@ -138,6 +152,7 @@ class Prober:
     executor: Executor | None = None
     on_progress: OnProgress | None = None
     told: Told | None = None
+    given: bool = False
 
     def file(self) -> Experiment:
         """The experiment as the file has it. Raises ConfigError for a mistake in it, SizingError for a target without limit or
@@ -145,10 +160,10 @@ class Prober:
         found = load_experiment(self.path, [*self.overrides, *_BARE], self.quick)
         self._check_place()
         for goal in self.goals:
-            keys = _KEYS.get(goal.metric, ())
+            keys = _KEYS.get(overall(goal.metric), ())
             if keys and all(getattr(found.setup.slo, key) is None for key in keys):
                 needed = " or ".join(f"slo.{key}" for key in keys)
-                moment = goal.metric.removesuffix("_attainment").upper()
+                moment = overall(goal.metric).removesuffix("_attainment").upper()
                 raise SizingError(f"{self.path}: a target for {moment} needs {needed}")
         return found
 
@@ -201,6 +216,7 @@ class Prober:
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
             unplaced=unplaced,
             missed_by={name: sum(sum(run.misses[name].values()) for run in runs) for name in runs[0].misses if name},
+            worst=_worst_of(runs),
         )
 
     def _run(self, experiment: Experiment, seeds: int) -> tuple[list[Measures], tuple[str, ...]]:
@@ -253,13 +269,19 @@ class Prober:
         axes = {axis: given for axis, given in place.items() if axis != "cluster.count"}
         sweep = [{"name": "size", "at": axes, "systems": [system]}]
         overrides = [*self.overrides, *_BARE, ("sweeps", json.dumps(sweep))]
-        if "cluster.count" in place:
+        if "cluster.count" in place and not self.given:
             overrides.append(("cluster.count", str(int(place["cluster.count"]))))
         return load_experiment(self.path, overrides, self.quick)
 
 
-_BARE = (("claims", "[]"), ("figures", "[]"))
-"""A search looks at neither."""
+def _worst_of(runs: Sequence[Measures]) -> tuple[str, float] | None:
+    shares = {name: estimate(runs, "slo_attainment", name).mean for name in runs[0].models}
+    asked = {name: share for name, share in shares.items() if math.isfinite(share)}
+    return min(asked.items(), key=lambda item: item[1]) if len(asked) > 1 else None
+
+
+_BARE = (("claims", "[]"), ("figures", "[]"), ("answer", "null"))
+"""A search looks at none of them."""
 
 
 def alike(experiment: Experiment) -> bool:
@@ -270,11 +292,29 @@ def alike(experiment: Experiment) -> bool:
 
 def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal, *, alike: bool) -> bool | None:
     """Whether the goal will hold over all seeds, of which these are the first; None while nobody knows."""
+    if goal.metric.startswith(EACH):
+        return _sure_of_each(runs, seeds, Goal(overall(goal.metric), goal.share))
     requests = sum(run.counts["arrived"] for run in runs)
     hits = sum(run.hits[goal.metric][""].sum() for run in runs)
     if len(runs) == seeds:
         return _sure(hits, requests, requests, goal.share)
     return _sure(hits, requests, requests // len(runs) * seeds, goal.share) if alike else None
+
+
+def _sure_of_each(runs: Sequence[Measures], seeds: int, goal: Goal) -> bool | None:
+    """The same of each model. How many requests it has in the seeds to come is known of none: only all seeds decide."""
+    if len(runs) < seeds:
+        return None
+    counts = [
+        [
+            sum(part)
+            for part in zip(
+                *((run.hits[goal.metric][name].sum(), len(run.hits[goal.metric][name])) for run in runs), strict=True
+            )
+        ]
+        for name in runs[0].models
+    ]
+    return all(hits / of >= goal.share for hits, of in counts if of)
 
 
 def _sure(hits: int, requests: int, total: int, share: float) -> bool | None:

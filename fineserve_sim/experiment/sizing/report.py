@@ -36,8 +36,9 @@ def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Plain
     degrees, changed = any(answer.tp for answer in answers), any(answer.changes for answer in answers)
     headers = ["System", *(["With"] * changed), *(["GPU"] * several), *(["TP"] * degrees), f"{axis.title}, {axis.best}"]
     headers += [quantity(goal.metric).text for goal in goals]
-    headers += ["$/h", "$/Mtok", "Probes"]
-    left = [at for at, header in enumerate(headers) if header in ("System", "With", "GPU")]
+    models = any(answer.best is not None and answer.best.worst for answer in answers)
+    headers += [*(["Worst model"] * models), "$/h", "$/Mtok", "Probes"]
+    left = [at for at, header in enumerate(headers) if header in ("System", "With", "GPU", "Worst model")]
     found = PlainTable(*headers, left=left)
     for answer in answers:
         place = [
@@ -45,7 +46,8 @@ def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Plain
             *([answer.gpu] * several),
             *([str(answer.tp or "own")] * degrees),
         ]
-        found.add_row(answer.title, *place, *_numbers(answer, goals), _probes(answer))
+        shares, costs = _shares(answer, goals), _costs(answer)
+        found.add_row(answer.title, *place, *shares, *([_worst(answer)] * models), *costs, _probes(answer))
     return found
 
 
@@ -67,14 +69,26 @@ def _with(answer: Answer) -> str:
     return changes_text([change._asdict() for change in answer.changes])
 
 
-def _numbers(answer: Answer, goals: Sequence[Goal]) -> list[str]:
-    """The answer, what it attains, dollars an hour and a million tokens."""
+def _shares(answer: Answer, goals: Sequence[Goal]) -> list[str]:
+    """The answer and what it attains."""
     best = answer.best
     if best is None:
-        return ["none", *["–"] * (len(goals) + 2)]
+        return ["none", *["–"] * len(goals)]
     widths = best.half_widths or {}
     shares = [percent(best.shares[goal.metric], widths.get(goal.metric)).removesuffix(" %") for goal in goals]
-    return [number(best.value), *shares, _usd(best.usd_per_hour), _usd(best.usd_per_mtoken)]
+    return [number(best.value), *shares]
+
+
+def _worst(answer: Answer) -> str:
+    """The model with the least share within all limits."""
+    worst = None if answer.best is None else answer.best.worst
+    return "–" if worst is None else f"{worst[0]} {percent(worst[1])}"
+
+
+def _costs(answer: Answer) -> list[str]:
+    """Dollars an hour and a million tokens."""
+    best = answer.best
+    return ["–", "–"] if best is None else [_usd(best.usd_per_hour), _usd(best.usd_per_mtoken)]
 
 
 def _usd(value: float | None) -> str:

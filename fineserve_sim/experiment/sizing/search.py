@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from fineserve_sim.experiment.file.metric_names import EACH
 from fineserve_sim.experiment.file.plan import Experiment, default_axes
 from fineserve_sim.experiment.file.resolve import Setup
+from fineserve_sim.experiment.file.schema import MixedCluster
 from fineserve_sim.experiment.results.places import Places
 from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
@@ -123,9 +125,15 @@ def size(
     Raises ConfigError and SizingError as ``Prober.file`` does, SizingError where ``at`` fixes the axis.
     """
     file = prober.file()
+    if axis is GPUS and isinstance(file.file.cluster, MixedCluster):
+        raise SizingError(
+            "cluster.nodes: size finds a number of GPUs of one kind; give --gpu for each kind, or search --over rate or "
+            "slo_scale"
+        )
     if axis.key in (prober.at or {}):
         raise SizingError(f"--at {axis.key}: it is what is searched; leave it out")
-    slack = 1 - min(goal.share for goal in prober.goals)
+    of_each = any(goal.metric.startswith(EACH) for goal in prober.goals)
+    slack = 0.0 if of_each else 1 - min(goal.share for goal in prober.goals)
     most = most_of(prober, most_gpus)
     start = start_of(prober, axis)
     easiest = {"fewest": most, "highest": start, "tightest": start * LIMIT}[axis.best]

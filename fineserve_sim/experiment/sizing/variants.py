@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fineserve_sim import catalog
 from fineserve_sim.experiment.file.errors import ConfigError
+from fineserve_sim.experiment.file.schema import MixedCluster
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError, named
 from fineserve_sim.experiment.sizing.search import Answer, Axis, runnable, size
 
@@ -24,7 +26,11 @@ class Variant:
         """The prober of this cluster. A file's own price is that of its own GPU alone."""
         file = prober.file()
         overrides = [*prober.overrides]
-        if self.gpu is not None:
+        if self.gpu is not None and isinstance(file.file.cluster, MixedCluster):
+            mixed = file.file.cluster
+            links = {"gpus_per_node": mixed.gpus_per_node, "network_bytes_per_s": mixed.network_bytes_per_s}
+            overrides.append(("cluster", json.dumps({"gpu": self.gpu, "count": mixed.count} | links)))
+        elif self.gpu is not None:
             overrides += [("cluster.gpu", self.gpu), ("cluster.usd_per_gpu_hour", "null")]
         if self.usd_per_gpu_hour is not None:
             overrides.append(("cluster.usd_per_gpu_hour", str(self.usd_per_gpu_hour)))

@@ -12,6 +12,7 @@ from fineserve_sim.latency.tables.grids import (
     measured_on,
     save,
     shipped,
+    shipped_layers,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "measured_on",
     "save",
     "shipped",
+    "shipped_layers",
 ]

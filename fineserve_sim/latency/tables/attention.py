@@ -12,15 +12,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from fineserve_sim.latency.tables.curves import isotonic
 from fineserve_sim.latency.tables.grids import Floats, Grid, Ints
 
-TOKEN_KEYS = 1024.0  # weighs measured neighbours only; chosen by halving the bf16, head_dim 128 table (crossvalidation)
+TOKEN_KEYS: Final = (
+    1024.0  # weighs measured neighbours only; chosen by halving the bf16, head_dim 128 table (crossvalidation)
+)
 
 
 class HeadMatch(NamedTuple):
@@ -147,7 +150,8 @@ class DecodeTable:
         return PiecewiseLinear(starts, values, values[-1] / starts[-1])
 
 
-class _Rate(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Rate:
     """Seconds beyond the floor for each token of a prompt: ``rest / length + slope * (length + TOKEN_KEYS)`` between two
     measured lengths. It is least at ``lowest``; beyond the longer one it is ``beyond`` or more."""
 
@@ -158,7 +162,7 @@ class _Rate(NamedTuple):
 
     def at(self, length: float) -> float:
         """The least of this length and of all longer ones, which never falls."""
-        length = max(length, self.lowest)
+        length = length if length > self.lowest else self.lowest
         rate_s = self.rest / length + self.slope * (length + TOKEN_KEYS)
         return rate_s if rate_s < self.beyond else self.beyond
 
@@ -199,7 +203,8 @@ class PrefillTable:
         self._factor = match.batch_factor
         self.exact, self.longest = match.exact, int(lengths[-1])
         self.floor_s: float = lines[0].values[0]
-        self._rates = [_rates(line, lengths.tolist(), self.floor_s) for line in lines]
+        # At a length, for each batch: the rate from there on.
+        self._rates = [*zip(*(_rates(line, lengths.tolist(), self.floor_s) for line in lines), strict=True)]
 
     def beyond_floor_s(self, tokens: int, pairs: float, context: int = 0) -> float:
         """Seconds beyond ``floor_s`` of prompt chunks with ``tokens`` tokens and ``pairs`` query-key pairs in all, behind
@@ -209,13 +214,13 @@ class PrefillTable:
         without a prefix. A chunk behind a prefix takes the part of such a longer prompt that its tokens are, and at least
         what it takes without the prefix.
         """
-        length = max(2.0 * pairs / tokens - 1.0, 1.0)
+        length = 2.0 * pairs / tokens - 1.0
+        length = length if length > 1.0 else 1.0
         if not context:
             return self._alone_s(tokens * self._factor / length, length)
-        chunks = max((2.0 * context + tokens) / length, 1.0)
-        batch, each = chunks * self._factor, tokens / chunks
-        alone_s, behind_s = self._alone_s(batch, each), self._behind_s(batch, length) * each
-        return behind_s if behind_s > alone_s else alone_s
+        chunks = (2.0 * context + tokens) / length
+        chunks = chunks if chunks > 1.0 else 1.0
+        return self._behind_s(chunks * self._factor, tokens / chunks, length)
 
     def _alone_s(self, batch: float, length: float) -> float:
         """Of ``batch`` prompts without a prefix."""
@@ -234,12 +239,16 @@ class PrefillTable:
         weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
         return low_s + (value + more * slope - low_s) * weight - self.floor_s
 
-    def _behind_s(self, batch: float, length: float) -> float:
-        """Of one more token of each of ``batch`` chunks, which see the keys of prompts of this length."""
-        place = bisect_right(self._work, length * (length + TOKEN_KEYS)) - 1
+    def _behind_s(self, batch: float, each: float, length: float) -> float:
+        """Of ``batch`` chunks, one or more, of ``each`` tokens that see the keys of prompts of this length: the rate of such
+        prompts, and at least what the chunks take without a prefix."""
+        rates = self._rates[bisect_right(self._work, length * (length + TOKEN_KEYS)) - 1]
         row = bisect_right(self._batch, batch) - 1
-        low_s = self._rates[row][place].at(length)
-        if row + 1 == len(self._rates):
-            return low_s * (batch / self._batch[-1])
-        weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
-        return low_s + (self._rates[row + 1][place].at(length) - low_s) * weight
+        rate_s = rates[row].at(length)
+        if row + 1 == len(rates):
+            rate_s *= batch / self._batch[-1]
+        elif batch > self._batch[row]:
+            weight = (batch - self._batch[row]) / (self._batch[row + 1] - self._batch[row])
+            rate_s += (rates[row + 1].at(length) - rate_s) * weight
+        behind_s, alone_s = rate_s * each, self._alone_s(batch, each)
+        return behind_s if behind_s > alone_s else alone_s

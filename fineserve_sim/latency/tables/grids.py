@@ -26,13 +26,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # variant: gemm by dtype of weights and activations, attention by KV dtype and head dimension, all_reduce by dtype.
-# "heads" is an axis of (query heads, KV heads) pairs per GPU; "context" counts the token that is being decoded.
+# "heads" is an axis of (query heads, KV heads) pairs per GPU; "context" counts the token that is being decoded. "shape" is an
+# axis of (experts, active ones, hidden size, width, GPUs that split each, GPUs that whole ones are spread over).
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gemm": ("n", "k", "m"),
         "prefill_attention": ("heads", "batch", "new_tokens"),
         "decode_attention": ("heads", "batch", "context"),
         "all_reduce": ("gpus", "message_bytes"),
+        "experts": ("shape", "tokens"),
+        "prefill_latent": ("heads", "batch", "new_tokens"),
+        "decode_latent": ("heads", "batch", "context"),
+        "prefill_linear": ("heads", "batch", "new_tokens"),
+        "decode_linear": ("heads", "batch"),
     }
 )
 
@@ -125,9 +131,14 @@ def shipped(gpu_name: str = REFERENCE_GPU) -> TableSet:
 
 
 @cache
-def _shipped(gpu_name: str) -> TableSet:
-    with as_file(files("fineserve_sim.latency.tables").joinpath(f"{gpu_name}.npz")) as path:
+def _shipped(gpu_name: str, part: str = "") -> TableSet:
+    with as_file(files("fineserve_sim.latency.tables").joinpath(f"{gpu_name}{part}.npz")) as path:
         return load(path, device=DEVICES[gpu_name])
+
+
+def shipped_layers(gpu_name: str) -> TableSet:
+    """The compact tables of the layers that not every model has: experts, latent and linear attention, wide heads."""
+    return _shipped(gpu_name, "-layers")
 
 
 def measured_on(gpu: GpuSpec) -> TableSet | None:

@@ -6,8 +6,9 @@ at the head of its queue. If its queue is empty, it takes the first group that w
 further requests of its model join it, without a limit on the batch.
 
 A worker estimates when each group is served: what is ahead of it at the throughput of each model, and a swap between
-models. When that breaks a deadline, the worker orders its groups by deadline and closes the group in service. Later
-requests of that model form a new group.
+models. When that breaks a deadline, the worker orders its groups by deadline. With ``service="closes"`` it also closes the
+group in service: later requests of that model form a new group. QLM's text reorders groups and closes none; ``goes_on`` is
+that, and a group is served while its model has requests.
 
 A closed group first finishes the requests that its engine has. With ``running="requeue"`` (the later public version) the
 engine stops at once, and they start again elsewhere. By deadline they would often come back at once. So a group is then
@@ -42,23 +43,27 @@ class QlmSwapping:
         *,
         swap_s: float = 30.0,
         running: Literal["finish", "requeue"] = "finish",
+        service: Literal["closes", "goes_on"] = "closes",
     ) -> None:
+        if service not in ("closes", "goes_on"):
+            raise ValueError(f"service is {service!r}: use 'closes' or 'goes_on'")
         if running not in ("finish", "requeue"):
             raise ValueError(f"running is {running!r}: use 'finish' or 'requeue'")
         if swap_s < 0:
             raise ValueError(f"swap_s is {swap_s}: a swap cannot take less than no time")
         self._models = dict(models)
-        self._throughput_per_s: dict[str, float] = {}
         for id, model in models.items():
             if not model.profile:
                 raise ValueError(f"model {id} has no profile, which QLM's estimates need")
-            self._throughput_per_s[id] = max(point.throughput_per_s for point in model.profile)
         self._workers = partition_workers(list(models.values()), gpus)
+        kind_of = {gpu.id: gpu.kind for gpu in gpus}
+        per_s = {kind: {id: model.on(kind).most_per_s for id, model in models.items()} for kind in kind_of.values()}
+        self._throughput_per_s = [per_s[kind_of[worker[0]]] for worker in self._workers]
         self._memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         self._queues: list[list[str]] = [[] for _ in self._workers]
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
         self._swap_s = swap_s
-        self._finishes = running == "finish"
+        self._finishes, self._may_close = running == "finish", service == "closes"
         self._random = Random(0)  # of the worker for a new group: "a random worker", the same in every run
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
@@ -78,7 +83,7 @@ class QlmSwapping:
             late = self._is_late(now, worker, here, groups)
             if late:
                 self._queues[worker].sort(key=lambda model: self._deadline_s(groups[model]))
-            suggestions += self._serve(now, worker, here, taken, closes=late)
+            suggestions += self._serve(now, worker, here, taken, closes=late and self._may_close)
         return suggestions
 
     def _sort_in(self, groups: Mapping[str, Pending]) -> None:
@@ -98,11 +103,12 @@ class QlmSwapping:
 
     def _is_late(self, now: float, worker: int, here: Sequence[EngineView], groups: Mapping[str, Pending]) -> bool:
         """A group in this queue would be served after its deadline."""
-        end_s = now + sum([engine.requests / self._throughput_per_s[engine.model] for engine in here])
+        throughput_per_s = self._throughput_per_s[worker]
+        end_s = now + sum([engine.requests / throughput_per_s[engine.model] for engine in here])
         if any(engine.status is Status.LOADING for engine in here):
             end_s += max(0.0, self._swapped_s[worker] + self._swap_s - now)
         for model in self._queues[worker]:
-            end_s += self._swap_s + groups[model].requests / self._throughput_per_s[model]
+            end_s += self._swap_s + groups[model].requests / throughput_per_s[model]
             if end_s > self._deadline_s(groups[model]):
                 return True
         return False

@@ -32,14 +32,15 @@ TICK_S = 0.1
 class GroupModel:
     """What the controller knows of the model.
 
-    ``max_tokens`` bounds a sequence. ``holds_tokens(n)`` is what an engine over n instances can hold.
+    ``max_tokens`` bounds a sequence. ``holds_tokens(instances)`` is what an engine over these can hold, until
+    ``EnginesResized`` says otherwise.
     """
 
     id: str
     layers: int
     max_tokens: int
     block_tokens: int
-    holds_tokens: Callable[[int], int]
+    holds_tokens: Callable[[tuple[int, ...]], int]
 
 
 class GroupController(Controller):
@@ -88,6 +89,7 @@ class GroupController(Controller):
             events.RequestAborted: self._abort,
             events.Loads: lambda event: self._note(event.loads),
             events.Tick: self._tick,
+            events.EnginesResized: self._resize,
             events.EngineReady: lambda event: self._serve(self._told_of(event.engine, Phase.LOADING)),
             events.LayersDropped: self._dropped,
             events.LayersKept: self._kept,
@@ -107,7 +109,7 @@ class GroupController(Controller):
 
     def _dispatch(self, request: Request) -> list[Command]:
         id = self._dispatcher.choose()
-        if id is not None and not self._holds(self._engines[id], request):  # then the first that does
+        if id is not None and request.prompt_tokens >= self._engines[id].holds_tokens:  # then the first that holds it
             id = next((engine.id for engine in self._able(request) if engine.takes_requests), None)
         if id is not None:
             load = self._engines[id].load  # until it is told again, it counts what the engine is given
@@ -121,10 +123,11 @@ class GroupController(Controller):
         return []
 
     def _able(self, request: Request) -> Iterator[GroupEngine]:
-        return (engine for engine in self._engines.values() if self._holds(engine, request))
+        return (engine for engine in self._engines.values() if request.prompt_tokens < engine.holds_tokens)
 
-    def _holds(self, engine: GroupEngine, request: Request) -> bool:
-        return request.prompt_tokens < self._model.holds_tokens(len(engine.instances))
+    def _longest(self, engine: int) -> int:
+        """Tokens of the longest sequence that an engine holds: a request moves only where it may become as long."""
+        return min(self.max_tokens, self._engines[engine].holds_tokens)
 
     def _release_held(self) -> list[Command]:
         held, self._held = self._held, []
@@ -143,6 +146,17 @@ class GroupController(Controller):
                     self._dispatcher.offer(engine)
         return []
 
+    def _resize(self, event: events.EnginesResized) -> list[Command]:
+        for id, tokens in event.kv_tokens.items():
+            if engine := self._told_of(id):
+                engine.holds_tokens = tokens
+        return []
+
+    def phase(self, engine: int) -> Phase | None:
+        """The phase of an engine; None for one that is gone or never was."""
+        found = self._engines.get(engine)
+        return found.phase if found else None
+
     def _told_of(self, id: int, *phases: Phase) -> GroupEngine | None:
         """The engine that an event names; None if it is gone. ValueError if it never was, or is in no such phase."""
         engine = self._engines.get(id)
@@ -151,7 +165,7 @@ class GroupController(Controller):
 
     def _add(self, instances: tuple[int, ...], phase: Phase) -> int:
         id, self._given = self._given, self._given + 1
-        self._engines[id] = GroupEngine(id, instances, phase, EngineLoad(0, 0))
+        self._engines[id] = GroupEngine(id, instances, phase, EngineLoad(0, 0), self._model.holds_tokens(instances))
         self._enter(id, phase)
         return id
 
@@ -244,6 +258,7 @@ class GroupController(Controller):
         if self._migration is not None:
             busy = {engine for move in self._moving.values() for engine in (move.source, move.destination)}
             moves = self._migration.tick([engine for engine in self._loaded() if engine.id not in busy])
+            moves = [move for move in moves if self._longest(move.destination) >= self._longest(move.source)]
             self._moving |= {move.request_id: move for move in moves}
             answer += moves
         if self._drop is not None:

@@ -2,7 +2,7 @@
 
 Both rank engines by their KV demand in blocks. Running requests hold ``used`` blocks; queued ones will ask for more.
 
-    load     = (used + queued) / capacity                   the smallest wins
+    load     = (used + queued) / capacity or instances      the smallest wins
     freeness = (capacity - used - queued) / max(1, running) the largest wins (Llumnix)
 
 ``queued`` counts all queued requests, or the head of the queue alone: the papers leave it open.
@@ -29,6 +29,7 @@ from fineserve_sim.policy.commands import Migrate
 from fineserve_sim.policy.interfaces import EngineLoad
 
 Queued = Literal["all", "head"]
+Per = Literal["capacity", "instance"]
 Rank = tuple[float, ...]
 
 
@@ -53,13 +54,15 @@ class Phase(Enum):
 class GroupEngine:
     """An engine over one instance or more, which then are the stages of a pipeline, in order.
 
-    ``load`` is the latest that the controller was told, plus what it has dispatched since.
+    ``load`` is the latest that the controller was told, plus what it has dispatched since. ``holds_tokens`` is what its
+    memory can hold.
     """
 
     id: int
     instances: tuple[int, ...]
     phase: Phase
     load: EngineLoad
+    holds_tokens: int
 
     @property
     def takes_requests(self) -> bool:
@@ -127,6 +130,11 @@ def least_loaded(engine: GroupEngine, queued: Queued) -> Rank:
     return ((load.used_blocks + _queued_blocks(load, queued)) / max(1, load.capacity_blocks),)
 
 
+def least_loaded_instance(engine: GroupEngine, queued: Queued) -> Rank:
+    """The smallest KV demand an instance, however much memory a drop has given it."""
+    return ((engine.load.used_blocks + _queued_blocks(engine.load, queued)) / len(engine.instances),)
+
+
 def least_queued(engine: GroupEngine, queued: Queued) -> Rank:
     """The fewest queued blocks an instance, among the engines whose memory has room for their queue (all engines if none has).
 
@@ -158,9 +166,11 @@ DispatchPolicy = RoundRobin | Ranked
 """``needs_loads``: whether the choice depends on loads. ``choose`` names the engine for the next request, or None."""
 
 
-def dispatcher(policy: str, **options: Queued) -> DispatchPolicy:
+def dispatcher(policy: str, *, queued: Queued = "all", per: Per = "capacity") -> DispatchPolicy:
     """The dispatch policy of this name, with the options of a system's file."""
-    return RoundRobin() if policy == "round_robin" else Ranked(_RANKS[policy], **options)
+    if policy == "round_robin":
+        return RoundRobin()
+    return Ranked(least_loaded_instance if per == "instance" else _RANKS[policy], queued)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class KunServeDrop:
     """The global memory manager: looks at all groups now and then (``tick``) and decides what changes.
 
     * ``copy_bytes``: weights of one copy over its GPUs; ``block_bytes``: one KV block of the whole model.
-    * ``base_bytes``: KV memory of an instance that holds all weights.
+    * ``base_bytes``: by instance, its KV memory while it holds all weights.
     * ``trigger``: the part of its KV blocks that a throttled group uses at least.
     * ``required``: free KV memory counts against the demand of the queue (net), or does not (gross).
     * ``restore_usage``: the usage of the whole cluster, or of the group alone, must be below half of its base.
@@ -113,7 +113,7 @@ class KunServeDrop:
 
     copy_bytes: int
     block_bytes: int
-    base_bytes: int
+    base_bytes: Mapping[int, int]
     node_of: Mapping[int, int]
     trigger: float = 0.95
     restore_usage: Literal["cluster", "group"] = "cluster"
@@ -154,14 +154,17 @@ class KunServeDrop:
     def _is_low(self, groups: Sequence[GroupEngine]) -> bool:
         """Whether these hold less KV together than the threshold of what they have without drop. The instances of one that
         drains count at its successors."""
-        bases = sum(len(group.instances) for group in groups if group.phase is not Phase.DRAINING)
+        present = [group.instances for group in groups if group.phase is not Phase.DRAINING]
+        base_bytes = sum(self.base_bytes[instance] for instances in present for instance in instances)
         used_blocks = sum(group.load.used_blocks for group in groups)
-        return used_blocks * self.block_bytes < RESTORE_BELOW * (bases * self.base_bytes)
+        return used_blocks * self.block_bytes < RESTORE_BELOW * base_bytes
 
     def _may_restore(self, group: GroupEngine) -> bool:
         """A pipeline without a queue, each of whose instances can hold all weights beside its KV."""
         pipelined = group.phase is Phase.SERVING and len(group.instances) > 1
-        return pipelined and not group.load.queued_blocks and group.load.fullest_bytes <= self.base_bytes
+        if not pipelined or group.load.queued_blocks:
+            return False
+        return group.load.fullest_bytes <= min(self.base_bytes[instance] for instance in group.instances)
 
 
 class ScaleOut:

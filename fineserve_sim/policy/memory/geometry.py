@@ -39,6 +39,9 @@ class KVGeometry:
     scale lies outside (FP16; FP8 per tensor), and 4 for QoQ's KV4, an FP16 scale and zero. ``tp`` is the tensor-parallel
     degree.
 
+    ``mean_token_layer_bytes`` is for layers that are not alike: what a token takes in one layer, in the mean over layers and
+    over sequences of usual length. It stands for heads and elements.
+
     Raises ValueError for a count below 1, KV heads that do not divide over the group, or a token that is no whole byte.
     """
 
@@ -49,6 +52,7 @@ class KVGeometry:
     quant_bytes_per_head: int = 0
     tokens_per_block: int = 16
     tp: int = 1
+    mean_token_layer_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tokens_per_block", "tp", "quant_bytes_per_head"):
@@ -75,6 +79,8 @@ class KVGeometry:
     @property
     def token_layer_bytes(self) -> int:
         """Bytes of K and V of one token in one layer, without quantisation parameters (the paper's TokenSize)."""
+        if self.mean_token_layer_bytes is not None:
+            return self.mean_token_layer_bytes
         return int(self.heads_per_gpu * self.head_dim * 2 * self.element_bytes)
 
     @property
@@ -85,7 +91,8 @@ class KVGeometry:
     @property
     def block_layer_bytes(self) -> int:
         """Bytes of one block in one layer (the paper's KV blocksize), quantisation parameters of K and V included."""
-        return self.tokens_per_block * (self.token_layer_bytes + self.heads_per_gpu * 2 * self.quant_bytes_per_head)
+        quant_bytes = 0 if self.mean_token_layer_bytes else self.heads_per_gpu * 2 * self.quant_bytes_per_head
+        return self.tokens_per_block * (self.token_layer_bytes + quant_bytes)
 
     @property
     def block_bytes(self) -> int:

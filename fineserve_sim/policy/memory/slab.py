@@ -47,11 +47,10 @@ class _Pool:
 
 @dataclass
 class _Holder:
-    """One owner. ``held`` maps slab ids to bitmaps of the blocks in them that this owner holds (never 0)."""
+    """One owner, and the blocks that it holds, by id."""
 
     pool: _Pool
-    held: dict[int, int] = field(default_factory=dict)
-    used_blocks: int = 0
+    held: set[int] = field(default_factory=set)
 
 
 Owner = TypeVar("Owner")
@@ -106,7 +105,7 @@ class KVSlabManager:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken. Raises ValueError for an unknown owner
         or a negative number."""
         holder = self._owners[owner]
-        pool, held = holder.pool, holder.held
+        pool = holder.pool
         per_slab = pool.blocks_per_slab
         if blocks < 0:
             raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
@@ -117,10 +116,10 @@ class KVSlabManager:
         while left and heap:  # the most used PARTIAL slab, lowest id first, is at the top when its rank is up to date
             noted, slab_id = heap[0]
             free = free_bits.get(slab_id, 0)
-            rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
             if not free:
                 heappop(heap)
                 continue
+            rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
             if rank != noted:
                 heapreplace(heap, (rank, slab_id))
                 continue
@@ -131,7 +130,6 @@ class KVSlabManager:
                 ids.append(first + lowest.bit_length() - 1)
                 rest ^= lowest
                 left -= 1
-            held[slab_id] = held.get(slab_id, 0) | free ^ rest
             if rest:
                 free_bits[slab_id] = rest
                 heap[0] = (rank - (free ^ rest).bit_count(), slab_id)  # lower than before, so it stays the top
@@ -139,10 +137,10 @@ class KVSlabManager:
                 del free_bits[slab_id]
                 heappop(heap)
         if left:
-            self._take_fresh(pool, held, left, ids)
+            self._take_fresh(pool, left, ids)
         pool.spare_blocks -= blocks
         pool.used_blocks += blocks
-        holder.used_blocks += blocks
+        holder.held.update(ids)
         return ids
 
     def free(self, owner: int, block_ids: Sequence[int]) -> None:
@@ -150,67 +148,57 @@ class KVSlabManager:
         twice; then nothing is given back."""
         holder = self._owners[owner]
         held, pool = holder.held, holder.pool
-        drained: Sequence[int] = block_ids
-        if pool.blocks_per_slab == 1 and len(held.keys() & block_ids) == len(block_ids):
-            for slab_id in block_ids:  # of one block each, all held and named once
-                del held[slab_id]
-        else:
-            drained = self._unset(pool, held, self._masks(owner, holder, block_ids))
+        if not held.issuperset(block_ids):
+            stray = next(block for block in block_ids if block not in held)
+            raise ValueError(f"KV slab manager: owner {owner} does not hold block {stray} and cannot free it")
+        if len({*block_ids}) != len(block_ids):
+            twice = next(block for block in block_ids if block_ids.count(block) > 1)
+            raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
+        held.difference_update(block_ids)
+        drained = block_ids if pool.blocks_per_slab == 1 else self._unset(pool, self._masks(pool, block_ids))
         if drained:
             self._give_back(pool, drained)
         pool.spare_blocks += len(block_ids)
         pool.used_blocks -= len(block_ids)
-        holder.used_blocks -= len(block_ids)
 
-    def _masks(self, owner: int, holder: _Holder, block_ids: Sequence[int]) -> dict[int, int]:
-        """The blocks as bitmaps by slab id, all of them verified to be held by the owner."""
-        key, held, masks = holder.pool.block_bytes, holder.held, dict[int, int]()
-        if per_slab := holder.pool.blocks_per_slab:
+    def _masks(self, pool: _Pool, block_ids: Sequence[int]) -> dict[int, int]:
+        """The blocks as bitmaps by slab id."""
+        masks = dict[int, int]()
+        if per_slab := pool.blocks_per_slab:
             for block in block_ids:
                 slab_id = block // per_slab
                 masks[slab_id] = masks.get(slab_id, 0) | 1 << block % per_slab
-        else:
-            slab_id = first = end = 0
-            for block in block_ids:
-                if not first <= block < end:
-                    slab_id = block * key // self.plan.slab_bytes
-                    first, end = self.plan.span(key, slab_id)  # a straddling block is at ``end``: nobody's bit
-                masks[slab_id] = masks.get(slab_id, 0) | 1 << (block - first)
-        for slab_id, mask in masks.items():
-            if stray := mask & ~held.get(slab_id, 0):
-                block = self.plan.span(key, slab_id)[0] + (stray & -stray).bit_length() - 1
-                raise ValueError(f"KV slab manager: owner {owner} does not hold block {block} and cannot free it")
-        if sum(map(int.bit_count, masks.values())) != len(block_ids):
-            twice = next(block for block in block_ids if block_ids.count(block) > 1)
-            raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
+            return masks
+        for block in block_ids:
+            slab_id = block * pool.block_bytes // self.plan.slab_bytes
+            first, _ = self.plan.span(pool.block_bytes, slab_id)
+            masks[slab_id] = masks.get(slab_id, 0) | 1 << block - first
         return masks
 
     @staticmethod
-    def _unset(pool: _Pool, held: dict[int, int], masks: Mapping[int, int]) -> list[int]:
-        """Let go of these blocks. Returns the slabs in which nobody holds one any more."""
+    def _unset(pool: _Pool, masks: Mapping[int, int]) -> list[int]:
+        """These blocks are free. Returns the slabs in which nobody holds one any more."""
         free_bits, per_slab = pool.free_bits, pool.blocks_per_slab
         drained: list[int] = []
         for slab_id, mask in masks.items():
             before = free_bits.get(slab_id, 0)
-            free_bits[slab_id] = free = before | mask
-            if left := held[slab_id] ^ mask:
-                held[slab_id] = left
+            free = before | mask
+            rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
+            if rank:
+                free_bits[slab_id] = free
+                if not before:
+                    heappush(pool.partial, (rank, slab_id))
             else:
-                del held[slab_id]
-                if free.bit_count() == (per_slab or pool.grid_blocks[slab_id]):
+                drained.append(slab_id)
+                if before:
                     del free_bits[slab_id]
-                    drained.append(slab_id)
-                    continue
-            if not before:
-                heappush(pool.partial, (free.bit_count() - (per_slab or pool.grid_blocks[slab_id]), slab_id))
         return drained
 
-    def _take_fresh(self, pool: _Pool, held: dict[int, int], left: int, ids: list[int]) -> None:
+    def _take_fresh(self, pool: _Pool, left: int, ids: list[int]) -> None:
         """Give so many blocks of free slabs, whole ones first. There must be as many, and no PARTIAL slab."""
         per_slab = pool.blocks_per_slab
         if per_slab and left >= per_slab:
             slab_ids = self._format(pool, left // per_slab)
-            held.update(dict.fromkeys(slab_ids, (1 << per_slab) - 1))
             if per_slab == 1:
                 ids += slab_ids
             else:
@@ -222,7 +210,6 @@ class KVSlabManager:
             first, blocks = self.plan.span(pool.block_bytes, slab_id)[0], pool.blocks_in(slab_ids)
             taken = min(left, blocks)
             ids += range(first, first + taken)
-            held[slab_id] = (1 << taken) - 1
             if taken < blocks:
                 pool.free_bits[slab_id] = (1 << blocks) - (1 << taken)
                 pool.partial.append((-taken, slab_id))
@@ -267,7 +254,7 @@ class KVSlabManager:
 
     def used_bytes(self, owner: int) -> int:
         holder = self._owners[owner]
-        return holder.used_blocks * holder.pool.block_bytes
+        return len(holder.held) * holder.pool.block_bytes
 
     def fits(self, demands: Mapping[int, int]) -> bool:
         """Whether all these blocks (owner to number) would be granted in whatever order; owners not registered here are
@@ -324,11 +311,10 @@ class KVSlabManager:
     def _check_pool(self, key: int, pool: _Pool) -> Iterable[int]:
         """Every block in the slabs of the pool, which are returned, is held by one owner, or free and counted."""
         held: dict[int, int] = {}
-        for owner, holder in self._owners.items():
+        for holder in self._owners.values():
             if holder.pool is pool:
-                assert holder.used_blocks == sum(map(int.bit_count, holder.held.values())), f"blocks of owner {owner}"
-                for slab_id, bits in holder.held.items():
-                    assert bits and not bits & held.get(slab_id, 0), f"two owners hold one block of slab {slab_id}"
+                for slab_id, bits in self._masks(pool, [*holder.held]).items():
+                    assert not bits & held.get(slab_id, 0), f"two owners hold one block of slab {slab_id}"
                     held[slab_id] = held.get(slab_id, 0) | bits
         ranks = {slab_id: -rank for rank, slab_id in pool.partial}
         assert len(ranks) == len(pool.partial), f"a slab is twice in the heap of key {key}"

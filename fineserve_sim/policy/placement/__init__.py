@@ -18,16 +18,29 @@ def check_options(policy: object) -> None:
             raise ValueError(f"{name} is {value!r}: use {', '.join(others)} or {last}")
 
 
-def placed_on(models: Sequence[ModelDemand], homes: Mapping[str, Sequence[tuple[int, ...]]]) -> Placement:
-    """A replica of each model on each of its ``homes``, in that order, charged with its weights; the rate is split evenly
-    over them. Models without a home are unplaced."""
-    by_id = {model.id: model for model in models}
+def placed_on(
+    models: Sequence[ModelDemand], homes: Mapping[str, Sequence[tuple[int, ...]]], gpus: Iterable[GpuSlot]
+) -> Placement:
+    """A replica of each model on each of its ``homes``, in that order, charged with its weights. Models without a home are
+    unplaced. The rate is split over the replicas by the most that each can serve: evenly on GPUs of one kind."""
+    by_id, kind_of = {model.id: model for model in models}, {gpu.id: gpu.kind for gpu in gpus}
     instances = [
-        Instance(id, replica, gpus, by_id[id].rate_per_s / len(groups), by_id[id].weight_bytes)
+        Instance(id, replica, group, rate_per_s, by_id[id].weight_bytes)
         for id, groups in homes.items()
-        for replica, gpus in enumerate(groups)
+        for replica, (group, rate_per_s) in enumerate(
+            zip(groups, _split_rate(by_id[id], [kind_of[group[0]] for group in groups]), strict=True)
+        )
     ]
     return Placement(tuple(instances), unplaced=tuple(model.id for model in models if not homes.get(model.id)))
+
+
+def _split_rate(model: ModelDemand, kinds: Sequence[int]) -> list[float]:
+    """The rate of each replica of a model, on GPUs of these ``kinds``."""
+    most_per_s = {kind: model.on(kind).most_per_s for kind in set(kinds)} if model.by_kind else {}
+    if len(set(most_per_s.values())) < 2:
+        return [model.rate_per_s / len(kinds) for _ in kinds]
+    together_per_s = sum(most_per_s[kind] for kind in kinds)
+    return [model.rate_per_s * most_per_s[kind] / together_per_s for kind in kinds]
 
 
 def tp_groups(gpus: Iterable[GpuSlot], tp: int) -> list[tuple[int, ...]]:

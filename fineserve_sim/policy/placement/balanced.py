@@ -44,7 +44,7 @@ class BalancedPlacement:
             last.discard(gpu.id)
             if not last:
                 homes.improve(max(1, REACH // number))
-        return placed_on(models, {model.id: homes.groups.get(model.id, ()) for model in models})
+        return placed_on(models, {model.id: homes.groups.get(model.id, ()) for model in models}, gpus)
 
 
 def _packed(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> dict[str, Group]:

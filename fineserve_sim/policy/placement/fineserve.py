@@ -8,14 +8,20 @@ to the candidate (a GPU, or a TP group) with the best score (module ``mme``) aft
 The listing has no memory check. Here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem the
 score would prefer models that use memory badly. Whole engines must fit, too: an engine reserves more activations than a small
 batch has, and vLLM starts none without room for KV. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
+
+The paper has one kind of GPU. Where there are several, a model has a footprint, a number of replicas r and an mme on each
+kind. A replica on a kind carries 1/r of the rate, and replicas are added until all of it is carried. A kind on which no number
+of replicas meets the SLO is taken only where the others have no room.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint, Placement
@@ -23,8 +29,6 @@ from fineserve_sim.policy.placement import check_options, tp_groups
 from fineserve_sim.policy.placement.mme import marginal_efficiency
 
 Unmet = Literal["rate", "spread"]
-Place = tuple[ModelDemand, int, tuple[int, ...]]
-"""A model, the number of its replica and the GPUs of that."""
 
 
 class Footprint(NamedTuple):
@@ -34,6 +38,17 @@ class Footprint(NamedTuple):
     replicas: int
     point: OperatingPoint
     feasible: bool
+
+
+class Wanted(NamedTuple):
+    """What a replica of a model asks of each GPU of one kind, and its marginal efficiency there."""
+
+    footprint: Footprint
+    efficiency: float
+
+
+Place = tuple[ModelDemand, int, tuple[int, ...], Footprint]
+"""A model, the number of its replica, the GPUs of that and the footprint on them."""
 
 
 def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -> Footprint:
@@ -130,77 +145,116 @@ class FineServePlacement:
         check_options(self)
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
-        groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
+        kind_of = {gpu.id: gpu.kind for gpu in gpus}
+        groups: dict[int, dict[int, list[tuple[int, ...]]]] = {}  # by degree and kind
+        for tp in {model.tp for model in models}:
+            groups[tp] = defaultdict(list)
+            for group in tp_groups(gpus, tp):
+                groups[tp][kind_of[group[0]]].append(group)
         placeable = [model for model in models if groups[model.tp]]
-        footprints = {
-            model.id: base_footprint(model, 1 if self.replicas == "one" else len(groups[model.tp]), self.unmet)
-            for model in placeable
-        }
-        placeable.sort(key=lambda model: self._rank(model, footprints[model.id]))
-        replicas = {id: footprint.replicas for id, footprint in footprints.items()}
+        wanted = {model.id: self._wanted(model, groups[model.tp]) for model in placeable}
+        placeable.sort(key=lambda model: self._rank(model, wanted[model.id].values()))
+        replicas = {id: max(each.footprint.replicas for each in kinds.values()) for id, kinds in wanted.items()}
         firsts = [(model, 0) for model in placeable] if self.replicas == "first_places" else []
         while True:
             others = [(model, number) for model in placeable for number in range(bool(firsts), replicas[model.id])]
-            places = self._assign([*firsts, *others], footprints, groups, gpus)
-            placed = {model.id for model, _, _ in places}
+            places = self._assign([*firsts, *others], wanted, groups, gpus)
+            placed = {model.id for model, *_ in places}
             if self.replicas != "yield" or len(placed) == len(placeable) or max(replicas.values()) == 1:
-                return _summary(models, footprints, places)
+                return _summary(models, places)
             # The most replicated model gives up one replica; among equals, the one with the largest footprint.
             replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
 
-    def _rank(self, model: ModelDemand, footprint: Footprint) -> tuple[int, int, str]:
-        """Models with the lowest are placed first."""
+    def _wanted(self, model: ModelDemand, groups: Mapping[int, Sequence[tuple[int, ...]]]) -> dict[int, Wanted]:
+        """What a replica asks of each kind that has groups for it."""
+        found = {}
+        for kind, candidates in groups.items():
+            here = model.on(kind)
+            footprint = base_footprint(here, 1 if self.replicas == "one" else len(candidates), self.unmet)
+            found[kind] = Wanted(footprint, marginal_efficiency(here))
+        return found
+
+    def _rank(self, model: ModelDemand, wanted: Iterable[Wanted]) -> tuple[int, int, str]:
+        """Models with the lowest are placed first; of several footprints the largest counts."""
         gpus = model.tp if self.order == "model" else 1
-        return -gpus * footprint.footprint_bytes, -gpus * model.weight_bytes, model.id
+        largest_bytes = max(each.footprint.footprint_bytes for each in wanted)
+        return -gpus * largest_bytes, -gpus * model.weight_bytes, model.id
 
     def _assign(
         self,
         in_turn: Iterable[tuple[ModelDemand, int]],
-        footprints: Mapping[str, Footprint],
-        groups: Mapping[int, Sequence[tuple[int, ...]]],
+        wanted: Mapping[str, Mapping[int, Wanted]],
+        groups: Mapping[int, Mapping[int, Sequence[tuple[int, ...]]]],
         gpus: Sequence[GpuSlot],
     ) -> list[Place]:
-        """Replicas, in turn, each on its best group; those that find no room are left out."""
+        """Replicas, in turn, each on its best group; those that find no room, or nothing left to carry, are left out."""
         members = {gpu.id: _Gpu(gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
-        candidates = {tp: [_Candidate(group, [members[gpu] for gpu in group]) for group in groups[tp]] for tp in groups}
+        candidates = {
+            tp: {
+                kind: [_Candidate(kind, group, [members[gpu] for gpu in group]) for group in of_kind]
+                for kind, of_kind in by_kind.items()
+            }
+            for tp, by_kind in groups.items()
+        }
         places: list[Place] = []
         hosts: defaultdict[str, set[int]] = defaultdict(set)  # by model, the GPUs that have a replica already
-        full: set[str] = set()  # models whose last replica found no room: another one finds none
+        carried: defaultdict[str, Fraction] = defaultdict(Fraction)  # by model, the part of its rate
+        ended: set[str] = (
+            set()
+        )  # models whose rate is carried, or whose last replica found no room: another one finds none
         for model, replica in in_turn:
-            if model.id in full:
+            if model.id in ended:
                 continue
-            footprint_bytes = footprints[model.id].footprint_bytes
-            if (best := self._best(model, footprint_bytes, candidates[model.tp], hosts[model.id])) is None:
-                full.add(model.id)
+            if (best := self._best(model, wanted[model.id], candidates[model.tp], hosts[model.id])) is None:
+                ended.add(model.id)
                 continue
+            footprint, efficiency = wanted[model.id][best.kind]
             for gpu in best.members:
-                gpu.left_bytes -= footprint_bytes
-                gpu.room_bytes -= max(footprint_bytes, model.engine_bytes)
-                gpu.residents[model.id, replica] = marginal_efficiency(model)
+                gpu.left_bytes -= footprint.footprint_bytes
+                gpu.room_bytes -= max(footprint.footprint_bytes, model.engine_bytes)
+                gpu.residents[model.id, replica] = efficiency
             for candidate in (candidate for gpu in best.members for candidate in gpu.candidates):
                 candidate.count()
             hosts[model.id].update(best.gpus)
-            places.append((model, replica, best.gpus))
+            carried[model.id] += Fraction(1, footprint.replicas)
+            if carried[model.id] >= 1:
+                ended.add(model.id)
+            places.append((model, replica, best.gpus, footprint))
         return places
 
     def _best(
-        self, model: ModelDemand, footprint_bytes: int, candidates: Sequence[_Candidate], hosts: set[int]
+        self,
+        model: ModelDemand,
+        wanted: Mapping[int, Wanted],
+        candidates: Mapping[int, Sequence[_Candidate]],
+        hosts: set[int],
     ) -> _Candidate | None:
-        """The candidate with the highest score after taking in one replica; None if it fits nowhere."""
-        engine_bytes, efficiency, by_mean = model.engine_bytes, marginal_efficiency(model), self.score == "mean"
-        fitting = [
-            each for each in candidates if each.left_bytes >= footprint_bytes and each.room_bytes >= engine_bytes
-        ]
+        """The candidate with the highest score after taking in one replica, those on kinds that meet its SLO first; None if it
+        fits nowhere."""
+        engine_bytes, fitting = model.engine_bytes, {}
+        for kind, of_kind in candidates.items():
+            least_bytes = wanted[kind].footprint.footprint_bytes
+            fitting[kind] = [
+                each for each in of_kind if each.left_bytes >= least_bytes and each.room_bytes >= engine_bytes
+            ]
         if hosts and self.colocation != "allow":
-            apart = [each for each in fitting if hosts.isdisjoint(each.gpus)]
-            fitting = apart if apart or self.colocation == "forbid" else fitting
+            apart = {kind: [each for each in fits if hosts.isdisjoint(each.gpus)] for kind, fits in fitting.items()}
+            fitting = apart if any(apart.values()) or self.colocation == "forbid" else fitting
+        bests = [self._best_of_kind(fits, wanted[kind]) for kind, fits in fitting.items() if fits]
+        return min(bests, key=itemgetter(0))[1] if bests else None
+
+    def _best_of_kind(self, fitting: Sequence[_Candidate], wanted: Wanted) -> tuple[tuple[object, ...], _Candidate]:
+        """The candidate with the highest score, and its rank among those of other kinds."""
+        by_mean, (footprint, efficiency) = self.score == "mean", wanted
+        footprint_bytes = footprint.footprint_bytes
 
         def rank(candidate: _Candidate) -> tuple[float, int, tuple[int, ...]]:
             mean = (candidate.efficiency_sum + efficiency) / (candidate.residents + 1)
             mu = mean if by_mean else max(candidate.efficiency_max, efficiency)
             return -(candidate.left_bytes - footprint_bytes) * mu, candidate.residents, candidate.gpus
 
-        return min(fitting, key=rank, default=None)
+        best = min(fitting, key=rank)
+        return (not footprint.feasible, *rank(best)), best
 
 
 @dataclass(slots=True)
@@ -215,10 +269,10 @@ class _Gpu:
 
 
 class _Candidate:
-    """GPUs that may take a replica: what is left of the fullest one, and what a score needs of all residents."""
+    """GPUs of one kind that may take a replica: what is left of the fullest, and what a score needs of all residents."""
 
-    def __init__(self, gpus: tuple[int, ...], members: Sequence[_Gpu]) -> None:
-        self.gpus, self.members = gpus, members
+    def __init__(self, kind: int, gpus: tuple[int, ...], members: Sequence[_Gpu]) -> None:
+        self.kind, self.gpus, self.members = kind, gpus, members
         for gpu in members:
             gpu.candidates.append(self)
         self.count()
@@ -233,15 +287,24 @@ class _Candidate:
         self.efficiency_max = max(here.values(), default=0.0)
 
 
-def _summary(models: Sequence[ModelDemand], footprints: Mapping[str, Footprint], places: Sequence[Place]) -> Placement:
-    """The placement, with each model's rate split evenly over the replicas that found room."""
-    placed = Counter(model.id for model, _, _ in places)
-    met = {id for id, footprint in footprints.items() if footprint.feasible and placed[id] >= footprint.replicas}
+def _summary(models: Sequence[ModelDemand], places: Sequence[Place]) -> Placement:
+    """The placement, with each model's rate split over the replicas that found room by the parts that they carry."""
+    parts: defaultdict[str, list[Footprint]] = defaultdict(list)
+    for model, _, _, footprint in places:
+        parts[model.id].append(footprint)
+    carried = {id: sum(Fraction(1, each.replicas) for each in here) for id, here in parts.items()}
+    met = {id for id, here in parts.items() if carried[id] >= 1 and all(each.feasible for each in here)}
     return Placement(
         instances=tuple(
-            Instance(model.id, replica, gpus, model.rate_per_s / placed[model.id], footprints[model.id].footprint_bytes)
-            for model, replica, gpus in places
+            Instance(
+                model.id,
+                replica,
+                gpus,
+                model.rate_per_s / float(carried[model.id] * footprint.replicas),  # evenly where all carry as much
+                footprint.footprint_bytes,
+            )
+            for model, replica, gpus, footprint in places
         ),
-        unplaced=tuple(model.id for model in models if not placed[model.id]),
-        infeasible=tuple(model.id for model in models if placed[model.id] and model.id not in met),
+        unplaced=tuple(model.id for model in models if not parts[model.id]),
+        infeasible=tuple(model.id for model in models if parts[model.id] and model.id not in met),
     )

@@ -69,7 +69,7 @@ class KvprPlacement:
                 homes[id] = [group]
                 for gpu in group:
                     ranking.add(gpu, part)
-        return placed_on(models, homes)
+        return placed_on(models, homes, gpus)
 
     def part_weight(self, model: ModelDemand, rate_per_s: float) -> float:
         """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight is that of a part as it

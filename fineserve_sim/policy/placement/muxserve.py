@@ -51,16 +51,20 @@ class Profile:
     """What a model does at any batch size, linear between the points of its profile; below the first, a part of the time in
     use. ``compute_demand`` is proportional to the FLOPs per second that it asks for: request rate x weights of all shards.
     ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does; ``wanted`` is
-    what it does then. Raises ValueError if the model has no profile."""
+    what it does then. Raises ValueError if the model has no profile.
 
-    def __init__(self, model: ModelDemand) -> None:
+    On a ``kind`` of GPU on which the model is slower, the same FLOPs are a larger demand; that of kind 0 is taken as it is.
+    """
+
+    def __init__(self, model: ModelDemand, kind: int = 0) -> None:
         if not model.profile:
             raise ValueError(f"model {model.id} has no profile, which MuxServe's optimiser needs")
         self.model = model
         self.rate_per_s, self.engine_bytes = model.rate_per_s, model.engine_bytes
-        self.compute_demand = model.rate_per_s * model.weight_bytes * model.tp
+        here = model.on(kind)
+        self.compute_demand = model.rate_per_s * model.weight_bytes * model.tp * (model.most_per_s / here.most_per_s)
         self._batches = []
-        for batch, throughput_per_s, ttft_s, _, kv_bytes in model.profile:  # what is not prefill of its time is decode
+        for batch, throughput_per_s, ttft_s, _, kv_bytes in here.profile:  # what is not prefill of its time is decode
             self._batches.append(Batch(batch, ttft_s, max(0.0, batch / throughput_per_s - ttft_s), kv_bytes))
         self.least = self._least()
         self.wanted = self.at(self.least)
@@ -107,12 +111,13 @@ def _cut_per_s(profiles: Sequence[Profile], kv_bytes: int) -> float:
 
 @dataclass(slots=True)
 class Mesh:
-    """The models on one of the meshes of their size, which is counted by ``index``; ``memory_bytes`` is the usable memory of
-    each GPU. ``throughput_per_s``: requests that they complete together, each at most its rate. The sums are of batches that
-    are not cut."""
+    """The models on one of the meshes of their size, which is counted by ``index``. ``memory_bytes`` is the usable memory of
+    each GPU, which are of one ``kind``. ``throughput_per_s``: requests that they complete together, each at most its rate. The
+    sums are of batches that are not cut."""
 
     index: int
     memory_bytes: int
+    kind: int = 0
     throughput_per_s: float = 0.0
     profiles: list[Profile] = field(default_factory=list)
     served: list[tuple[float, float, float]] = field(default_factory=list)  # rate, batch and decode seconds of each
@@ -161,15 +166,18 @@ class MuxServePlacement:
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError if a model has no profile."""
-        in_order = sorted(map(Profile, models), key=lambda profile: (-profile.compute_demand, profile.model.id))
-        profiles = {tp: [profile for profile in in_order if profile.model.tp == tp] for tp in {m.tp for m in models}}
-        fill = cache(lambda size, memory_bytes: _fill(profiles[size], memory_bytes))
+        kinds = range(1 + max((gpu.kind for gpu in gpus), default=0))
+        by_kind = [[Profile(model, kind) for kind in kinds] for model in models]
+        by_kind.sort(key=lambda of: (-of[0].compute_demand, of[0].model.id))
+        in_order = [of[0].model for of in by_kind]
+        profiles = {tp: [of for of in by_kind if of[0].model.tp == tp] for tp in {model.tp for model in models}}
+        fill = cache(lambda size, meshes: _fill(profiles[size], meshes))
         homes: dict[str, tuple[int, ...]] = {}
         most_per_s = -math.inf
         for cut in _cuts(gpus, set(profiles)):
             filled: dict[int, Iterator[Mesh]] = {}
             for size in profiles:
-                meshes = fill(size, tuple(min(gpu.memory_bytes for gpu in mesh) for mesh in cut if len(mesh) == size))
+                meshes = fill(size, tuple(min(map(_shape, mesh)) for mesh in cut if len(mesh) == size))
                 if meshes is None:
                     break
                 filled[size] = iter(meshes)
@@ -185,23 +193,30 @@ class MuxServePlacement:
                     }
         if not homes:
             return KvprPlacement(charges="engine").place(models, gpus)
-        return placed_on(models, {profile.model.id: [homes[profile.model.id]] for profile in in_order})
+        return placed_on(models, {model.id: [homes[model.id]] for model in in_order}, gpus)
 
 
 _TIE_PER_S = 2e-9
 """Gains are compared to nine digits: those that differ by more are never equal."""
 
 
-def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[Mesh] | None:
-    """Models, in this order, to meshes of their size by the largest gain; None if one fits nowhere."""
-    meshes = [Mesh(index, memory) for index, memory in enumerate(memory_bytes)]
-    empty: defaultdict[int, list[Mesh]] = defaultdict(list)  # by memory, the first one last
+def _shape(gpu: GpuSlot) -> tuple[int, int]:
+    """What tells GPUs apart."""
+    return gpu.memory_bytes, gpu.kind
+
+
+def _fill(profiles: Sequence[Sequence[Profile]], shapes: Sequence[tuple[int, int]]) -> list[Mesh] | None:
+    """Models, in this order, to meshes of their size by the largest gain; None if one fits nowhere. ``profiles``: of each
+    model, by kind of GPU; ``shapes``: memory and kind of each mesh."""
+    meshes = [Mesh(index, *shape) for index, shape in enumerate(shapes)]
+    empty: defaultdict[tuple[int, int], list[Mesh]] = defaultdict(list)  # by shape, the first one last
     for mesh in reversed(meshes):
-        empty[mesh.memory_bytes].append(mesh)
+        empty[shapes[mesh.index]].append(mesh)
     used: list[Mesh] = []
-    for profile in profiles:
+    for by_kind in profiles:
         best, best_rank, least_per_s = None, (math.inf, 0.0, 0), -math.inf
         for mesh in chain([alike[-1] for alike in empty.values() if alike], used):
+            profile = by_kind[mesh.kind]
             gain_per_s = mesh.with_model(profile, least_per_s) - mesh.throughput_per_s
             if gain_per_s == -math.inf:
                 continue
@@ -211,8 +226,8 @@ def _fill(profiles: Sequence[Profile], memory_bytes: Sequence[int]) -> list[Mesh
         if best is None:
             return None
         if not best.profiles:
-            used.append(empty[best.memory_bytes].pop())
-        best.add(profile)
+            used.append(empty[shapes[best.index]].pop())
+        best.add(by_kind[best.kind])
     return meshes
 
 
@@ -224,11 +239,11 @@ def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[Piece, ...
     """Ways to cut all nodes into meshes of these sizes, contiguous, larger ones first. GPUs that no size fits stay unused.
     Of cuts into the same numbers of meshes one is enough where all GPUs are equal; else, of cuts that differ by a
     permutation of nodes of one shape."""
-    alike: defaultdict[tuple[int, ...], list[list[GpuSlot]]] = defaultdict(list)
+    alike: defaultdict[tuple[tuple[int, int], ...], list[list[GpuSlot]]] = defaultdict(list)
     in_order = sorted(gpus, key=lambda gpu: (gpu.node, gpu.id))
     for members in (list(node) for _, node in groupby(in_order, key=lambda gpu: gpu.node)):
-        alike[tuple(gpu.memory_bytes for gpu in members)].append(members)
-    equal = len({gpu.memory_bytes for gpu in gpus}) == 1
+        alike[tuple(map(_shape, members))].append(members)
+    equal = len(set(map(_shape, gpus))) == 1
     found: dict[tuple[int, ...], tuple[list[Piece], ...]]  # by what tells cuts apart, the pieces of each node
     found = {(0,) * len(sizes) if equal else (): ()}
     for shape, group in alike.items():

@@ -39,11 +39,11 @@ class PinnedPlacement:
                     ledger.claim((model.id, number), group, model.engine_bytes)
                 except ValueError as error:
                     raise ValueError(f"model {model.id} is pinned to GPUs {group}, but {error}") from None
-        return placed_on(models, homes)
+        return placed_on(models, homes, gpus)
 
 
 class ReplicasPlacement:
-    """Replicas of one model on every GPU or TP group that holds its engine, the rate split evenly over them."""
+    """Replicas of one model on every GPU or TP group that holds its engine, the rate split over them."""
 
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError unless there is exactly one model."""
@@ -51,7 +51,8 @@ class ReplicasPlacement:
             raise ValueError(f"replicas of one model fill the cluster, but there are {[model.id for model in models]}")
         ledger, (model,) = MemoryLedger.of(gpus), models
         groups = tp_groups(gpus, model.tp)
-        return placed_on(models, {model.id: [group for group in groups if ledger.has_room(group, model.engine_bytes)]})
+        homes = {model.id: [group for group in groups if ledger.has_room(group, model.engine_bytes)]}
+        return placed_on(models, homes, gpus)
 
 
 class DedicatedPlacement:
@@ -66,7 +67,7 @@ class DedicatedPlacement:
             home = next((group for group in free if ledger.has_room(group, model.engine_bytes)), ())
             homes[model.id] = [home] if home else []
             used.update(home)
-        return placed_on(models, homes)
+        return placed_on(models, homes, gpus)
 
 
 class RoundRobinPlacement:
@@ -88,4 +89,4 @@ class RoundRobinPlacement:
                     homes[model.id] = [group]
                     ledger.claim(model.id, group, model.engine_bytes)
                     break
-        return placed_on(models, homes)
+        return placed_on(models, homes, gpus)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from fineserve_sim.policy.interfaces import Admission, EngineState, PrefillLatency, Request, prompt_pairs
 
@@ -34,12 +34,8 @@ class _Ttft(Protocol):
         """TTFT of prompts with so many tokens and query-key pairs in all, by default of one prompt."""
 
 
-class _Sums(NamedTuple):
-    """Of some rows: tokens, query-key pairs, and the earliest deadline."""
-
-    tokens: int
-    pairs: int
-    earliest_s: float
+_Sums = tuple[int, int, float]
+"""Of some rows: tokens, query-key pairs, and the earliest deadline."""
 
 
 class AdaptiveBatching:
@@ -182,8 +178,7 @@ class AdaptiveBatching:
             return None
         begun = state.prefill_tokens
         return self._by_length.longest_prefix(
-            lambda sums: now + ttft(sums.tokens, sums.pairs) < sums.earliest_s,
-            _Sums(begun, prompt_pairs(begun), math.inf),
+            lambda sums: now + ttft(sums[0], sums[1]) < sums[2], (begun, prompt_pairs(begun), math.inf)
         )
 
     def _in_batch(self, last: _Row) -> Iterator[tuple[float, int, int]]:
@@ -288,20 +283,18 @@ class _LengthOrder:
         return bisect_left(self.blocks, row, key=lambda block: block.rows[-1])
 
 
-def _accepted(
-    parts: Iterable[tuple[int, int, float]], on_time: Callable[[_Sums], bool], before: _Sums
-) -> tuple[int, _Sums]:
-    """How many leading (tokens, pairs, deadline) parts are on time after what came before, and the sums through them."""
-    tokens, pairs, deadlines_s = zip(*parts, strict=True)
-    all_tokens = list(accumulate(tokens, initial=before.tokens))
-    all_pairs = list(accumulate(pairs, initial=before.pairs))
-    earliest_s = list(accumulate(deadlines_s, min, initial=before.earliest_s))
+def _accepted(parts: Sequence[_Sums], on_time: Callable[[_Sums], bool], before: _Sums) -> tuple[int, _Sums]:
+    """How many leading parts are on time after what came before, and the sums through them."""
+    if len(parts) == 1:  # as most queues
+        sums = _plus(before, parts[0])
+        return (1, sums) if on_time(sums) else (0, before)
+    through = list(accumulate(parts, _plus, initial=before))
+    count = bisect_left(range(1, len(through)), True, key=lambda count: not on_time(through[count]))
+    return count, through[count]
 
-    def sums(count: int) -> _Sums:
-        return _Sums(all_tokens[count], all_pairs[count], earliest_s[count])
 
-    count = bisect_left(range(1, len(all_tokens)), True, key=lambda count: not on_time(sums(count)))
-    return count, sums(count)
+def _plus(some: _Sums, more: _Sums) -> _Sums:
+    return some[0] + more[0], some[1] + more[1], min(some[2], more[2])
 
 
 def _before(deadline_s: float, duration_s: float) -> float:

@@ -158,7 +158,7 @@ def _sections(
     if found := sections.answer(summary):
         yield _section("Answer", found)
     for sweep in sweeps(summary):
-        own = {prefix + name: spec for name, spec in swept.items() if name.startswith(f"{sweep.name}/")}
+        own = {prefix + name: spec for name, spec in swept.items() if name.rpartition("/")[0] == sweep.name}
         facets = [
             tag("option", facet, value=number, selected=number == sweep.widest)
             for number, facet in enumerate(sweep.facets)

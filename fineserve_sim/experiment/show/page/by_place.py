@@ -10,6 +10,7 @@ from typing import Any
 from fineserve_sim.cluster import Left
 from fineserve_sim.cluster.scenario import LAST
 from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.show.labels import gpu_text
 from fineserve_sim.experiment.show.page.curves import LATENCIES, latency_chart, latency_traces
 from fineserve_sim.experiment.show.page.gpus import gpus_chart
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
@@ -64,7 +65,8 @@ def by_place(folder: Path, places: Places, resolved: Mapping[str, Any], systems:
                 figures[f"gpus/{system}/{index}"] = placed
 
     def systems_with(kind: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name.split("/")[1] for name in figures if name.startswith(f"{kind}/")))
+        here = [name.removeprefix(f"{kind}/") for name in figures if name.startswith(f"{kind}/")]
+        return tuple(dict.fromkeys(name.rpartition("/")[0] for name in here))  # a system's name may have a slash
 
     return ByPlace(
         figures,
@@ -107,7 +109,7 @@ def _placements(folder: Path, places: Places) -> Html:
     return table(["System", "GPU", "Models at the start"], rows)
 
 
-_TABLES = {"models": "By model", "gpus": "By GPU", "cost": "Cost"}
+_TABLES = {"models": "By model", "gpus": "By GPU", "cost": "Cost", "cost_by_kind": "Cost by kind of GPU"}
 """What a cell of summary.json may say of its models, its GPUs and what they cost, and the title of its table."""
 
 
@@ -166,5 +168,6 @@ def _rows(cell: Mapping[str, Any], entry: Mapping[str, Any], place: int) -> Iter
         size = f" (1/{len(instance['gpus'])})" if len(instance["gpus"]) > 1 else ""
         for gpu in instance["gpus"]:
             gpus.setdefault(gpu, []).append(instance["model"] + size)
+    shown = {gpu["gpu"]: gpu_text(gpu) for gpu in cell["gpus"]}
     for gpu in sorted(gpus):
-        yield Row([cell["title"], str(gpu), ", ".join(gpus[gpu])], data)
+        yield Row([cell["title"], shown.get(gpu, str(gpu)), ", ".join(gpus[gpu])], data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fineserve_sim.experiment.show.labels import gpu_text
 from fineserve_sim.experiment.show.page.style import COLOURS, Spec, axis, frame, rounded
 from fineserve_sim.experiment.show.where import MEMORY_PARTS, TIME_PARTS, memory_gib, most_waiting
 
@@ -19,7 +20,7 @@ def gpus_chart(cell: Mapping[str, Any]) -> Spec | None:
     if not cell["gpus"]:
         return None
     gpus = most_waiting(cell["gpus"])
-    names = [f"GPU {gpu['gpu']}" for gpu in gpus]
+    names = [f"GPU {gpu_text(gpu)}" for gpu in gpus]
     held = [f"{', '.join(gpu['models']) or 'no model'}" for gpu in gpus]
     shape = frame("") | {
         "height": 150 + _ROW_PX * len(gpus),

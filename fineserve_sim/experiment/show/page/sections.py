@@ -20,17 +20,23 @@ Summary = Mapping[str, Any]
 
 def setting(summary: Summary, resolved: Mapping[str, Any]) -> Html:
     """What was simulated, in one paragraph."""
-    cluster, workload = resolved["cluster"], summary["workload"]
-    gpu = cluster["gpu"] if isinstance(cluster["gpu"], str) else cluster["gpu"].get("name", "a GPU of the file")
-    cells = summary["cells"]
+    workload, cells = summary["workload"], summary["cells"]
     seeds = max(cell["seeds"] for cell in cells)
     requests = workload["requests"]
     drawn = f"{number(requests)} requests a run" if requests else "all requests of the trace"
     return tag(
         "p",
-        f"{cluster['count']} × {gpu}, {len(resolved['models'])} models, {len({cell['system'] for cell in cells})} systems, "
+        f"{_gpus(resolved['cluster'])}, {len(resolved['models'])} models, {len({cell['system'] for cell in cells})} systems, "
         f"{len(cells)} cells of {seeds} seed{'s' if seeds > 1 else ''} each, {drawn} from {workload['source']}. "
         "± is half of a 95 % interval. Simulated, not measured.",
+    )
+
+
+def _gpus(cluster: Mapping[str, Any]) -> str:
+    """``8 × h100-sxm, 4 × l40s``."""
+    return ", ".join(
+        f"{entry['count']} × {entry['gpu'] if isinstance(entry['gpu'], str) else entry['gpu'].get('name', 'a GPU of the file')}"
+        for entry in cluster.get("nodes", [cluster])
     )
 
 

@@ -1,0 +1,54 @@
+"""What a plan takes over from an experiment that is there: its models, GPUs and engines, and what ``fineserve-run`` needs.
+
+So a plan can be made for models that the catalog does not have, and is served as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fineserve_sim.experiment import load_experiment
+from fineserve_sim.planning.make import ModelWish, model_wish
+
+KEPT = ("engine", "runtime")
+"""Parts of the file that a plan has as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The models of a file, each in the one way in which it runs there, and its GPU. ``kept`` are keys of a plan, of which
+    ``folder`` says where relative paths start."""
+
+    models: tuple[ModelWish, ...]
+    gpu: str | Mapping[str, Any]
+    kept: Mapping[str, Any]
+
+
+def like(path: Path) -> Like:
+    """Read ``path``. Raises ConfigError for a file that is no experiment, or has several kinds of GPUs or an open degree."""
+    experiment = load_experiment(path)
+    data, document = experiment.document.data, experiment.document
+    gpu = data["cluster"].get("gpu")
+    if gpu is None:
+        raise document.error(("cluster",), "has several kinds of GPUs; a plan is made for one")
+    models = []
+    for index, entry in enumerate(data["models"]):
+        if entry.get("tp", 1) == "auto":
+            raise document.error(("models", index, "tp"), "auto; a plan needs a number of GPUs")
+        models.append(ModelWish(entry["id"], entry["model"], ((entry["precision"], entry.get("tp", 1)),)))
+    folder = path.resolve().parent / data.get("folder", "")
+    return Like(tuple(models), gpu, {"folder": str(folder)} | {key: data[key] for key in KEPT if key in data})
+
+
+def wanted(models: Sequence[str] | None, file: Path | None) -> tuple[tuple[ModelWish, ...], Like | None]:
+    """The models that are named (``model_wish``), or those of a file, with what else is taken from it. Raises ValueError where
+    both are given or none is."""
+    if (file is None) == (not models):
+        raise ValueError("--model: name each model, or take those of an experiment by --like FILE; one of the two")
+    if file is None:
+        return tuple(map(model_wish, models or ())), None
+    taken = like(file)
+    return taken.models, taken

@@ -1,0 +1,22 @@
+"""A plan in sentences."""
+
+from __future__ import annotations
+
+from fineserve_sim.planning.make import Found
+
+
+def answer(found: Found) -> str:
+    """Where each model goes, a sentence, and what the plan keeps beside the best system's placement, a line a situation."""
+    homes = "; ".join(
+        f"{each.id} ({each.options[home.option][0]}) on "
+        + (" and ".join(f"GPU {'+'.join(map(str, group))}" for group in home.groups) or "none")
+        for each, home in found.homes
+    )
+    kept = [
+        f"{row.situation}: {100 * row.plan:.1f} % of the requests on time, {100 * row.best_system:.1f} % "
+        f"as {found.best_system} places the models"
+        for row in found.judged
+    ]
+    gpu = found.wish.gpu
+    name = gpu if isinstance(gpu, str) else gpu.get("name", "GPU")
+    return "\n".join([f"On {found.wish.gpus} {name}: {homes}.", *kept])
