@@ -37,7 +37,7 @@ class Group(NamedTuple):
     limits: tuple[float | None, float | None, float | None] = (None, None, None)
 
 
-EXPERTS = re.compile(r"gpt-oss|MiniMax|A22B|Kimi|DeepSeek|Qwen3.5|scout|Mixtral", re.IGNORECASE)
+EXPERTS = re.compile(r"gpt-oss|MiniMax|-A\d+B|Kimi|DeepSeek|scout|Mixtral|GLM", re.IGNORECASE)
 
 
 def experts(row: ErrorRow, name: str, backend: str = "vllm") -> bool:

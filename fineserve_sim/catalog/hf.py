@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fineserve_sim.catalog.architecture import Experts, LatentAttention, LinearAttention, ModelSpec, Window
 from fineserve_sim.catalog.load import CatalogError
 
@@ -126,6 +128,19 @@ def model_from_hf_config(path: str | Path) -> ModelSpec:
     config, where = read_config(path)
     family, text = _family(config, where)
     _check(family, text, where)
+    try:
+        return _described(family, config, text, where)
+    except KeyError as error:
+        raise CatalogError(f"{where}: missing {error.args[0]}") from None
+    except (TypeError, AttributeError, ValidationError) as error:
+        what = str(error).splitlines()
+        raise CatalogError(
+            f"{where}: a value is not what {family} configs have: {' '.join(what[1:3] or what)}"
+        ) from None
+
+
+def _described(family: str, config: dict[str, Any], text: dict[str, Any], where: Path) -> ModelSpec:
+    """The model of a checked config."""
     heads, traits = text["num_attention_heads"], dict(FAMILIES[family])
     if family == "glm4_moe":
         traits |= {"qk_norm": bool(text.get("use_qk_norm")), "bias": "qkv" if text.get("attention_bias") else "none"}

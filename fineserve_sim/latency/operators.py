@@ -41,7 +41,7 @@ from fineserve_sim.latency.tables import PiecewiseLinear
 BYTES_16BIT = 2
 BITS_8 = 8
 NORM_REDUCE_BYTES = 2 * 4
-"""Of a token's norms across heads: a 32-bit sum of squares of Q and of K."""
+"""A token's norms across heads are a 32-bit sum of squares of Q, and one of K."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The matrix products of a layer, as ``linears`` names them."""
 

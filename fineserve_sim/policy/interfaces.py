@@ -207,13 +207,6 @@ class OperatingPoint(NamedTuple):
     kv_bytes: int
 
 
-class KindFacts(NamedTuple):
-    """What was measured of a model on one kind of GPU. ``mme_tokens_per_byte`` None: left open."""
-
-    profile: tuple[OperatingPoint, ...]
-    mme_tokens_per_byte: float | None
-
-
 class Busy(NamedTuple):
     """The parts of the time alone in which compute units and memory bandwidth are busy, in [0, 1]."""
 
@@ -225,12 +218,21 @@ ALWAYS = Busy(1.0, 1.0)
 """Where nothing was measured."""
 
 
+class KindFacts(NamedTuple):
+    """What was measured of a model on one kind of GPU. ``mme_tokens_per_byte`` None: left open."""
+
+    profile: tuple[OperatingPoint, ...]
+    mme_tokens_per_byte: float | None
+    prefill: Busy = ALWAYS
+    decode: Busy = ALWAYS
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
     """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
 
     * ``by_kind``: the facts on each kind of GPU (``GpuSlot.kind``), where there are several. Those of kind 0 stand in
-      ``profile`` and ``mme_tokens_per_byte`` as well.
+      the fields of the demand as well.
     * ``slo_s``: the TTFT SLO; ``tpot_slo_s``: the SLO of the time per token, if any.
     * ``tokens_per_request``: the expected prompt and output together.
     * ``weight_bytes``: weights and context; ``activation_bytes``: the peak of a full step.

@@ -176,7 +176,7 @@ def still(random: Random) -> Scenario:
     sharing = _sharing(random, here)
     spec = _spec(placement={"policy": "kvpr"}, memory=_paged(random), residency=residency, sharing=sharing)
     trace = trace_of(rows, [m.id for m in here])
-    gpus = _gpus(cards) if random.random() < 0.7 else _mixed(random, _gpus(cards), node_gpus=1, smaller=True)
+    gpus = _gpus(cards) if random.random() < 0.7 else _mixed(random, _gpus(cards), node_gpus=1)
     return Scenario(spec, tuple(here), gpus, trace, settings, sample_s=0.5, drain_s=60.0)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fineserve_sim.experiment import load_experiment, run_experiment, run_loaded
+from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment, run_loaded
 from fineserve_sim.experiment.run.rates import expected_rates
 from fineserve_sim.experiment.run.workload import clients_of
 
@@ -92,3 +92,21 @@ def test_metrics_alone_are_those_of_the_whole_run(written: Path) -> None:
     for one, other in zip(*found, strict=True):
         for metric in ("ttft_attainment", "throughput_per_s", "waiting_mean", "kv_use_mean"):
             assert one["metrics"][metric]["mean"] == pytest.approx(other["metrics"][metric]["mean"], rel=1e-9), metric
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("requests: 60}", "requests: 60, arrivals: {process: poisson}}", "workload.arrivals: not with clients"),
+        ("requests: 60}", "requests: 60, conversations: {turns: 2}}", "workload.conversations: not with clients"),
+        ("[fineserve, dedicated]", "[clairvoyant]", "systems.0: clairvoyant needs to know all arrivals"),
+        ("clients: 2, think_s: 0.5", "rate_per_s: 2", "models.1: model B has no clients; all models have, or none"),
+        ("clients: 4}", "clients: 4, rate_per_s: 1}", "models.0: model A needs exactly one of"),
+    ],
+)
+def test_what_clients_cannot_be_beside_is_refused_by_name(old: str, new: str, said: str, written: Path) -> None:
+    assert old in TEXT
+    written.write_text(TEXT.replace(old, new), encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_experiment(written)
+    assert said in str(refused.value)

@@ -13,6 +13,7 @@ from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Start, Status, Stop
 from fineserve_sim.policy.interfaces import GpuSlot, KindFacts, ModelDemand, OperatingPoint, Placement, PlacementPolicy
+from fineserve_sim.policy.placement.balanced import BalancedPlacement
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
@@ -37,7 +38,7 @@ def model(
 ) -> ModelDemand:
     """SLO 1 s, one byte of KV a token."""
     kinds = tuple(map(KindFacts, facts, mme))
-    return ModelDemand(id, rate_per_s, 1.0, tp, weight_bytes, 1, *kinds[0], by_kind=kinds)
+    return ModelDemand(id, rate_per_s, 1.0, tp, weight_bytes, 1, *kinds[0][:2], by_kind=kinds)
 
 
 def cluster(slow: int = 1, slow_bytes: int = 200) -> list[GpuSlot]:
@@ -101,6 +102,12 @@ class TestOthers:
             ("c", (1,), 3.0),
         ]
 
+    def test_balanced_goes_where_fewer_are_late(self) -> None:
+        """3/s are more than the slow kind carries (2/s) and less than the fast one does (8/s), though that has less memory and
+        comes last."""
+        gpus = [GpuSlot(0, 0, 200, 1), GpuSlot(1, 1, 100)]
+        assert where(BalancedPlacement().place([model(rate_per_s=3.0)], gpus)) == [("m", (1,), 3.0)]
+
     def test_dedicated_and_round_robin_go_by_memory(self) -> None:
         """150 bytes fit a slow GPU alone; the rest goes in the order of the GPUs."""
         models = [model("large", weight_bytes=150), model("small", weight_bytes=20)]
@@ -121,6 +128,7 @@ class TestOthers:
         "policy",
         [
             FineServePlacement(),
+            BalancedPlacement(),
             KvprPlacement(),
             MuxServePlacement(),
             DedicatedPlacement(),

@@ -52,7 +52,9 @@ def demand_on(served: ServedModel, kinds: Sequence[GpuSpec], settings: EngineSet
     each = [demand_of(served, gpu, settings, slope=slope) for gpu in kinds]
     if len(each) == 1:
         return each[0]
-    facts = tuple(KindFacts(demand.profile, demand.mme_tokens_per_byte) for demand in each)
+    facts = tuple(
+        KindFacts(demand.profile, demand.mme_tokens_per_byte, demand.prefill, demand.decode) for demand in each
+    )
     return replace(each[0], by_kind=facts)
 
 

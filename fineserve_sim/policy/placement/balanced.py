@@ -77,7 +77,14 @@ class Homes:
         self._group_of = {
             tp: {gpu: group for group in tp_groups(gpus, tp) for gpu in group} for tp in {model.tp for model in models}
         }
-        self._loads: dict[tuple[str, int], list[Load]] = {}
+        self._kind_of = {gpu.id: gpu.kind for gpu in gpus}
+        self._most_per_s = {
+            (model.id, kind): model.on(kind).most_per_s
+            for model in models
+            if model.by_kind
+            for kind in set(self._kind_of.values())
+        }
+        self._loads: dict[tuple[str, float, int], list[Load]] = {}
         self._late: dict[int, float] = {}
 
     def open(self, gpu: GpuSlot) -> None:
@@ -96,14 +103,20 @@ class Homes:
                 return
             self._apply(best)
 
-    def _load(self, id: str, engines: int) -> list[Load]:
-        """In each of the ``BURSTS``."""
-        if (id, engines) not in self._loads:
-            self._loads[id, engines] = [load_of(self._models[id], engines, burst) for burst, _ in BURSTS]
-        return self._loads[id, engines]
+    def _load(self, id: str, groups: Sequence[Group], kind: int) -> list[Load]:
+        """Of the engine on GPUs of this kind, of those on all ``groups``, in each of the ``BURSTS``."""
+        engines: float = len(groups)
+        if self._most_per_s:  # so many of this kind would have its part of the requests
+            together_per_s = sum(self._most_per_s[id, self._kind_of[group[0]]] for group in groups)
+            engines = together_per_s / self._most_per_s[id, kind]
+        if (id, engines, kind) not in self._loads:
+            model = self._models[id].on(kind)
+            self._loads[id, engines, kind] = [load_of(model, engines, burst) for burst, _ in BURSTS]
+        return self._loads[id, engines, kind]
 
     def _predicted(self, gpu: int, here: Sequence[str], change: Change) -> float:
-        loads = [self._load(id, len(change[id] if id in change else self.groups[id])) for id in here]
+        kind = self._kind_of[gpu]
+        loads = [self._load(id, change[id] if id in change else self.groups[id], kind) for id in here]
         in_bursts = zip(BURSTS, zip(*loads, strict=True), strict=True) if loads else ()
         return sum([part * late_per_s(each, self._memory_bytes[gpu]) for (_, part), each in in_bursts])
 

@@ -53,7 +53,7 @@ class Load(NamedTuple):
     engine_bytes: int
 
 
-def load_of(model: ModelDemand, engines: int, burst: float = 1.0) -> Load:
+def load_of(model: ModelDemand, engines: float, burst: float = 1.0) -> Load:
     """The load of one of so many engines that share the requests of a model evenly, at ``burst`` times its rate. Raises
     ValueError without a profile."""
     if not model.profile:
