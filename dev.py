@@ -71,7 +71,7 @@ def compile_modules(arguments: list[str]) -> int:
     if _is_compiled():
         return 0
     tools = environment("test", "requirements-dev.lock", "--require-hashes")
-    print("Compiling (a minute or two) ...", file=sys.stderr, flush=True)
+    print("Compiling (2 to 4 minutes) ...", file=sys.stderr, flush=True)
     state = _sources_state()
     shutil.rmtree(COMPILED, ignore_errors=True)
     pip = [str(tools / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

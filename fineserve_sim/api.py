@@ -200,9 +200,10 @@ def compare(
     slo_scale: float | None = None,
     rate_scale: float | None = None,
     requests: int | None = None,
-    spread: bool = False,
+    spread: bool | Mapping[str, float] = False,
     targets: Targets | None = None,
     price: float | None = None,
+    margin: float | None = None,
     seeds: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     search: bool = True,
@@ -216,8 +217,10 @@ def compare(
     """Compare systems on a trace file, at the rate where they part if no ``rate_scale`` is given.
 
     A model is ``NAME=MODEL:PRECISION:TP``, as on the command line, or an entry of an experiment's ``models``; ``spread`` deals
-    the requests out evenly to them. ``targets``: such as ``{"all": 0.99}``. With ``search`` the answer says where it breaks and
-    how many GPUs it needs. Raises ConfigError, ScenarioError."""
+    the requests out to them, evenly or by shares. With a ``margin`` steps take so many times as long as predicted. ``targets``:
+    such as ``{"all": 0.99}``. With ``search`` the answer says where it breaks and how many GPUs it needs. Raises ConfigError,
+    ScenarioError.
+    """
     for name, given in (("systems", systems), ("models", models)):
         if isinstance(given, str) or not given:
             raise ValueError(f"{name}: must be a list of at least one, not {given!r}")
@@ -235,6 +238,7 @@ def compare(
         slo_scale=slo_scale_of(slo_scale, ttft_slo_s),
         requests=requests,
         usd_per_gpu_hour=price,
+        margin=margin,
         seeds=1 if seeds is None else seeds,
         overrides=_pairs(overrides),
         anchors=anchors,
@@ -270,7 +274,8 @@ def size(
     systems: Sequence[str] | None = None,
     rate_scale: float | None = None,
     requests: int | None = None,
-    spread: bool = False,
+    spread: bool | Mapping[str, float] = False,
+    margin: float | None = None,
     seeds: int | None = None,
     quick: bool = False,
     out: str | Path | None = None,
@@ -297,7 +302,7 @@ def size(
         check_trace(_goals(targets), limits, quick=quick)
     with _folder(out, jobs) as folder, executor_of(executor, jobs) as where:
         path = _written(source, folder) if isinstance(source, Mapping) else Path(source)
-        asked = Asked(limits, load, systems, seeds, at, most_gpus).of(path, folder, axis)
+        asked = Asked(limits, load, systems, seeds, at, most_gpus, margin).of(path, folder, axis)
         prober = Prober(asked.path, folder, goals, asked.overrides, asked.place, quick, None, where, on_progress)
         found = search(prober, tried, axis, folder, mixed=mixed, most_gpus=asked.most_gpus, precision=precision)
     told = "\n".join([*([asked.said] if asked.said else []), found.headline, *found.reasons])
@@ -321,7 +326,8 @@ def plan(
     rate_scale: float = 1.0,
     load: float = 1.0,
     requests: int | None = None,
-    spread: bool = False,
+    spread: bool | Mapping[str, float] = False,
+    margin: float | None = None,
     apart: Sequence[Sequence[str]] | None = None,
     pin: Mapping[str, Sequence[int]] | None = None,
     most_per_gpu: int | None = None,
@@ -356,6 +362,7 @@ def plan(
         load=load,
         requests=requests,
         spread=spread,
+        margin=margin,
         rules=make.rules_of(apart or (), pin or {}, most_per_gpu, [each.id for each in wanted], gpus),
         kept=taken.kept if taken else {},
     )

@@ -67,7 +67,17 @@ def commands() -> list[str]:
     blocks += [line for _, body in fences("console") for line in body.splitlines() if line.startswith(OURS)]
     prose = [FENCE.sub("", path.read_text(encoding="utf-8")) for path in DOCS]
     inline = [found for each in prose for found in re.findall(r"`((?:python3 dev\.py|fineserve-sim) [^`]+)`", each)]
-    return list(dict.fromkeys(line for line in [*blocks, *inline] if "FILE" not in line))
+    return list(dict.fromkeys(line for line in [*blocks, *inline, *examples()] if "FILE" not in line))
+
+
+def examples() -> Iterator[str]:
+    """The examples at the end of each command's help."""
+    for module in PROGRAMS.values():
+        left: list[Any] = [typer.main.get_command(importlib.import_module(module).app)]
+        while left:
+            command = left.pop()
+            left += getattr(command, "commands", {}).values()
+            yield from (line for line in (command.epilog or "").splitlines() if line.startswith(OURS))
 
 
 def parse(arguments: list[str], program: str = "fineserve-sim") -> None:

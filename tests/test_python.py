@@ -235,15 +235,19 @@ def test_processes_start_from_standard_input_and_from_a_spawned_one(tmp_path: Pa
 
 
 COMMANDS = {"run": cli_run, "compare": cli_compare, "size": cli_size, "plan": cli_plan}
-OF_COMMANDS = {"as_json", "file", "exact_steps", "trace_out", "cell", "metrics"}
-"""Options that say how a command prints, what else it writes, and which of a file's cells; ``file`` is ``experiment`` here."""
+OF_COMMANDS = {"as_json", "file", "exact_steps", "trace_out", "cell", "metrics", "share", "columns"}
+"""Options that say how a command prints, what else it writes, and which of a file's cells; ``file`` is ``experiment`` here, a
+share is of ``spread``, and traces of other layouts are for ``fineserve_traces.take_in``."""
+OF_BOTH = {"trace", "source"}
+"""What commands do without where each model has a trace of its own."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_functions_take_the_options_of_the_commands_with_their_defaults(name: str) -> None:
     command, function = (inspect.signature(each).parameters for each in (COMMANDS[name], getattr(fs, name)))
-    options = {key: option.default for key, option in command.items() if key not in OF_COMMANDS}
-    given = {key: option.default for key, option in function.items() if key not in ("experiment", "on_progress")}
+    options = {key: option.default for key, option in command.items() if key not in OF_COMMANDS | OF_BOTH}
+    left_out = {"experiment", "on_progress"} | OF_BOTH
+    given = {key: option.default for key, option in function.items() if key not in left_out}
     assert given == options
 
 

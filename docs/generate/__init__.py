@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import assumptions, commands, contention, errors, hardware, schema, steps, systems
+from docs.generate import assumptions, commands, contention, errors, hardware, schema, scorecard, steps, systems
 
 DOCS = Path(__file__).parents[1]
 README = DOCS.parent / "README.md"
@@ -30,7 +30,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "commands-run": commands.fineserve_run,
     "latency-numbers": assumptions.latency_numbers,
     "engine-defaults": assumptions.engine_defaults,
-    "experiment-assumptions": assumptions.of_experiments,
     "sensitivity": assumptions.sensitivity,
     "step-parts": steps.parts_table,
     "errors": errors.all_sets,
@@ -40,6 +39,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "fig10-caption": contention.caption,
     "shares": errors.shares,
     "sharing": errors.sharing,
+    "scorecard-coverage": scorecard.covered,
+    "scorecard-bands": scorecard.bands,
+    "scorecard-sets": scorecard.every_set,
+    "scorecard-refused": scorecard.refused,
     "sharing-summary": errors.sharing_summary,
 }
 

@@ -1,12 +1,8 @@
-"""Every assumed and fitted number, the engines' defaults, and what single experiments assume."""
+"""Every assumed and fitted number, and the engines' defaults."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-import yaml
+from collections import Counter
 
 from docs.generate.errors import read
 from docs.generate.markdown import table
@@ -14,7 +10,9 @@ from fineserve_sim.catalog import deployments, gpu, model, precisions
 from fineserve_sim.cluster import EngineSettings
 from fineserve_sim.latency import Provenance, StepModel
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+LONG = 60
+"""Characters of a source beyond which it stands once below the table, where several numbers have it."""
+
 ENGINE_REASONS = {
     "token_budget": "the papers give none; vLLM's own default has ranged from 512 to 8192",
     "max_sequences": "vLLM's default until V1 and on smaller GPUs; figures on H100s set 1024, V1's value there",
@@ -49,17 +47,22 @@ def latency_numbers() -> str:
                     if line.kind in ("assumed", "fitted"):
                         used = deployed.name if line.quantity.startswith("host.") else precision.name
                         found.setdefault(line, {})[used] = None
+    times = Counter(line.source for line in found)
+    notes = [
+        source for source in dict.fromkeys(line.source for line in found) if times[source] > 1 and len(source) > LONG
+    ]
     rows = [
         (
             f"`{line.quantity}`",
             ", ".join(f"`{name}`" for name in users),
             f"{line.value:g} {line.unit}",
             line.kind,
-            line.source,
+            f"source {notes.index(line.source) + 1}" if line.source in notes else line.source,
         )
         for line, users in found.items()
     ]
-    return table(("quantity", "of", "value", "kind", "source or reason"), rows)
+    told = "\n".join(f"* Source {number}: {source}" for number, source in enumerate(notes, 1))
+    return f"{table(('quantity', 'of', 'value', 'kind', 'source or reason'), rows)}\n\n{told}"
 
 
 def engine_defaults() -> str:
@@ -68,22 +71,7 @@ def engine_defaults() -> str:
     return table(("setting", "default", "source or reason"), rows)
 
 
-def of_experiments() -> str:
-    """What the files in ``experiments`` assume; files that say the same share a row."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for path in sorted(EXPERIMENTS.glob("*.yaml")):
-        for one in yaml.safe_load(path.read_text(encoding="utf-8")).get("assumptions", []):
-            key = (one["what"], _value(one["value"]), one["why"])
-            found.setdefault(key, []).append(f"`{path.stem}`")
-    rows = [(", ".join(files), *said) for said, files in found.items()]
-    return table(("experiment", "what", "value", "why"), rows)
-
-
 def sensitivity() -> str:
     """What 20 % less and 20 % more of a number do to Fig. 10, where they do anything."""
     rows = read("sensitivity.csv")
     return table([name.replace("_", " ") for name in rows[0]], (tuple(row.values()) for row in rows))
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

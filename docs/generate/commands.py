@@ -12,6 +12,8 @@ import typer
 from docs.generate.markdown import table, words
 
 UNSHOWN = {"help", "install_completion", "show_completion"}
+COMMON = {"--out", "--jobs", "--executor", "--json"}
+"""Options that the page explains once for all commands, where they are the common ones."""
 
 
 def fineserve_sim() -> str:
@@ -45,7 +47,15 @@ def _walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(parameter: Any) -> bool:
-    return parameter.name not in UNSHOWN and not getattr(parameter, "hidden", False)
+    return parameter.name not in UNSHOWN and not getattr(parameter, "hidden", False) and not _common(parameter)
+
+
+def _common(parameter: Any) -> bool:
+    """Whether it is one of the options that several commands of the simulator share, word for word."""
+    from fineserve_sim.cli.console import ExecutorOption, JobsOption, JsonOption, OutOption
+
+    shared = [get_args(option)[1] for option in (ExecutorOption, JobsOption, JsonOption, OutOption)]
+    return bool(COMMON & set(parameter.opts)) and parameter.help in [option.help for option in shared]
 
 
 def _command(path: str, command: Any) -> str:
@@ -53,9 +63,6 @@ def _command(path: str, command: Any) -> str:
     pieces = [f"### {path}", words(command.help or "")]
     if shown:
         pieces.append(table(("argument or option", "meaning", "default"), map(_row, shown)))
-    lines = [line for line in (command.epilog or "").splitlines() if line.startswith("fineserve-")]
-    if lines:
-        pieces.append("```sh\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(piece for piece in pieces if piece)
 
 

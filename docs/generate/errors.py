@@ -112,7 +112,8 @@ def _rows(name: str) -> list[ErrorRow]:
 
 
 def all_sets() -> str:
-    return error_table(rows())
+    """A row a set, without engines on a part of a GPU's SMs, of which docs/data/errors.csv has a row each."""
+    return error_table(row for row in rows() if "% SMs" not in row.set or "100% SMs" in row.set)
 
 
 def error_table(found: Iterable[ErrorRow]) -> str:
@@ -175,10 +176,8 @@ def _range(values: Iterable[float | None]) -> str:
 
 
 def sharing() -> str:
-    """Caps of SMs by model, then every published pair."""
-    caps = [CapErrors(**_typed(row)) for row in read("caps.csv")]  # type: ignore[arg-type]
-    pairs = table(PAIR_COLUMNS, (tuple(row.values()) for row in read("pairs.csv")))
-    return f"{cap_table(caps)}\n\n{pairs}"
+    """Caps of SMs by model."""
+    return cap_table([CapErrors(**_typed(row)) for row in read("caps.csv")])  # type: ignore[arg-type]
 
 
 def cap_table(caps: Iterable[CapErrors]) -> str:

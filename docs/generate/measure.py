@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,29 +12,34 @@ from typing import Any
 from fineserve_evidence.commands import Latency, step_factory
 from fineserve_evidence.sharing.caps import AUTHORS_FILES, FILE, CapErrors, cap_errors, read_authors_caps, read_caps
 from fineserve_evidence.sharing.pairs import PAIRS, REPLICAS, Compared, compare_pairs, compare_replicas
+from fineserve_evidence.validate.bands import Observation, observations
 from fineserve_evidence.validate.errors import error_rows
 from fineserve_evidence.validate.layouts import KNOWN_FILES, OWN_FILES, read_set
-from fineserve_evidence.validate.predict import StepFactory, predict_set
+from fineserve_evidence.validate.predict import Predicted, StepFactory, predict_set, remembered
 from fineserve_evidence.validate.shares import shares
 
-from docs.generate import contention
-from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS, SHARE_COLUMNS
+from docs.generate import contention, scorecard
+from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS, SHARE_COLUMNS, read
 from fineserve_sim.latency import StepModel
-from fineserve_sim.latency.tables import shipped
+from fineserve_sim.latency.tables import measured_on, shipped
 
 SYSTEMS = ("FineServe", "Prism*", "Static*")
 SENSITIVITY_COLUMNS = ("number", "load", *SYSTEMS)
 MAKE_STEP: StepFactory = partial(StepModel, tables=shipped())
+REFERENCE = "h100-sxm"
 OWN_STEP = step_factory(Latency.TABLES)
 
 
 def measure(folder: Path) -> Iterator[Path]:
     """Predict all sets below ``folder`` and write the errors; the files written."""
-    sets = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()] + [*OWN_FILES]
-    scaled = [row for path in sets for row in errors_of(path)]
+    paths = [folder / "e2e" / name for name in KNOWN_FILES if (folder / "e2e" / name).is_file()] + [*OWN_FILES]
+    sets = [read_set(path, MAKE_STEP) for path in paths]
+    before = read("errors.csv")
+    by_scaled, by_own = ([predict_set(one, how) for one in sets] for how in (MAKE_STEP, OWN_STEP))
+    scaled, own = ([row for found in each for row in _errors(found)] for each in (by_scaled, by_own))
     yield write("errors.csv", COLUMNS, scaled)
-    own = [row for path in sets for row in errors_of(path, OWN_STEP)]
     yield write("own_errors.csv", COLUMNS, [row for row, other in zip(own, scaled, strict=True) if row != other])
+    yield from scorecard.measured([*_observed(by_own, by_scaled)], sets, before, scaled)
     yield write("shares.csv", SHARE_COLUMNS, shares_of())
     yield write("caps.csv", list(CapErrors._fields), caps_of(folder))
     yield write("pairs.csv", PAIR_COLUMNS, pairs_of(folder))
@@ -42,8 +47,22 @@ def measure(folder: Path) -> Iterator[Path]:
 
 def errors_of(path: Path, make_step: StepFactory = MAKE_STEP) -> list[dict[str, object]]:
     """The errors of one measured set, as ``errors.csv`` has them."""
-    found = error_rows(predict_set(read_set(path, make_step), make_step))
-    return [{name: rounded(value) for name, value in row.as_dict().items()} for row in found]
+    return _errors(predict_set(read_set(path, make_step), make_step))
+
+
+def _errors(found: Sequence[Predicted]) -> list[dict[str, object]]:
+    return [{name: rounded(value) for name, value in row.as_dict().items()} for row in error_rows(found)]
+
+
+def _observed(own: Iterable[Sequence[Predicted]], scaled: Iterable[Sequence[Predicted]]) -> Iterator[Observation]:
+    """All rows by the tables of their own GPU, where it has some, and by the H100's scaled."""
+    steps = remembered(OWN_STEP), remembered(MAKE_STEP)
+    for one in (one for found in own for one in found):
+        if measured_on(gpu := one.case.serving.gpu) is not None and gpu.tables_from is None:
+            yield from observations([one], steps[0], "measured")
+    for one in (one for found in scaled for one in found):
+        if one.case.serving.gpu.name != REFERENCE:
+            yield from observations([one], steps[1], "scaled")
 
 
 def shares_of() -> list[dict[str, object]]:

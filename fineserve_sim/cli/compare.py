@@ -23,18 +23,23 @@ from fineserve_sim.cli.console import (
     progress_bar,
     unused_folder_goes,
 )
+from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
+    MarginOption,
     PriceOption,
     RequestsOption,
     SeedsOption,
     SetOption,
+    ShareOption,
     SloScaleOption,
+    Spreading,
     SpreadOption,
     TargetsOption,
     TpotOption,
     TtftOption,
     key_and_value,
+    spread_of,
     tell_probe,
 )
 from fineserve_sim.cli.results import DecisionsOption, Simulation, print_results, simulate_into
@@ -43,7 +48,9 @@ if TYPE_CHECKING:
     from fineserve_sim.experiment import Experiment
     from fineserve_sim.experiment.run.executor import Executor
 
-TraceArgument = Annotated[Path, path_argument("TRACE", "Trace file, plain or gzip.")]
+TraceArgument = Annotated[
+    Path | None, path_argument("[TRACE]", "Trace file, plain or gzip; none where each model has its own.")
+]
 SystemsOption = Annotated[
     list[str], typer.Option("--system", "-s", help="A system; repeat for each.", autocompletion=complete_system)
 ]
@@ -52,9 +59,9 @@ ModelsOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="NAME=MODEL:PRECISION:TP",
+        metavar="NAME=MODEL:PRECISION:TP@TRACE",
         help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
-        "its own name, W16A16, 1 GPU.",
+        "its own name, W16A16, 1 GPU, the one TRACE of all.",
     ),
 ]
 GpuOption = Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)]
@@ -90,12 +97,13 @@ def register(app: typer.Typer) -> None:
             "--model B=qwen3-32b --gpus 2 --ttft-slo 0.5",
             "fineserve-sim compare azure2023_conv.csv.gz --system fineserve --system prism* --spread "
             "--model llama-3.1-8b --model llama-3-8b:W4A8KV4",
-        )
+        ),
+        cls=Spreading,
     )(compare)
 
 
 def compare(
-    trace: TraceArgument,
+    trace: TraceArgument = None,
     *,
     systems: SystemsOption,
     models: ModelsOption,
@@ -109,8 +117,11 @@ def compare(
     rate_scale: RateScaleOption = None,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
+    share: ShareOption = None,
+    columns: ColumnsOption = None,
     targets: TargetsOption = None,
     price: PriceOption = None,
+    margin: MarginOption = None,
     seeds: SeedsOption = None,
     overrides: SetOption = None,
     search: SearchOption = True,
@@ -127,6 +138,7 @@ def compare(
     Results of NAME.csv go to results/compare-NAME unless --out names a folder.
     """
     with interruptible():
+        from fineserve_sim.experiment.file.comparison import model_entries
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing.parting import hopeless, parted
         from fineserve_sim.experiment.sizing.question import shares_of, slo_scale_of
@@ -134,12 +146,15 @@ def compare(
         told: dict[str, Any] = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s, "e2e_slo_s": e2e_slo_s}
         told |= {"slo_scale": slo_scale_of(slo_scale, ttft_slo_s), "requests": requests, "anchors": anchors}
         told |= {"gpu": gpu, "count": gpus, "sharing": _sharing(sharing), "usd_per_gpu_hour": price}
-        told |= {"seeds": seeds or 1, "overrides": list(map(key_and_value, overrides or ()))}
-        experiment_at = partial(_experiment, trace, systems, models, spread, told)
-        experiment = experiment_at(1.0 if rate_scale is None else rate_scale)
+        told |= {"seeds": seeds or 1, "overrides": list(map(key_and_value, overrides or ())), "margin": margin}
         wanted = shares_of(targets, tpot_slo_s, e2e_slo_s)
-        folder = out or Path("results") / f"compare-{experiment.name}"
+        named, paths = own_traces(models)
+        folder = out or Path("results") / f"compare-{trace_name(trace, paths)}"
+        entries = model_entries(named, spread=spread_of(spread, share))
         with executor_of(executor, jobs) as where, unused_folder_goes(folder):
+            file = taken_trace(trace, paths, [entry["id"] for entry in entries], columns, folder)
+            experiment_at = partial(_experiment, file, systems, entries, told)
+            experiment = experiment_at(1.0 if rate_scale is None else rate_scale)
             if rate_scale is None:
                 with progress_bar() as advance:
                     experiment = parted(experiment_at, folder, where, wanted, advance, _say)
@@ -154,15 +169,17 @@ def _say(line: str) -> None:
 
 
 def _experiment(
-    trace: Path, systems: Sequence[str], models: Sequence[str], spread: bool, told: Mapping[str, Any], rate_scale: float
+    trace: Path,
+    systems: Sequence[str],
+    models: Sequence[Mapping[str, Any]],
+    told: Mapping[str, Any],
+    rate_scale: float,
 ) -> Experiment:
     """The experiment of a trace that is replayed so many times as fast."""
     from fineserve_sim.experiment import experiment_for_trace
-    from fineserve_sim.experiment.file.comparison import model_entries
 
-    parsed = model_entries(models, spread=spread)
-    with _hint_spread(trace, [model["id"] for model in parsed], spread):
-        return experiment_for_trace(trace, systems, parsed, rate_scale=rate_scale, **told)
+    with _hint_spread(trace, [model["id"] for model in models], any("share" in model for model in models)):
+        return experiment_for_trace(trace, systems, models, rate_scale=rate_scale, **told)
 
 
 def _summary(folder: Path, executor: Executor, search: bool) -> Mapping[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import math
+import re
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from fineserve_sim.cli.console import escaped
 
@@ -32,7 +35,14 @@ SloScaleOption = Annotated[
     typer.Option(min=_POSITIVE, help="SLO scale where no TTFT limit is given: 20.", show_default=False),
 ]
 RequestsOption = Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.", show_default=False)]
-SpreadOption = Annotated[bool, typer.Option("--spread", help="Deal the requests out evenly to the models.")]
+SpreadOption = Annotated[
+    bool,
+    typer.Option(
+        "--spread", help="Deal the requests out to the models: evenly, or by shares, as in --spread chat=3,code=1."
+    ),
+]
+ShareOption = Annotated[str | None, typer.Option("--share", hidden=True)]
+"""The shares of ``--spread``, once they are apart from it."""
 TargetsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,6 +57,15 @@ PriceOption = Annotated[
     typer.Option(min=_POSITIVE, help="Dollars a GPU-hour; the catalog's list price if not given.", show_default=False),
 ]
 
+MarginOption = Annotated[
+    float | None,
+    typer.Option(
+        min=_POSITIVE,
+        metavar="FACTOR",
+        help="Take every step for so many times as long as predicted; derived limits stay. For more load: --rate-scale.",
+        show_default=False,
+    ),
+]
 SeedsOption = Annotated[int | None, typer.Option(min=1, help="Seeds a cell.", show_default=False)]
 SetOption = Annotated[
     list[str] | None,
@@ -62,6 +81,35 @@ def key_and_value(text: str) -> tuple[str, str]:
     if not sign or not key:
         raise ValueError(f"--set {text}: expected KEY=VALUE, such as engine.token_budget=4096")
     return key, value
+
+
+_SHARES = re.compile(r"[^=,]+=[^=,]+(,[^=,]+=[^=,]+)*")
+
+
+class Spreading(TyperCommand):
+    """A command whose ``--spread`` may have a value: options of the parser have one always or never."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Tell the parser of shares as of an option of their own."""
+        pairs = zip(args, [*args[1:], ""], strict=True)
+        told = ["--share" if arg == "--spread" and _SHARES.fullmatch(after) else arg for arg, after in pairs]
+        return super().parse_args(ctx, told)
+
+
+def spread_of(spread: bool, share: str | None) -> bool | dict[str, float]:
+    """Whether requests are dealt out, and by which shares. Raises ValueError for a share that is none."""
+    if share is None:
+        return spread
+    found = {}
+    for part in share.split(","):
+        name, _, text = part.partition("=")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            found[name] = 0.0
+        if not 0 < found[name] < math.inf:
+            raise ValueError(f"--spread {part}: expected a share above 0, as in {name}=3")
+    return found
 
 
 def tell_probe(asked: str, found: Attained) -> None:

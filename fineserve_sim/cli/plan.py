@@ -22,7 +22,17 @@ from fineserve_sim.cli.console import (
     named_path,
     print_json,
 )
-from fineserve_sim.cli.limits import E2eOption, RequestsOption, SpreadOption, TpotOption
+from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
+from fineserve_sim.cli.limits import (
+    E2eOption,
+    MarginOption,
+    RequestsOption,
+    ShareOption,
+    Spreading,
+    SpreadOption,
+    TpotOption,
+    spread_of,
+)
 from fineserve_sim.cli.size import PricesOption, prices_of
 
 if TYPE_CHECKING:
@@ -33,7 +43,7 @@ ModelsOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="NAME=MODEL:PRECISIONS:DEGREES",
+        metavar="NAME=MODEL:PRECISIONS:DEGREES@TRACE",
         help="A model and the ways in which it may run, the best first, as in chat=llama-3.1-8b:fp8|awq:1|2; repeat for each.",
     ),
 ]
@@ -83,12 +93,13 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "fineserve-sim plan trace.csv --spread --model a=llama-3.1-8b:fp8 --model b=qwen3-32b:W16A16|fp8 --gpus 4 "
             "--rate-scale 10 --ttft-slo 1 --seconds 60"
-        )
+        ),
+        cls=Spreading,
     )(plan)
 
 
 def plan(
-    trace: TraceArgument,
+    trace: TraceArgument = None,
     *,
     models: ModelsOption = None,
     like: LikeOption = None,
@@ -102,6 +113,9 @@ def plan(
     load: Annotated[float, typer.Option(min=1e-6, help="Head room: plan for this many times the load.")] = 1.0,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
+    share: ShareOption = None,
+    columns: ColumnsOption = None,
+    margin: MarginOption = None,
     apart: Annotated[
         list[str] | None, typer.Option(metavar="A,B", help="Models that share no GPU; may be repeated.")
     ] = None,
@@ -139,8 +153,11 @@ def plan(
         types = gpu or ["h100-sxm"]
         prices = _prices(types, prices_of(price or []), target)
         wanted, taken = planning_like.wanted(models, like)
+        named, paths = own_traces(models or [])
+        wanted, taken = planning_like.wanted(named, like)
+        folder = out or Path("results") / f"plan-{trace_name(trace, paths)}"
         wish = make.Wish(
-            trace=trace,
+            trace=taken_trace(trace, paths, [each.id for each in wanted], columns, folder),
             models=wanted,
             gpus=gpus,
             ttft_slo_s=ttft_slo_s,
@@ -149,8 +166,9 @@ def plan(
             e2e_slo_s=e2e_slo_s,
             rate_scale=rate_scale,
             load=load,
-            spread=spread,
+            spread=spread_of(spread, share),
             requests=requests,
+            margin=margin,
             rules=make.rules_of(
                 [text.split(",") for text in apart or ()],
                 _pinned(pin),
@@ -163,7 +181,6 @@ def plan(
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
-        folder = out or Path("results") / f"plan-{trace.name.split('.')[0]}"
         with executor_of(executor, jobs) as where:
             found = make.found(
                 wish,

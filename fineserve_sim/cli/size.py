@@ -23,14 +23,19 @@ from fineserve_sim.cli.console import (
     progress_bar,
     unused_folder_goes,
 )
+from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
+    MarginOption,
     RequestsOption,
     SeedsOption,
+    ShareOption,
     SloScaleOption,
+    Spreading,
     SpreadOption,
     TpotOption,
     TtftOption,
+    spread_of,
     tell_probe,
 )
 
@@ -39,8 +44,10 @@ if TYPE_CHECKING:
     from fineserve_sim.experiment.sizing.question import Question
 
 SourceArgument = Annotated[
-    Path,
-    path_argument("TRACE|FILE|DIR", "Trace, experiment in YAML, or results folder."),
+    Path | None,
+    path_argument(
+        "[TRACE|FILE|DIR]", "Trace, experiment in YAML, or results folder; none where each model has a trace."
+    ),
 ]
 GoalsOption = Annotated[
     list[str],
@@ -78,7 +85,7 @@ PricesOption = Annotated[
 ModelsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--model", "-m", metavar="NAME=MODEL:PRECISION:TP", help="Of a trace: as for compare.", show_default=False
+        "--model", "-m", metavar="NAME=MODEL:PRECISION:TP@TRACE", help="Of a trace: as for compare.", show_default=False
     ),
 ]
 SystemsOption = Annotated[
@@ -102,12 +109,13 @@ def register(app: typer.Typer) -> None:
             "fineserve-sim size two_models.yaml --gpu h100-sxm --gpu l40s --mix --target ttft:0.95",
             "fineserve-sim size experiments/fig10.yaml --target ttft:0.99 --over gpus --at rate_scale=8 --quick",
             "fineserve-sim size experiments/fig13.yaml --target ttft:0.95 --over rate",
-        )
+        ),
+        cls=Spreading,
     )(size)
 
 
 def size(
-    source: SourceArgument,
+    source: SourceArgument = None,
     *,
     targets: GoalsOption,
     over: OverOption = "gpus",
@@ -127,6 +135,9 @@ def size(
     rate_scale: RateScaleOption = None,
     requests: RequestsOption = None,
     spread: SpreadOption = False,
+    share: ShareOption = None,
+    columns: ColumnsOption = None,
+    margin: MarginOption = None,
     seeds: SeedsOption = None,
     quick: QuickOption = False,
     out: OutOption = None,
@@ -140,8 +151,10 @@ def size(
     Bisection over the same requests; a cell ends once the seeds that are left cannot change its answer.
     Results of NAME go to results/size-NAME unless --out names a folder.
     """
-    folder = out or Path("results") / f"size-{source.name.split('.')[0]}"
+    named, paths = own_traces(models or [])
+    folder = out or Path("results") / f"size-{trace_name(source, paths)}"
     with interruptible(), unused_folder_goes(folder):
+        from fineserve_sim.experiment.file.comparison import model_entries
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.found import search
@@ -152,11 +165,18 @@ def size(
 
         axis, wanted, paid = axis_of(over), goals(targets), prices_of(price or [])
         tried, mixed = variants(gpu or [], tp or [], paid), kinds_of(gpu or [], paid, axis) if mix else []
-        limits, load = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale), Load(models, requests, spread, rate_scale)
-        if file_of(source) is None:
+        limits = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale)
+        load = Load(named, requests, spread_of(spread, share), rate_scale)
+        file = source
+        if source is None or file_of(source) is None:
             check_trace(targets, limits, quick=quick)
+            names = [entry["id"] for entry in model_entries(named, spread=False)]
+            file = taken_trace(source, paths, names, columns, folder)
+        elif columns is not None:
+            raise ValueError(f"--columns: for a trace alone; {source} has models and load of its own")
+        assert file is not None
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
-        asked = Asked(limits, load, systems, seeds, place, most_gpus).of(source, folder, axis)
+        asked = Asked(limits, load, systems, seeds, place, most_gpus, margin).of(file, folder, axis)
         with executor_of(executor, jobs) as where, progress_bar() as advance:
             told = (asked.path, folder, wanted, asked.overrides, asked.place, quick, None, where, advance, tell_probe)
             found = search(

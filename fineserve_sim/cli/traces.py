@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fineserve_sim.cli.console import JsonOption, examples, path_argument, print_json, print_rows
+from fineserve_sim.cli.intake import parsed_columns
 
 app = typer.Typer(help="Look at trace files, and make them from other files.", no_args_is_help=True)
 
@@ -79,8 +80,7 @@ def convert(
 
     if out.exists():
         raise TraceError(f"{out}: exists already; name another file with --out, or remove it")
-    named = dict(part.partition("=")[::2] for part in columns.split(",")) if columns else None
-    trace = take_in(file, columns=named, unit=unit, rate_per_s=rate, seed=seed)
+    trace = take_in(file, columns=parsed_columns(columns), unit=unit, rate_per_s=rate, seed=seed)
     trace.to_csv(out)
     span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
     typer.echo(f"{trace.source}: {len(trace)} requests of {len(trace.models)} models in {span_s:.1f} s, in {out}")

@@ -24,6 +24,7 @@ from fineserve_sim.cluster import ScenarioError, ServedModel, simulate
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import Experiment, experiment_for_trace
+from fineserve_sim.experiment.file.comparison import model_entries
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
@@ -100,8 +101,9 @@ def rules_of(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``kept``: keys of a file
-    that the plan has, too (``folder``, ``engine``, ``runtime``)."""
+    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``spread``: requests are
+    dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted. ``kept``: keys of a file that
+    the plan has, too (``folder``, ``engine``, ``runtime``)."""
 
     trace: Path
     models: tuple[ModelWish, ...]
@@ -112,7 +114,8 @@ class Wish:
     e2e_slo_s: float | None = None
     rate_scale: float = 1.0
     load: float = 1.0
-    spread: bool = False
+    spread: bool | Mapping[str, float] = False
+    margin: float | None = None
     requests: int | None = None
     rules: Rules = field(default_factory=Rules)
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -121,13 +124,12 @@ class Wish:
         """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
         entries = [
             {"id": each.id, "model": each.model, "precision": each.options[-1][0], "tp": each.options[-1][1]}
-            | ({"share": 1.0} if self.spread else {})
             for each in self.models
         ]
         return experiment_for_trace(
             self.trace,
             systems,
-            entries,
+            model_entries(entries, spread=self.spread),
             gpu=self.gpu,
             count=self.gpus,
             ttft_slo_s=self.ttft_slo_s,
@@ -135,9 +137,17 @@ class Wish:
             e2e_slo_s=self.e2e_slo_s,
             rate_scale=self.rate_scale * self.load,
             requests=self.requests,
-            overrides=[(key, json.dumps(value)) for key, value in self.kept.items() if key != "runtime"],
+            overrides=[(key, json.dumps(value)) for key, value in self.settings.items() if key != "runtime"],
             **changed,
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is kept of a file, with the margin in the settings of engines."""
+        slower = (
+            {} if self.margin is None else {"engine": {**self.kept.get("engine", {}), "step_time_factor": self.margin}}
+        )
+        return dict(self.kept) | slower
 
 
 def problem_of(wish: Wish) -> Problem:
@@ -262,7 +272,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
     for each, home in zip(wish.models, layout, strict=True):
         precision, tp = each.options[home.option]
         entry: dict[str, Any] = {"id": each.id, "model": each.model, "precision": precision, "tp": tp}
-        models.append(entry | ({"share": 1.0} if wish.spread else {}))
+        models.append(entry)
         if home.groups:
             groups[each.id] = [list(group) for group in home.groups]
     workload: dict[str, Any] = {"trace": str(wish.trace.resolve())}
@@ -273,7 +283,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         "fineserve": 1,
         "title": f"A plan for {wish.trace.name}",
         "cluster": {"gpu": wish.gpu, "count": wish.gpus},
-        "models": models,
+        "models": model_entries(models, spread=wish.spread),
         "workload": workload,
         "slo": {name: limit_s for name, limit_s in limits.items() if limit_s is not None},
         "systems": [
@@ -281,7 +291,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
         ],
         "seeds": 1,
         "sweeps": [{"name": "run", "at": {"rate_scale": wish.rate_scale}, "systems": ["plan"]}],
-    } | dict(wish.kept)
+    } | wish.settings
 
 
 def unseen(wish: Wish, seed: int = 0) -> Trace:

@@ -11,6 +11,7 @@ import pytest
 
 import fineserve_sim as fs
 from fineserve_sim import catalog
+from fineserve_sim.catalog.model_errors import model_errors
 from fineserve_sim.experiment import ConfigError, load_experiment, run_experiment
 from fineserve_sim.experiment.results.answer import answer_of
 from fineserve_sim.experiment.results.binding import binds
@@ -18,6 +19,7 @@ from fineserve_sim.experiment.results.cost import costs, price_of
 from fineserve_sim.experiment.results.misses import CAUSES
 from fineserve_sim.experiment.sizing import around
 from fineserve_sim.experiment.sizing.around import search_around
+from fineserve_sim.experiment.sizing.gpu_band import GpuBand
 from fineserve_sim.experiment.sizing.probe import Attained
 
 NONE = dict.fromkeys(CAUSES, 0)
@@ -198,8 +200,9 @@ class FakeProber:
     ("holds_on", "value", "not_on"), [((11, 12), 11, 16), ((13, 14, 15, 16), 13, None), ((), None, None)]
 )
 def test_more_gpus_that_do_not_help_hide_no_fewer_that_do(
-    holds_on: tuple[int, ...], value: int | None, not_on: int | None
+    holds_on: tuple[int, ...], value: int | None, not_on: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(around, "gpu_band", lambda *_: GpuBand(model_errors().classes[0], 1, 1, 1))
     choice = {"system": "mine", "title": "Mine", "gpus": 8, "holds": False}
     answer = {"choice": choice, "axes": {"rate_scale": 1.0}, "targets": {"slo_attainment": 0.95}}
     found = around._gpus(FakeProber(holds_on), answer, [("mine", "Mine"), ("other", "Other")], {})  # type: ignore[arg-type]

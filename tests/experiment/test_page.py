@@ -22,15 +22,21 @@ from browserkit import DRIVER, MISSING, Browser, browser
 from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment import run_experiment
 from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.show.against import Bill, against
 from fineserve_sim.experiment.show.page.build import write_page
 from fineserve_sim.experiment.show.page.curves import latency_traces
 from fineserve_sim.experiment.show.page.figures import sweeps, system_looks
+from fineserve_sim.experiment.show.page.first import verdict_of
+from fineserve_sim.experiment.show.page.memory import Panel, _colours, _label
 from fineserve_sim.experiment.show.page.overview import overview
-from fineserve_sim.experiment.show.page.style import Looks
+from fineserve_sim.experiment.show.page.search import search_charts
+from fineserve_sim.experiment.show.page.style import Looks, percent_range
 from fineserve_sim.experiment.show.page.sweep_charts import sweep_charts, sweep_of
 from fineserve_sim.experiment.show.timelines.stored import run_of
 
 needs_browser = pytest.mark.skipif(not DRIVER and os.environ.get("FINESERVE_BROWSER") != "required", reason=MISSING)
+
+ONES = np.ones(3)
 
 EXPERIMENT = """\
 fineserve: 1
@@ -151,6 +157,9 @@ def test_a_place_has_its_own_latencies_memory_and_requests(page: Browser) -> Non
         choose(page, "place", str(number))
         told.append((shown(page, "details[data-place]"), shown(page, ".where")[0]))
         assert names(page, "0/latency/ttft")[-1] == "Limit, 0.2 s"
+        assert (
+            page.run("return document.querySelectorAll(`[data-figure='0/latency/ttft'] .legend .traces`).length") == 0
+        )
         assert "A" in names(page, "0/memory/fineserve")
     assert told[0][0] != told[1][0]
     assert [where for _, where in told] == [f"At {place}." for place in places[:2]]
@@ -183,6 +192,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(chromium: Browser, folder: 
 def opened_on_phone(chromium: Browser, path: Path) -> Browser:
     """Only figures near the screen are drawn."""
     chromium.open(path)
+    chromium.run("document.querySelector('.figure').scrollIntoView()")
     drawn = "document.querySelectorAll('.js-plotly-plot .xtick').length"
     chromium.wait_for(f"{drawn} > 0")
     assert chromium.run("return document.querySelectorAll('.figure:not(.js-plotly-plot)').length") > 0
@@ -281,6 +291,102 @@ def test_a_percentile_of_requests_that_never_got_so_far_says_so(folder: Path) ->
     first = charts["ttft_p99_s"]["data"][0]
     assert (first["text"], first["y"]) == (["never"], [0])
     assert "never</td>" in overview(cells)
+
+
+def test_the_first_screen_is_a_verdict_with_its_colour_and_a_box_a_gpu(folder: Path) -> None:
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    first = text[text.index('<section class="first') :].partition("</section>")[0]
+    summary = read_summary(folder)
+    assert first.startswith(f'<section class="first is-{verdict_of(summary, None)}">')
+    assert first.count('class="gpu') == 2 and "GPU 0" in first and first.count('<i class="weights"') == 2 + 1
+    assert text.index('class="first') < text.index("<h2>The answer in full</h2>") < text.index("js-plotly-plot")
+
+
+def answered(holds: bool, sure: bool, found: Any = None) -> dict[str, Any]:
+    search = {} if found is None else {"search": {"gpus": found}}
+    return {"answer": {"choice": {"holds": holds, "margins": {"slo_attainment": {"sure": sure}}}, **search}}
+
+
+def test_the_colour_of_a_verdict_is_green_only_beyond_the_interval() -> None:
+    kept = {"value": 9, "margins": {"slo_attainment": {"sure": True}}}
+    assert verdict_of(answered(True, True), None) == "good"
+    assert verdict_of(answered(True, False), None) == "half"
+    assert verdict_of(answered(False, True), None) == "bad"
+    assert verdict_of(answered(False, True, {"value": None}), None) == "bad"
+    assert verdict_of(answered(False, True, kept), None) == "good"  # on more GPUs than were asked for
+    assert verdict_of(answered(True, True), {"systems": [{"answer": None}]}) == "bad"
+
+
+def test_what_it_costs_against_dedicated_gpus_is_one_sentence() -> None:
+    own = Bill("Dedicated", 13, 45.37, 0.999)
+    assert against(Bill("FineServe", 8, 27.92), own) == (
+        "One GPU (group) a model: 13 GPUs, $45.37 an hour, which keeps 99.9 % within limits. "
+        "FineServe on 8, $27.92, costs 38 % less."
+    )
+    assert against(Bill("X", 14, 48.86), own).endswith("costs 8 % more.")
+    assert against(Bill("X", 1, None), own._replace(kept=None)) == (
+        "One GPU (group) a model: 13 GPUs. X on 1 takes 92 % fewer."
+    )
+
+
+def test_a_line_says_where_a_percentile_never_comes(folder: Path) -> None:
+    """The series of a system that loses requests is there, above all values, and does not vanish beside the worst one."""
+    cells = [cell for cell in read_summary(folder)["cells"] if cell["sweep"] == "rates"]
+    cells = [cell for cell in cells if cell["axes"]["engine.token_budget"] == 2048]
+    for cell in cells:
+        if cell["system"] == "fineserve":
+            lost = cell["metrics"]["ttft_p99_s"] | {"mean": None, "half_width": None}
+            cell |= {"metrics": cell["metrics"] | {"ttft_p99_s": lost}, "misses": cell["misses"] | {"dropped": 5}}
+    chart = sweep_charts(sweep_of("rates", cells), Looks(cell["system"] for cell in cells))["ttft_p99_s"]
+    (never,) = [
+        trace for trace in chart["data"] if trace["name"] == "FineServe: never" and trace["meta"]["model"] == ""
+    ]
+    others = [
+        y
+        for trace in chart["data"]
+        if trace["meta"] == {"system": "prism", "model": "", "facet": 0}
+        for y in trace["y"]
+    ]
+    assert never["x"] == [1, 4] and min(never["y"]) > max(others) and "never" in never["text"]
+    lost_everywhere = [cell for cell in cells if cell["system"] == "fineserve"]
+    alone = sweep_charts(sweep_of("rates", lost_everywhere), Looks(["fineserve"]))
+    assert [trace["name"] for trace in alone["ttft_p99_s"]["data"] if trace["visible"]] == ["FineServe: never"]
+
+
+def test_an_axis_of_percent_shows_what_differs() -> None:
+    assert percent_range([20.0, 99.0]) == (0.0, 104.0)
+    assert percent_range([97.3, 98.8]) == (94.0, 100.4)
+    assert percent_range([], 99.0) == (95.0, 100.25) and percent_range([], 50.0) == (0.0, 104.0)
+
+
+def test_models_of_one_gpu_have_colours_of_their_own_and_labels() -> None:
+    names = [f"m{number}" for number in range(12)]
+    panels = [
+        Panel("GPU 0", 9.0, {names[0]: ONES, names[8]: ONES}),
+        Panel("GPU 1", 9.0, dict.fromkeys(names[2:6], ONES)),
+    ]
+    colours = _colours([Panel("Requests", None, dict.fromkeys(names, ONES)), *panels], Looks(names))
+    assert Looks(names).colour(names[0]) == Looks(names).colour(names[8])  # eight colours
+    assert colours[names[0]] != colours[names[8]] and len({colours[name] for name in names[2:6]}) == 4
+    assert f"color:{colours['m8']}" in _label(panels[0], "", colours)["text"]
+
+
+def test_series_beyond_eight_have_their_names_at_their_ends() -> None:
+    answers = [
+        {"title": f"S{number}", "gpu": "h100-sxm", "tp": None, "changes": [], "answer": None, "out_of_reach": None}
+        | {
+            "probes": [
+                {"value": 1, "shares": {"ttft_attainment": 0.9}},
+                {"value": 2, "shares": {"ttft_attainment": 1.0}},
+            ]
+        }
+        for number in range(9)
+    ]
+    found = {"systems": answers, "targets": {"ttft_attainment": 0.99}, "title": "GPUs"}
+    data = search_charts(found)["search/ttft_attainment"]["data"]
+    assert [trace["text"] for trace in data] == [["", f"S{number}"] for number in range(9)]
+    few = search_charts(found | {"systems": answers[:8]})["search/ttft_attainment"]["data"]
+    assert not any("text" in trace for trace in few)
 
 
 def test_a_folder_without_results_says_so(tmp_path: Path) -> None:

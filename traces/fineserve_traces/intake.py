@@ -120,10 +120,13 @@ def _known(path: Path) -> Trace | None:
         if "Parquet" in str(error):
             return None
         raise
+    format = None
     try:
         format = detect_format(data, path)
         return read_trace(path, format, strict=False) if format in READERS else None
     except TraceError:
+        if format == "sessions" or (format == "vllm-bench" and b'"num_prompts"' in data):  # neither has another layout
+            raise
         return None
 
 
@@ -216,7 +219,7 @@ def _table(path: Path) -> pd.DataFrame:
     try:
         json.loads(first)
         whole = start.count(b"\n") == 0 or not start.partition(b"\n")[2].strip()
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = True
     if whole:
         return _flat(_records(parse_json(data, path), path), path)

@@ -6,6 +6,7 @@ arena          csv with the model column required (LMSYS Chatbot Arena order, 27
 azure          AzurePublicDataset 2023 and 2024: TIMESTAMP, ContextTokens, GeneratedTokens
 burstgpt       BurstGPT: Timestamp (s), Model, Request tokens, Response tokens, Total tokens, Log Type
 mooncake       JSONL: timestamp (ms), input_length, output_length, hash_ids (one id per 512-token block), which may be missing
+sessions       the same for turns of conversations: session_id, and delay (ms) in place of timestamp (see `sessions`)
 vllm-bench     the JSON result of ``vllm bench serve --save-result --save-detailed``
 =============  ======================================================================================================
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import numpy as np
 from fineserve_traces.files import CsvTable, csv_header, json_field, json_lines, read_text
 from fineserve_traces.rows import Rows, json_numbers, since_first
 from fineserve_traces.schema import FloatArray, Trace, TraceError, arrival_column, cell_error, token_column
+from fineserve_traces.sessions import with_arrivals
 from fineserve_traces.vllm_bench import vllm_bench_rows
 
 MOONCAKE_BLOCK_TOKENS = 512  # kvcache-ai/Mooncake, traces of its FAST'25 release
@@ -80,7 +83,7 @@ def _detect_json(line: bytes, more: bool, path: Path) -> str:
     except (ValueError, RecursionError):
         return "vllm-bench"  # whose reader tells what is wrong
     if set(_MOONCAKE_FIELDS) & set(fields):
-        return "mooncake"
+        return "sessions" if "session_id" in fields else "mooncake"
     if more:
         known = ", ".join(_MOONCAKE_FIELDS)
         raise TraceError(f"{path}: JSON lines with unknown fields {fields[:6]}; known are {known} (mooncake); {MAKE}")
@@ -169,7 +172,15 @@ def _read_burstgpt(data: bytes, path: Path) -> Rows:
 def _read_mooncake(data: bytes, path: Path) -> Rows:
     where = str(path)
     records = list(json_lines(data, path))
-    hashed = "hash_ids" in records[0]
+    return _lines_rows(records, where, hashed="hash_ids" in records[0])
+
+
+def _read_sessions(data: bytes, path: Path) -> Rows:
+    records = with_arrivals(list(json_lines(data, path)), str(path))
+    return replace(_lines_rows(records, str(path), hashed=False), in_file_order=False)
+
+
+def _lines_rows(records: Sequence[dict[str, Any]], where: str, *, hashed: bool) -> Rows:
     columns: dict[str, list[Any]] = {name: [] for name in _MOONCAKE_FIELDS}
     for row, record in enumerate(records):
         for name in _MOONCAKE_FIELDS[: 4 if hashed else 3]:
@@ -197,5 +208,6 @@ READERS: dict[str, Callable[[bytes, Path], Rows]] = {
     "azure": _read_azure,
     "burstgpt": _read_burstgpt,
     "mooncake": _read_mooncake,
+    "sessions": _read_sessions,
     "vllm-bench": vllm_bench_rows,
 }

@@ -2,7 +2,7 @@
 
 A file is cut into blocks of whole lines. A block goes to the reader of its format behind the header and the first row of the
 file, from which recorded formats count time. So one set of readers does for both, and what is held is a block. A result of
-``vllm bench serve`` is one JSON document, and one block.
+``vllm bench serve`` is one JSON document, and one block; so are turns of conversations, which come after each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fineserve_traces.rows import Rows, model_names, named_source
 from fineserve_traces.schema import IntArray, Trace, TraceError, error_at
 
 BLOCK_BYTES = 1 << 18
-_DOCUMENTS = ("vllm-bench",)
+_DOCUMENTS = ("vllm-bench", "sessions")
 _HEADED = ("csv", "arena", "azure", "burstgpt")
 
 

@@ -69,6 +69,11 @@ def _parts(predicted: Predicted) -> Iterator[tuple[Label, Predicted]]:
         yield label, replace(_rows_of(predicted, mine), case=_rows_of(case, mine))
 
 
+def label_of(case: Case, row: int) -> Label:
+    """What a row is reported under."""
+    return case.label._replace(set=f"{case.label.set}, {case.parts[row]}") if case.parts else case.label
+
+
 Rows = TypeVar("Rows", Case, Predicted)
 
 

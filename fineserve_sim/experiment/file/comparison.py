@@ -10,6 +10,7 @@ from typing import Any
 
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.document import Document, parse_value
+from fineserve_sim.experiment.file.errors import nearest
 from fineserve_sim.experiment.file.plan import Experiment, build
 
 
@@ -31,6 +32,7 @@ def experiment_for_trace(
     sharing: Any = None,
     seeds: int = 1,
     usd_per_gpu_hour: float | None = None,
+    margin: float | None = None,
     overrides: Sequence[tuple[str, str]] = (),
 ) -> Experiment:
     """The comparison of ``systems`` on the requests of a trace file, one seed: a recorded trace has no randomness (but a deal
@@ -41,7 +43,8 @@ def experiment_for_trace(
     ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT. Limits of TPOT and from arrival to
     the last token are in seconds, and there where they are given. ``anchors``: beside the systems stand the clairvoyant bound,
     and dedicated GPUs, as many as the models need. ``sharing``: of every GPU, whatever the systems say, in the words of a
-    file. ``overrides``: dotted keys with YAML values, as of a file. Raises ConfigError.
+    file. ``overrides``: dotted keys with YAML values, as of a file. ``margin``: steps take so many times as long as predicted.
+    Raises ConfigError.
     """
     by_share = any("share" in model for model in models)
     workload = {"trace": str(trace.resolve()), "requests": requests, "warmup_requests": warmup_requests}
@@ -52,6 +55,7 @@ def experiment_for_trace(
         | ({} if usd_per_gpu_hour is None else {"usd_per_gpu_hour": usd_per_gpu_hour}),
         "models": [dict(model) for model in models],
         "workload": workload | ({"assign": "share"} if by_share else {}),
+        "engine": {} if margin is None else {"step_time_factor": margin},
         "slo": _slo(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale),
         "seeds": seeds,
     }
@@ -76,16 +80,30 @@ def _built(
     return build(document, trace.name.split(".")[0], Path.cwd())
 
 
-def model_entries(models: Sequence[str | Mapping[str, Any]], *, spread: bool) -> list[dict[str, Any]]:
-    """Entries of ``models``, with equal shares of the requests where they are ``spread``; texts are as in ``model_entry``. A
-    model of the catalog that texts have more than once without a name is called after its precision, too."""
-    share = {"share": 1.0} if spread else {}
-    entries = [(model_entry(model) if isinstance(model, str) else dict(model)) | share for model in models]
+def model_entries(
+    models: Sequence[str | Mapping[str, Any]], *, spread: bool | Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Entries of ``models``, with equal shares of the requests where they are ``spread``, or with those that it has by name;
+    texts are as in ``model_entry``. A model of the catalog that texts have more than once without a name is called after its
+    precision, too. Raises ValueError where shares are not of these models."""
+    entries = [(model_entry(model) if isinstance(model, str) else dict(model)) for model in models]
     times = Counter(str(entry.get("id")) for entry in entries)
     for model, entry in zip(models, entries, strict=True):
         if isinstance(model, str) and times[entry["id"]] > 1 and entry["id"] == entry["model"]:
             entry["id"] = f"{entry['model']}-{entry['precision']}"
-    return entries
+    if isinstance(spread, Mapping):
+        _check_shares(spread, [entry["id"] for entry in entries])
+        return [entry | {"share": spread[entry["id"]]} for entry in entries]
+    return [entry | {"share": 1.0} for entry in entries] if spread else entries
+
+
+def _check_shares(shares: Mapping[str, float], names: Sequence[str]) -> None:
+    for name in shares:
+        if name not in names:
+            raise ValueError(f"--spread {name}=...: unknown model; {nearest(name, names)}")
+    for name in names:
+        if name not in shares:
+            raise ValueError(f"--spread: no share of model {name}; give each model one, as in {name}=1")
 
 
 def model_entry(text: str) -> dict[str, Any]:

@@ -43,6 +43,21 @@ def tables_of(gpus: Sequence[GpuSpec], engine: EngineSettings) -> str | None:
     return " and ".join(dict.fromkeys(found)) or None
 
 
+def own_tables(gpus: Sequence[GpuSpec], engine: EngineSettings) -> bool:
+    """Whether the step times come from tables that were measured on these very types of GPU."""
+    return all(gpu.tables_from is None and tables_of([gpu], engine) is not None for gpu in gpus)
+
+
+def measured_text(step_times: Mapping[str, Any]) -> str:
+    """How much of the engines' time is measured: ``58 %``, or ``0 % (58 % on a100-80gb, scaled)``. ``step_times``: as
+    ``pooled`` gives it, with ``tables_of``, and whether these are the GPUs' ``own``."""
+    if not step_times.get("shares"):
+        return "–"
+    share = f"{step_times['shares']['measured']:.0%}"[:-1] + " %"
+    scaled = step_times["tables_of"] is not None and not step_times["own"]
+    return f"0 % ({share} on {step_times['tables_of']}, scaled)" if scaled else share
+
+
 def warnings(found: Mapping[str, Any], gpus: Sequence[GpuSpec], engine: EngineSettings) -> Iterator[str]:
     """One line for what leaves the measured range, one for each kind of GPU without own tables. ``found``: as ``pooled`` gives
     it."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from fineserve_sim.experiment.file.metric_names import EACH, overall
 from fineserve_sim.experiment.results.answer import chosen_cell, name_of, place_of
+from fineserve_sim.experiment.show.against import answer_against
 from fineserve_sim.experiment.show.labels import axis_text, number
+from fineserve_sim.experiment.show.model_error import error_text
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 
 Cell = Mapping[str, Any]
@@ -43,12 +45,15 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
         return []
     lines = [
         f"{_where(answer, cell, summary['cells'])}{_choice(answer, cell)}",
-        *_beyond(answer, cell),
+        *beyond_lines(answer, cell),
         *_gpus(answer, cell),
         _cost(cell, summary["price"]),
+        *([told] if (told := answer_against(summary)) else []),
         _misses(cell),
     ]
     lines += [" ".join(sentences)] if (sentences := list(_binding(cell))) else []
+    band = answer.get("search", {}).get("gpus", {}).get("band")
+    lines += [error_text(band)] if band else []
     load = f"Limits: {limits_text(cell)}. Load: {place_text(cell)}; {' '.join(_load(answer, cell, summary['cells']))}"
     return [*lines, load]
 
@@ -196,13 +201,13 @@ def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
     if found["value"] is None:
         tried = f"on the numbers of {gpu} that were tried, up to {found['most']}"
         return f"No system keeps {targets} {tried} ({found['title']} {found['why']})."
-    where = f"{found['title']} on {found['value']} {gpu}{_hourly(found['usd_per_hour'])}"
+    where = f"{found['title']} on {found['value']} {gpu}{_band(found)}{_hourly(found['usd_per_hour'])}"
     left_out = _left_out(found.get("unplaced", ()))
     more = f" ({found['not_on']} fail: more GPUs are another placement)" if found["not_on"] else ""
     return f"Take {where}, the fewest found that keep {targets}: {_margins(found['margins'])}{more}.{left_out}"
 
 
-def _beyond(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
+def beyond_lines(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     """Which models are out of reach on any number of GPUs, and what another precision or degree of them would come to."""
     search = answer.get("search", {})
     yield from out_of_reach_lines(search.get("gpus", {}).get("out_of_reach", {}).get("models", ()))
@@ -212,6 +217,11 @@ def _beyond(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
         reach = ", ".join(f"{100 * share:.1f} %" for share in (changed["bounds"] or {}).values())
         within = "" if changed["holds"] or not reach else f"; {reach} would be within reach"
         yield f"With {changes_text(changed['changes'])}, {answer['choice']['title']} on {gpus_text(cell)} {keeps}{within}."
+
+
+def _band(found: Mapping[str, Any]) -> str:
+    """How many GPUs it may be with the error of the model itself."""
+    return f" ({found['band']['text']} with the model's error)" if found.get("band") else ""
 
 
 def _hourly(usd: float | None) -> str:
@@ -337,6 +347,24 @@ def _load(answer: Mapping[str, Any], cell: Cell, cells: Sequence[Cell]) -> Itera
         yield f"{answer['choice']['title']} fails at {_rate(failing, base)}, the lowest rate here."
 
 
+def breaks_text(summary: Mapping[str, Any]) -> str:
+    """What breaks first and at which load, for the chosen system: ``First to break: bandwidth on GPU 1 (chat), ...``."""
+    answer, cell = summary.get("answer"), chosen_cell(summary)
+    if not answer or cell is None:
+        return ""
+    several = "search" in answer or len(_rates(cell, summary["cells"])) > 1
+    load = " ".join(_load(answer, cell, summary["cells"])) if several else ""
+    told, binds, worst = load[:1].upper() + load[1:], cell["binds"], worst_models(cell, 1)
+    if not binds:
+        return told
+    first = binds[0]
+    models = sorted(first["models"], key=lambda name: -first["models"][name])[:3]
+    where = f" on GPU {', '.join(map(str, first['gpus'][:8]))}" if first["gpus"] else ""
+    low = f" Worst model: {worst[0]} within its limits." if worst and len(cell["models"]) > 1 else ""
+    what = _WHATS.get(first["what"], first["what"])
+    return f"First to break: {what}{where} ({', '.join(models)}).{low} {told}".rstrip()
+
+
 def _rates(cell: Cell, cells: Sequence[Cell]) -> set[float]:
     """The rate scales that there are of a cell's system at its other axes."""
 
@@ -371,9 +399,9 @@ def _gpus(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
     found = answer["search"]["gpus"]
     if found["value"] == cell["cluster"]["count"]:
         fewest = f"{found['value']} {'is' if found['value'] == 1 else 'are'} the fewest"
-        yield f"GPUs: at this load {fewest} on which {found['title']} keeps the targets."
+        yield f"GPUs: at this load {fewest} on which {found['title']} keeps the targets{_band(found)}."
     else:
-        keeps = f"{found['title']} keeps the targets on {found['value']}"
+        keeps = f"{found['title']} keeps the targets on {found['value']}{_band(found)}"
         left_out = _left_out(found.get("unplaced", ()))
         yield f"GPUs: at this load {keeps}: {_margins(found['margins'])}{_hourly(found['usd_per_hour'])}.{left_out}"
 

@@ -57,6 +57,15 @@ _KNOWN = {
     "running": Quantity("Running requests"),
     "windowed_ttft_s": Quantity("Mean TTFT in 2 s", "s"),
     "output_tokens_per_s": Quantity("Output", "tokens/s"),
+    "usd_per_hour": Quantity("Cost", "$/h"),
+    "usd_per_mtoken": Quantity("Cost of a million output tokens", "$"),
+    "usd_per_1000_within": Quantity("Cost of a thousand requests within limits", "$"),
+    "busy": Quantity("Busy", "%", 100),
+    "compute": Quantity("Compute needed", "%", 100),
+    "bandwidth": Quantity("Bandwidth needed", "%", 100),
+    "requests_wait": Quantity("Requests wait", "%", 100),
+    "kv_short": Quantity("KV memory short", "%", 100),
+    "slots_short": Quantity("Slots short", "%", 100),
     "rate_scale": Quantity("Rate scale"),
     "slo_scale": Quantity("SLO scale"),
     "load": Quantity("Load"),
@@ -107,6 +116,11 @@ def number(value: object) -> str:
 
 def _magnitude(value: float) -> int:
     return math.floor(math.log10(abs(value))) if value else 0
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 cell``, ``2 cells``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def interval(mean: float | None, half_width: float | None) -> str:

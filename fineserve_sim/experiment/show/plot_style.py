@@ -70,6 +70,8 @@ _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++", "||", "*
 _WIDEST, _NARROWEST = 2.8, 1.3
 _WIDE = 100
 """An axis from a value to so many times of it has powers of ten alone for labels."""
+_ROWS, _ROW_IN = 4, 0.2
+"""So many rows of a legend have room above the panels; each more makes the figure so many inches higher."""
 _BESIDE_PT, _ROOM_PT = 5.0, 24.0
 """Points from one series to the next where they are drawn side by side, and from the first to the last at most."""
 
@@ -162,6 +164,8 @@ def set_heading(figure: Figure, title: str, note: str, legend: dict[str, Handle]
     width_in = figure.get_figwidth()
     entry_in = 0.65 + 0.075 * max(map(len, legend), default=0)
     per_row = min(len(legend), max(1, int(width_in // entry_in)))
+    rows = -(-len(legend) // per_row) if legend else 0
+    figure.set_figheight(figure.get_figheight() + _ROW_IN * max(0, rows - _ROWS))
     heading = figure.legend(
         cast("list[Artist]", list(legend.values())),  # containers serve as handles; only the annotation is narrower
         list(legend),

@@ -212,7 +212,7 @@ def latency(cell: Cell, metric: str, model: str | None = None) -> str:
     found = cell["metrics"][metric]
     mean = found["mean"] if model is None else found["by_model"][model]["mean"]
     own = cell if model is None else cell["models"][model]
-    unserved = sum(own["misses"][cause] for cause in ("dropped", "rejected", "unplaced", "unfinished"))
+    unserved = sum(own["misses"][cause] for cause in ("prompt", "dropped", "rejected", "unplaced", "unfinished"))
     return NEVER if mean is None and unserved else number(mean)
 
 

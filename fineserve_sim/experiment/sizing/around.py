@@ -19,6 +19,7 @@ from fineserve_sim.experiment.sizing.changes import remedies
 from fineserve_sim.experiment.sizing.feasibility import Feasibility
 from fineserve_sim.experiment.sizing.probe import Attained, Goal, Prober, Told
 from fineserve_sim.experiment.sizing.search import GPUS, LIMIT, RATE, Answer, Asked, fewest_gpus, turning_point
+from fineserve_sim.experiment.sizing.sure import gpu_band
 
 MOST_GPUS = 16
 """Looked at for a system that keeps the targets, or twice the GPUs of the answer where these are more."""
@@ -116,7 +117,8 @@ def _gpus(
             found.append(fewest_gpus(there, system, title, least, limit))
     chosen = next((each for each in reversed(found) if each.best), max(found, key=_best_share))
     probes = [probe for each in found if each.system == chosen.system for probe in each.probes]
-    return _told(chosen, answer["targets"], probes) | {"most": most, "why": chosen.why}
+    band = None if chosen.best is None else gpu_band(there, chosen.system, chosen.best).told()
+    return _told(chosen, answer["targets"], probes) | {"most": most, "why": chosen.why, "band": band}
 
 
 def _changed(prober: Prober, answer: Mapping[str, Any], bounds: Mapping[str, Feasibility]) -> Iterator[dict[str, Any]]:

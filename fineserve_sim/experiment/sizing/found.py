@@ -10,12 +10,14 @@ from typing import Any
 from fineserve_sim.experiment.results.produce import run_loaded
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import prepare, write_json
+from fineserve_sim.experiment.show.against import search_against
 from fineserve_sim.experiment.show.answer import limits_text
 from fineserve_sim.experiment.sizing.changes import Found, closest, place_of, size_changed
 from fineserve_sim.experiment.sizing.mixes import Kind, size_mixed
 from fineserve_sim.experiment.sizing.probe import Prober
 from fineserve_sim.experiment.sizing.report import as_json, draw, headline, reasons
 from fineserve_sim.experiment.sizing.search import Answer, Axis, to_take
+from fineserve_sim.experiment.sizing.sure import with_bands
 from fineserve_sim.experiment.sizing.variants import Variant, size_all
 
 
@@ -36,7 +38,9 @@ class Searched:
 
     @property
     def reasons(self) -> list[str]:
-        return reasons(self.answers)
+        """Why some have no answer, and what the one to take costs against dedicated GPUs."""
+        told = search_against(self.data)
+        return [*([told] if told else []), *reasons(self.answers)]
 
 
 def search(
@@ -50,12 +54,12 @@ def search(
     precision: float,
 ) -> Searched:
     """Search all variants and the mixes of two of the kinds ``mixed``; where none holds, other precisions and degrees of the
-    worst model. Errors as of ``size``."""
+    worst model. The cheapest on each type of GPU has its band. Errors as of ``size``."""
     found = list(size_all(prober, tried, axis, most_gpus=most_gpus, precision=precision))
     degrees = list(dict.fromkeys(variant.tp for variant in tried))
     found += size_mixed(prober, found, mixed, degrees, most_gpus=most_gpus)
     found += size_changed(found, axis, most_gpus=most_gpus, precision=precision)
-    return _written(found, axis, prober, folder)
+    return _written(list(with_bands(found, axis, most_gpus)), axis, prober, folder)
 
 
 def _written(found: Found, axis: Axis, prober: Prober, folder: Path) -> Searched:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.cluster import simulate
+from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.errors import ConfigError, MachineError, ScenarioError
 from fineserve_sim.experiment.file.load import load_experiment
 from fineserve_sim.experiment.file.metric_names import EACH, overall
@@ -24,6 +25,7 @@ from fineserve_sim.experiment.file.plan import Experiment
 from fineserve_sim.experiment.results.cost import price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, measure
 from fineserve_sim.experiment.results.misses import CAUSES
+from fineserve_sim.experiment.results.step_times import own_tables, pooled, tables_of
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.executors import lent
 from fineserve_sim.experiment.run.files import prepare
@@ -91,7 +93,7 @@ class Attained:
 
     ``early``: fewer than all seeds decided it. ``problem``: why it could not run (a model that fits on no GPU, say).
     ``missed_by``: misses by model. ``worst``: the model with the least share within all limits, and that share; None of one
-    model.
+    model. ``shared``: whether a GPU has several engines. ``step_times``: what they rest on, as ``measured_text`` takes it.
     """
 
     value: float
@@ -108,6 +110,8 @@ class Attained:
     unplaced: tuple[str, ...] = ()
     missed_by: Mapping[str, int] | None = None
     worst: tuple[str, float] | None = None
+    shared: bool = False
+    step_times: Mapping[str, Any] | None = None
 
     def like(self, other: Attained) -> bool:
         """Whether both came to the very same, as clusters do of which one has more empty GPUs."""
@@ -193,14 +197,15 @@ class Prober:
         experiment = self._experiment(system, place)
         seeds = experiment.file.seeds
         for count in (1, seeds):
-            runs, unplaced = self._run(experiment, count)
+            runs, metas = self._run(experiment, count)
             sure = [_sure_of(runs, seeds, goal, alike=alike(experiment)) for goal in self.goals]
             if not fully and (False in sure or all(sure)):
                 break
         found = {goal.metric: estimate(runs, goal.metric) for goal in self.goals}
         hours = estimate(runs, "gpu_hours_per_mtoken").mean
         setup = experiment.setup
-        usd = price_of(setup).usd_per_gpu_hour
+        usd, moving = price_of(setup).usd_per_gpu_hour, setup.systems[system].residency is not None
+        kinds = [*kinds_of(setup.gpus)]
         return Attained(
             value,
             all(sure),
@@ -214,27 +219,28 @@ class Prober:
             usd_per_hour=None if usd is None else usd * setup.bought,
             usd_per_mtoken=usd * hours if usd is not None and math.isfinite(hours) else None,
             misses={cause: sum(run.misses[""][cause] for run in runs) for cause in CAUSES},
-            unplaced=unplaced,
+            unplaced=() if moving else tuple(metas[0]["placement"]["unplaced"]),
+            shared=moving or _shares(metas[0]["placement"]["instances"]),
+            step_times=pooled(metas)
+            | {"tables_of": tables_of(kinds, setup.engine), "own": own_tables(kinds, setup.engine)},
             missed_by={name: sum(sum(run.misses[name].values()) for run in runs) for name in runs[0].misses if name},
             worst=_worst_of(runs),
         )
 
-    def _run(self, experiment: Experiment, seeds: int) -> tuple[list[Measures], tuple[str, ...]]:
-        """The first runs of the one cell of an experiment, and the models that had no instance in the first (none where models
-        come and go)."""
+    def _run(self, experiment: Experiment, seeds: int) -> tuple[list[Measures], list[dict[str, Any]]]:
+        """The first runs of the one cell of an experiment, and what is stored beside each."""
         store = Store(self.out)
         prepare(self.out)
         progress = Progress(len(reference_runs(experiment)) + seeds, self.on_progress)
         with lent(self.executor, self.jobs) as executor:
             session = Session(store, self.out, executor, False, simulate, progress)
             (outcome,) = session.simulate_all(experiment, seeds)
-        placements = [store.meta(key)["placement"] for key in outcome.keys]
+        metas = [store.meta(key) for key in outcome.keys]
         runs = [
-            measure(store.read(key), outcome.limits_s, *outcome.limits[1:], placement["unplaced"])
-            for key, placement in zip(outcome.keys, placements, strict=True)
+            measure(store.read(key), outcome.limits_s, *outcome.limits[1:], meta["placement"]["unplaced"])
+            for key, meta in zip(outcome.keys, metas, strict=True)
         ]
-        moving = experiment.setup.systems[outcome.point.system].residency is not None
-        return runs, () if moving else tuple(placements[0]["unplaced"])
+        return runs, metas
 
     @property
     def targets(self) -> dict[str, float]:
@@ -272,6 +278,12 @@ class Prober:
         if "cluster.count" in place and not self.given:
             overrides.append(("cluster.count", str(int(place["cluster.count"]))))
         return load_experiment(self.path, overrides, self.quick)
+
+
+def _shares(instances: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a GPU has more than one engine."""
+    gpus = [gpu for instance in instances for gpu in instance["gpus"]]
+    return len(set(gpus)) < len(gpus)
 
 
 def _worst_of(runs: Sequence[Measures]) -> tuple[str, float] | None:

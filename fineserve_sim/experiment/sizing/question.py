@@ -50,7 +50,7 @@ class Load:
 
     models: Sequence[str | Mapping[str, Any]] | None = None
     requests: int | None = None
-    spread: bool = False
+    spread: bool | Mapping[str, float] = False
     rate_scale: float | None = None
 
 
@@ -68,7 +68,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of a search that depend on its source. ``at``: values of other axes."""
+    """The options of a search that depend on its source. ``at``: values of other axes. ``margin``: steps take so many times as
+    long as predicted."""
 
     limits: Limits = field(default_factory=Limits)
     load: Load = field(default_factory=Load)
@@ -76,6 +77,7 @@ class Asked:
     seeds: int | None = None
     at: Mapping[str, Any] | None = None
     most_gpus: int | None = None
+    margin: float | None = None
 
     def of(self, source: Path, folder: Path, axis: Axis) -> Question:
         """The question about a source; that about a trace is written into the results folder, so that it can be repeated.
@@ -107,6 +109,7 @@ class Asked:
             tpot_slo_s=limits.tpot_slo_s,
             e2e_slo_s=limits.e2e_slo_s,
             slo_scale=slo_scale_of(limits.slo_scale, limits.ttft_slo_s),
+            margin=self.margin,
         )
         prepare(folder)
         write_resolved(experiment, folder / "question.yaml")
@@ -131,6 +134,7 @@ class Asked:
         if self.limits.e2e_slo_s is not None:
             pairs.append(("slo.e2e_s", str(self.limits.e2e_slo_s)))
         pairs += [("systems", json.dumps(list(self.systems)))] if self.systems else []
+        pairs += [] if self.margin is None else [("engine.step_time_factor", str(self.margin))]
         return [*pairs, *([("seeds", str(self.seeds))] if self.seeds else [])]
 
 

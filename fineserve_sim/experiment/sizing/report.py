@@ -10,15 +10,16 @@ from typing import Any
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import Transform
 
+from fineserve_sim.experiment.results.step_times import measured_text
 from fineserve_sim.experiment.show.answer import cheapest_text, dollars, lowered, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
+from fineserve_sim.experiment.show.model_error import error_text
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
+from fineserve_sim.experiment.show.page.style import percent_range
 from fineserve_sim.experiment.show.plot_style import (
     Handle,
     SystemStyles,
-    beside,
     house_style,
     line_width,
     panel_grid,
@@ -37,7 +38,8 @@ def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Plain
     headers = ["System", *(["With"] * changed), *(["GPU"] * several), *(["TP"] * degrees), f"{axis.title}, {axis.best}"]
     headers += [quantity(goal.metric).text for goal in goals]
     models = any(answer.best is not None and answer.best.worst for answer in answers)
-    headers += [*(["Worst model"] * models), "$/h", "$/Mtok", "Probes"]
+    bands = any(answer.band for answer in answers)
+    headers += [*(["Worst model"] * models), "$/h", "$/Mtok", *(["With model's error"] * bands), "Measured", "Probes"]
     left = [at for at, header in enumerate(headers) if header in ("System", "With", "GPU", "Worst model")]
     found = PlainTable(*headers, left=left)
     for answer in answers:
@@ -47,12 +49,14 @@ def table(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> Plain
             *([str(answer.tp or "own")] * degrees),
         ]
         shares, costs = _shares(answer, goals), _costs(answer)
-        found.add_row(answer.title, *place, *shares, *([_worst(answer)] * models), *costs, _probes(answer))
+        sure = [*([str(answer.band or "–")] * bands), _measured(answer)]
+        found.add_row(answer.title, *place, *shares, *([_worst(answer)] * models), *costs, *sure, _probes(answer))
     return found
 
 
 def reasons(answers: Sequence[Answer]) -> list[str]:
-    """A line for each reason of a none, with all systems and clusters that share it, and one for each model out of reach."""
+    """A line for each reason of a none, with all systems and clusters that share it. Lines for models out of reach and for the
+    errors of step times follow."""
     told: dict[str, list[str]] = {}
     several = len({answer.gpu for answer in answers}) > 1
     for answer in answers:
@@ -62,7 +66,8 @@ def reasons(answers: Sequence[Answer]) -> list[str]:
             told.setdefault(answer.why, []).append(f"{answer.title}{f' on {answer.gpu}' * several}{tp}{changed}")
     bounds = [answer.bound.told()["models"] for answer in answers if answer.bound is not None]
     beyond = dict.fromkeys(line for models in bounds for line in out_of_reach_lines(models))
-    return [f"None for {', '.join(who)}: {why}." for why, who in told.items()] + list(beyond)
+    errors = dict.fromkeys(error_text(answer.band.told()) for answer in answers if answer.band)
+    return [*(f"None for {', '.join(who)}: {why}." for why, who in told.items()), *beyond, *errors]
 
 
 def _with(answer: Answer) -> str:
@@ -83,6 +88,12 @@ def _worst(answer: Answer) -> str:
     """The model with the least share within all limits."""
     worst = None if answer.best is None else answer.best.worst
     return "–" if worst is None else f"{worst[0]} {percent(worst[1])}"
+
+
+def _measured(answer: Answer) -> str:
+    """How much of the engines' time comes from measured tables, and from whose."""
+    probe = answer.best or answer.closest
+    return "–" if probe is None or probe.step_times is None else measured_text(probe.step_times)
 
 
 def _costs(answer: Answer) -> list[str]:
@@ -108,7 +119,8 @@ def headline(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal]) -> st
     tp = f" at TP {chosen.tp}" if chosen.tp else ""
     cost = "" if chosen.best.usd_per_hour is None else f", ${chosen.best.usd_per_hour:,.2f} an hour"
     first = cheapest_text((answer.gpu, answer.best.usd_per_hour) for answer in answers if answer.best is not None)
-    found = f"{chosen.title} on {chosen.best.value:g} {chosen.gpu}{tp}{cost}"
+    band = f" ({chosen.band} with the model's error)" if chosen.band else ""
+    found = f"{chosen.title} on {chosen.best.value:g} {chosen.gpu}{tp}{band}{cost}"
     if chosen.changes:
         return f"{as_asked}With {_with(chosen)} the {first.removeprefix('The ')} them: {found}."
     return f"{first} {targets}: {found}."
@@ -152,6 +164,7 @@ def as_json(
                 "changes": [change._asdict() for change in answer.changes],
                 "out_of_reach": None if answer.bound is None else answer.bound.told(),
                 "answer": asdict(answer.best) if answer.best else None,
+                "band": answer.band.told() if answer.band else None,
                 "probes": [asdict(probe) for probe in answer.probes],
             }
             for answer in answers
@@ -185,11 +198,10 @@ def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title:
     legend: dict[str, Handle] = {}
     for goal, (axes,) in zip(goals, grid, strict=True):
         for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
-            moved = beside(axes, place, len(answers))
-            legend[name] = _draw_probes(axes, answer, goal, styles, name, line_width(place, len(answers)), moved)
+            legend[name] = _draw_probes(axes, answer, goal, styles, name, line_width(place, len(answers)))
         legend["target"] = axes.axhline(100 * goal.share, color="#333333", linewidth=0.8, linestyle=(0, (8, 3)))
         axes.set_ylabel(quantity(goal.metric).text)
-        axes.set_ylim(0, 104)
+        axes.set_ylim(*percent_range([], 100 * goal.share))
         if axis.key == "cluster.count":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
@@ -201,9 +213,7 @@ def _figure(answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], title:
     return figure
 
 
-def _draw_probes(
-    axes: Panel, answer: Answer, goal: Goal, styles: SystemStyles, name: str, width_pt: float, moved: Transform
-) -> Handle:
+def _draw_probes(axes: Panel, answer: Answer, goal: Goal, styles: SystemStyles, name: str, width_pt: float) -> Handle:
     """What a search asked and found, the answer in a ring."""
     ran = sorted((probe.value, 100 * probe.shares[goal.metric]) for probe in answer.probes if probe.shares)
     looks: dict[str, Any] = {
@@ -212,10 +222,7 @@ def _draw_probes(
         "linestyle": styles.dashes(name),
     }
     (line,) = axes.plot([value for value, _ in ran], [share for _, share in ran], linewidth=width_pt, **looks)
-    drawn = [line]
     if answer.best:
         at = (answer.best.value, 100 * answer.best.shares[goal.metric])
-        drawn += axes.plot(*([each] for each in at), "o", ms=12, mfc="none", mec=styles.colour(name), clip_on=False)
-    for artist in drawn:
-        artist.set_transform(moved)
+        axes.plot(*([each] for each in at), "o", ms=12, mfc="none", mec=styles.colour(name), clip_on=False)
     return line

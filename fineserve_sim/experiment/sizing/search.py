@@ -15,6 +15,7 @@ from fineserve_sim.experiment.results.places import Places
 from fineserve_sim.experiment.run.rates import base_rates
 from fineserve_sim.experiment.sizing.bisection import easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.feasibility import Change, Feasibility
+from fineserve_sim.experiment.sizing.gpu_band import GpuBand
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, SizingError
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
@@ -47,7 +48,7 @@ def axis_of(name: str) -> Axis:
 class Answer:
     """What was found for one system on one type of GPU: the probe at the answer (None: nowhere in reach), and all probes in
     order. ``tp`` None: that of the file. ``bound``: what was out of reach before any probe. ``changes``: of models, where none
-    holds as asked."""
+    holds as asked. ``band``: of the number of GPUs, with the model's own error."""
 
     system: str
     title: str
@@ -57,6 +58,7 @@ class Answer:
     tp: int | None = None
     bound: Feasibility | None = None
     changes: tuple[Change, ...] = ()
+    band: GpuBand | None = None
 
     @property
     def closest(self) -> Attained | None:

@@ -14,16 +14,18 @@ from typing import Any
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.document import read_yaml
-from fineserve_sim.experiment.results.answer import side_by_side
+from fineserve_sim.experiment.results.answer import chosen_cell, side_by_side
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.page import sections
 from fineserve_sim.experiment.show.page.by_place import ByPlace, by_place
 from fineserve_sim.experiment.show.page.figures import sweep_figures, sweeps, system_looks
+from fineserve_sim.experiment.show.page.first import first_screen
 from fineserve_sim.experiment.show.page.html import Html, joined, tag
+from fineserve_sim.experiment.show.page.legend import legend
 from fineserve_sim.experiment.show.page.overview import overview
 from fineserve_sim.experiment.show.page.places import Places, places_of
-from fineserve_sim.experiment.show.page.search import read_search, search_charts, search_section
+from fineserve_sim.experiment.show.page.search import read_search, search_charts, search_looks, search_section
 from fineserve_sim.experiment.show.page.style import Looks, Spec
 from fineserve_sim.experiment.show.page.sweep_charts import Sweep
 
@@ -87,13 +89,15 @@ def _part(folder: Path, index: int) -> tuple[Html, dict[str, Spec]]:
     if searched is not None and not searched["found"]:
         return _nothing_held(searched, prefix)
     summary, resolved = read_summary(folder), read_yaml(folder / "resolved.yaml").data
-    places = places_of(summary["cells"])
+    places = places_of(summary["cells"], chosen_cell(summary))
     models = Looks([model["id"] for model in resolved["models"]], _MODELS_FIRST_COLOUR)
     here = by_place(folder, places, resolved, system_looks(summary), models)
     swept = sweep_figures(folder, summary)
     charts = {} if searched is None else search_charts(searched)
+    first = first_screen(summary, searched)
     inner = [
         tag("h1", summary["title"]),
+        *([] if first is None else [first]),
         sections.setting(summary, resolved),
         _filters(summary, resolved, places),
         *([] if searched is None else [_search(searched, prefix)]),
@@ -106,15 +110,17 @@ def _part(folder: Path, index: int) -> tuple[Html, dict[str, Spec]]:
 def _search(searched: Mapping[str, Any], prefix: str) -> Html:
     """What a search found, before the results of what it chose."""
     figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
-    return _section("Search", search_section(searched), _grid(figures))
+    looks = search_looks(searched)
+    key = legend(looks, {name: name for name in looks.names}, filtered=False)
+    return _section("Search", search_section(searched), key, _grid(figures))
 
 
 def _nothing_held(searched: Mapping[str, Any], prefix: str) -> tuple[Html, dict[str, Spec]]:
     """The part of a search that found nothing to run in full: no results, and so no filters that choose anything."""
     figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
-    return tag(
-        "main", tag("h1", searched["experiment"]), _no_filters(), _search(searched, prefix), class_="run"
-    ), figures
+    first = first_screen(None, searched)
+    inner = [tag("h1", searched["experiment"]), *([] if first is None else [first]), _no_filters()]
+    return tag("main", *inner, _search(searched, prefix), class_="run"), figures
 
 
 def _no_filters() -> Html:
@@ -156,19 +162,21 @@ def _sections(
     prefix: str,
 ) -> Iterator[Html]:
     if found := sections.answer(summary):
-        yield _section("Answer", found)
+        yield _section("The answer in full", found)
     for sweep in sweeps(summary):
         own = {prefix + name: spec for name, spec in swept.items() if name.rpartition("/")[0] == sweep.name}
         facets = [
-            tag("option", facet, value=number, selected=number == sweep.widest)
+            tag("option", facet, value=number, selected=number == sweep.first(chosen_cell(summary)))
             for number, facet in enumerate(sweep.facets)
         ]
         chosen = tag("label", "at ", tag("select", *facets, data_facet=sweep.name), hidden=len(facets) < 2)
         title = "Systems" if side_by_side(sweep.cells) else f"Sweep {sweep.name}"
-        yield _section(title, chosen, _grid(own, sweep=sweep.name), _numbers(sweep))
-    note = "First seed. A curve ends where requests never got so far; dashed: the limit."
+        key = legend(system_looks(summary), {cell["system"]: cell["title"] for cell in sweep.cells})
+        yield _section(title, chosen, key, _grid(own, sweep=sweep.name), _numbers(sweep))
+    note = "First seed. A curve ends where requests never got so far; dashed grey: the limit."
     latencies = {prefix + name: spec for name, spec in here.figures.items() if name.startswith("latency/")}
-    yield _section("Latencies", _where(), tag("p", note), _grid(latencies))
+    everybody = legend(system_looks(summary), {cell["system"]: cell["title"] for cell in summary["cells"]})
+    yield _section("Latencies", _where(), tag("p", note), everybody, _grid(latencies))
     yield _section("Placement", _where(), here.placements)
     for system in here.placed_systems:
         yield _of_system(summary, system, "GPUs", f"{prefix}gpus/{system}")
@@ -219,9 +227,9 @@ def _section(title: str, *inner: Html, **attributes: object) -> Html:
 
 
 def _grid(figures: Mapping[str, Spec], sweep: str | None = None) -> Html:
-    """Figures side by side as far as the screen is wide, each under its title."""
+    """Figures side by side as far as the screen is wide, each under its title. A legend above tells whose the series are."""
     boxes = []
     for name, spec in figures.items():
-        box = tag("div", class_="figure", data_figure=name, data_sweep=sweep)
+        box = tag("div", class_="figure", data_figure=name, data_sweep=sweep, data_bare=True)
         boxes.append(tag("div", tag("h3", spec["layout"]["title"]["text"]), box))
     return tag("div", *boxes, class_="grid")

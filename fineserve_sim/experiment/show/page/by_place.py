@@ -121,11 +121,22 @@ def _tables(places: Places) -> dict[str, Html]:
             ({"System": cell["title"], **row}, {"system": cell["system"], "place": index})
             for index, place in enumerate(places.shown)
             for cell in place.cells.values()
-            for row in _records(cell.get(key))
+            for row in map(_named, _records(cell.get(key)))
         ]
+        missed = {cause for row, _ in rows for cause, count in row.get("misses", {}).items() if count}
+        for row, _ in rows:
+            if "misses" in row:
+                row["misses"] = {cause: count for cause, count in row["misses"].items() if cause in missed}
         if rows:
             found[title] = records([row for row, _ in rows], [data for _, data in rows])
     return found
+
+
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose ``waiting`` is the share of the time that requests wait, and no number of them."""
+    return {
+        "requests_wait" if key == "waiting" and isinstance(value, float) else key: value for key, value in row.items()
+    }
 
 
 def _moves(places: Places, runs: list[list[StoredRun]]) -> dict[str, Html]:
@@ -162,7 +173,7 @@ def _rows(cell: Mapping[str, Any], entry: Mapping[str, Any], place: int) -> Iter
         yield Row([cell["title"], "none", lost], data)
     if entry["infeasible"]:
         names = ", ".join(dict.fromkeys(entry["infeasible"]))
-        yield Row([cell["title"], "–", f"No operating point of these meets its SLO: {names}"], data)
+        yield Row([cell["title"], "–", f"No degree or batch of these meets its SLO by itself: {names}"], data)
     gpus: dict[int, list[str]] = {}
     for instance in entry["instances"]:
         size = f" (1/{len(instance['gpus'])})" if len(instance["gpus"]) > 1 else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fineserve_sim.experiment.run.store import Store, read_table
-from fineserve_sim.experiment.show.page.style import Looks, Spec, axis, frame
+from fineserve_sim.experiment.show.page.style import COLOURS, Looks, Spec, axis, frame
 from fineserve_sim.experiment.show.timelines.stored import StoredRun
 
 MOST_GPUS = 32
 _ROW_PX = 92
+_MOST_LABELS = 8
+"""Names above a row of the figure."""
 _GIB = 2**30
 Values = NDArray[np.float64]
 
@@ -95,15 +98,15 @@ def _gpu_panel(gpu: int, capacity_bytes: int | None, series: Mapping[str, Values
 def _figure(panels: Sequence[Panel], times_s: Sequence[float], looks: Looks) -> Spec:
     rows = len(panels)
     shape = frame("") | {
-        "height": 90 + _ROW_PX * rows,
-        "showlegend": True,
-        "margin": {"l": 76, "r": 12, "t": 16, "b": 84},
+        "height": 70 + _ROW_PX * rows,
+        "showlegend": False,
+        "margin": {"l": 76, "r": 12, "t": 16, "b": 54},
+        "annotations": [],
     }
-    shape["legend"] = {"orientation": "h", "x": 0, "y": -50 / (_ROW_PX * rows), "yanchor": "top"}
     last = "" if rows == 1 else str(rows)
     shape["xaxis"] = axis(title="Time (s)", anchor=f"y{last}", domain=[0, 1])
-    gap = 0.14 / rows
-    data, named = [], set()
+    gap = 0.2 / rows
+    data, colours = [], _colours(panels, looks)
     for row, panel in enumerate(panels):
         number = "" if row == 0 else str(row + 1)
         bottom = 1 - (row + 1) / rows
@@ -112,14 +115,43 @@ def _figure(panels: Sequence[Panel], times_s: Sequence[float], looks: Looks) -> 
         if panel.most is not None:
             upward |= {"range": [0, panel.most]}
         shape[f"yaxis{number}"] = upward
-        for model, values in panel.series.items():
-            data.append(_area(model, values, number, times_s, looks) | {"showlegend": model not in named})
-            named.add(model)
+        data += [_area(model, values, number, times_s, colours[model]) for model, values in panel.series.items()]
+        shape["annotations"].append(_label(panel, number, colours))
     return {"data": data, "layout": shape}
 
 
-def _area(model: str, values: Values, row: str, times_s: Sequence[float], looks: Looks) -> Spec:
-    colour = looks.colour(model) if model else "#808080"
+def _colours(panels: Sequence[Panel], looks: Looks) -> dict[str, str]:
+    """A colour a model: its own, or one that no other model of its GPUs has, as far as there are so many."""
+    found = {"": "#808080"}
+    hosts = [panel.series for panel in panels if panel.most is not None] or [panel.series for panel in panels]
+    for model in dict.fromkeys(model for panel in panels for model in panel.series if model):
+        beside = {found[other] for series in hosts if model in series for other in series if other in found}
+        wanted = [looks.colour(model), *COLOURS]
+        found[model] = next((colour for colour in wanted if colour not in beside), wanted[0])
+    return found
+
+
+def _label(panel: Panel, row: str, colours: Mapping[str, str]) -> Spec:
+    """The names of a panel's models in their colours, those with the most first."""
+    names = sorted(
+        (name for name in panel.series if name), key=lambda name: -float(panel.series[name].max(initial=0.0))
+    )
+    told = [f'<span style="color:{colours[name]}"><b>{escape(name)}</b></span>' for name in names[:_MOST_LABELS]]
+    more = f" and {len(names) - _MOST_LABELS} more" if len(names) > _MOST_LABELS else ""
+    return {
+        "text": "  ".join(told) + more if told else "weights and KV in use",
+        "xref": "paper",
+        "yref": f"y{row} domain",
+        "x": 0,
+        "y": 1,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"size": 10},
+    }
+
+
+def _area(model: str, values: Values, row: str, times_s: Sequence[float], colour: str) -> Spec:
     return {
         "type": "scatter",
         "mode": "lines",

@@ -40,7 +40,7 @@ def overview(cells: Sequence[Cell]) -> Html:
     axes = varying_axes(cells)
     metrics = [metric for metric in _METRICS if any(metric in cell["metrics"] for cell in cells)]
     headers = ["System", *(axis_label(axis) for axis in axes), *(quantity(metric).text for metric in metrics)]
-    causes = list(dict.fromkeys(cause for cell in cells for cause in misses(cell)))
+    causes = list(dict.fromkeys(cause for cell in cells for cause, count in misses(cell).items() if count))
     headers += [cause.capitalize() for cause in causes]
     rows = []
     for cell in cells:

@@ -50,9 +50,10 @@
     }
     if (!box.classList.contains("js-plotly-plot")) box.textContent = "";
     const traces = spec.data.filter((trace) => fits(trace.meta, filter)).map((trace) => ({ ...trace, visible: true }));
-    const height = spec.layout.height ?? 330;
+    const height = spec.layout.height ?? ("bare" in box.dataset ? 280 : 330);
     box.style.height = `${height}px`;
-    Plotly.react(box, traces, themed({ ...spec.layout, height }), config);
+    const legend = "bare" in box.dataset ? { showlegend: false } : {};  // one legend stands above the row
+    Plotly.react(box, traces, themed({ ...spec.layout, ...legend, height }), config);
   }
 
   const inView = new Set();
@@ -71,8 +72,9 @@
   function apply(part) {
     const filter = chosen(part);
     const place = part.querySelector("[data-filter=place]").selectedOptions[0].textContent;
-    for (const line of part.querySelectorAll(".where")) line.textContent = `At ${place}.`;
-    for (const row of part.querySelectorAll("tr[data-system], details[data-system], section[data-system]")) {
+    const several = part.querySelector("[data-filter=place]").options.length > 1;
+    for (const line of part.querySelectorAll(".where")) line.textContent = several ? `At ${place}.` : "";
+    for (const row of part.querySelectorAll("tr[data-system], details[data-system], section[data-system], .legend [data-system]")) {
       const { system, model, place } = row.dataset;
       row.hidden = !fits({ system, part: model, place }, filter);
     }

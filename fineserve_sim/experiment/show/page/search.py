@@ -11,7 +11,7 @@ from fineserve_sim.experiment.show.answer import cheapest_text, dollars, percent
 from fineserve_sim.experiment.show.labels import number, quantity
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
-from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
+from fineserve_sim.experiment.show.page.style import LABELS_FROM, Looks, Spec, labelled, layout, percent_range, rounded
 
 SIZE = "size.json"
 
@@ -36,11 +36,12 @@ def search_section(found: Mapping[str, Any]) -> Html:
     rows = [Row(list(_cells(answer, metrics))) for answer in found["systems"]]
     beyond = [answer["out_of_reach"]["models"] for answer in found["systems"] if answer["out_of_reach"]]
     lines = dict.fromkeys(line for models in beyond for line in out_of_reach_lines(models))
-    parts = [tag("p", _headline(found)), table(headers, rows, numeric=range(2, len(headers) - 1))]
+    parts = [tag("p", search_headline(found)), table(headers, rows, numeric=range(2, len(headers) - 1))]
     return joined([*parts, *(tag("p", line) for line in lines)])
 
 
-def _headline(found: Mapping[str, Any]) -> str:
+def search_headline(found: Mapping[str, Any]) -> str:
+    """What to take, in a sentence."""
     targets = targets_text(found["targets"])
     if found["cheapest"] is None:
         any_held = any(answer["answer"] for answer in found["systems"])
@@ -71,9 +72,14 @@ def _cells(answer: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
 
 def search_charts(found: Mapping[str, Any]) -> dict[str, Spec]:
     """A figure a target: what each probe attained, a line a system and cluster."""
-    names = [_name(answer, found["systems"]) for answer in found["systems"]]
-    looks = Looks(names)
+    looks = search_looks(found)
+    names = list(looks.names)
     return {f"search/{metric}": _chart(found, metric, names, looks) for metric in found["targets"]}
+
+
+def search_looks(found: Mapping[str, Any]) -> Looks:
+    """Colours of the lines, by their names."""
+    return Looks([_name(answer, found["systems"]) for answer in found["systems"]])
 
 
 def _name(answer: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
@@ -93,10 +99,13 @@ def _chart(found: Mapping[str, Any], metric: str, names: Sequence[str], looks: L
     for name, answer in zip(names, found["systems"], strict=True):
         ran = sorted((probe["value"], probe["shares"][metric]) for probe in answer["probes"] if probe["shares"])
         line = {"x": [value for value, _ in ran], "y": [rounded(100 * share) for _, share in ran], "name": name}
-        data.append({"type": "scatter", "mode": "lines+markers", "meta": {}} | line | looks.line(name))
+        drawn = {"type": "scatter", "mode": "lines+markers", "meta": {}} | line | looks.line(name)
+        data.append(labelled(drawn, name) if ran and len(names) >= LABELS_FROM else drawn)
     share = 100 * found["targets"][metric]
-    across: Spec = {"title": found["title"]} | ({} if found["title"] == "GPUs" else {"type": "log"})
-    shape = layout(quantity(metric).label, x=across, y={"title": "%", "range": [0, 104]})
+    across: Spec = {"title": found["title"]} | ({"dtick": 1} if found["title"] == "GPUs" else {"type": "log"})
+    least, most = percent_range([], share)
+    title = "%" if least <= 0 else f"% (from {least:g})"
+    shape = layout(quantity(metric).label, x=across, y={"title": title, "range": [least, most]})
     shape["shapes"] = [
         {
             "type": "line",
@@ -105,7 +114,7 @@ def _chart(found: Mapping[str, Any], metric: str, names: Sequence[str], looks: L
             "x1": 1,
             "y0": share,
             "y1": share,
-            "line": {"dash": "dash", "width": 1},
+            "line": {"dash": "dash", "width": 1.5, "color": "#8a8a8a"},
         }
     ]
     return {"data": data, "layout": shape}

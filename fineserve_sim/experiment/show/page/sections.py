@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from fineserve_sim.experiment.results.answer import chosen_cell, place_of
 from fineserve_sim.experiment.results.step_times import sentence
 from fineserve_sim.experiment.show.answer import answer_lines, unplaced_lines
-from fineserve_sim.experiment.show.labels import interval, number
+from fineserve_sim.experiment.show.labels import counted, interval, number
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
 from fineserve_sim.experiment.show.page.records import plain_text
 from fineserve_sim.experiment.show.report import flag_lines
@@ -26,8 +27,9 @@ def setting(summary: Summary, resolved: Mapping[str, Any]) -> Html:
     drawn = f"{number(requests)} requests a run" if requests else "all requests of the trace"
     return tag(
         "p",
-        f"{_gpus(resolved['cluster'])}, {len(resolved['models'])} models, {len({cell['system'] for cell in cells})} systems, "
-        f"{len(cells)} cells of {seeds} seed{'s' if seeds > 1 else ''} each, {drawn} from {workload['source']}. "
+        f"{_gpus(resolved['cluster'])}, {counted(len(resolved['models']), 'model')}, "
+        f"{counted(len({cell['system'] for cell in cells}), 'system')}, {counted(len(cells), 'cell')} of "
+        f"{counted(seeds, 'seed')}{' each' if len(cells) > 1 else ''}, {drawn} from {workload['source']}. "
         "± is half of a 95 % interval. Simulated, not measured.",
     )
 
@@ -46,9 +48,15 @@ def answer(summary: Summary) -> Html | None:
     if cell is None:
         return None
     here = [each for each in summary["cells"] if place_of(each) == place_of(cell)]
-    lines = [tag("p", line) for line in answer_lines(summary)]
+    lines = [tag("p", *_unbroken(line)) for line in answer_lines(summary)]
     lost = [tag("p", tag("strong", line, class_="bad")) for line in unplaced_lines(here)]
     return tag("div", *lines, *lost, class_="answer")
+
+
+def _unbroken(line: str) -> Iterator[Html]:
+    """A line whose options, such as --price, are not broken at their hyphens."""
+    for part in re.split(r"(--[a-z-]+)", line):
+        yield tag("span", part, class_="option") if part.startswith("--") else joined([part])
 
 
 def models(summary: Summary, resolved: Mapping[str, Any]) -> Html:

@@ -15,7 +15,18 @@ Spec = dict[str, Any]
 
 COLOURS = ("#0077c2", "#d55e00", "#009e73", "#cc79a7", "#d99000", "#45a5dd", "#8a6fd1", "#7f7f7f")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-down", "triangle-up", "pentagon", "x", "star")
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+DASHES = {
+    "solid": None,
+    "dash": "9 4",
+    "dot": "2 3",
+    "dashdot": "9 3 2 3",
+    "longdash": "14 4",
+    "longdashdot": "14 3 2 3",
+}
+"""Plotly's words for dashes, and the same in SVG."""
+_DASHES = tuple(DASHES)
+ERROR_BARS = {"color": "#8a8a8a", "thickness": 1.6, "width": 4}
+"""Seen on white and on near black."""
 _PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 _SIZES = (11, 9, 7.5, 6)
 _WIDTHS = (3.6, 2.8, 2.1, 1.5)
@@ -27,6 +38,7 @@ class Looks:
     def __init__(self, names: Iterable[str], first_colour: int = 0) -> None:
         self._place = {name: place for place, name in enumerate(dict.fromkeys(names))}
         self._first = first_colour
+        self.names = tuple(self._place)
 
     def colour(self, name: str) -> str:
         return COLOURS[(self._place[name] + self._first) % len(COLOURS)]
@@ -82,6 +94,24 @@ def axis(**more: Any) -> Spec:
         more["title"] = {"text": more["title"]}
     look = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True, "tickangle": 0}
     return look | more
+
+
+LABELS_FROM = len(COLOURS) + 1
+"""So many series are told apart by labels at their ends, too: colours come again."""
+
+
+def labelled(trace: Spec, name: str) -> Spec:
+    """The trace with its name at its last point."""
+    text = [""] * (len(trace["x"]) - 1) + [name]
+    return trace | {"mode": f"{trace['mode']}+text", "text": text, "textposition": "top left", "textfont": {"size": 10}}
+
+
+def percent_range(values: Sequence[float], target: float | None = None) -> tuple[float, float]:
+    """Percent that an axis shows: all of them; where all are high, or what is asked is, the last ones alone."""
+    least = min(values, default=0.0)
+    if target is not None and target >= 90:
+        return 100 - 5 * max(100 - target, 1.0), 100 + 0.25 * max(100 - target, 1.0)
+    return (5 * math.floor(least / 5) - 1.0, 100.4) if least >= 90 else (0.0, 104.0)
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:

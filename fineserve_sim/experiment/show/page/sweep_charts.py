@@ -22,7 +22,7 @@ from fineserve_sim.experiment.show.labels import (
     quantity,
     varying_axes,
 )
-from fineserve_sim.experiment.show.page.style import Looks, Spec, layout, rounded
+from fineserve_sim.experiment.show.page.style import ERROR_BARS, Looks, Spec, layout, percent_range, rounded
 from fineserve_sim.experiment.show.where import NEVER, latency
 
 Cell = Mapping[str, Any]
@@ -54,6 +54,14 @@ class Sweep:
 
     def facet_of(self, cell: Cell) -> int:
         return self.facets.index(_facet(cell, self.others))
+
+    def first(self, answered: Cell | None) -> int:
+        """The facet at which the page opens: that of the answer's cell, or else the widest."""
+        if answered is not None and all(axis in answered["axes"] for axis in self.others):
+            facet = _facet(answered, self.others)
+            if facet in self.facets:
+                return self.facets.index(facet)
+        return self.widest
 
     @property
     def widest(self) -> int:
@@ -87,9 +95,9 @@ def sweep_charts(sweep: Sweep, looks: Looks, panels: Sequence[str] = ()) -> dict
 
 
 def _known(cells: Sequence[Cell], metric: str) -> bool:
-    return any(
-        cell["metrics"].get(metric, {}).get("mean") is not None and not bounds_nothing(cell, metric) for cell in cells
-    )
+    ran = [cell for cell in cells if metric in cell["metrics"] and not bounds_nothing(cell, metric)]
+    never = bool(LATENCY.fullmatch(metric)) and any("misses" in cell and latency(cell, metric) == NEVER for cell in ran)
+    return never or any(cell["metrics"][metric].get("mean") is not None for cell in ran)
 
 
 def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
@@ -104,12 +112,54 @@ def _chart(sweep: Sweep, metric: str, looks: Looks) -> Spec:
     if not sweep.x and len(sweep.cells) > 1:
         across |= {"showticklabels": False}  # the legend names the bars
     upward: Spec = {"title": shown.unit, "rangemode": "nonnegative"}
+    data = list(_traces(sweep, metric, numeric, looks))
     if shown.unit == "%":
-        upward |= {"range": [0, 104]}
-    return {
-        "data": list(_traces(sweep, metric, numeric, looks)),
-        "layout": layout(shown.label, x=across, y=upward, barmode="group"),
-    }
+        least, most = percent_range(_drawn(data))
+        upward |= {"range": [least, most]} | ({"title": f"% (from {least:g})"} if least > 0 else {})
+    if numeric and LATENCY.fullmatch(metric):
+        data += _never_ends(sweep, metric, max(_drawn(data), default=1.0), looks)
+    shape = layout(shown.label, x=across, y=upward, barmode="group")
+    shape["margin"] |= {"r": 44} if any(trace["name"].endswith(": never") for trace in data) else {}
+    return {"data": data, "layout": shape}
+
+
+def _drawn(data: Sequence[Spec]) -> list[float]:
+    """All values of the traces of all models together, with what their intervals reach down to."""
+    found = []
+    for trace in data:
+        if trace["meta"]["model"] == "":
+            widths = trace.get("error_y", {}).get("array") or [0.0] * len(trace["y"])
+            found += [y - width for y, width in zip(trace["y"], widths, strict=True) if y is not None]
+    return found
+
+
+def _never_ends(sweep: Sweep, metric: str, most: float, looks: Looks) -> Iterator[Spec]:
+    """Signs above all values where a percentile falls on requests that never got so far, a height a system."""
+    systems = list(dict.fromkeys(cell["system"] for cell in sweep.cells))
+    for facet, (place, system) in product(range(len(sweep.facets)), enumerate(systems)):
+        own = [cell for cell in sweep.cells if cell["system"] == system and sweep.facet_of(cell) == facet]
+        for model in ("", *(own[0]["models"] if own else ())):
+            lost = [cell for cell in own if cell["gpus"] and latency(cell, metric, model or None) == NEVER]
+            if lost:
+                height = rounded(most * (1.1 + 0.08 * place))
+                yield {
+                    "type": "scatter",
+                    "mode": "lines+markers+text",
+                    "x": sorted(_x(cell, sweep.x) for cell in lost),
+                    "y": [height] * len(lost),
+                    "text": [*[""] * (len(lost) - 1), "never"],
+                    "textposition": "middle right",
+                    "textfont": {"size": 10},
+                    "name": f"{lost[0]['title']}: never",
+                    "legendgroup": system,
+                    "showlegend": False,
+                    "hoverinfo": "name+x",
+                    "line": {"color": looks.colour(system), "dash": "dot", "width": 1},
+                    "marker": {"color": looks.colour(system), "symbol": "triangle-up", "size": 10},
+                    "cliponaxis": False,
+                    "meta": {"system": system, "model": model, "facet": facet},
+                    "visible": model == "" and facet == 0,
+                }
 
 
 def _traces(sweep: Sweep, metric: str, numeric: bool, looks: Looks) -> Iterator[Spec]:
@@ -171,5 +221,5 @@ def _trace(
         looked = {"type": "bar"} | looks.bar(system)
     found = {"x": xs, "y": means, "name": cell["title"], "legendgroup": system, **looked}
     if any(half_widths):
-        found["error_y"] = {"type": "data", "array": [value or 0 for value in half_widths], "thickness": 1, "width": 3}
+        found["error_y"] = {"type": "data", "array": [value or 0 for value in half_widths]} | ERROR_BARS
     return found
