@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fineserve_sim.cli.compare import GpuOption, GpusOption, TraceArgument
+from fineserve_sim.cli.catalog import complete_gpu
+from fineserve_sim.cli.compare import GpusOption, TraceArgument
 from fineserve_sim.cli.console import (
     ExecutorOption,
     JobsOption,
@@ -31,6 +33,7 @@ from fineserve_sim.cli.limits import (
     TpotOption,
     spread_of,
 )
+from fineserve_sim.cli.size import PricesOption, prices_of
 
 if TYPE_CHECKING:
     from fineserve_sim.planning.make import Found, Told
@@ -42,6 +45,15 @@ ModelsOption = Annotated[
         "-m",
         metavar="NAME=MODEL:PRECISIONS:DEGREES@TRACE",
         help="A model and the ways in which it may run, the best first, as in chat=llama-3.1-8b:fp8|awq:1|2; repeat for each.",
+    ),
+]
+TypesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        help="GPU of the catalog, h100-sxm if none is given; of several the cheapest is taken.",
+        show_default=False,
+        autocompletion=complete_gpu,
     ),
 ]
 LikeOption = Annotated[
@@ -57,12 +69,22 @@ LikeOption = Annotated[
 SecondsOption = Annotated[
     float | None, typer.Option(min=1.0, help="How long to search: 60 if nothing else is said.", show_default=False)
 ]
+SEARCHED = "searched.jsonl"
+"""What was simulated: a search that was stopped goes on from it."""
+
 EvaluationsOption = Annotated[
     int | None,
     typer.Option(
         min=1, help="Search until so many parts of clusters were simulated: the same answer on every machine."
     ),
 ]
+
+
+class Survive(StrEnum):
+    """What may be lost."""
+
+    gpu = "gpu"
+    node = "node"
 
 
 def register(app: typer.Typer) -> None:
@@ -83,7 +105,8 @@ def plan(
     like: LikeOption = None,
     gpus: GpusOption,
     ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", min=1e-6, help="TTFT limit in seconds.")],
-    gpu: GpuOption = "h100-sxm",
+    gpu: TypesOption = None,
+    price: PricesOption = None,
     tpot_slo_s: TpotOption = None,
     e2e_slo_s: E2eOption = None,
     rate_scale: Annotated[float, typer.Option(min=1e-6, help="Replay this many times as fast.")] = 1.0,
@@ -100,6 +123,9 @@ def plan(
         list[str] | None, typer.Option(metavar="A=0,1", help="GPUs that a model may stand on; may be repeated.")
     ] = None,
     most_per_gpu: Annotated[int | None, typer.Option(min=1, help="Engines on a GPU, at most.")] = None,
+    survive: Annotated[
+        Survive | None, typer.Option(help="Every model outlives the loss of any one GPU, or node.", show_default=False)
+    ] = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -124,6 +150,9 @@ def plan(
         from fineserve_sim.planning import like as planning_like
         from fineserve_sim.planning import make
 
+        types = gpu or ["h100-sxm"]
+        prices = _prices(types, prices_of(price or []), target)
+        wanted, taken = planning_like.wanted(models, like)
         named, paths = own_traces(models or [])
         wanted, taken = planning_like.wanted(named, like)
         folder = out or Path("results") / f"plan-{trace_name(trace, paths)}"
@@ -132,7 +161,7 @@ def plan(
             models=wanted,
             gpus=gpus,
             ttft_slo_s=ttft_slo_s,
-            gpu=taken.gpu if taken else gpu,
+            gpu=taken.gpu if taken else types[0],
             tpot_slo_s=tpot_slo_s,
             e2e_slo_s=e2e_slo_s,
             rate_scale=rate_scale,
@@ -146,20 +175,50 @@ def plan(
                 most_per_gpu,
                 [each.id for each in wanted],
                 gpus,
+                None if survive is None else survive.value,
             ),
             kept=taken.kept if taken else {},
         )
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
         with executor_of(executor, jobs) as where:
-            found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, tell=_tell)
+            found = make.found(
+                wish,
+                target,
+                where,
+                evaluations=evaluations,
+                seconds=seconds,
+                seed=seed,
+                tell=_tell,
+                path=folder / SEARCHED,
+                prices=prices,
+            )
         folder.mkdir(parents=True, exist_ok=True)
+        if found.best.stopped:
+            typer.echo("Stopped: this is the best so far. The same command goes on from here.", err=True)
         path = folder / "plan.yaml"
         path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
         if as_json:
             print_json(_json(found, path))
         else:
-            _print(found, path)
+            _print(found, path, prices.get(str(found.wish.gpu)))
+
+
+def _prices(types: Sequence[str], given: Mapping[str, float], target: float | None) -> dict[str, float]:
+    """Dollars an hour by type of GPU. Raises ValueError for several types without a target, or one of them without a price."""
+    from fineserve_sim import catalog
+
+    if len(types) > 1 and target is None:
+        raise ValueError(
+            "--gpu: of several types of GPU the cheapest is chosen, which needs --target, the share to keep"
+        )
+    listed = catalog.list_prices().usd_per_gpu_hour
+    known = {gpu: usd for gpu in types if (usd := given.get(gpu, given.get("", listed.get(gpu)))) is not None}
+    if len(types) > 1 and (unknown := [gpu for gpu in types if gpu not in known]):
+        raise ValueError(
+            f"--gpu {unknown[0]}: the catalog has no price of it; give one, as in --price {unknown[0]}=2.5"
+        )
+    return known
 
 
 def _pinned(texts: Sequence[str] | None) -> dict[str, list[str]]:
@@ -179,6 +238,7 @@ def _tell(told: Told) -> None:
 def _json(found: Found, path: Path) -> dict[str, Any]:
     return {
         "plan": str(path),
+        "gpu": found.wish.gpu,
         "gpus": found.wish.gpus,
         "models": {
             each.id: {
@@ -189,12 +249,18 @@ def _json(found: Found, path: Path) -> dict[str, Any]:
             for each, home in found.homes
         },
         "best_system": found.best_system,
-        "judged": {each.situation: {"plan": each.plan, "best_system": each.best_system} for each in found.judged},
+        "judged": {
+            each.situation: {"plan": each.plan, "best_system": each.best_system, "half_width": each.half_width}
+            for each in found.judged
+        },
+        "promised": found.promised,
     }
 
 
-def _print(found: Found, path: Path) -> None:
+def _print(found: Found, path: Path, usd_per_gpu_hour: float | None) -> None:
     from rich.table import Table
+
+    from fineserve_sim.planning.judge import warnings
 
     where = Table("GPU", "models", box=None)
     for gpu in range(found.wish.gpus):
@@ -205,11 +271,15 @@ def _print(found: Found, path: Path) -> None:
             if gpu in group
         ]
         where.add_row(str(gpu), ", ".join(here) or "-")
-    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", box=None)
+    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", "± (difference)", box=None)
     for row in found.judged:
-        kept.add_row(row.situation, f"{100 * row.plan:.1f} %", f"{100 * row.best_system:.1f} %")
+        shares = (f"{100 * share:.1f} %" for share in (row.plan, row.best_system, row.half_width))
+        kept.add_row(row.situation, *shares)
     console().print(where, kept)
+    for line in warnings(found.judged, found.promised):
+        typer.echo(line)
     for each, home in found.homes:
         if not home.groups:
             typer.echo(f"{each.id} has no GPU: none has room left")
-    typer.echo(f"Plan in {path}: fineserve-sim run {path}")
+    usd = "" if usd_per_gpu_hour is None else f", {usd_per_gpu_hour * found.wish.gpus:,.2f} dollars an hour"
+    typer.echo(f"{found.wish.gpus} {found.wish.gpu}{usd}. Plan in {path}: fineserve-sim run {path}")

@@ -163,7 +163,7 @@ def size(
         from fineserve_sim.experiment.sizing.question import Asked, Limits, Load, check_trace, file_of
         from fineserve_sim.experiment.sizing.variants import variants
 
-        axis, wanted, paid = axis_of(over), goals(targets), _prices(price or [])
+        axis, wanted, paid = axis_of(over), goals(targets), prices_of(price or [])
         tried, mixed = variants(gpu or [], tp or [], paid), kinds_of(gpu or [], paid, axis) if mix else []
         limits = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale)
         load = Load(named, requests, spread_of(spread, share), rate_scale)
@@ -207,7 +207,7 @@ def _print(found: Searched, asked: Question, folder: Path, as_json: bool) -> Non
     typer.echo(f"Results in {folder}: report.html, size.json, figures/size.svg{more}")
 
 
-def _prices(texts: Sequence[str]) -> dict[str, float]:
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
     """``2.5`` or ``h100-sxm=2.5``, by GPU. Raises ValueError for anything else."""
     found: dict[str, float] = {}
     for text in texts:

@@ -16,17 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from fineserve_traces import Trace
+from numpy.typing import NDArray
 
-from fineserve_sim.cluster import Fate, ScenarioError
+from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError
 from fineserve_sim.cluster.compose.models import compose
+from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.run import Run
+from fineserve_sim.cluster.scenario import Floats, Ints
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.experiment.run.executor import Executor
-from fineserve_sim.planning.problem import Group, Layout, Problem
+from fineserve_sim.planning.problem import Group, Layout, Limits, Problem
 from fineserve_sim.policy.interfaces import Instance, Placement
+
+Bools = NDArray[np.bool_]
 
 
 class Member(NamedTuple):
@@ -67,25 +73,45 @@ def places_of(layout: Layout) -> list[Place]:
     return found
 
 
-def late_requests(problem: Problem, part: int, island: Island, share: float = 1.0) -> tuple[int, ...] | None:
-    """How many requests of each member miss a limit in a part, or in its first ``share``; None where the engines do not fit
-    their GPUs."""
-    base, trace = problem.scenario, problem.parts[part].trace
+class Served(NamedTuple):
+    """What became of the requests of an island: their rows in the trace of a part, the member of each, and who was on time."""
+
+    rows: Ints
+    member: Ints
+    on_time: Bools
+
+
+def served(problem: Problem, part: int, island: Island, share: float = 1.0) -> Served | None:
+    """The requests of an island in a part, or in its first ``share``; None where the engines do not fit their GPUs."""
+    trace = problem.parts[part].trace
     ids = [f"{problem.models[each.model].id}#{each.number}" for each in island]
-    member_of = np.full(len(trace), -1, dtype=np.int32)
+    member_of = np.full(len(trace), -1, dtype=np.int64)
     for number, each in enumerate(island):
         member_of[problem.requests(part, each.model, each.number, each.of)] = number
     rows = np.flatnonzero(member_of[: int(share * len(trace))] >= 0)
     if not len(rows):
-        return (0,) * len(island)
+        return Served(rows, rows, np.zeros(0, dtype=np.bool_))
+    own = replace(trace.take(rows), model=member_of[rows].astype(np.int32), models=tuple(ids))
+    scenario, placed = _alone(problem, island, ids)
+    scenario = replace(scenario, trace=own)
+    try:
+        run = Run(scenario, compose(scenario, placed))
+    except (ScenarioError, ValueError):
+        return None
+    run.to_the_end()
+    ttft_s = np.array([problem.limits.ttft_s[each.model] for each in island])[own.model]
+    return Served(rows, member_of[rows], kept_of(own, run.result(), ttft_s, problem.limits))
+
+
+def _alone(problem: Problem, island: Island, ids: Sequence[str]) -> tuple[Scenario, Placed]:
+    """A cluster of the island's GPUs and engines, each a model of its own; the requests are still those of all."""
+    base = problem.scenario
     models = tuple(
         replace(served, id=id, rate_per_s=served.rate_per_s / each.of)
         for id, each in zip(ids, island, strict=True)
         for served in [problem.served(each.model, each.option)]
     )
     gpus = tuple(replace(base.gpus[0], id=id, node=0) for id in range(1 + max(max(each.gpus) for each in island)))
-    own = replace(trace.take(rows), model=member_of[rows], models=tuple(ids))
-    scenario = replace(base, models=models, gpus=gpus, trace=own, sample_s=0.0)
     demands = {
         served.id: replace(problem.demands[each.model][each.option], id=served.id, rate_per_s=served.rate_per_s)
         for served, each in zip(models, island, strict=True)
@@ -94,21 +120,38 @@ def late_requests(problem: Problem, part: int, island: Island, share: float = 1.
         Instance(served.id, 0, each.gpus, served.rate_per_s, demands[served.id].engine_bytes)
         for served, each in zip(models, island, strict=True)
     )
-    try:
-        run = Run(scenario, compose(scenario, (Placement(instances), demands)))
-    except (ScenarioError, ValueError):
-        return None
-    run.to_the_end()
-    result = run.result()
-    limits = problem.limits
-    ttft_s = np.array([limits.ttft_s[each.model] for each in island])[own.model]
-    kept = (result.fate == Fate.FINISHED) & (result.first_token_s - own.arrival_s <= ttft_s)
+    return replace(base, models=models, gpus=gpus, sample_s=0.0), (Placement(instances), demands)
+
+
+def kept_of(trace: Trace, result: RunResult, ttft_s: Floats, limits: Limits) -> Bools:
+    """Which requests kept all limits; ``ttft_s`` is the TTFT limit of each."""
+    kept: Bools = (result.fate == Fate.FINISHED) & (result.first_token_s - trace.arrival_s <= ttft_s)
     if limits.tpot_s is not None:
-        later = np.maximum(1, own.output_tokens - 1)
+        later = np.maximum(1, trace.output_tokens - 1)
         kept &= (result.finish_s - result.first_token_s) / later <= limits.tpot_s
     if limits.e2e_s is not None:
-        kept &= result.finish_s - own.arrival_s <= limits.e2e_s
-    return tuple(np.bincount(own.model[~kept], minlength=len(island)).tolist())
+        kept &= result.finish_s - trace.arrival_s <= limits.e2e_s
+    return kept
+
+
+def late_requests(problem: Problem, part: int, island: Island, share: float = 1.0) -> tuple[int, ...] | None:
+    """How many requests of each member miss a limit in a part, or in its first ``share``; None where the engines do not fit
+    their GPUs."""
+    found = served(problem, part, island, share)
+    if found is None:
+        return None
+    return tuple(np.bincount(found.member[~found.on_time], minlength=len(island)).tolist())
+
+
+def on_time(problem: Problem, part: int, layout: Layout) -> Bools:
+    """Which requests of a part a layout keeps on time; none of a model without GPU. Raises ValueError if it does not fit."""
+    kept = np.zeros(len(problem.parts[part].trace), dtype=np.bool_)
+    for place in places_of(layout):
+        found = served(problem, part, place.island)
+        if found is None:
+            raise ValueError("the engines of the layout do not fit their GPUs")
+        kept[found.rows] = found.on_time
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +200,26 @@ def losses(problem: Problem, island: Island, limit: float = math.inf) -> Losses:
     return Losses(tuple(total.tolist()))
 
 
+Asked = tuple[Island, float]
+"""An island, and the limit as far as which its losses are asked for."""
+
+
+class Kept(Protocol):
+    """Losses that an earlier search found."""
+
+    def get(self, asked: Asked) -> Losses | None: ...
+
+    def add(self, found: Mapping[Asked, Losses]) -> None: ...
+
+
 @dataclass
 class Simulated:
-    """The losses of islands, each simulated once, by ``executor`` or in this process. ``runs`` counts the simulated ones."""
+    """The losses of islands, each simulated once, by ``executor`` or in this process, if they are not ``kept``. ``runs`` counts
+    both."""
 
     problem: Problem
     executor: Executor | None = None
+    kept: Kept | None = None
     known: dict[Island, Losses] = field(default_factory=dict)
     runs: int = 0
 
@@ -180,23 +237,31 @@ class Simulated:
         """Know the losses of islands, each as far as its limit; as many at a time are simulated as there are workers."""
         new = {island: limit for island, limit in islands.items() if not self.is_known(island, limit)}
         self.runs += len(new)
+        if self.kept is not None:
+            found = {asked: losses for asked in new.items() if (losses := self.kept.get(asked)) is not None}
+            self.known |= {island: losses for (island, _), losses in found.items()}
+            new = {island: limit for island, limit in new.items() if (island, limit) not in found}
+        self._simulate(new)
+        if self.kept is not None and new:
+            self.kept.add({(island, limit): self.known[island] for island, limit in new.items()})
+
+    def _simulate(self, new: Mapping[Island, float]) -> None:
         if self.executor is None or self.executor.workers == 1 or len(new) < 2:
             self.known |= {island: losses(self.problem, island, limit) for island, limit in new.items()}
             return
         workers = min(self.executor.workers, len(new))
         tasks = [Task(self.problem, dict(islice(new.items(), number, None, workers))) for number in range(workers)]
-        for _, found in self.executor.each(tasks, Path(), lambda task, share: None):
-            self.known |= found
+        for _, losses_of in self.executor.each(tasks, Path(), lambda task, share: None):
+            self.known |= losses_of
 
     def loss(self, layout: Layout) -> float:
-        """What a layout costs: late requests, and all requests of models without a GPU. Infinite where it does not fit."""
+        """What a layout costs: late requests, and what is unserved. Infinite where it does not fit."""
         places = places_of(layout)
         self.ensure({place.island: math.inf for place in places})
         found = [self.known[place.island] for place in places]
         if not all(each.fits for each in found):
             return math.inf
-        homeless = sum(lost for lost, home in zip(self.problem.lost, layout, strict=True) if not home.groups)
-        return homeless + sum(each.sum for each in found)
+        return sum(self.problem.unserved(layout)) + sum(each.sum for each in found)
 
     def by_gpu(self, layout: Layout) -> Mapping[int, float]:
         """What the island of each GPU costs; GPUs without engines cost nothing."""
@@ -204,7 +269,7 @@ class Simulated:
 
     def by_model(self, layout: Layout) -> Sequence[float]:
         """What each model costs."""
-        total = [0.0 if home.groups else lost for lost, home in zip(self.problem.lost, layout, strict=True)]
+        total = self.problem.unserved(layout)
         for place in places_of(layout):
             for member, loss in zip(place.island, self.of(place.island).by_member, strict=True):
                 total[member.model] += loss

@@ -1,245 +1,59 @@
-"""From a user's wish to a plan: the problem, the search, and what the plan does on requests that the search never saw.
+"""From a wish to its answer: the best plan on all GPUs, or the cheapest that keeps a target, judged by unseen requests.
 
-The search sees the first part of a trace (``CHOSEN``), as it is and a fifth faster. A plan that holds at exactly the load of
-the past alone is of no use. What is reported comes from the rest of the trace, where the plan stands beside the systems of the
-papers, all of them on the same GPUs.
+More GPUs are never worse than fewer (a plan may leave some empty), so the fewest are found by bisection. Where several types
+of GPU are given, each is searched with so many GPUs at most as cost less than the best answer until then.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from fineserve_traces import Trace
-
-from fineserve_sim import catalog
-from fineserve_sim.catalog import ModelSpec
-from fineserve_sim.cluster import Scenario, ScenarioError, simulate
-from fineserve_sim.cluster.compose.facts import demands_of
-from fineserve_sim.cluster.compose.place import place
-from fineserve_sim.experiment import Experiment, experiment_for_trace
-from fineserve_sim.experiment.file.comparison import model_entries
 from fineserve_sim.experiment.run.executor import Executor
-from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
-from fineserve_sim.planning.problem import Home, Layout, Limits, Option, Part, Problem, Rules, impossible
+from fineserve_sim.planning.judge import Judged, judged
+from fineserve_sim.planning.problem import Home, Layout, Problem
 from fineserve_sim.planning.reach import out_of_reach
-from fineserve_sim.planning.search import Best, Search, layout_of, packed
-from fineserve_sim.systems import load_systems
+from fineserve_sim.planning.search import Best
+from fineserve_sim.planning.wish import (
+    SECONDS,
+    SYSTEMS,
+    ModelWish,
+    Told,
+    Wish,
+    model_wish,
+    most_on_time,
+    plan_document,
+    problem_of,
+    rules_of,
+    search,
+    starts,
+    unseen,
+)
 
-CHOSEN = 2 / 3
-"""The share of the requests by which a plan is chosen; the others judge it."""
-
-FASTER, FASTER_WEIGHT = 1.2, 0.5
-"""The same requests so many times as fast count, too, each late one half."""
-
-SECONDS = 60.0
-"""How long a search takes where nothing else is said."""
-
-BASE = "fineserve"
-"""The system whose scheduler, memory and sharing a plan has."""
-
-STARTS = ("balanced", "fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
-"""Systems whose placements a search starts from, and which the plan is compared with."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWish:
-    """A model and the ways in which it may run, the best first: precisions of the catalog and TP degrees. ``model``: as in a
-    file, a name of the catalog or a mapping with its config.json."""
-
-    id: str
-    model: str | Mapping[str, Any]
-    options: tuple[tuple[str, int], ...]
-
-
-def model_wish(text: str) -> ModelWish:
-    """``NAME=MODEL:PRECISIONS:DEGREES``. Raises ValueError for another text."""
-    name, sign, described = text.partition("=")
-    model, *rest = (described if sign else name).split(":")
-    precisions, degrees = (*rest, "", "")[:2]
-    counts = (degrees or "1").split("|")
-    if not name or not model or len(rest) > 2 or not all(count.isdecimal() and int(count) for count in counts):
-        raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
-    options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
-    return ModelWish(name if sign else model, model, options)
-
-
-def rules_of(
-    apart: Iterable[Sequence[str]],
-    pin: Mapping[str, Sequence[str | int]],
-    most_per_gpu: int | None,
-    models: Sequence[str],
-    gpus: int,
-) -> Rules:
-    """Pairs of models that share no GPU, the GPUs that a model may stand on, engines on a GPU at most. Raises ValueError for a
-    model or a GPU that is not there."""
-    pairs, pinned = [], {}
-    for names in apart:
-        if len(names) != 2 or len(set(names)) != 2 or not set(names) <= set(models):
-            raise ValueError(f"--apart {','.join(names)}: expected two of the models, as in {models[0]},{models[-1]}")
-        pairs.append(frozenset(names))
-    for name, given in pin.items():
-        numbers = list(map(str, given))
-        if name not in models or not all(number.isdecimal() and int(number) < gpus for number in numbers):
-            told = f"--pin {name}={','.join(numbers)}: expected a model and GPUs from 0 to {gpus - 1}"
-            raise ValueError(f"{told}, as in {models[0]}=0,1")
-        pinned[name] = frozenset(map(int, numbers))
-    return Rules(frozenset(pairs), pinned, most_per_gpu)
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``spread``: requests are
-    dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted. ``kept``: keys of a file that
-    the plan has, too (``folder``, ``engine``, ``runtime``)."""
-
-    trace: Path
-    models: tuple[ModelWish, ...]
-    gpus: int
-    ttft_slo_s: float
-    gpu: str | Mapping[str, Any] = "h100-sxm"
-    tpot_slo_s: float | None = None
-    e2e_slo_s: float | None = None
-    rate_scale: float = 1.0
-    load: float = 1.0
-    spread: bool | Mapping[str, float] = False
-    margin: float | None = None
-    requests: int | None = None
-    rules: Rules = field(default_factory=Rules)
-    kept: Mapping[str, Any] = field(default_factory=dict)
-
-    def experiment(self, systems: Sequence[Any], **changed: Any) -> Experiment:
-        """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
-        entries = [
-            {"id": each.id, "model": each.model, "precision": each.options[-1][0], "tp": each.options[-1][1]}
-            for each in self.models
-        ]
-        return experiment_for_trace(
-            self.trace,
-            systems,
-            model_entries(entries, spread=self.spread),
-            gpu=self.gpu,
-            count=self.gpus,
-            ttft_slo_s=self.ttft_slo_s,
-            tpot_slo_s=self.tpot_slo_s,
-            e2e_slo_s=self.e2e_slo_s,
-            rate_scale=self.rate_scale * self.load,
-            requests=self.requests,
-            overrides=[(key, json.dumps(value)) for key, value in self.settings.items() if key != "runtime"],
-            **changed,
-        )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What is kept of a file, with the margin in the settings of engines."""
-        slower = (
-            {} if self.margin is None else {"engine": {**self.kept.get("engine", {}), "step_time_factor": self.margin}}
-        )
-        return dict(self.kept) | slower
-
-
-def problem_of(wish: Wish) -> Problem:
-    """What the search solves. Raises ConfigError for a wish that means nothing, ValueError for an option that a model cannot
-    run in, or where no plan is possible."""
-    experiment = wish.experiment([BASE])
-    (point,) = experiment.points
-    setup = experiment.setup_of(point)
-    limits = (wish.ttft_slo_s,) * len(setup.models)
-    whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, 0, limits))
-    trace = whole.whole_trace
-    chosen = trace.take(np.arange(max(1, round(CHOSEN * len(trace)))))
-    faster = replace(chosen, arrival_s=chosen.arrival_s / FASTER)
-    options = tuple(
-        tuple(_option(model.id, resolved.spec, precision, tp) for precision, tp in model.options)
-        for model, resolved in zip(wish.models, setup.models, strict=True)
-    )
-    problem = Problem(
-        replace(whole, trace=chosen),
-        options,
-        (Part(chosen), Part(faster, FASTER_WEIGHT)),
-        Limits(limits, wish.tpot_slo_s, wish.e2e_slo_s),
-        wish.rules,
-    )
-    if why := impossible(problem):
-        raise ValueError(f"no plan: {why}")
-    return problem
-
-
-def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
-    try:
-        catalog.check_tp(model, tp)
-        return Option(catalog.precision_of(precision, model), tp)
-    except ValueError as problem:
-        raise ValueError(f"--model {id}: {problem}") from None
-
-
-def starts(problem: Problem) -> dict[str, Layout]:
-    """Where systems of the papers place the models, by system; one that cannot is left out."""
-    found = {}
-    models = tuple(problem.served(model, option) for model, option in enumerate(problem.first))
-    for name in STARTS:
-        with suppress(ScenarioError):
-            asked = replace(problem.scenario, models=models, system=load_systems()[name])
-            placement, _ = place(asked, demands_of(asked))
-            found[name] = layout_of(problem, placement)
-    return found
-
-
-def most_on_time(problem: Problem) -> int:
-    """How many requests of the first part can be on time at all, by the clairvoyant bound."""
-    clairvoyant: Scenario = replace(problem.scenario, system=load_systems()["clairvoyant"])
-    result = simulate(clairvoyant)
-    arrived = problem.parts[0].trace
-    limits_s = np.array([problem.limits.ttft_s[problem.number_of[name]] for name in arrived.models])[arrived.model]
-    return int(np.count_nonzero(result.first_token_s - arrived.arrival_s <= limits_s))
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """How far a search is: shares of the requests by which it chooses that the best plan keeps, and that any could."""
-
-    best: Best
-    share: float
-    bound: float
-    elapsed_s: float
-
-
-def search(
-    problem: Problem,
-    executor: Executor | None = None,
-    *,
-    evaluations: int | None = None,
-    seconds: float | None = None,
-    enough: float = 1.0,
-    seed: int = 0,
-    tell: Callable[[Told], None] = lambda told: None,
-) -> Best:
-    """The best layout that is found with so many simulated islands, or in so many seconds. The search ends early with a layout
-    that keeps ``enough``, a share of the requests by their weights. Without ``seconds`` the answer is the same on every
-    machine. Raises ValueError where no start fits."""
-    began_s = time.monotonic()
-    simulated = Simulated(problem, executor)
-    own = Search(problem, simulated, seed)
-    own.begin([*starts(problem).values(), packed(problem, simulated)])
-    bound = most_on_time(problem) / len(problem.parts[0].trace)
-    shown: Best | None = None
-    for best in own.improve():
-        elapsed_s = time.monotonic() - began_s
-        if best is not shown:
-            tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
-            shown = best
-        spent = evaluations is not None and simulated.runs >= evaluations
-        if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
-            break
-    return own.best
+__all__ = [
+    "SECONDS",
+    "Found",
+    "ModelWish",
+    "Told",
+    "Wish",
+    "best_system",
+    "cheapest",
+    "fewest",
+    "found",
+    "model_wish",
+    "most_on_time",
+    "plan_document",
+    "problem_of",
+    "rules_of",
+    "search",
+    "starts",
+    "unseen",
+]
 
 
 def fewest(
@@ -251,6 +65,7 @@ def fewest(
     seconds: float | None = None,
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
+    path: Path | None = None,
 ) -> tuple[Wish, Best]:
     """The wish with the fewest GPUs, at most its own, on which a plan keeps the ``target``, and that plan. The number is found
     by bisection; each number of GPUs has an equal part of the budget. Raises ValueError where no plan on all GPUs keeps it,
@@ -266,112 +81,96 @@ def fewest(
         enough=target,
         seed=seed,
         tell=tell,
+        path=path,
     )
     found: tuple[Wish, Best] | None = None
     low, high, tried = 1, wish.gpus, wish.gpus
     while low <= high:
         asked = replace(wish, gpus=tried)
-        best = _holding(asked, target, searched)
-        if best is not None:
+        best = _best(asked, searched)
+        if best is not None and best.loss <= (1 - target) * problem_of(asked).worth:
             found, high = (asked, best), tried - 1
+        elif best is not None and best.stopped:
+            break
         elif found is None:
             raise ValueError(f"no plan on {wish.gpus} GPUs keeps {100 * target:g} % as far as was searched")
         else:
             low = tried + 1
         tried = (low + high) // 2
-    assert found is not None
+        if best is not None and best.stopped:
+            break
+    if found is None:
+        raise KeyboardInterrupt
     return found
 
 
-def _holding(wish: Wish, target: float, searched: Callable[[Problem], Best]) -> Best | None:
-    """The plan that keeps the target on exactly these GPUs, if one is found."""
+def cheapest(
+    wish: Wish,
+    prices: Mapping[str, float],
+    target: float,
+    executor: Executor | None = None,
+    *,
+    evaluations: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    tell: Callable[[Told], None] = lambda told: None,
+    path: Path | None = None,
+) -> tuple[Wish, Best]:
+    """The wish with the type of GPU on which the ``target`` costs least, the fewest of them, and the plan. All GPUs are of one
+    type. ``prices``: dollars an hour by GPU, each type with an equal part of the budget. Raises ValueError where none keeps the
+    target, with the reason of each."""
+    answer: tuple[Wish, Best] | None = None
+    least_usd, reasons = math.inf, []
+    for gpu, usd in prices.items():
+        affordable = wish.gpus if answer is None else min(wish.gpus, math.ceil(least_usd / usd) - 1)
+        if affordable < 1:
+            continue
+        try:
+            found = fewest(
+                replace(wish, gpu=gpu, gpus=affordable),
+                target,
+                executor,
+                evaluations=None if evaluations is None else max(1, evaluations // len(prices)),
+                seconds=None if seconds is None else seconds / len(prices),
+                seed=seed,
+                tell=tell,
+                path=path,
+            )
+        except ValueError as problem:
+            reasons.append(f"{gpu}: {problem}")
+            continue
+        answer, least_usd = found, found[0].gpus * usd
+        if found[1].stopped:
+            break
+    if answer is None:
+        raise ValueError("; ".join(reasons))
+    return answer
+
+
+def _best(wish: Wish, searched: Callable[[Problem], Best]) -> Best | None:
+    """The best plan on exactly these GPUs; None where they have too little memory."""
     try:
         problem = problem_of(wish)
-    except ValueError:  # too little memory
+    except ValueError:
         return None
-    best = searched(problem)
-    return best if best.loss <= (1 - target) * problem.worth else None
+    return searched(problem)
 
 
-def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
-    """A layout as the text of an experiment: what ``run``, ``compare`` and ``size`` take."""
-    models, groups = [], {}
-    for each, home in zip(wish.models, layout, strict=True):
-        precision, tp = each.options[home.option]
-        entry: dict[str, Any] = {"id": each.id, "model": each.model, "precision": precision, "tp": tp}
-        models.append(entry)
-        if home.groups:
-            groups[each.id] = [list(group) for group in home.groups]
-    workload: dict[str, Any] = {"trace": str(wish.trace.resolve())}
-    workload |= {"assign": "share"} if wish.spread else {}
-    workload |= {} if wish.requests is None else {"requests": wish.requests}
-    limits = {"ttft_s": wish.ttft_slo_s, "tpot_s": wish.tpot_slo_s, "e2e_s": wish.e2e_slo_s}
-    return {
-        "fineserve": 1,
-        "title": f"A plan for {wish.trace.name}",
-        "cluster": {"gpu": wish.gpu, "count": wish.gpus},
-        "models": model_entries(models, spread=wish.spread),
-        "workload": workload,
-        "slo": {name: limit_s for name, limit_s in limits.items() if limit_s is not None},
-        "systems": [
-            {"name": "plan", "title": "Plan", "base": BASE, "placement": {"policy": "pinned", "groups": groups}}
-        ],
-        "seeds": 1,
-        "sweeps": [{"name": "run", "at": {"rate_scale": wish.rate_scale}, "systems": ["plan"]}],
-    } | wish.settings
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The share of requests on time in one situation that the search never saw: with the plan, and with the placement of the
-    best system. That system is chosen by the same requests as the plan."""
-
-    situation: str
-    plan: float
-    best_system: float
-
-
-def judged(wish: Wish, problem: Problem, layout: Layout) -> tuple[str, list[Judged]]:
-    """The system whose placement is best on the requests of the search, and how both do on the rest: as it came, a fifth faster
-    and slower, and (where requests are dealt out) dealt anew."""
-    by_system, simulated = starts(problem), Simulated(problem)
-    best_system = min(by_system, key=lambda name: simulated.loss(by_system[name]))
-    rest = _rest(wish, 0)
-    situations = {
-        "unseen requests": rest,
-        "20 % faster": replace(rest, arrival_s=rest.arrival_s / 1.2),
-        "20 % slower": replace(rest, arrival_s=rest.arrival_s * 1.2),
-    }
-    if wish.spread:
-        situations["dealt out anew"] = _rest(wish, 1)
-    found = []
-    for name, trace in situations.items():
-        own = Simulated(replace(problem, scenario=replace(problem.scenario, trace=trace), parts=(Part(trace),)))
-        kept = [1 - own.loss(each) / len(trace) for each in (layout, by_system[best_system])]
-        found.append(Judged(name, *kept))
-    return best_system, found
-
-
-def _rest(wish: Wish, seed: int) -> Trace:
-    """The requests that the search does not see."""
-    experiment = wish.experiment([BASE])
-    (point,) = experiment.points
-    setup = experiment.setup_of(point)
-    limits = (wish.ttft_slo_s,) * len(setup.models)
-    whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, seed, limits)).whole_trace
-    first = max(1, round(CHOSEN * len(whole)))
-    if first >= len(whole):
-        raise ValueError(f"{wish.trace}: {len(whole)} requests are too few to choose a plan and to judge it; give more")
-    rest = whole.take(np.arange(first, len(whole)))
-    return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0])
+def best_system(problem: Problem) -> tuple[str, Layout]:
+    """The system whose placement is best on the requests of the search, and that placement."""
+    by_system, simulated = dict(starts(problem)), Simulated(problem)
+    name = min((name for name in by_system if name in SYSTEMS), key=lambda name: simulated.loss(by_system[name]))
+    return name, by_system[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan: the wish with the GPUs that it takes, its layout, and how it does beside the best system on unseen requests."""
+    """A plan: the wish with the GPUs that it takes, its layout, and how it does beside the best system on unseen requests.
+    ``promised``: the share that it keeps of the requests by which it is chosen, by their weights."""
 
     wish: Wish
     best: Best
+    promised: float
     best_system: str
     judged: tuple[Judged, ...]
 
@@ -390,14 +189,25 @@ def found(
     seconds: float | None = None,
     seed: int = 0,
     tell: Callable[[Told], None] = lambda told: None,
+    path: Path | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> Found:
-    """Search and judge: the best plan on the GPUs of the wish, or with a ``target`` on the fewest that keep it. Raises
-    ConfigError and ValueError as ``problem_of``, ``search`` and ``fewest`` do."""
-    problem = problem_of(wish)
+    """Search and judge: the best plan on the GPUs of the wish, or with a ``target`` on the fewest that keep it, of several
+    types with ``prices`` on the cheapest. Raises ConfigError and ValueError as ``problem_of``, ``search``, ``fewest`` and
+    ``cheapest`` do."""
+    budget: dict[str, Any] = {"evaluations": evaluations, "seconds": seconds, "seed": seed, "tell": tell, "path": path}
     if target is None:
-        best = search(problem, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
+        best = search(problem_of(wish), executor, **budget)
+    elif prices is not None and len(prices) > 1:
+        wish, best = cheapest(wish, prices, target, executor, **budget)
     else:
-        wish, best = fewest(wish, target, executor, evaluations=evaluations, seconds=seconds, seed=seed, tell=tell)
-        problem = problem_of(wish)
-    system, rows = judged(wish, problem, best.layout)
-    return Found(wish, best, system, tuple(rows))
+        wish, best = fewest(wish, target, executor, **budget)
+    problem = problem_of(wish)
+    if exposed := [problem.models[model].id for model in problem.exposed(best.layout)]:
+        raise ValueError(
+            f"no plan survives the loss of a {problem.rules.survives}, as far as was searched: "
+            f"one takes all of {', '.join(exposed)}"
+        )
+    system, layout = best_system(problem)
+    rows = judged(problem, unseen(wish), unseen(wish, 1) if wish.spread else None, best.layout, layout)
+    return Found(wish, best, 1 - best.loss / problem.worth, system, tuple(rows))

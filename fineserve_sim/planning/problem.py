@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from fineserve_traces import Trace
@@ -56,11 +56,13 @@ class Limits(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What every layout keeps. ``apart``: pairs of models that share no GPU. ``pinned``: the GPUs on which the instances of a
-    model may stand. ``most_per_gpu``: engines on one GPU."""
+    model may stand. ``most_per_gpu``: engines on one GPU. ``survives``: each model keeps an instance when any one GPU, or any
+    one node, is lost."""
 
     apart: frozenset[frozenset[str]] = frozenset()
     pinned: Mapping[str, frozenset[int]] = field(default_factory=dict)
     most_per_gpu: int | None = None
+    survives: Literal["gpu", "node"] | None = None
 
 
 class Part(NamedTuple):
@@ -116,6 +118,24 @@ class Problem:
             sum(part.weight * len(self.requests(number, model)) for number, part in enumerate(self.parts))
             for model in range(len(self.models))
         )
+
+    def exposed(self, layout: Layout) -> list[int]:
+        """The models that ``rules.survives`` is broken for, those with instances that one loss takes all."""
+        found = []
+        for model, home in enumerate(layout):
+            places = [set(group) for group in home.groups]
+            if self.rules.survives == "node":
+                places = [{self.gpus[gpu].node for gpu in group} for group in home.groups]
+            if self.rules.survives and places and set.intersection(*places):
+                found.append(model)
+        return found
+
+    def unserved(self, layout: Layout) -> list[float]:
+        """By model, what it counts that it has no GPU, or would have none after the loss that it must survive."""
+        lost = [0.0 if home.groups else lost for lost, home in zip(self.lost, layout, strict=True)]
+        for model in self.exposed(layout):
+            lost[model] += self.lost[model]
+        return lost
 
     @cached_property
     def worth(self) -> float:
@@ -194,6 +214,8 @@ def impossible(problem: Problem) -> str | None:
     takes, has = sum(each.tp * each.engine_bytes for each in least), sum(slot.memory_bytes for slot in slots)
     if takes > has:
         return f"the models take {takes / 2**30:.0f} GiB beside KV, {len(slots)} GPUs have {has / 2**30:.0f} GiB usable"
+    if why := _cannot_survive(problem, takes, has):
+        return why
     engines = sum(min(demand.tp for demand in demands) for demands in problem.demands)
     most = problem.rules.most_per_gpu
     if most is not None and engines > most * len(slots):
@@ -201,6 +223,19 @@ def impossible(problem: Problem) -> str | None:
         return (
             f"{engines} engines do not stand on {len(slots)} GPUs with at most {most} on each; {needed} GPUs would do"
         )
+    return None
+
+
+def _cannot_survive(problem: Problem, takes: float, has: float) -> str | None:
+    """Why no layout survives the loss of a GPU or a node, where an engine of each model takes so many bytes."""
+    gpus, what = problem.gpus, problem.rules.survives
+    if what and 2 * takes > has:
+        return (
+            f"two engines of each model, to survive the loss of a {what}, take {2 * takes / 2**30:.0f} GiB beside KV, "
+            f"{len(gpus)} GPUs have {has / 2**30:.0f} GiB usable"
+        )
+    if what == "node" and len({gpu.node for gpu in gpus}) < 2:
+        return f"{len(gpus)} GPUs are one node, whose loss nothing survives"
     return None
 
 

@@ -1,8 +1,8 @@
 """The search for a layout: descent by simulated moves, kicks where no move helps.
 
-``Search`` starts at the best of given layouts and draws moves in windows. The islands of a window are simulated side by side,
-and the best layout of the window is taken if it costs less. When several windows in a row bring nothing, the layout is
-kicked (some moves at once) and the descent goes on from there; the best layout of all is kept.
+``Search`` tries given layouts one after the other, starts at the best of them, and draws moves in windows. The islands of a
+window are simulated side by side, and the best layout of the window is taken if it costs less. When several windows in a row
+bring nothing, the layout is kicked (some moves at once) and the descent goes on from there; the best layout of all is kept.
 
 The order of moves depends on the seed and on losses alone, never on time or on the number of workers. So many windows give the
 same answer on every machine.
@@ -10,18 +10,16 @@ same answer on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from random import Random
 
-from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.planning.islands import Island, Simulated, places_of
 from fineserve_sim.planning.moves import Moves
 from fineserve_sim.planning.problem import Home, Layout, Problem
 from fineserve_sim.policy.interfaces import Placement
-from fineserve_sim.policy.placement import tp_groups
 
 WINDOW = 8
 """Moves that are tried side by side."""
@@ -41,11 +39,13 @@ DRAWS = 40
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best layout so far: its loss in weighted requests, and how many islands were simulated until then."""
+    """The best layout so far: its loss in weighted requests, and how many islands were simulated until then. ``stopped``: by
+    the user, before its time."""
 
     layout: Layout
     loss: float
     runs: int
+    stopped: bool = False
 
 
 def layout_of(problem: Problem, placement: Placement) -> Layout:
@@ -59,45 +59,37 @@ def layout_of(problem: Problem, placement: Placement) -> Layout:
     )
 
 
-def packed(problem: Problem, simulated: Simulated) -> Layout:
-    """Models one after the other, those of the largest engines first, each on the GPUs where it costs least, by simulation. It
-    fills GPUs before it takes empty ones, which other placements rarely do."""
-    layout: Layout = tuple(Home(option, ()) for option in problem.first)
-    first = [demands[option] for demands, option in zip(problem.demands, problem.first, strict=True)]
-    largest = sorted(range(len(first)), key=lambda model: -first[model].engine_bytes * first[model].tp)
-    for model in largest:
-        groups = tp_groups(slots_of(problem.scenario), first[model].tp)
-        option = problem.first[model]
-        tried = [(*layout[:model], Home(option, (group,)), *layout[model + 1 :]) for group in groups]
-        able = {
-            tuple(sorted(place.island for place in places_of(each))): each for each in tried if problem.allows(each)
-        }
-        simulated.ensure({place.island: inf for each in able.values() for place in places_of(each)})
-        layout = min(able.values(), key=simulated.loss, default=layout)
-    return layout
-
-
 class Search:
-    """Improves layouts of a problem. ``best`` is there after the first ``begin``."""
+    """Improves layouts of a problem. ``best``: so far."""
 
     def __init__(self, problem: Problem, simulated: Simulated, seed: int = 0) -> None:
         self._problem, self._simulated, self._rng = problem, simulated, Random(seed)
         self._moves = Moves(problem, self._rng)
-        self.best: Best
+        self.best: Best | None = None
 
-    def begin(self, starts: Sequence[Layout]) -> None:
-        """Take the best of these layouts. Raises ValueError if none keeps the rules and fits."""
-        allowed = [layout for layout in dict.fromkeys(starts) if self._problem.allows(layout)]
-        self._simulated.ensure({place.island: inf for layout in allowed for place in places_of(layout)})
-        costs = {layout: self._cost(layout) for layout in allowed}
-        if not costs or min(costs.values())[0] == inf:
+    def improve(self, starts: Iterable[Layout]) -> Iterator[Best]:
+        """Try these layouts, then search on from the best as long as there is something new to try: the best layout after each
+        start and each window. Raises ValueError if no start keeps the rules and fits."""
+        for layout in starts:
+            if self._problem.allows(layout):
+                self._start_at(layout)
+            if self.best is not None:
+                yield self.best
+        if self.best is None:
             raise ValueError("no placement to start from keeps the rules and fits the GPUs")
-        self._layout = min(allowed, key=lambda layout: costs[layout])
-        self._keep(self._layout)
+        yield from self._descend(self.best)
 
-    def improve(self) -> Iterator[Best]:
-        """Search on as long as there is something new to try: the best layout after each window."""
-        here, tries, stale = self._layout, 0, 0
+    def _start_at(self, layout: Layout) -> None:
+        """Take the layout if it is the best so far. It is not simulated further than to know that it is not."""
+        simulated, most = self._simulated, inf if self.best is None else self.best.loss
+        islands = {place.island for place in places_of(layout)}
+        simulated.ensure(dict.fromkeys(islands, most))
+        whole = all(simulated.known[island].whole for island in islands) and simulated.loss(layout) < inf
+        if whole and (self.best is None or self._cost(layout) < self._cost(self.best.layout)):
+            self._keep(layout)
+
+    def _descend(self, best: Best) -> Iterator[Best]:
+        here, tries, stale = best.layout, 0, 0
         while stale < STALE:
             runs = self._simulated.runs
             found = self._window(here)
@@ -106,14 +98,15 @@ class Search:
                 here, tries = found, 0
             else:
                 tries += 1
-            if self._cost(here) < self._cost(self.best.layout):
-                self._keep(here)
+            if self._cost(here) < self._cost(best.layout):
+                best = self._keep(here)
             if tries >= PATIENCE:
-                here, tries = self._kicked(self.best.layout), 0
-            yield self.best
+                here, tries = self._kicked(best.layout), 0
+            yield best
 
-    def _keep(self, layout: Layout) -> None:
+    def _keep(self, layout: Layout) -> Best:
         self.best = Best(layout, self._simulated.loss(layout), self._simulated.runs)
+        return self.best
 
     def _cost(self, layout: Layout) -> tuple[float, int, int]:
         """What is compared: the loss, then options further down, then instances."""
@@ -133,8 +126,8 @@ class Search:
             changed = {place.island for place in places_of(found)}
             spared = (
                 sum(simulated.of(island).sum for island in now - changed)
-                + self._homeless(layout)
-                - self._homeless(found)
+                + self._unserved(layout)
+                - self._unserved(found)
             )
             fresh = {island: spared for island in changed - now if not simulated.is_known(island, spared)}
             if len(wanted) + len(fresh) <= 2 * WINDOW:
@@ -144,8 +137,8 @@ class Search:
         able = [each for each in window if all(simulated.known[place.island].whole for place in places_of(each))]
         return min([layout, *able], key=self._cost)
 
-    def _homeless(self, layout: Layout) -> float:
-        return sum(lost for lost, home in zip(self._problem.lost, layout, strict=True) if not home.groups)
+    def _unserved(self, layout: Layout) -> float:
+        return sum(self._problem.unserved(layout))
 
     def _kicked(self, layout: Layout) -> Layout:
         """Some moves at once; the layout itself if they do not fit."""

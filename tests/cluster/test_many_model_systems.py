@@ -18,11 +18,13 @@ from fineserve_sim.policy.fleet.qlm import QlmSwapping
 from fineserve_sim.policy.fleet.views import FleetView, Pending
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, OperatingPoint
 from fineserve_sim.policy.memory.paged import PrivatePools
+from fineserve_sim.policy.placement.balanced import BalancedPlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
 from fineserve_sim.policy.placement.static import RoundRobinPlacement
 from fineserve_sim.systems import load_systems
 from fineserve_sim.systems.spec import (
+    BalancedPlacementSpec,
     KvprPlacementSpec,
     MuxServePlacementSpec,
     PrismResidencySpec,
@@ -58,6 +60,7 @@ def test_systems_combine_the_policies_of_the_matrix() -> None:
     [
         (MuxServePlacementSpec(), MuxServePlacement),
         (RoundRobinPlacementSpec(), RoundRobinPlacement),
+        (BalancedPlacementSpec(), BalancedPlacement),
         (KvprPlacementSpec(weight="token_rate", tau=0.5, threshold="absolute"), KvprPlacement),
     ],
 )
@@ -101,7 +104,7 @@ def scenario(name: str, requests: int = 12) -> Scenario:
     return Scenario(load_systems()[name], served, (Gpu(0, 0, gpu("h100-sxm")), Gpu(1, 0, gpu("h100-sxm"))), trace)
 
 
-@pytest.mark.parametrize("name", ["s-partition", "muxserve", "muxserve++"])
+@pytest.mark.parametrize("name", ["s-partition", "muxserve", "muxserve++", "balanced"])
 def test_every_request_is_served(name: str) -> None:
     run = simulate(scenario(name))
     assert (run.fate == Fate.FINISHED).all() and run.placement.unplaced == ()

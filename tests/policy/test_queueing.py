@@ -9,7 +9,7 @@ import pytest
 
 from fineserve_sim.policy.interfaces import Busy, ModelDemand, OperatingPoint
 from fineserve_sim.policy.placement import queueing
-from fineserve_sim.policy.placement.queueing import HEAD_ROOM, late_per_s, load_of
+from fineserve_sim.policy.placement.queueing import late_per_s, load_of
 
 GIB = 2**30
 
@@ -21,7 +21,7 @@ def demand(rate_per_s: float = 2.0, tp: int = 1, **given: object) -> ModelDemand
         for batch in (1, 2, 4, 8, 16, 32)
     )
     facts: dict[str, object] = {"decode_tokens": 100.0, "prefill": Busy(0.8, 0.4), "decode": Busy(0.05, 0.8)} | given
-    return ModelDemand("m", rate_per_s / HEAD_ROOM, 1.0, tp, 10 * GIB, 1, points, **facts)  # type: ignore[arg-type]
+    return ModelDemand("m", rate_per_s, 1.0, tp, 10 * GIB, 1, points, **facts)  # type: ignore[arg-type]
 
 
 def simulated(rho: float, deadline: float, customers: int = 200_000) -> float:

@@ -15,6 +15,8 @@ from fineserve_runtime.launch import launch
 from fineserve_runtime.serve import served_scenario
 from runtimekit import Heard, eventually
 
+from fineserve_sim.cluster.compose.facts import demands_of
+from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.scenario import ScenarioError
 from fineserve_sim.experiment.file.errors import ConfigError
 
@@ -54,6 +56,14 @@ def test_engines_share_a_process_only_where_they_can_take_turns(
     names = [[engine.name for engine in host.engines] for host in hosts]
     assert sorted(names) == ([["tiny-bf16", "tiny-fp8"]] if len(modes) == 1 else [["tiny-bf16"], ["tiny-fp8"]])
     assert len({host.gpus for host in hosts}) == len(hosts)
+
+
+def test_the_runtime_places_engines_by_balanced_as_the_simulator_does(tmp_path: Path) -> None:
+    file = load_file(write_file(tmp_path), [("cluster.count", "2"), ("systems", "[balanced]")])
+    placement, _ = place(served_scenario(file, None), demands_of(served_scenario(file, None)))
+    stays = {(each.model, each.gpus) for each in placement.instances}
+    assert {model for model, _ in stays} == {"tiny-bf16", "tiny-fp8"}
+    assert {(each.name, each.gpus) for host in hosts_of(file) for each in host.engines} == stays
 
 
 TIED = [

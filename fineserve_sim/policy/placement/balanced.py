@@ -18,7 +18,7 @@ from math import inf
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
 from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.placement import placed_on, tp_groups
-from fineserve_sim.policy.placement.queueing import Load, late_per_s, load_of
+from fineserve_sim.policy.placement.queueing import BURSTS, Load, late_per_s, load_of
 
 Group = tuple[int, ...]
 Change = Mapping[str, tuple[Group, ...]]
@@ -51,12 +51,15 @@ def _packed(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> dict[str,
     """Models by falling degree and engine bytes, each on the first GPUs with room."""
     ledger = MemoryLedger.of(gpus)
     groups = {tp: tp_groups(gpus, tp) for tp in {model.tp for model in models}}
+    least_bytes = {tp: min(model.engine_bytes for model in models if model.tp == tp) for tp in groups}
     found = {}
     for model in sorted(models, key=lambda model: (-model.tp, -model.engine_bytes, model.id)):
         group = next((each for each in groups[model.tp] if ledger.has_room(each, model.engine_bytes)), None)
         if group is not None:
             ledger.claim(model.id, group, model.engine_bytes)
             found[model.id] = group
+            if not ledger.has_room(group, least_bytes[model.tp]):
+                groups[model.tp].remove(group)
     return found
 
 
@@ -81,7 +84,7 @@ class Homes:
             if model.by_kind
             for kind in set(self._kind_of.values())
         }
-        self._loads: dict[tuple[str, float, int], Load] = {}
+        self._loads: dict[tuple[str, float, int], list[Load]] = {}
         self._late: dict[int, float] = {}
 
     def open(self, gpu: GpuSlot) -> None:
@@ -100,20 +103,22 @@ class Homes:
                 return
             self._apply(best)
 
-    def _load(self, id: str, groups: Sequence[Group], kind: int) -> Load:
-        """Of the engine on GPUs of this kind, of those on all ``groups``."""
+    def _load(self, id: str, groups: Sequence[Group], kind: int) -> list[Load]:
+        """Of the engine on GPUs of this kind, of those on all ``groups``, in each of the ``BURSTS``."""
         engines: float = len(groups)
         if self._most_per_s:  # so many of this kind would have its part of the requests
             together_per_s = sum(self._most_per_s[id, self._kind_of[group[0]]] for group in groups)
             engines = together_per_s / self._most_per_s[id, kind]
         if (id, engines, kind) not in self._loads:
-            self._loads[id, engines, kind] = load_of(self._models[id].on(kind), engines)
+            model = self._models[id].on(kind)
+            self._loads[id, engines, kind] = [load_of(model, engines, burst) for burst, _ in BURSTS]
         return self._loads[id, engines, kind]
 
     def _predicted(self, gpu: int, here: Sequence[str], change: Change) -> float:
         kind = self._kind_of[gpu]
         loads = [self._load(id, change[id] if id in change else self.groups[id], kind) for id in here]
-        return late_per_s(loads, self._memory_bytes[gpu]) if loads else 0.0
+        in_bursts = zip(BURSTS, zip(*loads, strict=True), strict=True) if loads else ()
+        return sum([part * late_per_s(each, self._memory_bytes[gpu]) for (_, part), each in in_bursts])
 
     def _touched(self, change: Change) -> set[int]:
         """GPUs whose engines or their loads change."""

@@ -1,0 +1,73 @@
+"""The matrix of situations: all are there, each makes its requests, and the table counts what it says."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from fineserve_sim.planning.make import model_wish
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
+    """A script of the folder benchmarks, which is no installed package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import plan_matrix
+
+        yield plan_matrix
+        sys.modules.pop("plan_matrix", None)
+
+
+@pytest.fixture(scope="module")
+def situations(matrix: ModuleType) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load(matrix.SITUATIONS.read_text(encoding="utf-8"))["situations"]
+    return found
+
+
+def test_the_situations_are_of_all_kinds(situations: list[dict[str, Any]]) -> None:
+    assert len({each["name"] for each in situations}) == len(situations) >= 24
+    assert {each["arrivals"] for each in situations} == {
+        *("azure2023_conv", "azure2023_code", "mooncake_conversation"),
+        *("arena", "servegen", "burstgpt", "alibaba"),
+    }
+    assert {each.get("gpu", "h100-sxm") for each in situations} == {"h100-sxm", "a100-80gb"}
+    assert (min(len(each["models"]) for each in situations), max(len(each["models"]) for each in situations)) == (4, 64)
+    assert (min(each["gpus"] for each in situations), max(each["gpus"] for each in situations)) == (2, 64)
+    assert all(model_wish(model).options for each in situations for model in each["models"])
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs ../shared")
+def test_each_situation_has_its_requests(matrix: ModuleType, situations: list[dict[str, Any]], tmp_path: Path) -> None:
+    one_of_each = {each["arrivals"]: each for each in situations}
+    for situation in one_of_each.values():
+        trace = matrix.requests_of(situation, DATA)
+        assert 0.8 * situation["requests"] <= len(trace) <= situation["requests"]
+        assert len(trace.models) in (1, len(situation["models"]))
+        wish = matrix.wish_of(situation, DATA, tmp_path)
+        assert wish.spread == (len(trace.models) == 1)
+        assert (trace.model < len(trace.models)).all()
+
+
+def test_the_table_counts_what_it_says(matrix: ModuleType, situations: list[dict[str, Any]], tmp_path: Path) -> None:
+    def write(name: str, plan: float, chosen: float, hindsight: float, balanced: float) -> None:
+        systems = {"prism": [90.0, chosen], "muxserve": [80.0, hindsight], "balanced": [90.0, balanced]}
+        found = {"plan": plan, "chosen": "prism", "hindsight": "muxserve", "bound": 100.0, "systems": systems}
+        found |= {"plan_half_width": 0.5, "balanced_half_width": 0.5, "rate_per_s": 10.0}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+
+    first, second = situations[:2]
+    write(first["name"], 95.0, 90.0, 91.0, 90.0)
+    write(second["name"], 88.0, 90.0, 90.0, 85.0)
+    lines = list(matrix.table(situations, tmp_path))
+    assert sum(line.startswith(("| conv-12-8 ", "| conv-12-7 ")) for line in lines) == 2
+    assert "| 50 % |" in lines[2]
+    assert "Plans not worse than the chosen system: 1 of 2; `balanced`: 1 of 2." in lines
+    assert "Misses above the bound that plans spare, median of 2: 15 %." in lines
