@@ -371,7 +371,7 @@ class Engine(State):
     def dissolve(self) -> list[SequenceState]:
         """End the engine between two iterations. Returns the sequences that had started, in order of arrival, with their cached
         tokens; they hold no block any more."""
-        started = sorted(self._take_started(), key=arrival_order)
+        started = sorted(self.take_started(), key=arrival_order)
         for sequence in started:
             self.kv.release(sequence)
         self._leave()
@@ -382,7 +382,7 @@ class Engine(State):
         each that had started as preempted: its KV is lost. Boundaries must be settled."""
         if self.tier is not None:
             self.tier.lose()
-        started = self._take_started()
+        started = self.take_started()
         for sequence in started:
             self.kv.release(sequence, computed=False)
             sequence.lose_kv()
@@ -390,23 +390,6 @@ class Engine(State):
         lost = [*started, *self.take_waiting()]
         self._leave()
         return sorted(lost, key=arrival_order)
-
-    def _take_started(self) -> list[SequenceState]:
-        """Remove and return all that had started. The token under way of a decode in flight counts as cached: it has a
-        block."""
-        started = [*self.stalled]
-        for lane in self.lanes:
-            for sequence in list(lane.decodes):
-                lane.decodes.remove(sequence)
-                sequence.cached_tokens += lane.under_way
-                started.append(sequence)
-            started += lane.joining
-            lane.joining.clear()
-        started += self.partial_prefills()
-        self.stalled.clear()
-        for queue in self.queues:
-            queue.prefilling.clear()
-        return started
 
     def _leave(self) -> None:
         """The engine takes no call any more."""

@@ -182,3 +182,20 @@ class State:
         held += sum(self.kv.blocks_for(sequence.cached_tokens) for sequence in resting)
         held += sum(self.blocks_of(lane, sequence) for lane in self.lanes for sequence in lane.decodes)
         assert held == self.kv.used_blocks(), f"engine {self.index}: {held} blocks held, {self.kv.used_blocks()} taken"
+
+    def take_started(self) -> list[SequenceState]:
+        """Remove and return all that had started. The token under way of a decode in flight counts as cached: it has a
+        block."""
+        started = [*self.stalled]
+        for lane in self.lanes:
+            for sequence in list(lane.decodes):
+                lane.decodes.remove(sequence)
+                sequence.cached_tokens += lane.under_way
+                started.append(sequence)
+            started += lane.joining
+            lane.joining.clear()
+        started += self.partial_prefills()
+        self.stalled.clear()
+        for queue in self.queues:
+            queue.prefilling.clear()
+        return started
