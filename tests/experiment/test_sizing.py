@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,16 +245,17 @@ def test_as_a_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_folder_tells_of_what_ran_last(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fineserve_sim.cli.app import app
 
-    def sections(*arguments: str) -> list[str]:
+    def page_of(*arguments: str) -> str:
         app([*arguments, "--jobs", "1", "--out", str(tmp_path / "out")], standalone_mode=False)
-        return re.findall("<h2>([^<]*)", (tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+        return (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
     search = ["size", str(file), "--most-gpus", "2", "--target"]
-    assert {"Search", "Answer"} <= {*sections(*search, "ttft:0.5")}
-    none = sections(*search, "ttft:0.99", "--ttft-slo", "0.0001")
-    assert {"Search", "Answer"} <= {*none}  # with the closest cluster
-    assert "Search" not in sections("run", str(file))
-    assert "Answer" in sections("run", str(file))
+    held = page_of(*search, "ttft:0.5")
+    assert "<h2>Search" in held and 'class="first is-bad"' not in held and 'class="map"' in held
+    none = page_of(*search, "ttft:0.99", "--ttft-slo", "0.0001")
+    assert "<h2>Search" in none and 'class="first is-bad"' in none and 'class="map"' in none  # with the closest cluster
+    ran = page_of("run", str(file))
+    assert "<h2>Search" not in ran and 'class="first is-' in ran
 
 
 def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path) -> None:
