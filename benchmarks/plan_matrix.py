@@ -1,4 +1,4 @@
-"""Do plans beat the systems of papers where nobody looked? Situations of all kinds, judged by requests that no search saw.
+"""Plans against the systems of papers, in situations of all kinds, judged by requests that no search saw.
 
     python3 dev.py compile
     PYTHONPATH=build/compiled python benchmarks/plan_matrix.py --data ../shared/data --out results/matrix
@@ -9,7 +9,7 @@
 on. Plans are searched with so many evaluations, so results are the same on every machine and with any ``--jobs``.
 
 A plan is chosen by the first two thirds of the requests. On the last third it is compared with the system that is best on the
-first part, with the best with hindsight, and with the bound that nobody can exceed. Systems are whole: their own schedulers,
+first part, with the best with hindsight, and with the clairvoyant bound. Systems are whole: their own schedulers,
 memory and moves of models. The placement policy ``balanced``, which does not search, is compared with the best of the papers'.
 """
 

@@ -106,7 +106,7 @@ def precision_named(name: str) -> PrecisionSpec:
 
 
 def stored(model: ModelSpec, format_: PrecisionSpec) -> PrecisionSpec:
-    """How the checkpoint of a model stores 4-bit weights, whatever a benchmark calls them; other precisions as they are."""
+    """The 4-bit format of a model's checkpoint, under the catalog's name; other precisions as they are."""
     own = precision(model.checkpoint)
     return own if own.weight_bits == format_.weight_bits == 4 else format_
 
