@@ -53,6 +53,7 @@ from fineserve_sim.catalog.load import (
     precision,
     precision_of,
     precisions,
+    published_precision,
 )
 from fineserve_sim.catalog.mig import mig_parts, mig_slices
 from fineserve_sim.catalog.specs import (
@@ -135,6 +136,7 @@ __all__ = [
     "precision_of",
     "precisions",
     "products",
+    "published_precision",
     "state_bytes",
     "weight_bytes",
     "with_experts",

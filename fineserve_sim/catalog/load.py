@@ -139,6 +139,12 @@ def precision_of(name: str, spec: ModelSpec) -> PrecisionSpec:
     return precision(spec.checkpoint if name == PUBLISHED else name)
 
 
+def published_precision(name: str) -> str:
+    """The precision in which the model is published; 16 bits for one that the catalog does not know."""
+    known = models().get(name)
+    return "W16A16" if known is None else known.checkpoint
+
+
 def deployment(name: str) -> Deployment:
     """The deployment ``name``. Raises CatalogError, with the nearest names, when there is none."""
     return _find("deployment", name, deployments())

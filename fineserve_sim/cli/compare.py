@@ -61,7 +61,7 @@ ModelsOption = Annotated[
         "-m",
         metavar="NAME=MODEL:PRECISION:TP@TRACE",
         help="A model of the trace and what it is; repeat for each. All but MODEL may be left out: "
-        "its own name, W16A16, 1 GPU, the one TRACE of all.",
+        "its own name, the precision in which it is published, 1 GPU, the one TRACE of all.",
     ),
 ]
 GpuOption = Annotated[str, typer.Option(help="GPU of the catalog.", autocompletion=complete_gpu)]

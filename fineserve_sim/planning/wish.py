@@ -71,7 +71,8 @@ def model_wish(text: str) -> ModelWish:
     counts = (degrees or "1").split("|")
     if not name or not model or len(rest) > 2 or not all(count.isdecimal() and int(count) for count in counts):
         raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISIONS:DEGREES, such as A=llama-3.1-8b:fp8|awq:1|2")
-    options = tuple((precision, int(count)) for precision in (precisions or "W16A16").split("|") for count in counts)
+    named = (precisions or catalog.published_precision(model)).split("|")
+    options = tuple((precision, int(count)) for precision in named for count in counts)
     return ModelWish(name if sign else model, model, options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fineserve_sim.experiment.file.comparison import model_entries
+from fineserve_sim.planning.wish import model_wish
 
 
 def names(*models: str) -> list[str]:
@@ -18,6 +19,14 @@ def test_one_model_in_two_precisions_needs_no_names() -> None:
         "llama-3.1-8b-awq",
         "qwen3-32b",
     ]
+
+
+def test_a_model_without_a_precision_has_that_of_its_checkpoint() -> None:
+    texts = ["gpt-oss-20b", "deepseek-v3", "llama-3.1-8b", "not-there"]
+    assert [model_entries([text], spread=False)[0]["precision"] for text in texts] == [
+        *("W4A16-MXFP4", "W8A8-block", "W16A16", "W16A16")
+    ]
+    assert model_wish("gpt-oss-120b").options == (("W4A16-MXFP4", 1),)
 
 
 def test_names_stay_as_they_were_given() -> None:

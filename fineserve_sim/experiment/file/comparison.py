@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.catalog import published_precision
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.document import Document, parse_value
 from fineserve_sim.experiment.file.errors import nearest
@@ -107,15 +108,20 @@ def _check_shares(shares: Mapping[str, float], names: Sequence[str]) -> None:
 
 
 def model_entry(text: str) -> dict[str, Any]:
-    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``; the name defaults to the model, as in the catalog. Raises
-    ValueError for another text."""
+    """``NAME=MODEL:PRECISION:TP`` as an entry of ``models``. The name defaults to the model, as in the catalog; the precision
+    to that in which it is published. Raises ValueError for another text."""
     name, sign, described = text.partition("=")
     model, *rest = (described if sign else name).split(":")
     precision, tp = (*rest, "", "")[:2]
     if not name or not model or len(rest) > 2 or not (tp in ("", "auto") or tp.isdecimal()):
         raise ValueError(f"--model {text}: expected NAME=MODEL:PRECISION:TP, such as A=llama-3.1-70b:fp8:2 (or auto)")
     degree: int | str = tp if tp == "auto" else int(tp or "1")
-    return {"id": name if sign else model, "model": model, "precision": precision or "W16A16", "tp": degree}
+    return {
+        "id": name if sign else model,
+        "model": model,
+        "precision": precision or published_precision(model),
+        "tp": degree,
+    }
 
 
 def _slo(ttft_s: float | None, tpot_s: float | None, e2e_s: float | None, slo_scale: float) -> dict[str, Any]:
