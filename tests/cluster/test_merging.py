@@ -202,6 +202,7 @@ def check_both_ways(scenario: Scenario) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.pure_python  # a compiled class does not take a method of another
 def test_merged_spans_equal_plain_steps_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the examples, which are the same on every run, are under pressure in every way."""
     stalled = Cluster.stalled

@@ -112,6 +112,7 @@ def test_what_streams_in_stays_whole() -> None:
         simulate(chunked)
 
 
+@pytest.mark.pure_python  # the size of a batch is a constant of the compiled module
 def test_chunks_are_kept_while_their_requests_are_open_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "BATCH", 1)
     there: list[weakref.ref[np.ndarray]] = []

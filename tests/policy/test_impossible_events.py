@@ -56,7 +56,7 @@ def fleet() -> FleetController:
 
 def groups() -> GroupController:
     """Engines 0 and 1 merge into 3; 2 was lost with its GPU and comes back as 4, which loads."""
-    model = GroupModel("a", 60, 1000, 1, lambda instances: 1000 * instances)
+    model = GroupModel("a", 60, 1000, 1, lambda instances: 1000 * len(instances))
     controller = GroupController(
         model,
         [(0,), (1,), (2,)],
