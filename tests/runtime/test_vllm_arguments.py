@@ -22,7 +22,7 @@ pytestmark = [
 TEXT = """\
 fineserve: 1
 title: Every precision that vLLM has, with graphs and without
-cluster: {gpu: h100-sxm, count: 12}
+cluster: {gpu: h100-sxm, count: 13}
 engine: {deployment: DEPLOYMENT}
 models:
   - {id: a, model: llama-3.1-8b, precision: W16A16, rate_per_s: 1}
@@ -41,6 +41,7 @@ NEWER = """\
   - {id: g, model: qwen3-30b-a3b, precision: W4A16-experts, rate_per_s: 1}
   - {id: h, model: gpt-oss-20b, precision: W4A16-MXFP4, rate_per_s: 1}
   - {id: i, model: llama-3.1-8b, precision: W4A4-NVFP4, rate_per_s: 1}
+  - {id: j, model: gpt-oss-20b, precision: W4A16-MXFP4-Triton, rate_per_s: 1}
 """
 """Whose steps are known with CUDA graphs alone."""
 
