@@ -294,7 +294,7 @@ def size(
     if not targets:
         raise ValueError('targets: give at least one, such as {"ttft": 0.99}')
     axis, goals = axis_of(over), goals_of(_goals(targets) or [])
-    prices = dict(price) if isinstance(price, Mapping) else {} if price is None else {"": price}
+    prices = _prices(price)
     tried = variants(_several(gpu), _several(tp), prices)
     mixed = kinds_of(_several(gpu), prices, axis) if mix else []
     limits, load = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale), Load(models, requests, spread, rate_scale)
@@ -320,7 +320,8 @@ def plan(
     like: str | Path | None = None,
     gpus: int,
     ttft_slo_s: float,
-    gpu: str = "h100-sxm",
+    gpu: str | Sequence[str] | None = None,
+    price: float | Mapping[str, float] | None = None,
     tpot_slo_s: float | None = None,
     e2e_slo_s: float | None = None,
     rate_scale: float = 1.0,
@@ -331,6 +332,7 @@ def plan(
     apart: Sequence[Sequence[str]] | None = None,
     pin: Mapping[str, Sequence[int]] | None = None,
     most_per_gpu: int | None = None,
+    survive: Literal["gpu", "node"] | None = None,
     target: float | None = None,
     seconds: float | None = None,
     evaluations: int | None = None,
@@ -342,20 +344,23 @@ def plan(
     """The best plan that a search finds for a trace file on these GPUs; with a ``target``, on the fewest of them that keep it.
 
     A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models, GPU and engines are those of the file
-    ``like``. ``apart``: pairs of models that share no GPU; ``pin``:
-    GPUs by model. A search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for
-    ``plan.yaml``. Raises ConfigError, and ValueError where no plan is possible.
+    ``like``. With several types of ``gpu``, the cheapest at its ``price`` is taken that keeps the target. ``apart``: pairs of
+    models that share no GPU; ``pin``: GPUs by model; ``survive``: every model outlives the loss of any one GPU or node. A
+    search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for ``plan.yaml``. Raises
+    ConfigError, and ValueError where no plan is possible.
     """
     from fineserve_sim.planning import like as planning_like
     from fineserve_sim.planning import make, words
 
+    types = _several(gpu) or ["h100-sxm"]
+    prices = make.prices_by_type(types, _prices(price), target)
     wanted, taken = planning_like.wanted(models, None if like is None else Path(like))
     wish = make.Wish(
         trace=Path(trace),
         models=wanted,
         gpus=gpus,
         ttft_slo_s=ttft_slo_s,
-        gpu=taken.gpu if taken else gpu,
+        gpu=taken.gpu if taken else types[0],
         tpot_slo_s=tpot_slo_s,
         e2e_slo_s=e2e_slo_s,
         rate_scale=rate_scale,
@@ -363,13 +368,13 @@ def plan(
         requests=requests,
         spread=spread,
         margin=margin,
-        rules=make.rules_of(apart or (), pin or {}, most_per_gpu, [each.id for each in wanted], gpus),
+        rules=make.rules_of(apart or (), pin or {}, most_per_gpu, [each.id for each in wanted], gpus, survive),
         kept=taken.kept if taken else {},
     )
     if evaluations is None and seconds is None:
         seconds = make.SECONDS
     with executor_of(executor, jobs) as where:
-        found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed)
+        found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, prices=prices)
     table = pd.DataFrame([asdict(each) for each in found.judged])
     document = make.plan_document(found.wish, found.best.layout)
     if out is not None:
@@ -393,6 +398,11 @@ def _pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 def _goals(targets: Targets | None) -> list[str] | None:
     """Targets as the command line has them: ``["ttft:0.99"]``."""
     return [f"{moment}:{share}" for moment, share in targets.items()] if isinstance(targets, Mapping) else targets
+
+
+def _prices(price: float | Mapping[str, float] | None) -> dict[str, float]:
+    """Prices by type of GPU; one for all is under the empty name."""
+    return dict(price) if isinstance(price, Mapping) else {} if price is None else {"": price}
 
 
 def _several(given: Value | Sequence[Value] | None) -> list[Value]:

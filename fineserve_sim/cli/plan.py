@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,8 +151,7 @@ def plan(
         from fineserve_sim.planning import make
 
         types = gpu or ["h100-sxm"]
-        prices = _prices(types, prices_of(price or []), target)
-        wanted, taken = planning_like.wanted(models, like)
+        prices = make.prices_by_type(types, prices_of(price or []), target)
         named, paths = own_traces(models or [])
         wanted, taken = planning_like.wanted(named, like)
         folder = out or Path("results") / f"plan-{trace_name(trace, paths)}"
@@ -202,23 +201,6 @@ def plan(
             print_json(_json(found, path))
         else:
             _print(found, path, prices.get(str(found.wish.gpu)))
-
-
-def _prices(types: Sequence[str], given: Mapping[str, float], target: float | None) -> dict[str, float]:
-    """Dollars an hour by type of GPU. Raises ValueError for several types without a target, or one of them without a price."""
-    from fineserve_sim import catalog
-
-    if len(types) > 1 and target is None:
-        raise ValueError(
-            "--gpu: of several types of GPU the cheapest is chosen, which needs --target, the share to keep"
-        )
-    listed = catalog.list_prices().usd_per_gpu_hour
-    known = {gpu: usd for gpu in types if (usd := given.get(gpu, given.get("", listed.get(gpu)))) is not None}
-    if len(types) > 1 and (unknown := [gpu for gpu in types if gpu not in known]):
-        raise ValueError(
-            f"--gpu {unknown[0]}: the catalog has no price of it; give one, as in --price {unknown[0]}=2.5"
-        )
-    return known
 
 
 def _pinned(texts: Sequence[str] | None) -> dict[str, list[str]]:

@@ -7,12 +7,13 @@ of GPU are given, each is searched with so many GPUs at most as cost less than t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim import catalog
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.planning.islands import Simulated
 from fineserve_sim.planning.judge import Judged, judged
@@ -48,6 +49,7 @@ __all__ = [
     "model_wish",
     "most_on_time",
     "plan_document",
+    "prices_by_type",
     "problem_of",
     "rules_of",
     "search",
@@ -145,6 +147,21 @@ def cheapest(
     if answer is None:
         raise ValueError("; ".join(reasons))
     return answer
+
+
+def prices_by_type(types: Sequence[str], given: Mapping[str, float], target: float | None) -> dict[str, float]:
+    """Dollars an hour by type of GPU. Raises ValueError for several types without a target, or one of them without a price."""
+    if len(types) > 1 and target is None:
+        raise ValueError(
+            "--gpu: of several types of GPU the cheapest is chosen, which needs --target, the share to keep"
+        )
+    listed = catalog.list_prices().usd_per_gpu_hour
+    known = {gpu: usd for gpu in types if (usd := given.get(gpu, given.get("", listed.get(gpu)))) is not None}
+    if len(types) > 1 and (unknown := [gpu for gpu in types if gpu not in known]):
+        raise ValueError(
+            f"--gpu {unknown[0]}: the catalog has no price of it; give one, as in --price {unknown[0]}=2.5"
+        )
+    return known
 
 
 def _best(wish: Wish, searched: Callable[[Problem], Best]) -> Best | None:

@@ -139,6 +139,7 @@ def measures(models: list[list[bool]]) -> Measures:
     return Measures({"arrived": sum(map(len, models))}, {"slo_attainment": hits}, {}, ("0", "1"))
 
 
+@pytest.mark.slow
 def test_a_target_of_each_model_is_that_of_the_worst(file: Path, tmp_path: Path) -> None:
     """One model of two has few requests and a limit that it misses: 90 % of all are kept where 90 % of each are not."""
     text = ONE.replace("rate_per_s: 30}", "rate_per_s: 4}", 1).replace("{id: A,", "{id: A, ttft_slo_s: 0.032,")

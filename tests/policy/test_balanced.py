@@ -69,6 +69,7 @@ def test_it_finds_what_brute_force_finds(seed: int) -> None:
     assert found - brute_force(demands, 3) <= 0.02 * sum(model.rate_per_s for model in demands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 4))])
 def test_more_gpus_never_raise_what_is_late(seed: int, degrees: tuple[int, ...]) -> None:
     demands = models(14, seed, degrees, load=6.0)
