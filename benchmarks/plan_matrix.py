@@ -52,7 +52,7 @@ Situation = Mapping[str, Any]
 
 
 def requests_of(situation: Situation, data: Path) -> Trace:
-    """The requests of a situation. Those of a trace without models belong to one, and are dealt out later."""
+    """The requests of a situation. A trace without models has one; its requests are dealt out later."""
     kind, count, models = situation["arrivals"], situation["requests"], len(situation["models"])
     rng, traces = np.random.default_rng(situation.get("seed", 0)), data / "traces"
     if kind in ("azure2023_conv", "azure2023_code", "mooncake_conversation"):

@@ -62,7 +62,7 @@ def _grouped(rows: Sequence[Observation]) -> Iterator[tuple[object, ...]]:
 
 
 def _moved(before: Sequence[Row], now: Sequence[Row]) -> Iterator[tuple[object, ...]]:
-    """The last other figures of every set: those of the file that was, where they differ from those of now."""
+    """The earlier figures of every set: the file's own, where they differ from today's."""
     kept: dict[tuple[str, ...], Row] = {}
     kept |= {_key(row): row for row in read("errors_before.csv")} if (DATA / "errors_before.csv").is_file() else {}
     kept |= {_key(row): row for row in before if any(_differs(row, other) for other in now if _key(other) == _key(row))}

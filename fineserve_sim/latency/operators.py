@@ -81,10 +81,33 @@ class OperatorCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class FusedQuantisation:
-    """Operators of an engine that quantises within the kernel before a matrix product, which then takes ``less_s`` less."""
+class Adjusted:
+    """The operators of ``plain``; a subclass changes the costs of some."""
 
     plain: OperatorCosts
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """See ``OperatorCosts``."""
+        return self.plain.by_tokens(tokens)
+
+    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
+        """See ``OperatorCosts``."""
+        return self.plain.by_sampled(rows)
+
+    @property
+    def attention(self) -> Attention:
+        """See ``OperatorCosts``."""
+        return self.plain.attention
+
+    def provenance(self) -> list[Provenance]:
+        """See ``OperatorCosts``."""
+        return self.plain.provenance()
+
+
+@dataclass(frozen=True)
+class FusedQuantisation(Adjusted):
+    """Operators of an engine that quantises within the kernel before a matrix product, which then takes ``less_s`` less."""
+
     less_s: float
     layers: int
 
@@ -96,25 +119,11 @@ class FusedQuantisation:
             for name, cost in costs.items()
         }
 
-    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
-        """As ``plain``: ``lm_head`` is not quantised."""
-        return self.plain.by_sampled(rows)
-
-    @property
-    def attention(self) -> Attention:
-        """As ``plain``."""
-        return self.plain.attention
-
-    def provenance(self) -> list[Provenance]:
-        """As ``plain``."""
-        return self.plain.provenance()
-
 
 @dataclass(frozen=True)
-class AlignedExperts:
+class AlignedExperts(Adjusted):
     """Operators of an engine that pads the rows of every 8-bit expert; else as ``plain``."""
 
-    plain: OperatorCosts
     work: ExpertWork
     kernel: GemmKernel
     rows_each: int
@@ -123,19 +132,6 @@ class AlignedExperts:
         """As ``plain``, experts with padded rows."""
         cost = experts.aligned(self.work, self.kernel, self.rows_each, tokens).times(self.work.layers)
         return self.plain.by_tokens(tokens) | {"experts": cost}
-
-    def by_sampled(self, rows: Floats) -> dict[str, Cost]:
-        """As ``plain``."""
-        return self.plain.by_sampled(rows)
-
-    @property
-    def attention(self) -> Attention:
-        """As ``plain``."""
-        return self.plain.attention
-
-    def provenance(self) -> list[Provenance]:
-        """As ``plain``."""
-        return self.plain.provenance()
 
 
 @dataclass(frozen=True)

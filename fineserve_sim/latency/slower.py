@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.cost import Cost, Floats
-from fineserve_sim.latency.operators import OperatorCosts
+from fineserve_sim.latency.operators import Adjusted
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import PiecewiseLinear
 
@@ -47,10 +47,9 @@ class SlowedAttention:
 
 
 @dataclass(frozen=True)
-class Slowed:
-    """The operators of ``plain``, each in ``factor`` times the seconds."""
+class Slowed(Adjusted):
+    """The operators of ``plain``, each in ``factor`` times the seconds. Attention is slowed apart."""
 
-    plain: OperatorCosts
     factor: float
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
@@ -62,10 +61,6 @@ class Slowed:
     def _slowed(self, cost: Cost) -> Cost:
         seconds, compute_s, memory_s = (self.factor * part for part in cost[:3])
         return Cost(seconds, compute_s, memory_s, cost.source)
-
-    @property
-    def attention(self) -> Attention:
-        return self.plain.attention
 
     def provenance(self) -> list[Provenance]:
         """Those of ``plain``, and the factor."""

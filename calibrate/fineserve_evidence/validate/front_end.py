@@ -1,6 +1,6 @@
 """The process between clients and engine: it tokenises prompts and streams tokens, one after the other.
 
-SGLang serves HTTP, tokenises and hands tokens out in processes of one thread each, whatever the TP degree of the engine. All
+SGLang serves HTTP, tokenises and hands tokens out in processes of one thread each, at every TP degree. All
 work is taken to queue in one of them, in the order in which it comes. A prompt takes time by its tokens, and so does each
 token that a step yields. While engines are slower than that, a request hardly waits. When they yield
 more tokens than the process hands out, it becomes the queue of the whole loop: first tokens wait behind the tokens of others.
