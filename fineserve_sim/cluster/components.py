@@ -189,7 +189,7 @@ def _engine_of_each(trace: Trace, seats: Sequence[Seat], build: Builder) -> Ints
     """The engine that each request waits for, shape (n,): that of the turns of its model, -1 where there is none. A prompt that
     no engine of its model can hold goes to the first, which refuses it."""
     engine_of = np.full(len(trace), -1, dtype=np.int64)
-    controller = Controller(build.routes([seat for seat in seats if seat.able]))
+    controller = Controller(build.routes(seats))
     for number, model in enumerate(trace.models):
         own = [seat for seat in seats if seat.model == model]
         able = [seat for seat in own if seat.able] or own[:1]

@@ -18,6 +18,12 @@ def test_the_laws_hold_in_the_first_cluster(kind: str) -> None:
     assert not verdict.broken, as_text(verdict.broken)
 
 
+@pytest.mark.parametrize("seed", [110, 303])
+def test_an_engine_without_room_for_kv_refuses_for_memory_in_either_cluster(seed: int) -> None:
+    verdict = judged("still", seed)
+    assert not verdict.broken, as_text(verdict.broken)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seeds"), [("swap", 8), ("requeue", 10), ("still", 8)])
 def test_the_laws_hold_in_many(kind: str, seeds: int) -> None:

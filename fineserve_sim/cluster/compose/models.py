@@ -73,7 +73,7 @@ def compose(scenario: Scenario, placed: Placed) -> Parts:
         [EngineBinding(seat.engine, seat.model, gpus_of[seat.engine], seat.kv.capacity_tokens()) for seat in able]
     )
     scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
-    controller = Controller(build.routes(able), schedulers)
+    controller = Controller(build.routes(seats), schedulers)
     cluster = cluster_of(scenario, build.clock, controller, build.contention)
     engines = [build.engine(seat, cluster, alone=scheduler_of.get(seat.engine) is None) for seat in seats]
     scopes = [Scope(scope) for scope in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]
@@ -231,11 +231,14 @@ class Builder:
         return engine
 
     def routes(self, seats: Sequence[Seat]) -> dict[str, list[Route]]:
-        """Where the requests of each model go, among engines of the placement."""
+        """Where the requests of each model go, among engines of the placement. An engine that can hold no sequence gets none
+        while the model has others; alone it is the one that refuses them."""
+        able = {seat.model for seat in seats if seat.able}
         routes: dict[str, list[Route]] = {model: [] for model in self.served}
         for seat in seats:
-            rate_per_s = self.placement.instances[seat.engine].rate_per_s
-            routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens))
+            if seat.able or seat.model not in able:
+                rate_per_s = self.placement.instances[seat.engine].rate_per_s
+                routes[seat.model].append(Route(seat.engine, rate_per_s, seat.max_tokens))
         return routes
 
     def schedulers(self, engines: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
