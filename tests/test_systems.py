@@ -72,7 +72,7 @@ def test_systems_combine_the_policies_of_the_matrix() -> None:
 @pytest.mark.parametrize(
     ("chosen", "readings"),
     [
-        (specs.MooreHodgsonSpec(), {"late_start": "beside_blocked"}),
+        (specs.MooreHodgsonSpec(), {"late_start": "after_all"}),
         (specs.KunServeDropSpec(), {"required": "gross", "restore_usage": "cluster"}),
         (specs.PipelineSpec(), {"queues": "shared"}),
     ],

@@ -83,7 +83,7 @@ class MooreHodgsonSpec(Spec):
 
     policy: Literal["moore_hodgson"] = "moore_hodgson"
     late: Literal["defer", "drop"] = "defer"
-    late_start: Literal["after_all", "beside_blocked"] = "beside_blocked"
+    late_start: Literal["after_all", "beside_blocked"] = "after_all"
     clock: Literal["dispatched", "now"] = "dispatched"
     reserve: Literal["fraction", "page"] = "fraction"
     reserve_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
@@ -146,11 +146,11 @@ class RoundRobinDispatchSpec(Spec):
 
 
 class LeastLoadedDispatchSpec(Spec):
-    """Each new request goes to the group with the smallest KV demand relative to its capacity, or ``per: instance``."""
+    """Each new request goes to the group with the smallest KV demand an instance, or relative to the group's capacity."""
 
     policy: Literal["least_loaded"] = "least_loaded"
     queued: Literal["all", "head"] = "all"
-    per: Literal["capacity", "instance"] = "capacity"
+    per: Literal["capacity", "instance"] = "instance"
 
 
 class LeastQueuedDispatchSpec(Spec):
@@ -295,7 +295,7 @@ class QlmResidencySpec(Spec):
     policy: Literal["qlm"] = "qlm"
     swap_s: Annotated[float, Field(ge=0)] = 30.0
     running: Literal["finish", "requeue"] = "finish"
-    service: Literal["closes", "goes_on"] = "closes"
+    service: Literal["closes", "goes_on"] = "goes_on"
     tick_s: Annotated[float, Field(gt=0)] = 1.0
 
 

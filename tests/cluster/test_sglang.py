@@ -32,7 +32,7 @@ from fineserve_sim.systems import load_systems
 
 M = served()
 STEP = step_model(M)
-FIRST = EngineSettings(batching="sglang", token_budget=64)
+FIRST = EngineSettings(batching="sglang", token_budget=64, static_part=True)
 MIXED = replace(FIRST, batching="sglang_mixed")
 
 

@@ -61,7 +61,7 @@ def test_round_robin_goes_around_the_engines_that_there_are() -> None:
 
 def test_least_loaded_compares_demand_with_capacity() -> None:
     large = view(1, used=120, capacity_blocks=400)
-    assert chosen(dispatcher("least_loaded"), [view(0, used=40), large]) == 1
+    assert chosen(dispatcher("least_loaded", per="capacity"), [view(0, used=40), large]) == 1
     assert chosen(dispatcher("least_loaded"), [view(1, used=40), view(0, used=40)]) == 0
     queues = [view(0, used=50, queued=20), view(1, used=60)]
     assert chosen(dispatcher("least_loaded", queued="all"), queues) == 1

@@ -146,7 +146,7 @@ class TestResidency:
         """20 requests take 2.5 s at 8/s and 10 s at 2/s, a swap 3 s, the waiting request itself an eighth or half a second;
         it waits for 5 s already, and its limit is 13.5 s."""
         models = {id: replace(model(id), slo_s=13.5) for id in "ab"}
-        policy = QlmSwapping(models, cluster(), swap_s=3.0)
+        policy = QlmSwapping(models, cluster(), swap_s=3.0, service="closes")
         for gpu, late in ((0, False), (1, True)):
             busy = EngineView(7, "a", (gpu,), Status.RESIDENT, 0.0, 20)
             other = EngineView(8, "a", (1 - gpu,), Status.LOADING, 0.0, 0)

@@ -62,10 +62,11 @@ class TestDeadlines:
 
     @pytest.mark.parametrize(("now", "closes"), [(59.0, False), (59.1, True)])
     def test_the_group_in_service_closes_when_another_will_be_late(self, now: float, closes: bool) -> None:
-        assert qlm(slo_s=100.0).suggest(now, self.busy) == ([Stop(0, drain=True)] if closes else [])
+        policy = qlm(slo_s=100.0, service="closes")
+        assert policy.suggest(now, self.busy) == ([Stop(0, drain=True)] if closes else [])
 
     def test_it_goes_on_where_groups_are_reordered_and_no_more(self) -> None:
-        assert qlm(slo_s=100.0, service="goes_on").suggest(59.1, self.busy) == []
+        assert qlm(slo_s=100.0).suggest(59.1, self.busy) == []
         with pytest.raises(ValueError, match="service is 'stops': use 'closes' or 'goes_on'"):
             qlm(service="stops")
 

@@ -258,4 +258,5 @@ def _settings(serving: Serving, max_sequences: int) -> EngineSettings:
         memory_utilization=serving.memory_utilization,
         deployment=serving.deployment.name,
         batching=serving.batching,
+        static_part=serving.batching != "vllm",
     )

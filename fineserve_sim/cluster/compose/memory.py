@@ -119,13 +119,13 @@ def caches_prefixes(memory: specs.MemorySpec) -> bool:
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Weights, context and, where its deployment replays them, CUDA graphs of one engine process, on each GPU."""
     return catalog.weight_bytes(served.model, served.precision, served.tp) + (
-        0 if _static_part(settings) else _process_bytes(served, settings)
+        0 if settings.static_part else _process_bytes(served, settings)
     )
 
 
 def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
     """Activations of a full step: the token budget, and a row of logits for every sequence that fits into it, as in vLLM."""
-    return 0 if _static_part(settings) else _activation_bytes(served, settings)
+    return 0 if settings.static_part else _activation_bytes(served, settings)
 
 
 def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
@@ -134,13 +134,8 @@ def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
 
 
 def outside_bytes(served: ServedModel, settings: EngineSettings) -> int:
-    """What an engine needs of each of its GPUs outside of the usable bytes: nothing with vLLM, which counts all of it."""
-    return _process_bytes(served, settings) + _activation_bytes(served, settings) if _static_part(settings) else 0
-
-
-def _static_part(settings: EngineSettings) -> bool:
-    """The usable bytes are for weights and KV memory alone."""
-    return settings.batching != "vllm"
+    """What an engine needs of each of its GPUs outside of the usable bytes: nothing where these hold all of it."""
+    return _process_bytes(served, settings) + _activation_bytes(served, settings) if settings.static_part else 0
 
 
 def _process_bytes(served: ServedModel, settings: EngineSettings) -> int:
@@ -170,7 +165,7 @@ def static_fraction(memory_bytes: int, chunk_tokens: int, tp: int) -> float:
 def check_outside(scenario: Scenario, instances: Sequence[Instance]) -> None:
     """Raises ScenarioError where engines need more of a GPU outside of the usable bytes than there is."""
     served, settings = {model.id: model for model in scenario.models}, scenario.engine
-    for gpu in scenario.gpus if _static_part(settings) else ():
+    for gpu in scenario.gpus if settings.static_part else ():
         needed = sum(outside_bytes(served[one.model], settings) for one in instances if gpu.id in one.gpus)
         left = gpu.spec.memory_bytes - usable_bytes(gpu, settings)
         if needed > left:

@@ -105,13 +105,15 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
 
 def _engine(file: schema.ExperimentFile, gpus: Sequence[Gpu], steps: MeasuredSteps | None) -> EngineSettings:
     """The settings of the file. Where it leaves SGLang's chunks and static part open, they are SGLang's own, the part that of
-    the smallest GPU and the largest TP group."""
+    the smallest GPU and the largest TP group. SGLang's rule for this part leaves room for one engine a GPU. Where several models
+    may share one, each engine counts all that it needs within the memory utilization, as with vLLM."""
     chosen = dict(file.engine) | {"step_times": steps}
     if file.engine.batching != "vllm":
         said = file.engine.model_fields_set
         if "token_budget" not in said:
             chosen["token_budget"] = SGLANG_CHUNK_TOKENS
-        if "memory_utilization" not in said:
+        chosen["static_part"] = "memory_utilization" in said or len(file.models) == 1
+        if "memory_utilization" not in said and len(file.models) == 1:
             largest = max((model.tp for model in file.models if isinstance(model.tp, int)), default=1)
             least_bytes = min(gpu.spec.memory_bytes for gpu in gpus)
             chosen["memory_utilization"] = static_fraction(least_bytes, chosen["token_budget"], largest)

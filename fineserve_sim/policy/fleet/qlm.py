@@ -6,13 +6,13 @@ at the head of its queue. If its queue is empty, it takes the first group that w
 further requests of its model join it, without a limit on the batch.
 
 A worker estimates when each group is served: what is ahead of it at the throughput of each model, and a swap between
-models. When that breaks a deadline, the worker orders its groups by deadline. With ``service="closes"`` it also closes the
-group in service: later requests of that model form a new group. QLM's text reorders groups and closes none; ``goes_on`` is
-that, and a group is served while its model has requests.
+models. When that breaks a deadline, the worker orders its groups by deadline; a group is served while its model has requests
+(``goes_on``), for QLM's text reorders groups and closes none. With ``service="closes"`` the worker also closes the group in
+service: later requests of that model form a new group.
 
-A closed group first finishes the requests that its engine has. With ``running="requeue"`` (the later public version) the
-engine stops at once, and they start again elsewhere. By deadline they would often come back at once. So a group is then
-served at least as long as a swap takes.
+A closed group first finishes the requests that its engine has. With ``running="requeue"`` (the later public version) every
+group in service closes; its engine stops at once, and its requests start again elsewhere. By deadline they would often come
+back at once. So a group is then served at least as long as a swap takes.
 
 A swap stops an engine and starts another, tens of seconds during which the GPU holds no KV (Prism, Fig. 3).
 """
@@ -43,7 +43,7 @@ class QlmSwapping:
         *,
         swap_s: float = 30.0,
         running: Literal["finish", "requeue"] = "finish",
-        service: Literal["closes", "goes_on"] = "closes",
+        service: Literal["closes", "goes_on"] = "goes_on",
     ) -> None:
         if service not in ("closes", "goes_on"):
             raise ValueError(f"service is {service!r}: use 'closes' or 'goes_on'")
@@ -63,7 +63,7 @@ class QlmSwapping:
         self._queues: list[list[str]] = [[] for _ in self._workers]
         self._swapped_s = [float("-inf")] * len(self._workers)  # when the last swap began
         self._swap_s = swap_s
-        self._finishes, self._may_close = running == "finish", service == "closes"
+        self._finishes, self._may_close = running == "finish", service == "closes" or running == "requeue"
         self._random = Random(0)  # of the worker for a new group: "a random worker", the same in every run
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:

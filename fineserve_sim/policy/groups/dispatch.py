@@ -166,11 +166,12 @@ DispatchPolicy = RoundRobin | Ranked
 """``needs_loads``: whether the choice depends on loads. ``choose`` names the engine for the next request, or None."""
 
 
-def dispatcher(policy: str, *, queued: Queued = "all", per: Per = "capacity") -> DispatchPolicy:
+def dispatcher(policy: str, *, queued: Queued = "all", per: Per = "instance") -> DispatchPolicy:
     """The dispatch policy of this name, with the options of a system's file."""
     if policy == "round_robin":
         return RoundRobin()
-    return Ranked(least_loaded_instance if per == "instance" else _RANKS[policy], queued)
+    by_instance = policy == "least_loaded" and per == "instance"
+    return Ranked(least_loaded_instance if by_instance else _RANKS[policy], queued)
 
 
 @dataclass(frozen=True, slots=True)

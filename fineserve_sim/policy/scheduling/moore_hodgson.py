@@ -99,7 +99,7 @@ class MooreHodgson:
         engines: Mapping[int, EngineFacts],
         *,
         late: Literal["defer", "drop"] = "defer",
-        late_start: Literal["after_all", "beside_blocked"] = "beside_blocked",
+        late_start: Literal["after_all", "beside_blocked"] = "after_all",
         clock: Literal["dispatched", "now"] = "dispatched",
         reserve: Literal["fraction", "page"] = "fraction",
         reserve_fraction: float = 0.02,
