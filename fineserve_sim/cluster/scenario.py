@@ -80,8 +80,8 @@ class EngineSettings:
     ``latency``: step times by the measured tables that ship for the GPU (rooflines where none do), or by rooflines alone.
     ``step_times``: by steps of real engines instead, host time included, where GPU and ``deployment`` are out of the picture.
     ``step_time_factor``: every step takes so many times as long as predicted; a margin, or the error of the prediction.
-    ``static_part``: ``memory_utilization`` is for weights and KV memory alone, as SGLang means it, and what else an engine needs
-    lies outside; without, all that an engine needs counts within it.
+    ``static_part``: ``memory_utilization`` is for weights and KV memory alone, as SGLang means it. All else an engine needs is
+    outside. Without, all that an engine needs counts within it.
     """
 
     token_budget: int = 2048

@@ -105,8 +105,8 @@ def resolve(document: Document, file: schema.ExperimentFile, folder: Path) -> Se
 
 def _engine(file: schema.ExperimentFile, gpus: Sequence[Gpu], steps: MeasuredSteps | None) -> EngineSettings:
     """The settings of the file. Where it leaves SGLang's chunks and static part open, they are SGLang's own, the part that of
-    the smallest GPU and the largest TP group. SGLang's rule for this part leaves room for one engine a GPU. Where several models
-    may share one, each engine counts all that it needs within the memory utilization, as with vLLM."""
+    the smallest GPU and the largest TP group. SGLang's rule for this part leaves room for one engine a GPU. Where several
+    models may share one, each engine counts all that it needs within the memory utilization, as with vLLM."""
     chosen = dict(file.engine) | {"step_times": steps}
     if file.engine.batching != "vllm":
         said = file.engine.model_fields_set
