@@ -137,6 +137,15 @@ class TestInstances:
         base = {number: held // block_bytes for number, held in controller._drop.base_bytes.items()}
         assert base[0] == 100 and base[1] > 200
 
+    def test_a_pair_takes_what_it_holds_once_its_layers_are_dropped(self) -> None:
+        """More sequences than both hold: they drop layers and merge. Then comes a prompt that the small one could not hold."""
+        rows = [*[(0.02 * number, 500, 1000) for number in range(12)], (1.0, 4000, 2)]
+        log: list[dict[str, object]] = []
+        scenario = with_kinds(cluster("kunserve", rows, instances=2), H100, LARGE)
+        run = simulate_groups(replace(scenario, log=log.append))
+        assert any(line.get("command") == "DropLayers" for line in log)
+        assert (run.result.fate == Fate.FINISHED).all()
+
 
 def test_a_fleet_moves_between_kinds() -> None:
     """Prism brings each model to the GPU with room for it: the larger one fits the large kind alone."""

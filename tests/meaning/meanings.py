@@ -108,6 +108,7 @@ def faster_kind(random: Random, name: str) -> str | None:
     """Two models, each with an engine of its own on one of two kinds of GPU, of which one becomes faster.
 
     Calm: no request of the model there is later. The other kind is what it was, and so is all that becomes of its model.
+    Shares of the SMs are all of them, as in ``faster_gpu``.
     """
     chosen, tp = settings(random), random.randint(1, 2)
     models = [model(random, id, tp) for id in "ab"]
@@ -118,7 +119,7 @@ def faster_kind(random: Random, name: str) -> str | None:
     base, better = (
         simulate(
             Scenario(
-                on_gpus(_static(name), groups),
+                on_gpus(_static(name, sharing="mps"), groups),
                 tuple(models),
                 tuple(Gpu(id, id // tp, H100 if id < tp else spec) for id in range(2 * tp)),
                 trace,
@@ -338,13 +339,13 @@ def _gpus(ids: range, kinds: Sequence[catalog.GpuSpec] = ()) -> tuple[Gpu, ...]:
     return tuple(Gpu(id, 0, kinds[id] if kinds else H100) for id in ids)
 
 
-def _static(name: str) -> Any:
+def _static(name: str, **changes: Any) -> Any:
     """The system with models that stay, engines as they are placed."""
     if name in FLEETS:
-        return system(name, residency={"evict": False, "move": False})
+        changes["residency"] = {"evict": False, "move": False}
     if name in BOUNDS:
-        return system(name, scheduler={"engines": "placed"})
-    return system(name)
+        changes["scheduler"] = {"engines": "placed"}
+    return system(name, **changes)
 
 
 def idle_model(random: Random, name: str) -> str | None:

@@ -198,7 +198,8 @@ class _Builder:
         pools = [PagedPool(len(layers) * member.sizes.block_layer_bytes, member.kv) for member, layers in stages]
         counted = CountedBlocks(pools, settings.block_tokens)
         kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches_prefixes(self._memory) else counted
-        max_tokens = min(self._max_tokens, counted.capacity_tokens())
+        # As the controller knows it: a pair is built before the memory of its dropped layers is KV.
+        max_tokens = min(self._max_tokens, self._holds_tokens(tuple(member.id for member in members)))
         step = self._step([gpu for member in members for gpu in member.gpus])
         seat = Seat(id, self.served.id, step, kv, max_tokens, settings)
         if len(members) == 1 and not shared:
